@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 from offline_grpo.types import Metrics
 
 CHOICES = ("default", "atropos")
@@ -29,13 +29,24 @@ NAMES = {
     "num_trainable_parameters": ("lora/trainable_params",),
 }
 """Training metric -> its names there. What is not here keeps its own."""
+PRINTED = (
+    (
+        ("Loss: {:.6f}", "loss_total"),
+        ("Grad norm: {:.4f}", "grad_norm"),
+        ("Step time: {:.2f}s", "time/train_s"),
+        ("Sync time: {:.2f}s", "time/sync_s"),
+    ),
+    (("GRPO: ratio={:.3f}", "ratio_mean"), ("clipped={:.1%}", "clip_frac")),
+    (("Advantages: +{:.0f} / -{:.0f}", "num_advantages_positive", "num_advantages_negative"),),
+    (("LogP: pos={:.3f}", "pos_logp"), ("neg={:.3f}", "neg_logp")),
+)
+"""Lines of parts: a form, and the metrics in it."""
 SECTIONS = sorted({name.partition("/")[0] for names in NAMES.values() for name in names})
 
 
 def check_choice(key: str, value: str) -> None:
     """Raise ConfigError unless the setting `key` names the names of a metric."""
-    if value not in CHOICES:
-        raise ConfigError(f"{key}={value}: must be one of {', '.join(CHOICES)}")
+    require(value in CHOICES, key, value, f"must be one of {', '.join(CHOICES)}")
 
 
 def renamed(metrics: Metrics) -> tuple[dict[str, float], dict[str, float]]:
@@ -46,23 +57,8 @@ def renamed(metrics: Metrics) -> tuple[dict[str, float], dict[str, float]]:
 
 def console_lines(at: str, metrics: Metrics) -> list[str]:
     """What that trainer prints after a step; a part that was not measured is left out."""
-    parts = (
-        (
-            "Loss: {loss_total:.6f}",
-            "Grad norm: {grad_norm:.4f}",
-            "Step time: {time/train_s:.2f}s",
-            "Sync time: {time/sync_s:.2f}s",
-        ),
-        ("GRPO: ratio={ratio_mean:.3f}", "clipped={clip_frac:.1%}"),
-        ("Advantages: +{num_advantages_positive:.0f} / -{num_advantages_negative:.0f}",),
-        ("LogP: pos={pos_logp:.3f}", "neg={neg_logp:.3f}"),
+    lines = (
+        (form.format(*(metrics[key] for key in keys)) for form, *keys in line if metrics.keys() >= set(keys))
+        for line in PRINTED
     )
-    lines = [", ".join(written for part in line if (written := _written(part, metrics))) for line in parts]
-    return [f"Step {at}", *(f"  {line}" for line in lines if line)]
-
-
-def _written(part: str, metrics: Metrics) -> str:
-    try:
-        return part.format_map(metrics)
-    except KeyError:
-        return ""
+    return [f"Step {at}", *(f"  {text}" for parts in lines if (text := ", ".join(parts)))]

@@ -4,7 +4,7 @@ Weights & Biases.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,40 +15,25 @@ RULE = "=" * 70
 
 @dataclass
 class Benchmark:
-    """Seconds and tokens of all iterations that were added. The time before the first iteration is not in it."""
+    """The training metrics of a run's iterations. The time before the first iteration does not count."""
 
-    num_steps: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Of each `time/NAME_s`."""
-    num_syncs: int = 0
-    num_completion_tokens: float = 0.0
-    num_tokens_trained: float = 0.0
-    card_gb: list[float] = field(default_factory=list)
-    """Of the iterations that measured it: none on a CPU."""
+    records: list[Metrics] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, records: Iterable[Metrics]) -> Benchmark:
-        """Of the training metrics of a run."""
-        found = cls()
-        for metrics in records:
-            found.add(metrics)
-        return found
+    @property
+    def num_steps(self) -> int:
+        return len(self.records)
 
-    def add(self, metrics: Metrics) -> None:
-        """Count an iteration."""
-        self.num_steps += 1
-        for key, value in metrics.items():
-            if key.startswith("time/") and not key.startswith("time/start"):
-                self.seconds[key] = self.seconds.get(key, 0.0) + value
-        self.num_syncs += metrics.get("time/sync_push_s", 0.0) > 0 and "sync/frozen" not in metrics
-        self.num_completion_tokens += metrics.get("num_completion_tokens", 0.0)
-        self.num_tokens_trained += metrics.get("num_tokens_trained", 0.0)
-        if "perf/gpu_memory_card_gb" in metrics:
-            self.card_gb.append(metrics["perf/gpu_memory_card_gb"])
+    @property
+    def num_syncs(self) -> int:
+        return sum(each.get("time/sync_push_s", 0.0) > 0 and "sync/frozen" not in each for each in self.records)
+
+    def total(self, key: str) -> float:
+        """The sum of a metric."""
+        return sum(each.get(key, 0.0) for each in self.records)
 
     def total_s(self, name: str = "iteration") -> float:
         """Seconds of a phase, or of whole iterations."""
-        return self.seconds.get(f"time/{name}_s", 0.0)
+        return self.total(f"time/{name}_s")
 
     def step_s(self, name: str = "iteration") -> float:
         """Its mean over the iterations; 0 without any."""
@@ -58,26 +43,20 @@ class Benchmark:
         """Of sampling ("generate"), training ("train") or everything ("iteration"), over all seconds of it; 0 where it
         never ran.
         """
-        tokens = self.num_tokens_trained if name == "train" else self.num_completion_tokens
+        tokens = self.total("num_tokens_trained" if name == "train" else "num_completion_tokens")
         seconds = self.total_s("sampling" if name == "generate" else name)
         return tokens / seconds if seconds else 0.0
 
     @property
-    def peak_gb(self) -> float | None:
-        """The most that was in use of the trainer's GPU, whoever used it; None where it was not measured."""
-        return max(self.card_gb, default=None)
-
-    @property
-    def mean_gb(self) -> float | None:
-        """The mean of the iterations' peaks."""
-        return sum(self.card_gb) / len(self.card_gb) if self.card_gb else None
+    def gpu_gb(self) -> tuple[float, float] | None:
+        """The highest and the mean of the peaks of the trainer's GPU, all processes together; None on a CPU."""
+        key = "perf/gpu_memory_card_gb"
+        peaks = [each[key] for each in self.records if key in each]
+        return (max(peaks), sum(peaks) / len(peaks)) if peaks else None
 
     def summary(self, mode: str) -> list[str]:
         """The block of lines. Its labels are an interface: other people's scripts look for them."""
-        gb = {
-            name: "-" if value is None else f"{value:.2f} GB"
-            for name, value in (("Peak", self.peak_gb), ("Avg", self.mean_gb))
-        }
+        peak, mean = (f"{gb:.2f} GB" for gb in self.gpu_gb) if self.gpu_gb else ("-", "-")
         rows = {
             "  Total training time": f"{self.total_s():.2f}s ({self.total_s() / 60:.2f} min)",
             "  Total steps": str(self.num_steps),
@@ -89,7 +68,8 @@ class Benchmark:
             "    Avg data fetch time": f"{self.step_s('generate'):.2f}s",
             "    Total data fetch time": f"{self.total_s('generate'):.2f}s",
             "  MEMORY": "",
-            **{f"    {name} GPU memory": text for name, text in gb.items()},
+            "    Peak GPU memory": peak,
+            "    Avg GPU memory": mean,
         }
         lines = [f"{label}:".ljust(27) + text for label, text in rows.items()]
         return [RULE, f"BENCHMARK SUMMARY ({mode})", RULE, *(line.rstrip() for line in lines), RULE]
@@ -102,9 +82,8 @@ class Benchmark:
             "benchmark/total_steps": float(self.num_steps),
             "benchmark/avg_step_time_seconds": self.step_s("train"),
         }
-        if self.peak_gb is not None and self.mean_gb is not None:
-            found |= {"benchmark/peak_gpu_memory_gb": self.peak_gb, "benchmark/avg_gpu_memory_gb": self.mean_gb}
-        return found
+        names = ("benchmark/peak_gpu_memory_gb", "benchmark/avg_gpu_memory_gb")
+        return found | (dict(zip(names, self.gpu_gb, strict=True)) if self.gpu_gb else {})
 
 
 def mode_of(config: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -18,18 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from offline_grpo import progress
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
 from offline_grpo.logger.atropos_names import check_choice, console_lines
 from offline_grpo.types import Metrics
 
-FINAL_PHASES = ("done", "stopped")
 ITERATIONS_IN_ESTIMATE = 10  # the remaining time is estimated from the last 10 iterations
 SILENCE_S = 25.0  # without a terminal, a line says how far a phase is after so long without one
 CELL_WIDTH = 13
 GAP = "  "
-LARGE = 1e6
 ON_SCREEN = {"is_on_screen": True}
 """`extra` of a record that the terminal has already: it goes to run.log alone."""
 TRAIN_FIELDS = (
@@ -64,15 +63,14 @@ class ConsoleLogger(RunListener):
 
     def __post_init__(self) -> None:
         check_choice("logger.console.names", self.names)
-        if self.refresh_per_s <= 0:
-            raise ConfigError(f"logger.console.refresh_per_s={self.refresh_per_s}: must be above 0, for example 4")
+        require(self.refresh_per_s > 0, "logger.console.refresh_per_s", self.refresh_per_s, "must be above 0")
         self.console = output_console()
         self._live: Live | None = None
         self._ends: threading.Event | None = None  # set when no more lines about silent phases are wanted
         self._spinner = Spinner("dots")
         self._num_iterations = 0  # before `start`
         self._num_done = 0
-        self._phase = ""
+        self._phase, self._has_ended = "", False
         self._began_s = self._phase_began_s = self._last_mark_s = self._last_line_s = time.monotonic()
         self._progress: Mapping[str, tuple[int, int]] = {}  # unit -> done, total
         self._train: Metrics = {}
@@ -104,7 +102,11 @@ class ConsoleLogger(RunListener):
             self._eval = (iteration, metrics)
         else:
             self._train = metrics
-        self._mark_time(name, iteration)
+        now_s = time.monotonic()
+        if name == "train":
+            self._iteration_s.append(now_s - self._last_mark_s)
+        if name == "train" or iteration == -1:  # the evaluation before training is no part of an iteration
+            self._last_mark_s = now_s
         if name == "eval":
             lines = folded(f"{self._at()}{GAP}eval", eval_cells(metrics), width=self.console.width)
         else:
@@ -124,8 +126,7 @@ class ConsoleLogger(RunListener):
         if live is not None:
             is_early = "stopped_early" in {**self._train, **(self._eval[1] if self._eval is not None else {})}
             is_done = self._num_done >= self._num_iterations or is_early
-            self._phase = FINAL_PHASES[0] if is_done else FINAL_PHASES[1]
-            self._progress = {}
+            self._phase, self._progress, self._has_ended = "done" if is_done else "stopped", {}, True
             live.stop()
 
     def _go_live(self) -> None:
@@ -159,16 +160,6 @@ class ConsoleLogger(RunListener):
     def _at(self) -> str:
         return f"{self._num_done:>{len(str(self._num_iterations))}}/{self._num_iterations}"
 
-    def _mark_time(self, name: str, iteration: int) -> None:
-        """Record the duration of an iteration, including its evaluation; the evaluation before training belongs to no
-        iteration.
-        """
-        now_s = time.monotonic()
-        if name == "train":
-            self._iteration_s.append(now_s - self._last_mark_s)
-        if name == "train" or iteration == -1:
-            self._last_mark_s = now_s
-
     def _time_left(self) -> str:
         if not self._iteration_s:
             return "-"
@@ -179,7 +170,8 @@ class ConsoleLogger(RunListener):
         rows: list[RenderableType] = [self._iteration_row()] if self._num_iterations else []
         rows.append(self._phase_row())
         if self._train:
-            rows.append(metric_rows(train_cells(self._train), width=self.console.width))
+            cells = (Text.assemble((name, "dim"), "\n", (value, "bold")) for name, value in train_cells(self._train))
+            rows.append(Columns(cells, width=CELL_WIDTH, padding=0))
         if self._eval is not None:
             iteration, metrics = self._eval
             when = "eval before training" if iteration == -1 else f"eval after {iteration + 1}"
@@ -197,7 +189,7 @@ class ConsoleLogger(RunListener):
         return row
 
     def _phase_row(self) -> RenderableType:
-        if self._phase in FINAL_PHASES:
+        if self._has_ended:
             return Text(self._phase, "bold")
         phase, took = (self._phase, "bold"), (self._took(), "dim")
         self._spinner.update(text=Text.assemble(phase, GAP, GAP.join([*self._parts(), ""]), took))
@@ -212,29 +204,9 @@ class ConsoleLogger(RunListener):
         return clock(time.monotonic() - self._phase_began_s)
 
 
-def metric_rows(cells: list[tuple[str, str]], *, width: int) -> Group:
-    """Labels above values, in columns of constant position, as many beside each other as `width` has room for."""
-    per_row = max(1, width // CELL_WIDTH)
-    grids: list[RenderableType] = []
-    for first in range(0, len(cells), per_row):
-        chosen = cells[first : first + per_row]
-        grid = Table.grid()
-        for _ in chosen:
-            grid.add_column(width=CELL_WIDTH, no_wrap=True)
-        grid.add_row(*(Text(label, "dim") for label, _ in chosen))
-        grid.add_row(*(Text(value, "bold") for _, value in chosen))
-        grids.append(grid)
-    return Group(*grids)
-
-
 def train_cells(metrics: Metrics) -> list[tuple[str, str]]:
     """(label, formatted value) of the fields that are present; for example, there is no KL without a reference."""
-    return [(label, _shown(form, metrics[key])) for label, key, form in TRAIN_FIELDS if key in metrics]
-
-
-def _shown(form: str, value: float) -> str:
-    """A number of few digits, also where a reward has many."""
-    return f"{value:.3g}" if form.endswith("f}") and "," not in form and abs(value) >= LARGE else form.format(value)
+    return [(label, form.format(metrics[key])) for label, key, form in TRAIN_FIELDS if key in metrics]
 
 
 def train_line(at: str, metrics: Metrics, left: str, *, width: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,7 @@ class Profiler(RunListener):
         self._profile.export_chrome_trace(str(self._path))
         for line in costliest(self._profile):
             messages.info(line)
-        messages.info(
-            "train.profile=%d: the trace is in %s; open it at https://ui.perfetto.dev", iteration + 1, self._path
-        )
+        messages.info("train.profile=%d: open %s at https://ui.perfetto.dev", iteration + 1, self._path)
         self._profile = None
 
     def close(self) -> None:
@@ -62,20 +59,13 @@ class Profiler(RunListener):
             self._profile.stop()
             self._profile = None
         if not self._path.exists():
-            messages.info(
-                "train.profile=%d: there is no trace, because that iteration did not run to its end", self.iteration + 1
-            )
+            messages.info("train.profile=%d: no trace, because that iteration did not end", self.iteration + 1)
 
 
 def costliest(profile: Any) -> list[str]:
-    """A line each: milliseconds, calls and name of the kernels that took longest, or of the operators where there is no
-    GPU.
-    """
+    """Milliseconds, calls and name of the kernels that took longest, of operators where there is no GPU."""
     events = [event for event in profile.key_averages() if not event.key.startswith("ProfilerStep")]
     kernels = [event for event in events if event.device_type.name != "CPU"]
-    times: Mapping[str, tuple[float, int]] = {
-        event.key: (event.self_device_time_total if kernels else event.self_cpu_time_total, event.count)
-        for event in kernels or events
-    }
-    shown = sorted(times.items(), key=lambda item: -item[1][0])[:NUM_SHOWN]
-    return [f"{us / 1e3:10.1f} ms {count:7,} calls  {name[:100]}" for name, (us, count) in shown]
+    field = "self_device_time_total" if kernels else "self_cpu_time_total"
+    shown = sorted(kernels or events, key=lambda event: -getattr(event, field))[:NUM_SHOWN]
+    return [f"{getattr(e, field) / 1e3:10.1f} ms {e.count:7,} calls  {e.key[:100]}" for e in shown]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.disk import utf8
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, sweep_folder, tagged
 from offline_grpo.logger.atropos_names import SECTIONS, check_choice, renamed
@@ -24,12 +23,14 @@ from offline_grpo.types import Metrics, RolloutGroup
 
 MODES = ("online", "offline", "disabled")
 STEP_METRIC = "iteration"
-OF_EVAL = ("pass@*", "pass_ordered@*", "mean@*", "best@*", "success_rate_all", "reward_mean_all")
-OF_TRAINING = ("reward_mean", "success_rate", "kl_divergence", "grad_norm", "perf/gpu_memory*")
-SUMMARIES = {
-    "max": (*(f"eval/{name}" for name in OF_EVAL), *(f"train/{name}" for name in OF_TRAINING)),
-    "min": ("eval/truncated_frac", "train/truncated_frac", "train/entropy", "train/num_groups_trained"),
-}
+HIGHEST = (
+    *(
+        f"eval/{name}"
+        for name in ("pass@*", "pass_ordered@*", "mean@*", "best@*", "success_rate_all", "reward_mean_all")
+    ),
+    *(f"train/{name}" for name in ("reward_mean", "success_rate", "kl_divergence", "grad_norm", "perf/gpu_memory*")),
+)
+LOWEST = ("eval/truncated_frac", "train/truncated_frac", "train/entropy", "train/num_groups_trained")
 """What W&B's table of runs shows beside the last value."""
 
 
@@ -63,20 +64,14 @@ class WandbLogger(RunListener):
         self._defined: set[str] = set()
         self._mode = ""  # of the benchmark
         self._benchmark = Benchmark()
-        if self.mode not in MODES:
-            origin = "; it is the environment variable WANDB_MODE" if self.mode == os.environ.get("WANDB_MODE") else ""
-            raise ConfigError(f"logger.wandb.mode={self.mode}: must be one of {', '.join(MODES)}{origin}")
+        require(self.mode in MODES, "logger.wandb.mode", self.mode, f"must be one of {', '.join(MODES)}")
         check_choice("logger.wandb.names", self.names)
-        if not self.project:
-            raise ConfigError(f"logger.wandb.project={self.project}: set the project, for example offline-grpo")
+        require(bool(self.project), "logger.wandb.project", self.project, "set the project, for example offline-grpo")
         if self.mode == "online":
             import wandb  # slow to import (a second), and most runs do not need it
 
-            if not wandb.login(prompt=False):
-                raise ConfigError(
-                    "logger.wandb.mode=online: Weights & Biases has no API key of yours; run `wandb login`, set "
-                    "WANDB_API_KEY, or use logger.wandb.mode=offline and `wandb sync` later"
-                )
+            fix = "there is no API key; run `wandb login`, set WANDB_API_KEY, or use offline and `wandb sync` later"
+            require(wandb.login(prompt=False), "logger.wandb.mode", self.mode, fix)
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         import wandb
@@ -105,12 +100,12 @@ class WandbLogger(RunListener):
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         theirs: dict[str, float] = {}
         if self._mode and name == "train":
-            self._benchmark.add(metrics)
+            self._benchmark.records.append(metrics)
             theirs, metrics = renamed(metrics)
         shown = tagged(name, metrics) | theirs
         for key in shown.keys() - self._defined:  # each by its name: of two patterns that fit, W&B takes any
             self._defined.add(key)
-            for best, patterns in SUMMARIES.items():
+            for best, patterns in {"max": HIGHEST, "min": LOWEST}.items():
                 if any(fnmatchcase(key, pattern) for pattern in patterns):
                     self._run.define_metric(key, step_metric=STEP_METRIC, summary=f"{best},last")
         self._run.log({STEP_METRIC: completed_iterations(name, iteration)} | shown)
@@ -138,10 +133,8 @@ class WandbLogger(RunListener):
 
     def _group(self) -> str | None:
         """`2026-01-31_12-00-00-000000` for `multirun/2026-01-31/12-00-00-000000/3`."""
-        if self.group != "auto":
-            return self.group
         folder = sweep_folder(self.output_dir)
-        return None if folder is None else "_".join(folder.parts[-2:])
+        return self.group if self.group != "auto" else (folder and "_".join(folder.parts[-2:]))
 
     def _stable_run_id(self) -> str:
         path = self.output_dir / "wandb_run_id"

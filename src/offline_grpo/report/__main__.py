@@ -68,7 +68,7 @@ def _show(options: argparse.Namespace) -> None:
             raise ConfigError(f"{folder}: has no metrics yet; try again after an iteration")
         if options.benchmark:
             mode = mode_of(read_yaml(folder / ".hydra" / "config.yaml"))
-            say(console, Benchmark.of(history.train.values()).summary(mode))
+            say(console, Benchmark([*history.train.values()]).summary(mode))
             return
         summary.print_summary(history, console)
         say(console, [f"{'report':{summary.LABEL_WIDTH}}{save_report(history)}"])

@@ -38,12 +38,12 @@ MEASURES: dict[str, tuple[str, str, Callable[[Arm, Benchmark], float | None]]] =
     "data_wait_s_per_step": ("data wait per step, s", ",.2f", lambda arm, cost: cost.step_s("generate")),
     "data_wait_s": ("data wait in all, s", ",.1f", lambda arm, cost: cost.total_s("generate")),
     "train_s_per_step": ("training per step, s", ",.2f", lambda arm, cost: cost.step_s("train")),
-    "num_completion_tokens": ("tokens sampled", ",.0f", lambda arm, cost: cost.num_completion_tokens),
+    "num_completion_tokens": ("tokens sampled", ",.0f", lambda arm, cost: cost.total("num_completion_tokens")),
     "generate_tokens_per_s": ("sampling, tokens/s", ",.0f", lambda arm, cost: cost.tokens_per_s("generate")),
     "train_tokens_per_s": ("training, tokens/s", ",.0f", lambda arm, cost: cost.tokens_per_s("train")),
     "tokens_per_s": ("overall, tokens/s", ",.0f", lambda arm, cost: cost.tokens_per_s("iteration")),
-    "gpu_peak_gb": ("GPU memory, peak GB", ",.1f", lambda arm, cost: cost.peak_gb),
-    "gpu_mean_gb": ("GPU memory, mean GB", ",.1f", lambda arm, cost: cost.mean_gb),
+    "gpu_peak_gb": ("GPU memory, peak GB", ",.1f", lambda arm, cost: cost.gpu_gb and cost.gpu_gb[0]),
+    "gpu_mean_gb": ("GPU memory, mean GB", ",.1f", lambda arm, cost: cost.gpu_gb and cost.gpu_gb[1]),
     "checkpoint_mb": ("checkpoint, MB", ",.1f", lambda arm, cost: arm.checkpoint_mb()),
     "reward_first": ("reward, first step", ".3f", lambda arm, cost: arm.reward(0)),
     "reward_last": ("reward, last step", ".3f", lambda arm, cost: arm.reward(-1)),
@@ -84,7 +84,7 @@ class Arm:
 def load_arm(folder: Path, name: str, status: str) -> Arm:
     """The run of a mode, in its folder of the comparison's."""
     history = load_history(folder / name)
-    return Arm(name, status, history, Benchmark.of(history.train.values()))
+    return Arm(name, status, history, Benchmark([*history.train.values()]))
 
 
 def save_comparison(folder: Path, about: Mapping[str, Any], statuses: Mapping[str, str]) -> None:

@@ -37,28 +37,17 @@ def test_files_are_read_back(tmp_path):
     samples.rollouts("train", GROUPS, advantages=ADVANTAGES, iteration=7)
     samples.rollouts("eval", GROUPS[:1], advantages=None, iteration=-1)
     samples.rollouts("eval", GROUPS[:1], advantages=None, iteration=7)
-    assert {path.name for path in (tmp_path / "samples").iterdir()} == {
-        "iter_007.jsonl",
-        "eval_init.jsonl",
-        "eval_iter_007.jsonl",
-    }
+    names = {path.name for path in (tmp_path / "samples").iterdir()}
+    assert names == {"iter_007.jsonl", "eval_init.jsonl", "eval_iter_007.jsonl"}
     content = (tmp_path / "samples" / "iter_007.jsonl").read_bytes()
     lines = [json.loads(line) for line in content.decode("utf-8").split("\n")[:-1]]
     assert [line["completion"] for line in lines] == ["a", "b", "c", "d", "e", STRANGE, "g"]
     assert "中文" in content.decode("utf-8")  # a person can read it
-    assert lines[3] == {
-        "problem_id": "p",
-        "prompt": [{"role": "user", "content": "2+2="}],
-        "answer": "4",
-        "completion": "d",
-        "reward": 1.0,
-        "parts": {"correct": 1.0},
-        "advantage": 2.0,
-        "is_correct": True,
-        "finish_reason": "stop",
-        "num_tokens": 1,
-        "iteration": 7,
-    }
+    assert lines[3] == (
+        {"problem_id": "p", "prompt": [{"role": "user", "content": "2+2="}], "answer": "4", "completion": "d"}
+        | {"reward": 1.0, "parts": {"correct": 1.0}, "advantage": 2.0, "is_correct": True, "finish_reason": "stop"}
+        | {"num_tokens": 1, "iteration": 7}
+    )
     samples.rollouts("train", GROUPS, advantages=ADVANTAGES, iteration=7)
     assert (tmp_path / "samples" / "iter_007.jsonl").read_bytes() == content
 
@@ -76,7 +65,7 @@ def test_no_text_garbles_the_console():
     output.getvalue().encode()
 
 
-@pytest.mark.parametrize(("per_iteration", "on_console"), [(-1, 0), ("some", 0), (1, -1)])
+@pytest.mark.parametrize(("per_iteration", "on_console"), [("some", 0), (1, -1)])
 def test_bad_numbers_are_refused(tmp_path, per_iteration, on_console):
     with pytest.raises(ConfigError, match=r"samples\.(per_iteration|on_console)="):
         Samples(output_dir=tmp_path, per_iteration=per_iteration, on_console=on_console)

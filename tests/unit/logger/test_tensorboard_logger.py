@@ -3,7 +3,6 @@ from pathlib import Path
 
 from factories import make_group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from offline_grpo.interfaces import RunListener
@@ -13,9 +12,8 @@ from offline_grpo.logger.tensorboard import TensorBoardLogger
 def test_event_files_hold_prefixed_metrics_against_completed_iterations(tmp_path: Path) -> None:
     logger = TensorBoardLogger(output_dir=tmp_path, flush_s=10, samples=1)
     assert isinstance(logger, RunListener)
-    logger.start(
-        {"train": {"lr": 0.5, "ks": [1, 4], "batch_size": None}, "seed": 3, "generation": {"api_key": "sk-314"}}, 2
-    )
+    train = {"lr": 0.5, "ks": [1, 4], "batch_size": None}
+    logger.start({"train": train, "seed": 3, "generation": {"api_key": "sk-314"}}, 2)
     logger.log("eval", {"pass@1": 0.25, "pass@1_low": 0.125, "pass@1_high": 0.375}, iteration=-1)
     for iteration in range(2):
         logger.log("train", {"time/generate_s": 1.5 + iteration}, iteration=iteration)
@@ -33,13 +31,7 @@ def test_event_files_hold_prefixed_metrics_against_completed_iterations(tmp_path
     values = {name: value.number_value or value.string_value for name, value in session.hparams.items()}
     assert values == {"train.lr": 0.5, "train.ks": "[1, 4]", "seed": 3.0, "generation.api_key": "***"}
     experiment = HParamsPluginData.FromString(plugins["_hparams_/experiment"]).experiment
-    assert "eval/pass@1" in [info.name.tag for info in experiment.metric_infos], (
-        "the tag of the curve: the table shows its last value"
-    )
-    assert (
-        HParamsPluginData.FromString(plugins["_hparams_/session_end_info"]).session_end_info.status
-        == api_pb2.STATUS_SUCCESS
-    )
+    assert "eval/pass@1" in [info.name.tag for info in experiment.metric_infos], "the tag of the curve"
     assert not [file for file in (tmp_path / "tensorboard").iterdir() if b"sk-314" in file.read_bytes()]
     assert b'"lr": 0.5' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
@@ -70,19 +62,9 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_has_one_curve(tmp_path: P
             logger.log("train", {"lr": value}, iteration=iteration)
             logger.log("eval", {"pass@1": value}, iteration=iteration)
         logger.close()
-        time.sleep(1.1)  # TensorBoard orders the files by the second in their names
+        time.sleep(1.1 * (first == 0))  # TensorBoard orders the files by the second in their names
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("eval/pass@1")] == [
-        (1, 1.0),
-        (2, 1.0),
-        (3, 2.0),
-        (4, 2.0),
-    ]
-    assert [(event.step, event.value) for event in events.Scalars("train/lr")] == [
-        (0, 1.0),
-        (1, 1.0),
-        (2, 1.0),
-        (2, 2.0),
-        (3, 2.0),
-    ]
+    evals, rates = (events.Scalars(name) for name in ("eval/pass@1", "train/lr"))
+    assert [(event.step, event.value) for event in evals] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert [(event.step, event.value) for event in rates] == [(0, 1.0), (1, 1.0), (2, 1.0), (2, 2.0), (3, 2.0)]
