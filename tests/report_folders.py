@@ -32,21 +32,13 @@ def make_run(
     (folder / "metrics").mkdir(parents=True)
     (folder / "rollouts").mkdir()
     for index in range(iterations):
-        train = {
-            "reward_mean": index / iterations,
-            "entropy": 0.5,
-            "clip_frac": 0.0,
-            "time/generate_s": 2.0,
-            "time/train_s": 1.0,
-            "time/iteration_s": 3.0,
-        }
+        train = {"reward_mean": index / iterations, "entropy": 0.5, "clip_frac": 0.0}
+        train |= {"time/generate_s": 2.0, "time/train_s": 1.0, "time/iteration_s": 3.0}
         _write(folder / "metrics" / f"train_iter_{index:03d}.json", train | metrics)
         _store(folder, "train", index, [_group(text, index, [(1.0, True), (0.0, False)])], [[0.7, -0.7]])
     for name, share in (("init", 0.0), (f"iter_{iterations - 1:03d}", solved / 4)):
-        _write(
-            folder / "metrics" / f"eval_{name}.json",
-            {"pass@1": share, "pass@1_low": share - 0.01, "pass@1_high": share + 0.01},
-        )
+        interval = {"pass@1_low": share - 0.01, "pass@1_high": share + 0.01}
+        _write(folder / "metrics" / f"eval_{name}.json", {"pass@1": share} | interval)
     _store(folder, "eval", iterations - 1, [_group(text, i, [(1.0, i < solved)]) for i in range(4)], None)
     make_settings(folder, iterations=iterations, seed=seed, loss=loss)
     return folder
@@ -54,12 +46,8 @@ def make_run(
 
 def make_settings(folder: Path, *, iterations: int, seed: int, loss: str) -> None:
     """What Hydra stores about a run."""
-    config = {
-        "train": {"iterations": iterations, "lr": 1e-3, "loss": {"_target_": loss}},
-        "seed": seed,
-        "model": {"train_id": None},
-        "logger": {"api_key": "secret-key"},
-    }
+    train = {"iterations": iterations, "lr": 1e-3, "loss": {"_target_": loss}}
+    config = {"train": train, "seed": seed, "model": {"train_id": None}, "logger": {"api_key": "secret-key"}}
     choices = {"task": "arithmetic", "model": "tiny", "train/loss": loss, "hydra/launcher": "basic"}
     files: dict[str, Any] = {
         "config": config,

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,8 @@ from report_folders import HOSTILE, make_run
 from offline_grpo.report.page import save_page
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="no Chromium: install one, or name it in the environment variable CHROMIUM"
-    ),
-]
+no_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install one, or name it in CHROMIUM")
+pytestmark = [pytest.mark.slow, pytest.mark.browser, no_browser]
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +66,8 @@ def test_the_pictures_are_there_and_fit(browser: Any, sweep: Path, width: int, d
     assert len(boxes) == len(plots) >= 5
     assert all(box["height"] > 200 and box["width"] > 300 and box["x"] + box["width"] <= width for box in boxes)
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
-        "rgb(21, 24, 28)" if dark else "rgb(255, 255, 255)"
-    )
+    color = "rgb(21, 24, 28)" if dark else "rgb(255, 255, 255)"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == color
     assert page.locator("nav a").all_inner_texts()[:3] == ["Results", "Look at", "Learning curves"]
 
 
@@ -88,13 +81,15 @@ def test_tables_sort_by_number_and_back(page: Any) -> None:
     assert cells.all_inner_texts() == values
 
 
-def test_differences_are_drawn_with_their_intervals(page: Any) -> None:
+def test_differences_and_findings_are_shown(page: Any) -> None:
     page.locator("#forest").scroll_into_view_if_needed()
     page.wait_for_selector("#forest .errorbars")
     ticks = sorted(page.locator("#forest .ytick").all(), key=lambda tick: tick.bounding_box()["y"])
     names = page.locator("#paired tbody tr td:first-child").all_inner_texts()
     assert [tick.text_content() for tick in ticks] == names == ["train/loss=gspo", "train/loss=<b>dapo</b>"]
     assert page.locator("#forest .errorbars path.xerror").count() == 4
+    finding = page.locator("#findings li").all_inner_texts()[0]
+    assert finding.startswith("3 of 3 runs (0, 1, 2; numbers of the first): 50% of the completions are cut off")
 
 
 def test_held_out_problems_of_a_run_are_drawn(browser: Any, tmp_path: Path) -> None:
@@ -104,41 +99,10 @@ def test_held_out_problems_of_a_run_are_drawn(browser: Any, tmp_path: Path) -> N
     page.locator("#solved").scroll_into_view_if_needed()
     page.wait_for_selector("#solved .hm image")
     assert page.locator("#solved .ytick text").count() == 4
-    assert "in each evaluation;" in page.locator("#problems p").inner_text()
-    looks = page.evaluate("document.querySelector('#solved [role=img]').layout")
-    assert [looks["plot_bgcolor"], looks["xaxis"]["mirror"]] == ["#9aa2ab", True], (
-        "grey behind problems that were not asked, and a frame around those that nobody solved"
-    )
     assert page.locator("#learning p").first.inner_text().startswith("Bands are 95% intervals over problems;")
+    assert page.locator("#findings p").inner_text().startswith("Nothing is out of the ordinary")
     assert page.wrong == []
     page.close()
-
-
-def test_names_leave_room_for_their_pictures_on_a_phone(browser: Any, tmp_path: Path) -> None:
-    for number in range(3):
-        make_run(tmp_path / str(number), loss=f"a_loss_with_a_very_long_name_that_has_{number}_in_it", solved=number)
-    page = opened(browser, save_page([tmp_path], tmp_path / "report.html"), width=400)
-    for picture in ("#forest", "[id='Time per iteration']", "#solved"):
-        page.locator(picture).scroll_into_view_if_needed()
-        page.wait_for_selector(f"{picture} .main-svg")
-        plot, whole = page.locator(f"{picture} .nsewdrag").bounding_box(), page.locator(picture).bounding_box()
-        assert plot["width"] > whole["width"] / 3
-        labels = page.locator(f"{picture} .ytick text, {picture} .xtick text").all()
-        assert all(box["x"] >= whole["x"] - 1 for label in labels if (box := label.bounding_box()))
-    assert sorted(page.locator("#forest .ytick text").all_text_contents()) == [
-        f"train/loss=\u2026_has_{number}_in_it" for number in (1, 2)
-    ]
-    page.close()
-    wide = opened(browser, tmp_path / "report.html")
-    wide.locator("#solved").scroll_into_view_if_needed()
-    wide.wait_for_selector("#solved .hm image")
-    assert wide.locator("#solved .xtick text").first.text_content() == "train/loss=\u2026_has_2_in_it"
-    assert (
-        wide.locator("#forest .ytick text")
-        .first.text_content()
-        .startswith("train/loss=a_loss_with_a_very_long_name_that_has_")
-    )
-    wide.close()
 
 
 def test_a_sample_can_be_found(page: Any) -> None:
@@ -172,31 +136,9 @@ def test_the_legend_and_the_links_of_findings(page: Any) -> None:
     assert page.wrong == []
 
 
-def test_findings_are_said_once(page: Any, browser: Any, tmp_path: Path) -> None:
-    assert (
-        page.locator("#findings li")
-        .all_inner_texts()[0]
-        .startswith("all 3 runs: 50% of the completions are cut off at last. Try ")
-    )
-    assert page.locator("#findings p").all_inner_texts() == [""]
-    short = opened(browser, save_page([make_run(tmp_path / "run", iterations=2)], tmp_path / "report.html"))
-    assert short.locator("#findings p").inner_text().startswith("The run has fewer than 10 iterations")
-    short.close()
-
-
 def test_hostile_text_is_shown_as_it_is(page: Any) -> None:
     page.locator("#samples form").get_by_label("Problem").fill("</script><script>alert(1)")
     assert "<script>alert(1)</script><img src=x" in page.locator("#samples article").first.inner_text()
     assert "<b>dapo</b>" in page.locator("#learning .legend").inner_text()
     page.mouse.move(300, 300)
     assert page.wrong == []
-
-
-def test_fifty_runs_open_at_once(browser: Any, tmp_path: Path) -> None:
-    for number in range(50):
-        make_run(tmp_path / str(number), iterations=30, loss=f"loss_{number // 5}", seed=number % 5, solved=number % 4)
-    path = save_page([tmp_path], tmp_path / "report.html")
-    assert path.stat().st_size < 15e6
-    start = time.monotonic()
-    opened(browser, path)
-    assert time.monotonic() - start < 12, "3 s where nothing else runs"

@@ -22,15 +22,8 @@ SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
 def run(tmp_path_factory) -> Any:
     """Of a run of two iterations with a redirected output: its folder, what listeners heard, and the printed lines."""
     root = tmp_path_factory.mktemp("screen")
-    overrides = (
-        *SMALL,
-        Heard.override,
-        f"cache_dir={root}/cache",
-        "train.iterations=2",
-        "train.batch_size=4",
-        "generation.batch_size=8",
-    )
-    overrides += ("model.tiny.warm_start_steps=10",)
+    small = ("train.iterations=2", "train.batch_size=4", "generation.batch_size=8", "model.tiny.warm_start_steps=10")
+    overrides = (*SMALL, *small, Heard.override, f"cache_dir={root}/cache")
     Heard.events.clear()
     with pytest.MonkeyPatch.context() as patch, (root / "out.txt").open("w") as out:
         patch.setattr("sys.stdout", out)
@@ -41,23 +34,15 @@ def run(tmp_path_factory) -> Any:
 
 def test_training_comes_before_the_evaluation_after_it(run):
     _, events, _ = run
-    assert [event[1:] for event in events if event[0] == "log"] == [
-        ("eval", -1),
-        ("train", 0),
-        ("train", 1),
-        ("eval", 1),
-    ]
+    logged = [event[1:] for event in events if event[0] == "log"]
+    assert logged == [("eval", -1), ("train", 0), ("train", 1), ("eval", 1)]
 
 
 def test_the_start_has_phases_before_the_run_starts(run):
     _, events, _ = run
     before = events[: events.index(("start", 2))]
-    assert [event[1] for event in before if event[0] == "phase"] == [
-        "warm start",
-        "load model",
-        "masters",
-        "load reference",
-    ]
+    phases = [event[1] for event in before if event[0] == "phase"]
+    assert phases == ["warm start", "load model", "masters", "load reference"]
     assert ("progress", 5, 10, "steps") in before
 
 
@@ -79,10 +64,7 @@ def test_progress_inside_an_iteration_reaches_its_total(run):
     trained = inside(events, "train", 0)
     assert [step for step in trained if step[2] == "microbatches scored"][-1] == (4, 4, "microbatches scored")
     assert [step for step in trained if step[2] == "updates"] == [(0, 2, "updates"), (1, 2, "updates")]
-    assert [step for step in trained if step[2] == "microbatches"] == [
-        (0, 2, "microbatches"),
-        (1, 2, "microbatches"),
-    ] * 2
+    assert [done for done, *_, unit in trained if unit == "microbatches"] == [0, 1, 0, 1]
 
 
 def test_a_file_has_a_line_per_record_none_wider_than_80_columns_but_for_paths(run):
@@ -97,12 +79,7 @@ def test_a_file_has_a_line_per_record_none_wider_than_80_columns_but_for_paths(r
 def test_the_first_record_tells_what_the_start_took(run):
     first, second = (json.loads((run[0] / "metrics" / f"train_iter_00{i}.json").read_text()) for i in range(2))
     parts = {key: value for key, value in first.items() if key.startswith("time/start_")}
-    assert {
-        "time/start_imports_and_data_s",
-        "time/start_load_model_s",
-        "time/start_warm_start_s",
-        "time/start_eval_s",
-    } < parts.keys()
+    assert {f"time/start_{name}_s" for name in ("imports_and_data", "load_model", "warm_start", "eval")} < parts.keys()
     assert sum(parts.values()) - parts["time/start_s"] <= parts["time/start_s"]
     assert not [key for key in second if key.startswith("time/start")]
     assert first["num_trainable_parameters"] > 1000

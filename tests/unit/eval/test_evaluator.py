@@ -74,18 +74,8 @@ class Characters:
 
 
 def evaluator(**changes: object) -> PassAtKEvaluator:
-    settings = {
-        "task": EchoTask(),
-        "problems": PROBLEMS,
-        "codec": Characters(),
-        "sampling": SAMPLING,
-        "ks": [1, 2],
-        "replicates": 3,
-        "seed_base": 4242,
-        "bootstrap_samples": 100,
-        "rank": 0,
-        "world_size": 1,
-    }
+    settings = {"task": EchoTask(), "problems": PROBLEMS, "codec": Characters(), "sampling": SAMPLING, "ks": [1, 2]}
+    settings |= {"replicates": 3, "seed_base": 4242, "bootstrap_samples": 100, "rank": 0, "world_size": 1}
     return PassAtKEvaluator(**(settings | changes))  # type: ignore[arg-type]
 
 
@@ -109,9 +99,7 @@ def test_every_problem_is_asked_replicates_times_with_its_own_seeds() -> None:
     ]
     assert [group.problem for group in groups] == PROBLEMS
     answers = [client.complete(request.prompt_ids, request.seed).token_ids for request in requests]
-    assert [rollout.token_ids[1:] for group in groups for rollout in group.rollouts] == answers, (
-        "texts and tokens are handed out, in order"
-    )
+    assert [rollout.token_ids[1:] for group in groups for rollout in group.rollouts] == answers
 
 
 def test_metrics_follow_from_the_scripted_answers() -> None:
@@ -132,7 +120,7 @@ def test_cycles_differ_and_repeat() -> None:
     assert first != next_cycle
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 16])
+@pytest.mark.parametrize("world_size", [3, 16])
 def test_any_number_of_processes_gives_the_same_groups(world_size: int) -> None:
     shares = [evaluator(rank=rank, world_size=world_size).sample(SeededClient(), cycle=2) for rank in range(world_size)]
     together = [shares[i % world_size][i // world_size] for i in range(len(PROBLEMS))]  # as the loop gathers them

@@ -19,15 +19,11 @@ def table_of(correct: list[list[int]], rewards: list[list[float]] | None = None)
     )
 
 
-@pytest.mark.parametrize(
-    ("num_correct", "k", "expected"),
-    [(0, 2, 0.0), (1, 1, 0.25), (1, 2, 0.5), (2, 2, 5 / 6), (3, 2, 1.0), (1, 4, 1.0), (4, 1, 1.0), (2, 3, 1.0)],
-)
-def test_hand_computed_with_four_replicates(num_correct: int, k: int, expected: float) -> None:
-    assert pass_at_k(np.array([num_correct]), 4, k) == pytest.approx([expected], abs=1e-15)
+def test_hand_computed_with_four_replicates() -> None:
+    assert pass_at_k(np.array([0, 1, 2, 3]), 4, 2) == pytest.approx([0, 0.5, 5 / 6, 1], abs=1e-15)
 
 
-@pytest.mark.parametrize("replicates", [1, 3, 6])
+@pytest.mark.parametrize("replicates", [1, 6])
 def test_agrees_with_the_share_of_subsets_that_hold_a_right_answer(replicates: int) -> None:
     for num_correct in range(replicates + 1):
         answers = [True] * num_correct + [False] * (replicates - num_correct)
@@ -46,8 +42,6 @@ def test_exact_where_binomials_exceed_float_range() -> None:
 def test_k_beyond_the_replicates_is_refused(k: int) -> None:
     with pytest.raises(ValueError, match=rf"k={k}: must be in 1 .. 4"):
         pass_at_k(np.array([1]), 4, k)
-    with pytest.raises(ValueError, match=rf"k={k}: must be in 1 .. 4"):
-        metrics_with_intervals(table_of([[1, 0, 0, 0]]), [1, k], bootstrap_samples=1, seed=0)
 
 
 def test_all_metrics_of_a_hand_computed_table() -> None:
@@ -58,25 +52,12 @@ def test_all_metrics_of_a_hand_computed_table() -> None:
         num_tokens=np.array([[1, 2, 3, 4], [10, 10, 10, 20]]),
     )
     metrics = metrics_with_intervals(table, [1, 2], bootstrap_samples=50, seed=0)
-    expected = {
-        "tasks": 2,
-        "replicates": 4,
-        "pass@1": 0.125,
-        "pass@2": 0.25,
-        "pass_ordered@1": 0.0,
-        "pass_ordered@2": 0.5,
-        "mean@1": 0.125,
-        "mean@2": (0.5 + 0.25) / 2,
-        "best@1": 0.125,
-        "best@2": (1.0 + 0.25) / 2,
-        "reward_mean_all": 0.375,
-        "reward_std_all": pstdev([0.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]),
-        "success_rate_all": 0.125,
-        "truncated_frac": 3 / 8,
-        "completion_tokens_mean": (10 + 50) / 8,
-        "reward_mean_taskavg_all": 0.375,
-        "success_rate_taskavg_all": 0.125,
-    }
+    rewards = [0.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
+    expected = {"tasks": 2, "replicates": 4, "pass@1": 0.125, "pass@2": 0.25, "pass_ordered@1": 0.0}
+    expected |= {"pass_ordered@2": 0.5, "mean@1": 0.125, "mean@2": (0.5 + 0.25) / 2, "best@1": 0.125}
+    expected |= {"best@2": (1.0 + 0.25) / 2, "reward_mean_all": 0.375, "reward_std_all": pstdev(rewards)}
+    expected |= {"success_rate_all": 0.125, "truncated_frac": 3 / 8, "completion_tokens_mean": (10 + 50) / 8}
+    expected |= {"reward_mean_taskavg_all": 0.375, "success_rate_taskavg_all": 0.125}
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
     with_interval = set(expected) - {"tasks", "replicates", "reward_mean_taskavg_all", "success_rate_taskavg_all"}
     assert set(metrics) == set(expected) | {f"{key}_{end}" for key in with_interval for end in ("low", "high")}
@@ -88,15 +69,6 @@ def test_interval_of_two_problems_spans_both() -> None:
     assert (metrics["pass@1_low"], metrics["pass@1"], metrics["pass@1_high"]) == (0.0, 0.5, 1.0)
     # One reward 0 and one reward 1 has std 1/2, the same problem twice has none.
     assert (metrics["reward_std_all_low"], metrics["reward_std_all_high"]) == pytest.approx((0.0, 0.5))
-
-
-def test_interval_matches_the_normal_approximation_for_many_problems() -> None:
-    correct = np.random.default_rng(0).random((2000, 1)) < 0.3
-    metrics = metrics_with_intervals(table_of(correct.astype(int).tolist()), [1], bootstrap_samples=2000, seed=0)
-    p = correct.mean()
-    half_width = 1.96 * (p * (1 - p) / 2000) ** 0.5
-    assert metrics["pass@1_low"] == pytest.approx(p - half_width, abs=0.1 * half_width)
-    assert metrics["pass@1_high"] == pytest.approx(p + half_width, abs=0.1 * half_width)
 
 
 def test_interval_holds_the_truth_about_nineteen_times_in_twenty() -> None:

@@ -47,12 +47,6 @@ def test_before_after_best_time_throughput_and_place() -> None:
     ]
 
 
-def test_a_mixture_has_a_line_for_each_task() -> None:
-    of_task = {"task/sat/pass@1": 0.5, "task/sat/pass@1_low": 0.4, "task/sat/pass@1_high": 0.6, "task/sat/pass@4": 0.9}
-    lines = printed(History(Path("/r"), {}, {i: EVALS[i] | of_task for i in (-1, 1)}))
-    assert lines[3] == "pass@1 of sat  0.500 [0.400, 0.600]  0.500 [0.400, 0.600]  0.500 (0)"
-
-
 def test_no_line_is_wider_than_the_terminal_and_the_folder_stays_whole() -> None:
     parts = ("imports", "load_data", "warm_start", "load_model", "start_server", "load_reference", "sync", "eval")
     phases = ("generate", "train", "sync", "eval", "checkpoint")

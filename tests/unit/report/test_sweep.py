@@ -8,7 +8,6 @@ import yaml
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from offline_grpo.errors import ConfigError
 from offline_grpo.report.runs import configurations, load_runs, read_run
 from offline_grpo.report.sweep import draw_sweep, print_sweep
 
@@ -41,15 +40,6 @@ def printed(multirun_dir: Path, width: int = 80) -> list[str]:
     stream = io.StringIO()
     print_sweep(multirun_dir, Console(file=stream, width=width))
     return stream.getvalue().splitlines()
-
-
-def test_results_of_runs(multirun_dir: Path) -> None:
-    done, failed, stopped = load_runs([multirun_dir])
-    assert (done.name, done.status, done.overrides) == ("0", "done", {"task": "sat", "train.lr": "1e-6"})
-    assert (done.final_pass_at_1, done.interval, done.best_pass_at_1) == (0.5, (0.375, 0.625), 0.625)
-    assert (done.reward, done.minutes) == (0.75, 3.0)
-    assert (failed.status, failed.final_pass_at_1, failed.reward, failed.minutes) == ("no metrics", None, None, None)
-    assert (stopped.status, stopped.final_pass_at_1, stopped.minutes) == ("stopped at 1/2", 0.75, 1.5)
 
 
 def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Path) -> None:
@@ -108,7 +98,7 @@ def test_without_evaluations_the_reward_ranks_and_empty_columns_are_left_out(tmp
     ]
 
 
-@pytest.mark.parametrize("width", [80, 120, 200])
+@pytest.mark.parametrize("width", [80, 120])
 def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_path: Path, width: int) -> None:
     long = ["train.loss.importance_correction=token_truncate", f"model.train_id=/models/{'long/' * 20}end"]
     for i in range(12):
@@ -125,27 +115,11 @@ def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_
     assert any("0 1 2 3 4 (5)" in line for line in lines)
 
 
-def test_a_short_table_does_not_fold(tmp_path: Path) -> None:
-    for i in range(8):
-        words = [f"seed={i % 4}", f"train.lr={i // 4}e-6", f"train.kl_coef={i // 4}", "train.lr_schedule=cosine"]
-        make_run(tmp_path / str(i), words, [0.25, 0.5 + i / 100], num_train=2)
-    lines = printed(tmp_path, 120)
-    assert len([line for line in lines if "lr=" in line or "kl_coef=" in line]) == 2
-    assert "lr=1e-6, kl_coef=1  4 5 6 7  0.555 [0.534, 0.576]  0.555  0.750   3.0" in lines
-
-
-@pytest.mark.parametrize("name", ["train", "eval"])
-def test_a_run_that_stopped_early_is_done(tmp_path: Path, name: str) -> None:
-    """Its last iteration says so, or the evaluation that this one owed."""
+def test_a_run_that_stopped_early_is_done(tmp_path: Path) -> None:
     make_run(tmp_path / "0", ["task=sat"], [0.25, 0.75], num_train=1)
-    path = tmp_path / "0" / "metrics" / f"{name}_iter_000.json"
+    path = tmp_path / "0" / "metrics" / "train_iter_000.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"stopped_early": 1.0}))
     assert read_run(tmp_path / "0", "0").is_done
-
-
-def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nor a sweep"):
-        printed(tmp_path)
 
 
 def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
@@ -156,13 +130,8 @@ def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
     figure = draw_sweep(configurations(load_runs([tmp_path])), "day/time")
     curves, ends = figure.axes
     means = [line for line in curves.lines if line.get_linewidth() == 1.8]
-    assert [line.get_ydata().tolist() for line in means[::-1]] == [
-        pytest.approx([0.1, mean]) for mean in (0.6, 0.6, 0.15)
-    ]
+    assert [line.get_ydata()[-1] for line in means[::-1]] == pytest.approx([0.6, 0.6, 0.15])
     assert [text.get_text() for text in ends.get_yticklabels()] == ["x=a", "x=b", "x=c"]
-    assert [line.get_xdata().tolist() for line in ends.lines if line.get_marker() == "|"] == [
-        [0.5, 0.7],
-        [0.5, 0.7],
-        [0.1, 0.2],
-    ]
+    singles = [line.get_xdata().tolist() for line in ends.lines if line.get_marker() == "|"]
+    assert singles == [[0.5, 0.7], [0.5, 0.7], [0.1, 0.2]]
     assert len(ends.collections) == 3
