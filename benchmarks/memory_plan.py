@@ -34,7 +34,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ from offline_grpo.placement.device_plan import describe
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.config import register, typed
-from offline_grpo.run.gpu_memory import memory_request, needs_reference_copy, predict
+from offline_grpo.run.gpu_memory import MemoryRequest, needs_reference_copy, predict
 from offline_grpo.run.plan import Plan, make_plan
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.batch import build_batch, with_advantages
@@ -203,16 +202,11 @@ def recomputed(plan: Plan) -> float:
 
 def predict_parts(plan: Plan, args: argparse.Namespace, config: Qwen2Config) -> dict[str, int]:
     """The planner's prediction for the same parts, without the CUDA context."""
-    request = memory_request(
-        plan,
-        config,
-        config if needs_reference_copy(plan) else None,
-        prompt_tokens=(args.prompt_tokens, args.prompt_tokens),
-        trainers=[0],
-        engine_gpus=(),
-        total_bytes=[80 * 2**30],
+    reference = config if needs_reference_copy(plan) else None
+    prompts = (args.prompt_tokens, args.prompt_tokens)
+    devices = predict(
+        MemoryRequest(plan, config, reference, prompts, [0], (), [80 * 2**30], recompute=recomputed(plan))
     )
-    devices = predict(replace(request, recompute=recomputed(plan)))
     print("\n".join(describe(devices)))
     found = {part.name: part.num_bytes for part in devices[0].trainer}
     parts = {name: found.get(name, 0) for name in PARTS}

@@ -51,7 +51,7 @@ from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.device_plan import GIB, check, describe
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import make_updater
-from offline_grpo.run.gpu_memory import choose_share, memory_request, predict
+from offline_grpo.run.gpu_memory import MemoryRequest, choose_share, predict
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.sharding import Replicas
 
@@ -90,10 +90,9 @@ def predicted(plan: Any, config: PretrainedConfig, args: argparse.Namespace) -> 
     total = torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 80 * GIB
     total -= int(args.server_gib * GIB)
     prompts = (args.prompt_tokens, args.prompt_tokens)
-    request = memory_request(
-        plan, config, None, prompt_tokens=prompts, trainers=[0], engine_gpus=(), total_bytes=[total]
-    )
-    is_auto = plan.config.train.gradient_checkpointing == "auto"
+    wanted = plan.config.train.gradient_checkpointing
+    request = MemoryRequest(plan, config, None, prompts, [0], (), [total], recompute=float(wanted is True))
+    is_auto = wanted == "auto"
     share, devices = choose_share(request) if is_auto else (request.recompute, predict(request))
     print("\n".join(describe(devices)), file=sys.stderr)
     check(devices)

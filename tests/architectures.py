@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from factories import make_rollout
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -230,6 +231,20 @@ ZOO: dict[str, Architecture] = {
     ),
 }
 CANNOT_SAMPLE_IN_PROCESS = {"mamba", "mamba2"}
+ONE_OF_EACH_KIND = {
+    "llama",
+    "mistral_window",
+    "qwen3_moe",
+    "gemma2",
+    "llama4",
+    "deepseek_v3",
+    "gpt_oss",
+    "gpt2",
+    "gpt_neo",
+}
+ONE_OF_EACH_KIND |= {"bloom", "qwen3_next", "lfm2", "mamba2"}
+"""Of attention (full, window, soft-cap, chunks, latent, sinks, ALiBi), experts, recurrences and convolutions."""
+EVERY_ARCHITECTURE = [n if n in ONE_OF_EACH_KIND else pytest.param(n, marks=pytest.mark.slow) for n in ZOO]
 
 
 def long_batch() -> TokenBatch:

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from offline_grpo.interfaces import RunListener
 from offline_grpo.model.text import encode
-from offline_grpo.model.warm_start import collate
+from offline_grpo.model.tiny import collate
 from offline_grpo.types import RolloutGroup
 
 NUMBERS = (1, 2, 3)

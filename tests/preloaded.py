@@ -13,7 +13,6 @@ import offline_grpo.generation.transformers_client
 import offline_grpo.logger.console
 import offline_grpo.logger.json_logger
 import offline_grpo.model.tiny
-import offline_grpo.model.warm_start
 import offline_grpo.report.plots
 import offline_grpo.report.summary
 import offline_grpo.rollouts.on_policy

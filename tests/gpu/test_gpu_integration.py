@@ -7,33 +7,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from children import SMALL, Kill, metrics_of, printed, run_in_child
-from engines import GPU, GPU_FP32, kill_engines, load, make_client, make_server, processes_naming, running, save_model
-from factories import compose_config, generate, sampled
-from recorded import ORIGIN
+from engines import kill_engines, processes_naming
+from factories import compose_config
 from safetensors.torch import load_file
 
 from offline_grpo.errors import EngineError
-from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.model.policy import Policy
-from offline_grpo.placement.ranks import Ranks
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app
-from offline_grpo.run.assemble import make_evaluation, make_source, make_updater
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import Plan, make_plan
-from offline_grpo.run.run_dir import RunDir
-from offline_grpo.train.experience import prepare_batch
-from offline_grpo.train.sharding import Replicas
-from offline_grpo.types import Completion, RolloutGroup, SamplingParams, Score
+from offline_grpo.types import RolloutGroup
 
 pytestmark = pytest.mark.gpu
 
@@ -51,72 +37,6 @@ SMALL_SERVER = (
     "+engine.args.kv_cache_memory_bytes=1073741824",
 )
 """Measures no memory at its start, which others on the GPU would disturb."""
-
-
-@dataclass
-class Bench:
-    """A policy beside the server that serves it, and the plan of a run."""
-
-    plan: Plan
-    policy: Policy
-    client: VllmClient
-    ranks: Ranks
-    folder: Path
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    folder = tmp_path_factory.mktemp("integration")
-    model = save_model(folder / "model", dtype=torch.bfloat16)
-    plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=reload", *OVERRIDES)))
-    with running(make_server(GPU, folder), model) as server:
-        client = make_client(server)
-        policy = load(model, GPU)
-        policy.make_masters()
-        yield Bench(plan, policy, client, Ranks(use_cpu=False), folder)
-        client.close()
-
-
-@pytest.fixture(scope="module")
-def groups(bench: Bench) -> list[RolloutGroup]:
-    updater: Any = SimpleNamespace(ranks=bench.ranks)
-    return make_source(bench.plan, bench.policy, bench.client, updater, Path(), ORIGIN).next(0)
-
-
-def test_rollouts(bench: Bench, groups: list[RolloutGroup]) -> None:
-    assert [len(group.rollouts) for group in groups] == [8] * 8
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        assert 1 <= rollout.num_sampled <= 8
-        assert rollout.text == bench.policy.decode(sampled(rollout))
-    assert len({sampled(rollout) for rollout in groups[0].rollouts}) > 1
-
-
-def judged(group: RolloutGroup) -> RolloutGroup:
-    """The group with rewards that a random model earns too: its share of even tokens."""
-    shares = [sum(t % 2 == 0 for t in sampled(r)) / r.num_sampled for r in group.rollouts]
-    scored = [replace(r, score=Score(share, share > 0.5, {})) for r, share in zip(group.rollouts, shares, strict=True)]
-    return replace(group, rollouts=tuple(scored))
-
-
-def test_a_training_epoch(bench: Bench, groups: list[RolloutGroup]) -> None:
-    before = {name: p.detach().clone() for name, p in bench.policy.model.named_parameters()}
-    updater = make_updater(
-        bench.plan, bench.policy, str(bench.folder / "model"), RunDir(bench.folder), bench.ranks, Replicas(bench.ranks)
-    )
-    batch, _, _ = prepare_batch([judged(group) for group in groups], updater, bench.plan.config.train)
-    assert batch is not None
-    metrics = updater.run(batch, iteration=0)
-    assert metrics["num_updates"] == 1
-    assert metrics["grad_norm"] > 0
-    assert metrics["alignment/diff_abs_mean"] < 0.05  # the server sampled from the policy as it was
-    assert any(not torch.equal(p, before[name]) for name, p in bench.policy.model.named_parameters())
-
-
-def test_evaluator(bench: Bench) -> None:
-    evaluator = make_evaluation(bench.plan, bench.policy, SimpleNamespace(client=bench.client), bench.ranks).evaluator  # type: ignore[arg-type]
-    metrics = evaluator.metrics(evaluator.sample(bench.client, cycle=0), cycle=0)
-    assert 0 <= metrics["pass@1"] <= metrics["pass@4"] <= 1
-    assert metrics["completion_tokens_mean"] > 0
 
 
 def test_end_to_end(tmp_path: Path) -> None:
@@ -258,22 +178,3 @@ def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, mon
     saved = load_file(tmp_path / "run" / "checkpoints" / "iter_002" / "model.safetensors")
     assert all(torch.equal(saved[name], master.to(saved[name].dtype)) for name, master in before.items())
     assert processes_naming(str(tmp_path)) == []
-
-
-def test_cuda_graphs_change_no_logprob(tmp_path: Path) -> None:
-    """A server replays its decoding steps as CUDA graphs unless `enforce_eager` is set: same tokens, same logprobs."""
-    model = save_model(tmp_path / "model", dtype=torch.float32)
-    drawn: list[list[Completion]] = []
-    for enforce_eager in (True, False):
-        args = {"enforce_eager": enforce_eager, "kv_cache_memory_bytes": 2**28}
-        with running(make_server(GPU_FP32, tmp_path / f"eager_{enforce_eager}", args=args), model) as server:
-            client = make_client(server)
-            prompts = [[1, 5, 9], [1, 7], [1, 30, 31, 32, 33]]
-            sampling = SamplingParams(max_new_tokens=64)
-            groups = generate(client, prompts, sampling, group_size=8, seeds=[100, 200, 300])
-            drawn.append([completion for group in groups for completion in group])
-            client.close()
-    eager, graphs = drawn
-    assert [c.token_ids for c in graphs] == [c.token_ids for c in eager]
-    for one, other in zip(eager, graphs, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=GPU_FP32.tolerance_nats)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.layers import blocks_of, parse_layer_indices
 from offline_grpo.settings import LoraConfig
 
@@ -77,13 +77,8 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
         layers = parse_layer_indices(lora.layer_indices, num_layers, key="model.lora.layer_indices")
         blocks, modules = blocks_of(model, num_layers)
         if targets == ["all-linear"]:  # peft combines layer indices with names alone
-            targets = sorted(
-                {
-                    name.rsplit(".", 1)[-1]
-                    for name, module in modules.named_modules()
-                    if isinstance(module, (nn.Linear, Conv1D))
-                }
-            )
+            linear = [name for name, module in modules.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+            targets = sorted({name.rsplit(".", 1)[-1] for name in linear})
     peft_config = PeftLoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -106,14 +101,12 @@ def _check_ends(model: PreTrainedModel, lora: LoraConfig) -> None:
     """The loss head reads the head's own weights, and of tied embeddings that are adapted, a merged model would have
     another head.
     """
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ConfigError(
-            f"model.lora.target_modules={lora.target_modules}: the output head cannot be adapted; leave it out"
-        )
-    if not isinstance(embeddings, nn.Embedding) and head.weight is embeddings.weight:
-        fix = "this model's input embeddings are its output head too, and cannot be adapted; leave them out"
-        raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {fix}")
+    head: Any = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    key, value = "model.lora.target_modules", lora.target_modules
+    require(isinstance(head, nn.Linear), key, value, "the output head cannot be adapted; leave it out")
+    is_tied = not isinstance(embeddings, nn.Embedding) and head.weight is embeddings.weight
+    require(not is_tied, key, value, "the input embeddings are the output head too: they cannot be adapted")
 
 
 def _trained(wrapped: PeftModel, dtype: torch.dtype) -> PeftModel:
@@ -123,5 +116,5 @@ def _trained(wrapped: PeftModel, dtype: torch.dtype) -> PeftModel:
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    fold_scales(wrapped)
+    fold_scales(wrapped, ADAPTER)
     return wrapped

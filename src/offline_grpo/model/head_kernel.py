@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offline_grpo.model.vocab_tiles import TileStats
-
 NUM_WARPS = 16
 
 
 def stats_and_powers(
     logits: Tensor, bias: Tensor | None, softcap: float | None, bits_per_logit: Tensor, *, keep: bool
-) -> tuple[TileStats, Tensor | None]:
-    """A tile's statistics, and 2^bits in bfloat16, times the slope of the soft-cap, if asked for.
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """A tile's `TileStats`, and 2^bits in bfloat16, times the slope of the soft-cap, if asked for.
 
     Args:
         logits: [N, v] in float32, contiguous, with v up to `kept_head.MAX_WIDTH`: a program holds a row in
@@ -44,7 +42,7 @@ def stats_and_powers(
         BLOCK=max(128, 2 ** math.ceil(math.log2(width))),
         num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
     )
-    return TileStats(peak, power_sum, bits_sum), powers
+    return (peak, power_sum, bits_sum), powers
 
 
 @triton.jit

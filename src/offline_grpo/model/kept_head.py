@@ -17,14 +17,14 @@ and are computed again.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offline_grpo.model.compiling import is_compiled_by_default
-from offline_grpo.model.vocab_tiles import TileStats, locate, merge, tiles_of
 
 TILE_BYTES = 512 * 2**20
 MAX_WIDTH = 16384
@@ -33,6 +33,41 @@ MIN_SHIFT = -60.0
 """In bits: a tile whose peak lies this far below the row's adds nothing to the row but its target. Keeps scaled numbers
 in range.
 """
+
+
+class TileStats(NamedTuple):
+    """Of each row of a tile, or of a whole row, [N] each: the largest logit, sum(2^bits) and sum(2^bits * bits), where
+    bits = log2(e) (z - peak) / T."""
+
+    peak: Tensor
+    power_sum: Tensor
+    bits_sum: Tensor
+
+
+def tiles_of(vocab_size: int, width: int) -> Iterator[slice]:
+    """The columns of each tile; the last one may be narrower."""
+    return (slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width))
+
+
+def locate(targets: Tensor, tile: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """An index into [N, v] of every row's target, and [N] bool: whether the target lies in this tile (else the index is
+    arbitrary).
+    """
+    local = targets - tile.start
+    width = tile.stop - tile.start
+    index = (torch.arange(len(targets), device=targets.device), local.clamp(0, width - 1))
+    return index, (local >= 0) & (local < width)
+
+
+def merge(tiles: Sequence[TileStats], bits_per_logit: Tensor) -> tuple[TileStats, Tensor]:
+    """Of whole rows, from those of their tiles; and by how many bits each tile's peak lies below the row's, [tiles, N],
+    <= 0.
+    """
+    peaks, power_sums, bits_sums = (torch.stack(values) for values in zip(*tiles, strict=True))  # [tiles, N]
+    peak = peaks.amax(0)
+    shifts = (peaks - peak) * bits_per_logit
+    factor = torch.exp2(shifts)
+    return TileStats(peak, (factor * power_sums).sum(0), (factor * (bits_sums + shifts * power_sums)).sum(0)), shifts
 
 
 def runs_on(hidden: Tensor) -> bool:
@@ -80,9 +115,8 @@ class KeptHead(torch.autograd.Function):
             logits = _logits(buffer, hidden, weight[columns])  # [N, v]
             tile_bias = None if bias is None else bias[columns]
             index, inside = locate(targets, columns)
-            target_logits = torch.where(
-                inside, _capped(logits[index], None if bias is None else bias[targets], softcap), target_logits
-            )
+            here = _capped(logits[index], None if bias is None else bias[targets], softcap)
+            target_logits = torch.where(inside, here, target_logits)
             found, powers = _stats_and_powers(logits, tile_bias, softcap, bits_per_logit, keep=len(kept) < limit)
             stats.append(found)
             kept.append(powers)
@@ -91,18 +125,8 @@ class KeptHead(torch.autograd.Function):
         entropy = merged.power_sum.log() - math.log(2) * merged.bits_sum / merged.power_sum
         ctx.mark_non_differentiable(entropy)
         if keeps:
-            ctx.save_for_backward(
-                hidden,
-                weight,
-                bias,
-                targets,
-                temperature,
-                bits_per_logit,
-                target_logits,
-                logprobs,
-                merged.power_sum,
-                shifts,
-            )
+            inputs = hidden, weight, bias, targets, temperature
+            ctx.save_for_backward(*inputs, bits_per_logit, target_logits, logprobs, merged.power_sum, shifts)
             ctx.kept, ctx.softcap, ctx.width = kept, softcap, width
         return logprobs, entropy
 
@@ -140,16 +164,8 @@ class KeptHead(torch.autograd.Function):
                 grad_hidden.addcmul_(_product(powers, weight[columns]), factor[:, None])
             if grad_weight is not None:
                 torch.mm(powers.T, (hidden * factor[:, None]).to(hidden.dtype), out=grad_weight[columns])
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            grad_weight,
-            grad_bias,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, *[None] * 5
 
 
 def _buffer(hidden: Tensor, width: int) -> Tensor:
@@ -180,7 +196,8 @@ def _stats_and_powers(
     if logits.is_cuda:
         from offline_grpo.model.head_kernel import stats_and_powers
 
-        return stats_and_powers(logits, bias, softcap, bits_per_logit, keep=keep)
+        stats, powers = stats_and_powers(logits, bias, softcap, bits_per_logit, keep=keep)
+        return TileStats(*stats), powers
     capped = _capped(logits, bias, softcap)
     peak = capped.amax(-1)
     bits = (capped - peak[:, None]) * bits_per_logit[:, None]

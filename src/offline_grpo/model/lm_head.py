@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from offline_grpo.errors import require
 from offline_grpo.model import kept_head
-from offline_grpo.model.vocab_tiles import TileStats, locate, merge, tiles_of
+from offline_grpo.model.kept_head import TileStats, locate, merge, tiles_of
 
 CPU_TILE_BYTES = 8 * 2**20  # a tile and its scratch copy stay in the last-level cache
 GPU_TILE_BYTES = 256 * 2**20  # large enough that the matrix products run at full speed
@@ -54,12 +54,8 @@ class TiledHead:
 
     def __post_init__(self) -> None:
         require(self.kept_gib >= 0, "model.head.kept_gib", self.kept_gib, "must be 0 (nothing is kept) or more")
-        require(
-            self.tile_width is None or self.tile_width > 0,
-            "model.head.tile_width",
-            self.tile_width,
-            "must be at least 1, or null",
-        )
+        is_width = self.tile_width is None or self.tile_width > 0
+        require(is_width, "model.head.tile_width", self.tile_width, "must be at least 1, or null")
 
     def __call__(
         self,
@@ -77,18 +73,12 @@ class TiledHead:
         The matrix products read `hidden`'s dtype. Logits and softmax are float32 whatever it is, or float64 if it is.
         """
         if self.kept_gib > 0 and not entropy_requires_grad and kept_head.runs_on(hidden):
-            settings = (softcap, self._kept_width(len(hidden), len(weight)), self._kept_bytes)
+            width = min(self.tile_width or kept_head.tile_width(len(hidden)), kept_head.MAX_WIDTH, len(weight))
+            settings = (softcap, width, int(self.kept_gib * 2**30))
             return kept_head.KeptHead.apply(hidden, weight, bias, targets, temperature, *settings)
         return _TiledHead.apply(
             hidden, weight, bias, targets, temperature, softcap, entropy_requires_grad, self.tile_width
         )
-
-    @property
-    def _kept_bytes(self) -> int:
-        return int(self.kept_gib * 2**30)
-
-    def _kept_width(self, num_tokens: int, vocab_size: int) -> int:
-        return min(self.tile_width or kept_head.tile_width(num_tokens), kept_head.MAX_WIDTH, vocab_size)
 
 
 class _Tile(NamedTuple):
@@ -161,9 +151,8 @@ class _TiledHead(torch.autograd.Function):
         grad_logprobs, grad_entropy = grad_outputs  # [N] each, None where the output was not used
         hidden, weight, bias, targets, temperature, bits_per_logit, peak, power_sum, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = (
-            torch.zeros_like(hidden, dtype=_stats_dtype(hidden)) if needs_hidden else None
-        )  # [N, H], a sum over tiles
+        # a sum over tiles, [N, H]
+        grad_hidden = torch.zeros_like(hidden, dtype=_stats_dtype(hidden)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None  # [V, H]
         grad_bias = torch.empty_like(bias) if needs_bias else None  # [V]
 
@@ -191,16 +180,8 @@ class _TiledHead(torch.autograd.Function):
                 _add_matmul_to(grad_hidden, grad_logits, tile.weight)
             if grad_weight is not None:
                 _matmul_into(grad_weight[tile.columns], grad_logits.T, inputs)
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            grad_weight,
-            grad_bias,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, *[None] * 5
 
 
 def _stats_dtype(hidden: Tensor) -> torch.dtype:

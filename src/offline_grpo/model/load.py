@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +20,14 @@ from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
-from offline_grpo.model.device import make_current
+from offline_grpo.model.device import make_current, resolve_device
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layers import parse_layer_indices, recompute_only, train_only_blocks
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
-from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.scoring import BaseScoring, Scoring
 from offline_grpo.settings import ModelConfig
 
 SDPA_HAS_NO = "attn_logit_softcapping"
@@ -142,6 +141,37 @@ def load_policy(
     return Policy(scoring, load_tokenizer(model_id, trust_remote_code=config.trust_remote_code), compute_device=device)
 
 
+def is_adapted_policy(config: ModelConfig) -> bool:
+    """Whether the reference is what the policy is with its adapters switched off."""
+    return config.lora is not None and config.ref_id in (None, config.train_id)
+
+
+def load_reference(
+    config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str
+) -> Scoring | BaseScoring:
+    """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision. Raises as
+    `load_policy`.
+
+    The copy is on `config.ref_device`.
+    """
+    reference_id = config.ref_id or model_id
+    scoring = policy.scoring
+    if is_adapted_policy(config):
+        return BaseScoring(scoring)
+    key, dtype = "model.ref_id", torch_dtype(precision)
+    device = policy.device if config.ref_device is None else resolve_device(config.ref_device, key="model.ref_device")
+    trust = config.trust_remote_code
+    model = load_causal_lm(reference_id, config.attn_implementation, device, dtype, key=key, trust_remote_code=trust)
+    model.requires_grad_(False)
+    with torch.accelerator.device_index(device.index):
+        reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
+        # What holds for one holds for the other, and is said once.
+        is_like_policy = type(model) is type(policy.causal_lm) and device.type == policy.device.type
+        settle_layout(reference, scoring.layout if is_like_policy else layout, device, key=key)
+        settle_compile(reference, config.compile, device, key=key)
+    return reference
+
+
 def prepare(
     model: PreTrainedModel,
     config: ModelConfig,
@@ -176,20 +206,10 @@ def prepare(
     return trained
 
 
-def build_on_meta(
-    model_config: PretrainedConfig, config: ModelConfig | None = None, *, train_layer_indices: str | None = None
-) -> LanguageModel:
-    """The model on torch's meta device, whose tensors have a shape and no memory; with `config`, as `prepare` makes it.
-
-    Raises:
-        ConfigError: see `prepare`.
-    """
-    trust: dict[str, Any] = {"trust_remote_code": config is not None and config.trust_remote_code}
+def build_on_meta(model_config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model on torch's meta device, whose tensors have a shape and no memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, **trust)
-        if config is None:
-            return model
-        return prepare(model, config, train_layer_indices=train_layer_indices, gradient_checkpointing=0)
+        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
 
 
 def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:

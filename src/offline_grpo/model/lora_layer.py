@@ -13,8 +13,6 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from offline_grpo.model.adapters import ADAPTER
-
 
 class FoldedLinear(Linear):
     """peft's layer, without the two arrays [T, out] that peft scales, one in the forward and one in the backward pass.
@@ -33,9 +31,8 @@ class FoldedLinear(Linear):
             return super().forward(x, *args, **kwargs)
         base, a, b, dropout, scale = self.folded
         shared = self.shared
-        inner = (
-            shared(x, self.place) if shared is not None else linear(x if dropout is None else dropout(x), a.weight)
-        )  # [..., R]
+        own = x if dropout is None else dropout(x)
+        inner = linear(own, a.weight) if shared is None else shared(x, self.place)  # [..., R]
         return linear(x, base.weight, base.bias) + linear(inner, b.weight * scale)
 
 
@@ -62,25 +59,20 @@ class SharedInput:
         return part
 
 
-def fold_scales(model: nn.Module) -> int:
+def fold_scales(model: nn.Module, adapter: str) -> int:
     """Let the adapted linear layers of a model do it so, in place; names and state stay as they are. Returns their
     number.
 
     Left as peft made them: layers of other kinds, with hooks, or in another format than their adapter (a router in
     fp32), layers with several adapters, and adapters that have more than A and B.
     """
-    layers = [module for module in model.modules() if type(module) is Linear and _is_plain(module)]
+    layers = [module for module in model.modules() if type(module) is Linear and _is_plain(module, adapter)]
     for layer in layers:
         layer.__class__ = FoldedLinear
-        dropout: Any = layer.lora_dropout[ADAPTER]
+        dropout: Any = layer.lora_dropout[adapter]
         used = None if isinstance(dropout, nn.Identity) else dropout
-        folded: Any = (
-            layer.get_base_layer(),
-            layer.lora_A[ADAPTER],
-            layer.lora_B[ADAPTER],
-            used,
-            layer.scaling[ADAPTER],
-        )
+        matrices = layer.get_base_layer(), layer.lora_A[adapter], layer.lora_B[adapter]
+        folded: Any = (*matrices, used, layer.scaling[adapter])
         layer.folded = folded
     return len(layers)
 
@@ -124,9 +116,9 @@ def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
     return len(groups)
 
 
-def _is_plain(layer: Linear) -> bool:
-    a: Any = layer.lora_A[ADAPTER]
+def _is_plain(layer: Linear, adapter: str) -> bool:
+    a: Any = layer.lora_A[adapter]
     base: Any = layer.get_base_layer()
     has_own_forward = type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks
-    has_more = len(layer.lora_A) > 1 or layer.lora_variant or layer.lora_bias[ADAPTER]
+    has_more = len(layer.lora_A) > 1 or layer.lora_variant or layer.lora_bias[adapter]
     return base.weight.dtype == a.weight.dtype and not has_own_forward and not has_more

@@ -7,12 +7,14 @@ then rounded into the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-
-from offline_grpo.model.host_memory import HostTensors
 
 CHUNK_ELEMENTS = 1 << 24
 """What is compared at once: few launches on a GPU, and temporaries of at most 48 MiB for 16-bit weights."""
@@ -20,6 +22,49 @@ CHUNK_ELEMENTS = 1 << 24
 SMALL_ELEMENTS = 1 << 20
 """Of parameters up to this size, such as norms and LoRA adapters, gradients are added together: the host takes longer
 to launch one addition than a GPU takes to do it, and there are hundreds."""
+
+ALIGNED = 128
+"""Elements: tensors in the host's memory begin at a multiple, so that kernels read them as fast as those with memory of
+their own."""
+
+
+class HostTensors:
+    """`flat` [N] fp32, zeros, and a view of it for each shape: `views`. With the same shapes, the views have the same
+    places.
+
+    For a GPU its pages are locked until the last view is gone, so that copies run beside computations. torch's own
+    page-locked tensors are not used: their memory is the next power of two.
+
+    Args:
+        device: the GPU that will read and write it, or the CPU.
+
+    Raises:
+        torch.OutOfMemoryError: the host has too little memory that it may lock.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
+        ends = list(accumulate(-(-shape.numel() // ALIGNED) * ALIGNED for shape in shapes.values()))
+        starts = [0, *ends][: len(ends)]
+        memory = np.empty(ends[-1] if ends else 0, dtype=np.float32)  # of numpy, which says when it goes
+        self.flat = torch.from_numpy(memory).fill_(0)  # by all threads, unlike torch.zeros
+        self.views: dict[str, Tensor] = {
+            name: self.flat[start : start + shape.numel()].view(shape)
+            for (name, shape), start in zip(shapes.items(), starts, strict=True)
+        }
+        if device.type == "cuda" and len(memory):
+            _lock_pages(memory)
+
+
+def _lock_pages(memory: np.ndarray) -> None:
+    runtime: Any = torch.cuda.cudart()
+    address = memory.ctypes.data
+    code = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for all GPUs
+    if code != 0:
+        raise torch.OutOfMemoryError(
+            f"the host cannot lock {memory.nbytes / 2**30:.1f} GiB of its memory (error {code}); see `ulimit -l`"
+        )
+    # Before the memory goes: what the next job of a sweep gets may lie at the same place, and cannot be locked twice.
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False  # the end of the process needs no help
 
 
 class MasterWeights:
@@ -59,9 +104,8 @@ class MasterWeights:
         if offload:
             device = next((p.device for p in self._working.values()), torch.device("cpu"))
             self.host = HostTensors({name: p.shape for name, p in self._working.items()}, device)
-        self._small: list[
-            tuple[nn.Parameter, nn.Parameter]
-        ] = []  # parameters of the model whose gradients wait, and their masters
+        # parameters of the model whose gradients wait, and their masters
+        self._small: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.parameters: dict[str, nn.Parameter] = {
             name: self._master_of(name, p, separate) for name, p in self._working.items()
         }
@@ -72,9 +116,8 @@ class MasterWeights:
     def _master_of(self, name: str, parameter: nn.Parameter, separate: bool) -> nn.Parameter:
         if self.host is not None:
             self.host.views[name].copy_(parameter.detach())
-            master = nn.Parameter(
-                torch.zeros((), device=parameter.device).expand(parameter.shape)
-            )  # 4 bytes, and room for a gradient
+            # 4 bytes, and room for a gradient
+            master = nn.Parameter(torch.zeros((), device=parameter.device).expand(parameter.shape))
         elif parameter.dtype == torch.float32 and not separate:
             return parameter
         else:
@@ -85,9 +128,8 @@ class MasterWeights:
 
         def accumulate(working: Tensor) -> None:
             assert working.grad is not None
-            master.grad = (
-                working.grad.float() if master.grad is None else master.grad.add_(working.grad)
-            )  # added in fp32, by one kernel
+            # added in fp32, by one kernel
+            master.grad = working.grad.float() if master.grad is None else master.grad.add_(working.grad)
             working.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)
@@ -106,9 +148,7 @@ class MasterWeights:
             working.grad = None
         masters = [master for _, master in left]
         sums = _base_of(masters)
-        if (
-            sums is not None and sums.numel() == flat.numel()
-        ):  # those of the same parameters, as in all passes but the first
+        if sums is not None and sums.numel() == flat.numel():  # of the same parameters: in all passes but the first
             sums.add_(flat)
             return
         for master, part in zip(masters, flat.split([master.numel() for master in masters]), strict=True):
@@ -120,25 +160,26 @@ class MasterWeights:
         """Round the masters into the model's weights, in place: whoever shares their memory sees the update."""
         if self._before_publish is not None:
             self._before_publish()
-        pairs = [
-            (working, self.values[name])
-            for name, working in self._working.items()
-            if working is not self.parameters[name]
-        ]
+        pairs = [(w, self.values[name]) for name, w in self._working.items() if w is not self.parameters[name]]
         if pairs:  # from the host, at the speed of its bus
             torch._foreach_copy_(*map(list, zip(*pairs, strict=True)), non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def differing(self) -> list[str]:
-        """The parameters that do not hold what `publish` wrote: somebody else, who shares their memory, has written to
-        them.
+        """The parameters that do not hold the bits that `publish` wrote: another process, which shares their memory,
+        has written to them.
         """
         names, differ = [], []
         for name, working in self._working.items():
             if self.parameters[name] is not working:
-                for ours, theirs in _chunks(working, self.values[name]):
+                # In chunks, for small temporaries; most parameters are one, because calls cost more than the comparison.
+                small = working.numel() <= CHUNK_ELEMENTS
+                ours, theirs = (
+                    [t] if small else t.flatten().split(CHUNK_ELEMENTS) for t in (working, self.values[name])
+                )
+                for one, other in zip(ours, theirs, strict=True):
                     names.append(name)
-                    differ.append(_any_bit_differs(ours, theirs))
+                    differ.append(_any_bit_differs(one, other.to(one.device, non_blocking=True).to(one.dtype)))
         flags = torch.stack(differ).tolist() if differ else []  # waits for the device once
         return list(dict.fromkeys(name for name, flag in zip(names, flags, strict=True) if flag))
 
@@ -164,31 +205,10 @@ def _base_of(masters: Sequence[nn.Parameter]) -> Tensor | None:
     return bases[0] if all(base is bases[0] for base in bases) else None
 
 
-def _chunks(working: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the model has, and what `publish` would write there, a part at a time."""
-    if (
-        working.numel() <= CHUNK_ELEMENTS
-    ):  # most are, and every further call takes longer than the GPU takes for the comparison
-        yield working, _like(working, master)
-        return
-    for ours, theirs in zip(
-        working.flatten().split(CHUNK_ELEMENTS), master.flatten().split(CHUNK_ELEMENTS), strict=True
-    ):
-        yield ours, _like(ours, theirs)
-
-
-def _like(working: Tensor, master: Tensor) -> Tensor:
-    return master.to(working.device, non_blocking=True).to(working.dtype)
-
-
 def _any_bit_differs(ours: Tensor, theirs: Tensor) -> Tensor:
     """[] bool. Eight bytes are compared at a time where they can be: that is three times as fast on a GPU."""
     several = 8 // ours.element_size()
-    is_wide = (
-        ours.is_contiguous()
-        and ours.dim() > 0
-        and ours.size(-1) % several == 0
-        and ours.storage_offset() % several == 0
-    )
+    whole = ours.dim() > 0 and ours.size(-1) % several == 0 and ours.storage_offset() % several == 0
+    is_wide = ours.is_contiguous() and whole
     integer = torch.int64 if is_wide else {2: torch.int16, 4: torch.int32}[ours.element_size()]
     return ours.view(integer).ne(theirs.view(integer)).any()

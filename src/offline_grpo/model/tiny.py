@@ -1,19 +1,30 @@
 """A model of a few hundred thousand weights, built and warm-started on this machine: no download, no GPU.
 
 It is saved as any other transformers model, so that whatever loads or serves a real one takes it too.
+
+The warm start is supervised: first on right answers, then on demonstrations of which a fixed share is wrong. A language
+model reproduces its data. Once it knows the answers, showing it half wrong ones makes it sample the right one only half
+of the time, while that stays its single most probable answer. This is the kind of base model that RL is good at: the
+knowledge is there, the habit is not. Noise from the first step on would leave less time to learn the arithmetic itself,
+which RL then cannot make up for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from offline_grpo import progress as run_progress
@@ -22,12 +33,21 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.text import encode
-from offline_grpo.model.warm_start import Progress, warm_start
 from offline_grpo.types import Problem, Split
 
 SCRATCH = ".tiny-"
 FORMAT_VERSION = 1
 """Raise it when the same settings would give another model: folders built before are then no longer found."""
+
+Progress = Callable[[int, int, float], None]
+"""Called after every step with its number (from 1), the number of steps, and the step's loss in nats per token."""
+
+BETAS = (0.9, 0.99)
+WEIGHT_DECAY = 0.1
+GRAD_CLIP = 1.0
+WARMUP_FRAC = 0.05
+CLEAN_FRAC = 0.6  # share of the steps before wrong answers appear
+IGNORED = -100  # the label that cross_entropy leaves out
 
 
 @dataclass(frozen=True)
@@ -66,8 +86,9 @@ class TinyModel:
         require(0 <= self.noise_frac <= 1, "model.tiny.noise_frac", self.noise_frac, fix)
 
     def prepare(self, task: Task, cache_dir: Path, *, show_progress: bool = False) -> Path:
-        """See `prepare_tiny_model`; with `show_progress`, the run's display says how far it is."""
-        return prepare_tiny_model(self, task, cache_dir, progress=_show_progress if show_progress else None)
+        """See `prepare_tiny_model`; with `show_progress`, the run's display shows the steps."""
+        show: Progress = lambda step, total, _: run_progress.report(step, total, "steps")  # noqa: E731
+        return prepare_tiny_model(self, task, cache_dir, progress=show if show_progress else None)
 
 
 def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, progress: Progress | None = None) -> Path:
@@ -76,30 +97,23 @@ def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, prog
     The folder's name is a hash of everything that decides the result. It appears complete or not at all, also when
     several processes build it at the same time. The caller's random state is left as it was.
 
-    Args:
-        progress: called after every step of the warm start; never where the cache has the model.
-
     Raises:
         ConfigError: the task's answers are no integers, or its prompts are longer than the model's context.
     """
     problems = task.problems(Split.TRAIN)
     if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
-        raise ConfigError(
-            "model=tiny: learns integer answers alone; use task=arithmetic, or model=hf model.train_id=..."
-        )
+        raise ConfigError("model=tiny: learns integer answers; use task=arithmetic, or model=hf model.train_id=...")
     remove_left_behind(cache_dir, SCRATCH)
     folder = cache_dir / f"tiny-{_content_hash(settings, problems)}"
     if folder.exists():
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
+    text = f"building the tiny model (once): warm start of {settings.warm_start_steps} steps"
     with OwnFolder(cache_dir, SCRATCH) as scratch:
-        built = scratch / "model"
-        with run_progress.step(
-            "warm start", f"building the tiny model (once): warm start of {settings.warm_start_steps} steps"
-        ):
-            _build(settings, problems, built, progress)
+        with run_progress.step("warm start", text):
+            _build(settings, problems, scratch / "model", progress)
         try:
-            built.rename(folder)
+            (scratch / "model").rename(folder)
         except OSError:
             # Another process was faster. Ours is thrown away: the folder that may already be in use stays.
             if not folder.exists():
@@ -121,17 +135,7 @@ def _build(settings: TinyModel, problems: Sequence[Problem], folder: Path, progr
         torch.default_generator.manual_seed(settings.seed)
         model = LlamaForCausalLM(_llama_config(settings, tokenizer))
     model.generation_config = GenerationConfig(**_special_ids(tokenizer))
-    warm_start(
-        model,
-        tokenizer,
-        problems,
-        steps=settings.warm_start_steps,
-        batch_size=settings.warm_start_batch_size,
-        lr=settings.warm_start_lr,
-        noise_frac=settings.noise_frac,
-        seed=settings.seed,
-        progress=progress,
-    )
+    _warm_start(model, tokenizer, settings, problems, progress)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -168,13 +172,84 @@ def _check_lengths(settings: TinyModel, tokenizer: PreTrainedTokenizerBase, prob
     name = max(lengths, key=lengths.__getitem__)
     longest = lengths[name]
     fix = f"problem {name} has {longest} tokens with its answer; use {longest} or more, or leave that problem out"
-    require(
-        longest <= settings.max_position_embeddings,
-        "model.tiny.max_position_embeddings",
-        settings.max_position_embeddings,
-        fix,
+    context = settings.max_position_embeddings
+    require(longest <= context, "model.tiny.max_position_embeddings", context, fix)
+
+
+def demonstrations(problems: Sequence[Problem], *, noise_frac: float, seed: int) -> Iterator[tuple[Problem, str]]:
+    """Endless random draws from `problems`, each with an answer, wrong with probability `noise_frac`."""
+    rng = random.Random(seed)
+    while True:
+        problem = rng.choice(problems)
+        is_wrong = rng.random() < noise_frac
+        yield problem, _distractor(problem.answer, rng) if is_wrong else problem.answer
+
+
+def _distractor(answer: str, rng: random.Random) -> str:
+    """A plausible wrong answer: off by one, of the wrong sign, or with its last digit lost or doubled."""
+    value = int(answer)
+    mistakes = [str(value + rng.choice((-1, 1))), str(-value), answer[:-1], answer + answer[-1]]
+    return rng.choice([mistake for mistake in mistakes if mistake not in ("", "-", "00", answer)])
+
+
+def _warm_start(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TinyModel,
+    problems: Sequence[Problem],
+    progress: Progress | None,
+) -> None:
+    """Train in place with AdamW, linear warm-up and cosine decay; the loss is that of the shown answers and EOS alone.
+
+    `noise_frac` is the share of wrong answers in the last 40% of the steps; before, there are none.
+    """
+    steps, lr = settings.warm_start_steps, settings.warm_start_lr
+    prompt_ids = {problem.problem_id: encode(tokenizer, problem.messages) for problem in problems}
+    clean, noisy = (
+        demonstrations(problems, noise_frac=share, seed=settings.seed) for share in (0.0, settings.noise_frac)
     )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    model.train()
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * _lr_factor(step - 1, steps)
+        batch = list(islice(clean if step <= CLEAN_FRAC * steps else noisy, settings.warm_start_batch_size))
+        prompts, answers = [prompt_ids[problem.problem_id] for problem, _ in batch], [answer for _, answer in batch]
+        token_ids, labels = collate(tokenizer, prompts, answers)
+        logits = model(input_ids=token_ids, use_cache=False).logits  # [B, L, V]
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
+        optimizer.step()
+        if progress is not None:
+            progress(step, steps, loss.item())
+    model.eval()
 
 
-def _show_progress(step: int, total: int, loss: float) -> None:
-    run_progress.report(step, total, "steps")
+def _lr_factor(step: int, steps: int) -> float:
+    """Share of the peak learning rate at step 0 .. steps - 1."""
+    return min((step + 1) / max(1, round(steps * WARMUP_FRAC)), 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def collate(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], answers: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Token ids and labels [B, L], padded on the right, where causal attention needs no mask; only answer and EOS have
+    labels.
+
+    For the prompt `1+2=` and the answer `3`, in characters:
+        token_ids  <bos> 1 + 2 = 3 <eos> <pad>
+        labels       .   . . . . 3 <eos>   .
+    """
+    token: Any = tokenizer
+    completions = [[*ids, token.eos_token_id] for ids in token(list(answers), add_special_tokens=False)["input_ids"]]
+    rows = list(zip(prompts, completions, strict=True))
+    length = max(len(prompt) + len(completion) for prompt, completion in rows)
+    token_ids = torch.full((len(rows), length), token.pad_token_id)  # [B, L]
+    labels = torch.full((len(rows), length), IGNORED)  # [B, L]
+    for row, (prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        token_ids[row, :end] = torch.tensor([*prompt, *completion])
+        labels[row, len(prompt) : end] = torch.tensor(completion)
+    return token_ids, labels

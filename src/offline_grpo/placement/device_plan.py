@@ -1,6 +1,4 @@
-"""The parts that a GPU's memory is predicted to hold: as a table, as a refusal where they cannot fit, and as advice
-where they did not.
-"""
+"""The parts that a GPU's memory is predicted to hold: as a table, and as a refusal where they cannot fit."""
 
 from __future__ import annotations
 
@@ -12,9 +10,6 @@ from offline_grpo.errors import ConfigError
 
 GIB = 2**30
 KV_CACHE_FLOOR = 1.1  # a server's share is at least this many times its weights
-ACTIVATIONS = "activations"
-CONTEXT = "CUDA context"
-SAMPLING = "KV cache of sampling, beyond gradients and activations"
 
 
 @dataclass(frozen=True)
@@ -29,10 +24,8 @@ class Part:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A GPU's parts: those of its training processes, and those of its servers (see `_server_parts`), empty where it
-    has none.
-
-    The host has a plan, too, where it holds what GPUs would hold otherwise. Its `gpu` is None.
+    """A GPU's parts: those of its training processes, and of its servers weights, the rest of their share, and contexts
+    (empty where it has none). The host has a plan, too, where it holds offloaded state; its `gpu` is None.
     """
 
     gpu: int | None
@@ -58,9 +51,8 @@ def describe(devices: Sequence[DevicePlan]) -> list[str]:
     """A small table: one line per part, in GiB."""
     lines = []
     for device in devices:
-        lines.append(
-            f"{device.name}: predicted to hold {_gib(device.needed_bytes)} of {_gib(device.total_bytes)} at its fullest"
-        )
+        needed, total = _gib(device.needed_bytes), _gib(device.total_bytes)
+        lines.append(f"{device.name}: predicted to hold {needed} of {total} at its fullest")
         lines += [f"  {part.num_bytes / GIB:8.2f} GiB  {part.name}" for part in device.parts]
     return lines
 
@@ -79,54 +71,29 @@ def check(devices: Sequence[DevicePlan]) -> None:
 
 
 def _check_server(device: DevicePlan) -> None:
-    weights, rest = device.server[0], device.server[1]
-    share = weights.num_bytes + rest.num_bytes
-    if share < weights.num_bytes * KV_CACHE_FLOOR:
-        least = ceil(weights.num_bytes * KV_CACHE_FLOOR / device.num_servers / device.total_bytes * 100) / 100
-        fix = (
-            f"use {least:.2f} or more"
-            if least <= 1
-            else "it needs several GPUs (placement.engine_devices), or a smaller model"
-        )
+    weights, rest, _ = device.server
+    share, least = weights.num_bytes + rest.num_bytes, weights.num_bytes * KV_CACHE_FLOOR
+    if share < least:
+        least = ceil(least / device.num_servers / device.total_bytes * 100) / 100
+        fix = f"use {least:.2f} or more" if least <= 1 else "use several GPUs (placement.engine_devices)"
         raise ConfigError(
-            f"{rest.setting}: that share of GPU {device.gpu}, {_gib(share / device.num_servers)}, holds the server's "
-            f"weights of {_gib(weights.num_bytes / device.num_servers)} and "
-            f"hardly any KV cache; {fix}"
+            f"{rest.setting}: that share of GPU {device.gpu}, {_gib(share / device.num_servers)}, leaves hardly any KV "
+            f"cache beside the weights of {_gib(weights.num_bytes / device.num_servers)}; {fix}"
         )
 
 
 def _refusal(device: DevicePlan) -> str:
+    parts = sorted(device.parts, key=lambda part: -part.num_bytes)
     largest = max(device.trainer or device.server, key=lambda part: part.num_bytes)
     setting, fix = largest.setting, largest.fix
     if device.server and (room := room_for_server(device, total_bytes=device.total_bytes)) is not None:
-        rest = device.server[1]
-        setting, fix = rest.setting, f"use {rest.setting.partition('=')[0]}={room:.2f} or less"
+        setting = device.server[1].setting
+        fix = f"use {setting.partition('=')[0]}={room:.2f} or less"
+    held = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in parts[:4])
     return (
         f"{setting}: {device.name} has {_gib(device.total_bytes)} and would have to hold {_gib(device.needed_bytes)} "
-        f"({largest_parts(device)}); {fix}; placement.check_memory=false starts all the same"
+        f"({held}, ...); {fix}; placement.check_memory=false starts all the same"
     )
-
-
-def largest_parts(device: DevicePlan) -> str:
-    """`activations 40.1 GiB, optimizer state 11.5 GiB, ...`"""
-    return (
-        ", ".join(
-            f"{part.name} {_gib(part.num_bytes)}" for part in sorted(device.parts, key=lambda part: -part.num_bytes)[:4]
-        )
-        + ", ..."
-    )
-
-
-def advice(device: DevicePlan, phase: str) -> list[str]:
-    """Three settings that make the GPU's parts smaller, each with what to do: that of the part that `phase` makes
-    first, then the largest.
-
-    Args:
-        phase: of the run, such as "generate" or "train".
-    """
-    made = {"generate": SAMPLING, "eval": SAMPLING, "train": ACTIVATIONS}.get(phase)
-    parts = sorted(device.parts, key=lambda part: (part.name != made, part.name == CONTEXT, -part.num_bytes))
-    return list(dict.fromkeys(f"{part.setting}: {part.fix}" for part in parts))[:3]
 
 
 def room_for_server(device: DevicePlan, *, total_bytes: int) -> float | None:

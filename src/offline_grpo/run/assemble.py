@@ -23,10 +23,9 @@ from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model.device import resolve_device
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layouts import layouts_for
-from offline_grpo.model.load import context_length, load_policy, load_tokenizer, read_model_config
+from offline_grpo.model.load import context_length, load_policy, load_reference, load_tokenizer, read_model_config
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
-from offline_grpo.model.reference import load_reference
 from offline_grpo.placement.devices import Devices, check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
@@ -81,7 +80,7 @@ def assemble(
     ranks.on_main(lambda: check_found_servers(plan, model_id))
     prompt_tokens = _check_model(plan, model_id)
     servers = _begin_servers(start, model_id, stack, devices)  # before the memory plan, which takes seconds and no GPU
-    recompute, _ = check_memory(plan, model_id, prompt_tokens=prompt_tokens, num_processes=ranks.world_size)
+    recompute = check_memory(plan, model_id, prompt_tokens=prompt_tokens, num_processes=ranks.world_size)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
     if loads_onto_servers_gpu(plan.weight_sync, devices):
         for server in servers:

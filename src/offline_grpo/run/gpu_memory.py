@@ -14,10 +14,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -25,13 +24,18 @@ from transformers import PretrainedConfig
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.adapters import unwrapped
 from offline_grpo.model.compiling import is_compiled_by_default
 from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layers import blocks_of
-from offline_grpo.model.load import attention_of, build_on_meta, context_length, read_model_config
-from offline_grpo.model.reference import is_adapted_policy
-from offline_grpo.placement.device_plan import ACTIVATIONS, CONTEXT, GIB, SAMPLING, DevicePlan, Part, check, describe
+from offline_grpo.model.load import (
+    attention_of,
+    build_on_meta,
+    context_length,
+    is_adapted_policy,
+    prepare,
+    read_model_config,
+)
+from offline_grpo.placement.device_plan import GIB, DevicePlan, Part, check, describe
 from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
 from offline_grpo.run.engine_spec import num_shards
 from offline_grpo.run.plan import Plan
@@ -43,12 +47,15 @@ CONTEXT_BYTES = 3 * GIB // 4  # CUDA context, kernels and cuBLAS workspaces of a
 HEAD_TILES_BYTES = GIB // 2  # logits of a tile of the vocabulary, see model/lm_head.py
 LOGITS_COPIES = 5  # float32 [rows, vocabulary] that sampling in process holds at once
 HOST_PROCESS_BYTES = 4 * GIB  # of a process that uses CUDA: libraries, kernels, buffers; a server has two
-SMALL_STATE_BYTES = 3  # per trained weight: an optimizer with less is as small as 8-bit AdamW
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks, recomputed; all of them cost a third of the time of an update
 MARGIN = 0.1  # of the activations, which are predicted worst; `choose_share` keeps it free
 CGROUP = Path("/sys/fs/cgroup")
 SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
 DEFAULT_SHARE = 0.92  # vLLM's own
+ACTIVATIONS = "activations"
+CONTEXT = "CUDA context"
+GATHERED = "gathered embeddings and blocks"
+SAMPLING = "KV cache of sampling, beyond gradients and activations"
 STATES: dict[type, tuple[float, int]] = {AdamW: (8.0, 0), AdamW8bit: (2 * (1 + 4 / 256), 0), Adafactor: (0.0, 2)}
 """Bytes of optimizer state per weight, and fp32 copies of the largest parameter that a step makes; an optimizer from
 outside counts as AdamW. 8-bit AdamW has a scale for every 256 weights; Adafactor's rows and columns are few."""
@@ -56,31 +63,22 @@ outside counts as AdamW. 8-bit AdamW has a scale for every 256 weights; Adafacto
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """What the prediction depends on: the run's configuration, its models, and its GPUs."""
+    """The prediction depends on the run's configuration, its models, and its GPUs."""
 
     plan: Plan
     model_config: PretrainedConfig  # of the model to train
     reference_config: PretrainedConfig | None  # of a reference that is loaded beside it; None if there is none
-    recompute: float  # the share of the blocks that are recomputed in the backward pass
     prompt_tokens: tuple[int, int]  # of the shortest and of the longest prompt
-    trainers: tuple[int, ...]  # the GPU of every training process, that of the first one first
-    reference_gpu: int | None  # that the reference has for itself
-    engine_gpus: tuple[int, ...]  # of all servers; a GPU with several is there several times
-    total_bytes: tuple[int, ...]  # memory of each GPU of this machine
-    host_bytes: int  # that the host has left
+    trainers: Sequence[int]  # the GPU of every training process, that of the first one first
+    engine_gpus: Sequence[int]  # of all servers; a GPU with several is there several times
+    total_bytes: Sequence[int]  # memory of each GPU of this machine
+    reference_gpu: int | None = None  # that the reference has for itself
+    recompute: float = 0.0  # the share of the blocks that are recomputed in the backward pass
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The model computes in it."""
         return torch_dtype(self.plan.config.train.precision)
-
-    @cached_property
-    def is_compiled(self) -> bool:
-        """Whether the blocks are."""
-        wanted = self.plan.config.model.compile
-        if wanted == "auto":
-            return torch.cuda.is_available() and is_compiled_by_default(torch.device("cuda"))
-        return wanted is True
 
     @property
     def is_sharded(self) -> bool:
@@ -88,86 +86,51 @@ class MemoryRequest:
         return self.plan.config.train.sharding == "fsdp2" and len(self.trainers) > 1
 
 
-def check_memory(
-    plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], num_processes: int
-) -> tuple[float, list[DevicePlan]]:
+def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], num_processes: int) -> float:
     """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
 
-    Returns the share of the blocks that are recomputed, see `train.gradient_checkpointing`: without GPUs, `auto`
-    recomputes none. And the prediction, where one was made.
+    Returns the share of the blocks that are recomputed (`train.gradient_checkpointing`): without GPUs, `auto`
+    recomputes none.
 
     Args:
-        model_id: of the model to train; of it, and of a reference, the configuration alone is read.
         prompt_tokens: of the shortest and of the longest prompt.
 
     Raises:
         ConfigError: names key, value and fix.
     """
-    model = plan.config.model
+    model, devices = plan.config.model, plan.devices(num_processes)
     trainers = trainer_gpus(model.device, num_processes)
-    devices = plan.devices(num_processes)
-    recompute = plan.config.train.gradient_checkpointing
-    if not trainers or not (plan.config.placement.check_memory or recompute == "auto"):
-        return float(recompute is True), []
+    wanted, checks = plan.config.train.gradient_checkpointing, plan.config.placement.check_memory
+    if not trainers or not (checks or wanted == "auto"):
+        return float(wanted is True)
     with progress.phase("memory plan"):
-        trust = {"trust_remote_code": model.trust_remote_code}
-        request = memory_request(
+        trust, reference = {"trust_remote_code": model.trust_remote_code}, None
+        if needs_reference_copy(plan):
+            reference = read_model_config(model.ref_id or model_id, "model.ref_id", **trust)
+        request = MemoryRequest(
             plan,
             read_model_config(model_id, "model.train_id", **trust),
-            read_model_config(model.ref_id or model_id, "model.ref_id", **trust)
-            if needs_reference_copy(plan)
-            else None,
+            reference,
             prompt_tokens=prompt_tokens,
             trainers=trainers,
-            reference=reference_gpu(devices),
             engine_gpus=[gpu for gpus in server_gpus(devices) for gpu in gpus or ()],
-            total_bytes=[
-                torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())
-            ],
+            total_bytes=[torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())],
+            reference_gpu=reference_gpu(devices),
+            recompute=float(wanted is True),
         )
-        if recompute == "auto":
-            share, predicted = choose_share(request)
+        share, predicted = choose_share(request) if wanted == "auto" else (request.recompute, predict(request))
+        if wanted == "auto":
             log.info("train.gradient_checkpointing=auto: recomputes %s", in_words(share))
-        else:
-            share, predicted = request.recompute, predict(request)
         for line in describe(predicted):
             log.info(line)
-        if plan.config.placement.check_memory:
+        if checks:
             check(predicted)
-        return share, predicted
+        return share
 
 
 def needs_reference_copy(plan: Plan) -> bool:
-    """Whether a KL term compares with a model of its own: without LoRA, or with another `model.ref_id` (see
-    `load_reference`).
-    """
+    """Whether a KL term compares with a model of its own: without LoRA, or with another `model.ref_id`."""
     return plan.loss.kl_coef > 0 and not is_adapted_policy(plan.config.model)
-
-
-def memory_request(
-    plan: Plan,
-    model_config: PretrainedConfig,
-    reference_config: PretrainedConfig | None,
-    *,
-    prompt_tokens: tuple[int, int],
-    trainers: Sequence[int],
-    reference: int | None = None,
-    engine_gpus: Sequence[int],
-    total_bytes: Sequence[int],
-) -> MemoryRequest:
-    """See `MemoryRequest`; recomputes all blocks or none, as the configuration says."""
-    return MemoryRequest(
-        plan,
-        model_config,
-        reference_config,
-        recompute=float(plan.config.train.gradient_checkpointing is True),
-        prompt_tokens=prompt_tokens,
-        trainers=tuple(trainers),
-        reference_gpu=reference,
-        engine_gpus=tuple(engine_gpus) if plan.engine.launcher is not None else (),
-        total_bytes=tuple(total_bytes),
-        host_bytes=available_bytes(),
-    )
 
 
 @dataclass(frozen=True)
@@ -184,8 +147,7 @@ class Sizes:
     has_qk_norm: bool
 
 
-@dataclass(frozen=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """`num_sequences` rows of `num_tokens` tokens, `num_scored` of which, of all rows, are scored."""
 
     num_sequences: int
@@ -196,20 +158,21 @@ class Microbatch:
 def sizes_of(request: MemoryRequest) -> Sizes:
     """Count the weights of the model to train. Raises as `load_policy` does."""
     config = request.plan.config
+    bare: Any = build_on_meta(request.model_config, trust_remote_code=config.model.trust_remote_code)
     indices = config.train.train_layer_indices
-    model: Any = build_on_meta(request.model_config, config.model, train_layer_indices=indices)
-    bare: Any = unwrapped(model)
+    with torch.device("meta"):
+        model: Any = prepare(bare, config.model, train_layer_indices=indices, gradient_checkpointing=0)
     try:
         blocks = list(blocks_of(bare, bare.config.get_text_config().num_hidden_layers)[1])
     except ConfigError:
         blocks = []
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
     embeddings, head = bare.get_input_embeddings().weight, bare.get_output_embeddings().weight
     are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
     return Sizes(
         num_weights=sum(p.numel() for p in model.parameters()),
-        num_trained=sum(p.numel() for p in trained),
-        largest_trained=max((p.numel() for p in trained), default=0),
+        num_trained=sum(trained),
+        largest_trained=max(trained, default=0),
         block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
         trains_head=head.requires_grad,
@@ -229,48 +192,51 @@ def predict(request: MemoryRequest, sizes: Sizes | None = None) -> list[DevicePl
     Args:
         sizes: of the model to train; None counts them.
     """
-    plan, config = request.plan, request.plan.config
+    plan, config, dtype = request.plan, request.plan.config, request.dtype
     model, train, offload = config.model, config.train, is_offloaded(plan.optimizer)
     shares_weights = plan.weight_sync.requires.shares_weights  # those of the first process are the server's memory
     sizes = sizes or sizes_of(request)
-    dtype = request.dtype
-    of_model, smaller = f"model.train_id={model.train_id}", _smaller_model(request)
     num_parts = len(request.trainers) if request.is_sharded else 1  # of which each process has one
     has_fp32_parts = request.is_sharded and model.lora is None  # FSDP2 keeps whole models in fp32
     num_trained = sizes.num_trained if model.lora is not None else ceil(sizes.num_trained / num_parts)
     weights_bytes = ceil(sizes.num_weights * (4 if has_fp32_parts else dtype.itemsize) / num_parts)
-    needs_masters = dtype != torch.float32 or shares_weights or offload
-    masters_bytes = 4 * num_trained if needs_masters and not has_fp32_parts else 0
+    needs_masters = (dtype != torch.float32 or shares_weights or offload) and not has_fp32_parts
     gradients_bytes = 4 * num_trained
     state_bytes_per_weight, copies_per_step = STATES.get(type(plan.optimizer), STATES[AdamW])
-    state_bytes = int(state_bytes_per_weight * num_trained)
-
     activations = _activations_bytes(request, sizes)
     step_bytes = 4 * copies_per_step * sizes.largest_trained
     if len(request.trainers) > 1 and not request.is_sharded:
         step_bytes = max(step_bytes, 2 * gradients_bytes)  # all gradients as one message, and its copy
-    key = "tokens_per_microbatch" if train.tokens_per_microbatch is not None else "batch_size"
-    less_activations = "lower it, which changes no gradient" + (
-        "" if request.recompute else ", or set train.gradient_checkpointing=true"
-    )
     reference_bytes = 0
     if request.reference_config is not None:
         reference_bytes = ceil(num_weights(request.reference_config) * dtype.itemsize / num_parts)
-    reference = Part(
-        "reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}", "train.kl_coef=0 loads no reference"
-    )
-    masters, state = _optimizer_parts(request, masters_bytes, state_bytes, num_trained)
+
+    of_model = f"model.train_id={model.train_id}"
+    smaller = "use model/lora=default or a smaller model" if model.lora is None else "choose a smaller model"
+    of_state = f"train.optimizer._target_={train.optimizer['_target_']}"
+    less_state = "use train.optimizer.offload=true, train/optimizer=adamw_8bit or model/lora=default"
+    if offload:
+        of_state, less_state = "train.optimizer.offload=true", f"{smaller}, or a machine with more memory"
+    key = "tokens_per_microbatch" if train.tokens_per_microbatch is not None else "batch_size"
+    less_activations = "lower it, which changes no gradient"
+    if not request.recompute:
+        less_activations += ", or set train.gradient_checkpointing=true"
     weights = Part("policy weights", weights_bytes, of_model, smaller)
+    gradients = Part("gradients", gradients_bytes, of_model, smaller)
+    optimizer = [
+        Part("fp32 masters", 4 * num_trained * needs_masters, of_state if offload else of_model, smaller),
+        Part("optimizer state", int(state_bytes_per_weight * num_trained), of_state, less_state),
+    ]
+    reference = Part("reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}", "0 loads no reference")
     others = [
-        *([] if offload else [masters, state]),
-        Part("gradients", gradients_bytes, of_model, smaller),
+        *([] if offload else optimizer),
+        gradients,
         *([reference] if request.reference_gpu is None and model.ref_device != "cpu" else []),
         Part(ACTIVATIONS, max(activations, step_bytes), f"train.{key}={getattr(train, key)}", less_activations),
         _sampling_part(request, sizes, gradients_bytes + activations),
         Part(CONTEXT, CONTEXT_BYTES, "model.device=cuda", "train on another GPU"),
+        _gathered_part(request, sizes),
     ]
-    if request.is_sharded:
-        others.append(_gathered_part(request, sizes))
 
     devices = []
     of_reference = () if request.reference_gpu is None or not reference.num_bytes else (request.reference_gpu,)
@@ -284,10 +250,10 @@ def predict(request: MemoryRequest, sizes: Sizes | None = None) -> list[DevicePl
         served = _server_parts(request, request.total_bytes[gpu], num_servers) if num_servers else ()
         devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))
     if offload:
-        num_processes, num_servers = len(request.trainers), plan.engine.num_managed if request.engine_gpus else 0
-        others_bytes = HOST_PROCESS_BYTES * (num_processes + 2 * num_servers)
-        held = [masters, state] * num_processes + [Part("processes", others_bytes, masters.setting, masters.fix)]
-        devices.append(DevicePlan(None, request.host_bytes, tuple(held), ()))
+        num_processes = len(request.trainers) + (2 * plan.engine.num_managed if request.engine_gpus else 0)
+        processes = Part("processes", HOST_PROCESS_BYTES * num_processes, of_state, less_state)
+        held = (*optimizer * len(request.trainers), processes)
+        devices.append(DevicePlan(None, available_bytes(), held, ()))
     return devices
 
 
@@ -330,11 +296,8 @@ def largest_microbatch(request: MemoryRequest) -> Microbatch:
     elif train.updates_per_iteration is not None:
         num_sequences = ceil(num_sequences / train.updates_per_iteration)
     of_process = ceil(num_sequences / len(request.trainers))
-    rows, row_tokens, limit = (
-        min(of_process, train.batch_size or of_process),
-        sequence_tokens,
-        train.tokens_per_microbatch,
-    )
+    rows, row_tokens = min(of_process, train.batch_size or of_process), sequence_tokens
+    limit = train.tokens_per_microbatch
     if limit is not None and rows * sequence_tokens > limit:
         rows = ceil(limit / sequence_tokens)
         row_tokens = max(limit, sequence_tokens) // rows  # so that rows of any length add up to the limit
@@ -396,11 +359,12 @@ def _block_bytes_per_token(request: MemoryRequest, sizes: Sizes, row_tokens: int
     config: Any = request.model_config.get_text_config()
     dtype = request.dtype
     query, key, mlp, routed = _widths(config)
-    of_norm = (
-        1 if request.is_compiled else (4 if dtype.itemsize == 2 else 3)
-    )  # numbers, besides the compiled one's input
-    numbers = 2 * config.hidden_size * (of_norm + request.is_compiled) + 2 * (query + key) + routed
-    numbers += (3 if request.is_compiled else 4) * mlp
+    compiled = request.plan.config.model.compile
+    if compiled == "auto":
+        compiled = torch.cuda.is_available() and is_compiled_by_default(torch.device("cuda"))
+    of_norm = 1 if compiled else (4 if dtype.itemsize == 2 else 3)  # numbers, besides the compiled one's input
+    numbers = 2 * config.hidden_size * (of_norm + bool(compiled)) + 2 * (query + key) + routed
+    numbers += (3 if compiled else 4) * mlp
     if sizes.has_qk_norm:
         numbers += of_norm * (query + key)
     heads = getattr(config, "num_attention_heads", None) or 0
@@ -413,40 +377,18 @@ def _block_bytes_per_token(request: MemoryRequest, sizes: Sizes, row_tokens: int
 
 
 def _gathered_part(request: MemoryRequest, sizes: Sizes) -> Part:
-    """Whole weights: embeddings and head for the length of a pass, and two blocks, because the next one comes while one
-    computes. With their gradients, once in fp32 as well, where the weights are trained.
+    """With fsdp2 whole weights: embeddings and head for the length of a pass, and two blocks, because the next one
+    comes while one computes. With their gradients, once in fp32 as well, where the weights are trained.
     """
+    setting, fix = "train.sharding=fsdp2", "choose a model with smaller blocks, or train.sharding=none"
+    if not request.is_sharded:
+        return Part(GATHERED, 0, setting, fix)
     itemsize = request.dtype.itemsize
     rest, largest = sizes.num_weights - sum(sizes.block_weights), max(sizes.block_weights, default=0)
     num_bytes = (rest + 2 * largest) * itemsize
     if request.plan.config.model.lora is None:
         num_bytes += (rest + largest) * itemsize + 4 * largest
-    fix = "choose a model with smaller blocks, or train.sharding=none"
-    return Part("gathered embeddings and blocks", num_bytes, "train.sharding=fsdp2", fix)
-
-
-def _optimizer_parts(
-    request: MemoryRequest, masters_bytes: int, state_bytes: int, num_trained: int
-) -> tuple[Part, Part]:
-    """Masters and state, which may be in the host's memory."""
-    smaller = _smaller_model(request)
-    if is_offloaded(request.plan.optimizer):
-        setting, fix = "train.optimizer.offload=true", f"{smaller}, or a machine with more memory"
-        return Part("fp32 masters", masters_bytes, setting, fix), Part("optimizer state", state_bytes, setting, fix)
-    has_small_state = state_bytes < SMALL_STATE_BYTES * num_trained
-    less_state = "use model/lora=default" if has_small_state else "use train/optimizer=adamw_8bit or model/lora=default"
-    optimizer = request.plan.config.train.optimizer
-    if "offload" in optimizer:
-        less_state = f"use train.optimizer.offload=true, {less_state.removeprefix('use ')}"
-    return (
-        Part("fp32 masters", masters_bytes, f"model.train_id={request.plan.config.model.train_id}", smaller),
-        Part("optimizer state", state_bytes, f"train.optimizer._target_={optimizer['_target_']}", less_state),
-    )
-
-
-def _smaller_model(request: MemoryRequest) -> str:
-    has_lora = request.plan.config.model.lora is not None
-    return "choose a smaller model" if has_lora else "use model/lora=default or a smaller model"
+    return Part(GATHERED, num_bytes, setting, fix)
 
 
 def _sampling_part(request: MemoryRequest, sizes: Sizes, free_bytes: int) -> Part:
@@ -472,10 +414,8 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     0 if too little), and CUDA contexts, which the share excludes.
     """
     args, dtype = request.plan.server_args, request.plan.server_args.get("dtype")
-    itemsize = (
-        torch_dtype(dtype).itemsize if dtype in TORCH_NAMES else request.dtype.itemsize
-    )  # auto is the model's own
-    weights = num_servers * (num_weights(request.model_config) * itemsize // num_shards(args))
+    served = torch_dtype(dtype) if dtype in TORCH_NAMES else request.dtype  # auto is the model's own
+    weights = num_servers * (num_weights(request.model_config) * served.itemsize // num_shards(args))
     key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
     share_frac = args.get(key) or DEFAULT_SHARE
     setting, fix = f"engine.args.{key}={share_frac:g}", "lower it"
@@ -495,18 +435,15 @@ def _sequence_tokens(request: MemoryRequest, max_new_tokens: int) -> int:
 
 
 def available_bytes(cgroup: Path = CGROUP) -> int:
-    """What can be allocated without swapping: of the machine, or of the control group (a container) if that has less.
+    """The host can allocate so much without swapping: the machine, or its control group (a container) if that has less.
 
     Args:
-        cgroup: of version 2, or the folder that has `memory/` of version 1.
+        cgroup: of version 2.
     """
     available = psutil.virtual_memory().available
-    for folder, limit, used, cache in (
-        (cgroup, "memory.max", "memory.current", "inactive_file"),
-        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().strip().splitlines())
-            free = int(most) - int((folder / used).read_text()) + int(stat.get(cache, 0))  # file pages are given back
-            available = min(available, free)
+    limit = cgroup / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used = int((cgroup / "memory.current").read_text()) - int(stat.get("inactive_file", 0))  # given back if needed
+        available = min(available, int(most) - used)
     return max(available, 0)

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from offline_grpo.model.host_memory import HostTensors
-from offline_grpo.model.masters import MasterWeights
+from offline_grpo.model.masters import HostTensors, MasterWeights
 
 CHUNK_ELEMENTS = 1 << 25
 NUM_SLOTS = 3

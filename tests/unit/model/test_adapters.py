@@ -29,7 +29,7 @@ def num_adapters(model: Any) -> int:
 def test_input_embeddings_that_are_the_output_head_too_are_not_adapted() -> None:
     """The adapter would be on the input alone, and a merged model would have it in the output too."""
     with pytest.raises(
-        ConfigError, match=r"^model.lora.target_modules=\['embed_tokens', 'q_proj'\]: .* leave them out"
+        ConfigError, match=r"^model.lora.target_modules=\['embed_tokens', 'q_proj'\]: the input embeddings are "
     ):
         adapted(make_qwen2(), "embed_tokens", "q_proj")
     model = adapted(make_llama(), "embed_tokens", "q_proj")  # with a head of its own
@@ -54,16 +54,6 @@ def test_switched_off_adapters_leave_the_base_model(name: str) -> None:
     assert not torch.allclose(expected, base, atol=1e-2)
     assert torch.equal(BaseScoring(scoring).logprobs(long_batch()), base)
     assert torch.equal(scoring.logprobs(long_batch()), expected), "and they are back"
-
-
-def test_what_cannot_be_adapted_is_named_with_what_can() -> None:
-    with pytest.raises(ConfigError, match=r"Target module Qwen3MoeExperts.* only the following .*Linear"):
-        adapted(ZOO["qwen3_moe"].build(), "experts")
-
-
-def test_experts_have_no_dropout() -> None:
-    with pytest.raises(ConfigError, match="lora_dropout"):
-        adapted(ZOO["mixtral"].build(), dropout=0.1)
 
 
 def test_experts_of_two_parts_have_twice_the_rank() -> None:

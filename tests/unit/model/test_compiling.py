@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model import compiling, proof
+from offline_grpo.model import proof
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.compiling import not_compiled
@@ -106,13 +106,6 @@ def test_all_models_of_a_sweep_are_compiled() -> None:
         assert counters["stats"]["unique_graphs"] == 2 * num_models, "with gradients and without"
 
 
-def test_on_the_cpu_auto_compiles_nothing() -> None:
-    scoring = scoring_of("llama")
-    for requested in ("auto", False):
-        settle_compile(scoring, requested, CPU)
-        assert not is_compiled(scoring)
-
-
 def test_a_model_that_computes_something_else_then_is_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,22 +135,3 @@ def test_the_code_for_passes_without_gradients_is_proven_too(monkeypatch: pytest
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=wrong))
     with pytest.raises(ConfigError, match="logprobs differ"):
         settle_compile(scoring_of("llama"), True, CPU)
-
-
-def test_gpus_without_triton_are_not_asked_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    for capability, expected in (((6, 1), False), ((7, 0), True), ((9, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, capability=capability: capability)
-        assert compiling.is_compiled_by_default(CUDA) is expected
-    monkeypatch.setattr(compiling, "find_spec", lambda _name: None)
-    assert not compiling.is_compiled_by_default(CUDA)
-
-
-@pytest.mark.slow  # ten seconds for each
-@pytest.mark.parametrize("name", ["gpt2", "mistral_window", "qwen3_moe"])
-def test_whatever_the_architecture_it_is_compiled_or_left_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "is_compiled_by_default", lambda device: True)
-    scoring = scoring_of(name)
-    if proof._fault(scoring, (batch := proof._batch(97, CPU, proof.GROUPS)), proof._alone(scoring, batch)) is not None:
-        return  # not in padded rows either
-    settle_compile(scoring, "auto", CPU)
-    assert proof._fault(scoring, batch, proof._alone(scoring, batch)) is None

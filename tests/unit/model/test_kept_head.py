@@ -51,7 +51,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize(("width", "kept_bytes"), [(V, EVERYTHING), (7, EVERYTHING), (7, 2 * N * 7 * 3), (7, 0)])
+@pytest.mark.parametrize(("width", "kept_bytes"), [(V, EVERYTHING), (7, 2 * N * 7 * 3), (7, 0)])
 def test_values_and_gradients(width: int, kept_bytes: int, has_bias: bool, softcap: float | None) -> None:
     hidden, weight, bias = leaf(N, H, seed=0), leaf(V, H, seed=1), leaf(V, seed=2) if has_bias else None
     targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(3))
@@ -96,18 +96,6 @@ def test_a_target_in_a_tile_far_below_the_peak_keeps_its_gradient() -> None:
         assert relative(gradient, right) < 0.006
 
 
-def test_a_frozen_weight_gets_no_gradient_and_scoring_keeps_nothing() -> None:
-    hidden, weight = leaf(N, H, seed=0), leaf(V, H, seed=1).detach()
-    targets, ones = torch.arange(N), torch.ones(N)
-    expected = oracle(hidden, weight, None, targets, ones, None)
-    logprobs, _ = KeptHead.apply(hidden, weight, None, targets, ones, None, 7, EVERYTHING)
-    (found,) = torch.autograd.grad(logprobs.double() @ coefs(), [hidden])
-    assert relative(found, expected[2]) < 0.006
-    with torch.no_grad():
-        logprobs, _ = KeptHead.apply(hidden, weight, None, targets, ones, None, 7, EVERYTHING)
-    assert logprobs.grad_fn is None
-
-
 @pytest.mark.parametrize(
     ("dtype", "device", "kept_gib", "entropy_requires_grad", "is_kept"),
     [
@@ -115,7 +103,6 @@ def test_a_frozen_weight_gets_no_gradient_and_scoring_keeps_nothing() -> None:
         (torch.bfloat16, "cuda", 3.0, True, False),
         (torch.bfloat16, "cuda", 0.0, False, False),
         (torch.float16, "cuda", 3.0, False, False),
-        (torch.float32, "cuda", 3.0, False, False),
         (torch.bfloat16, "cpu", 3.0, False, False),
     ],
 )
@@ -143,10 +130,6 @@ def test_when_tiles_are_kept(
         entropy_requires_grad=entropy_requires_grad,
     )
     assert chosen == ["KeptHead" if is_kept else "_TiledHead"]
-
-
-def test_what_is_kept_stays_within_its_limit() -> None:
-    assert kept_head.num_kept(8192, 151936, 16384, 2**30) * 2 * 8192 * 16384 <= 2**30
 
 
 INTERPRETED = """

@@ -54,7 +54,7 @@ def gradients(outputs: tuple[Tensor, Tensor], leaves: list[Tensor]) -> tuple[Ten
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("tile_width", [None, 1, 7, VOCAB])
+@pytest.mark.parametrize("tile_width", [None, 7])
 def test_values_and_gradients_are_those_of_materialised_logits(tile_width: int | None, softcap: float | None) -> None:
     inputs = make_inputs()
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
@@ -75,16 +75,6 @@ def test_two_tokens_by_hand() -> None:
     torch.testing.assert_close(entropy, torch.tensor([0.5623351, 0.3250830]))
 
 
-@pytest.mark.parametrize("used", [0, 1], ids=["logprobs", "entropy"])
-def test_gradient_of_one_output_alone(used: int) -> None:
-    inputs = make_inputs()
-    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
-    actual = torch.autograd.grad(TiledHead(tile_width=7)(**inputs, entropy_requires_grad=True)[used].sum(), leaves)
-    torch.testing.assert_close(
-        actual, torch.autograd.grad(materialised(**inputs)[used].sum(), leaves), rtol=1e-10, atol=1e-12
-    )
-
-
 def test_entropy_as_metric_has_no_gradient_and_leaves_that_of_the_logprobs_alone() -> None:
     inputs = make_inputs()
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
@@ -93,16 +83,6 @@ def test_entropy_as_metric_has_no_gradient_and_leaves_that_of_the_logprobs_alone
     assert not entropy.requires_grad
     torch.testing.assert_close(entropy, expected_entropy.detach())
     torch.testing.assert_close(gradients((logprobs, entropy), leaves), gradients((expected_logprobs, entropy), leaves))
-
-
-@pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
-def test_only_what_is_trained_gets_a_gradient(trained: str) -> None:
-    inputs = make_inputs()
-    expected = gradients(materialised(**inputs), [inputs[trained]])
-    for name in {"hidden", "weight", "bias"} - {trained}:
-        inputs[name].requires_grad_(False)
-    outputs = TiledHead(tile_width=None)(**inputs, entropy_requires_grad=True)
-    torch.testing.assert_close(gradients(outputs, [inputs[trained]]), expected)
 
 
 def test_float32_is_right_to_rounding_whatever_the_chunk() -> None:
@@ -133,17 +113,6 @@ def test_logits_of_ten_thousand(temperature: float) -> None:
     torch.testing.assert_close(gradients(actual, [weight]), gradients(expected, [weight]), rtol=1e-5, atol=1e-6)
 
 
-def test_a_certain_token_has_entropy_zero_and_finite_gradients() -> None:
-    hidden = torch.eye(2, requires_grad=True)
-    weight = torch.tensor([[1e4, 0.0], [0.0, 1e4], [-1e4, -1e4]], requires_grad=True)
-    logprobs, entropy = TiledHead(tile_width=2)(
-        hidden, weight, None, torch.tensor([0, 2]), torch.full((2,), 0.1), entropy_requires_grad=True
-    )
-    torch.testing.assert_close(logprobs, torch.tensor([0.0, -2e5]))
-    torch.testing.assert_close(entropy, torch.zeros(2))
-    assert all(torch.isfinite(gradient).all() for gradient in gradients((logprobs, entropy), [hidden, weight]))
-
-
 def test_bfloat16_inputs_cost_only_the_rounding_of_their_gradients() -> None:
     inputs = make_inputs(torch.bfloat16)
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
@@ -163,18 +132,6 @@ def test_no_tokens() -> None:
     assert gradient_hidden.shape == (0, HIDDEN)
     assert not gradient_weight.any()
     assert not gradient_bias.any()
-
-
-def test_inputs_are_not_mutated_and_equal_calls_give_equal_bits() -> None:
-    inputs = make_inputs(torch.float32)
-    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
-    before = {name: tensor.clone() for name, tensor in inputs.items()}
-    results = []
-    for _ in range(2):
-        outputs = TiledHead(tile_width=7)(**inputs, entropy_requires_grad=True)
-        results.append((*outputs, *gradients(outputs, leaves)))
-    assert all(torch.equal(inputs[name], tensor) for name, tensor in before.items())
-    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
 class Watch(TorchDispatchMode):
@@ -203,22 +160,3 @@ def test_no_tensor_is_larger_than_two_tiles_or_an_input() -> None:
         )
         (outputs[0].sum() + outputs[1].sum()).backward()
     assert largest.num_elements == 2 * num_tokens * tile_width
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_without_waiting_for_it() -> None:
-    inputs = make_inputs(torch.bfloat16)
-    inputs = {name: tensor.detach().cuda().requires_grad_(tensor.requires_grad) for name, tensor in inputs.items()}
-    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
-    expected = materialised(**inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        actual = TiledHead(tile_width=16)(**inputs, entropy_requires_grad=True)
-        (actual[0].sum() + actual[1].sum()).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
-    # The products that make the gradients read bfloat16, so every term is rounded, not only the sum.
-    expected_gradients = torch.autograd.grad(expected[0].sum() + expected[1].sum(), leaves)
-    for leaf, gradient in zip(leaves, expected_gradients, strict=True):
-        torch.testing.assert_close(leaf.grad, gradient, rtol=2**-6, atol=2**-6 * float(gradient.abs().max()))

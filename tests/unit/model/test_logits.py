@@ -16,15 +16,9 @@ from offline_grpo.model.logits import LogitTransform, decoder_of, measure_logit_
     [
         ("llama", {}, LogitTransform()),
         ("granite", {"logits_scaling": 7.0}, LogitTransform(1 / 7, None)),
-        ("cohere", {"logit_scale": 0.0625}, LogitTransform(0.0625, None)),
-        ("gemma3_capped", {"final_logit_softcapping": 30.0}, LogitTransform(1.0, 30.0)),
-        (
-            "gemma3_capped",
-            {"final_logit_softcapping": 0.01},
-            LogitTransform(1.0, 0.01),
-        ),  # smaller than any logit's rounding
+        # smaller than any logit's rounding
+        ("gemma3_capped", {"final_logit_softcapping": 0.01}, LogitTransform(1.0, 0.01)),
         ("gemma3_capped", {"final_logit_softcapping": 5e4}, LogitTransform(1.0, 5e4)),  # larger than any logit
-        ("falcon_h1", {"lm_head_multiplier": 0.3}, LogitTransform(0.3, None)),
         ("minicpm3", {}, LogitTransform(0.125, None)),  # divides what goes into the head
     ],
 )
@@ -34,9 +28,7 @@ def test_factor_and_cap_are_measured(name, changes, expected, dtype):
     assert found.softcap == (None if expected.softcap is None else pytest.approx(expected.softcap, rel=1e-5))
 
 
-@pytest.mark.parametrize(
-    "bend", [torch.sin, torch.square, lambda z: z + 0.01 * z.clamp(min=5), lambda z: -z, lambda z: z.clamp(-50, 50)]
-)
+@pytest.mark.parametrize("bend", [torch.sin, lambda z: z + 0.01 * z.clamp(min=5), lambda z: -z])
 def test_anything_else_is_refused(bend):
     model = ZOO["llama"].build()
 

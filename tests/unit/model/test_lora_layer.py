@@ -42,7 +42,7 @@ def logits_and_gradients(model):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_logits_and_gradients_are_those_of_peft(dropout):
     theirs, ours = (peft_model(lora_dropout=dropout).train() for _ in range(2))
-    assert fold_scales(ours) == 14  # seven layers in two blocks
+    assert fold_scales(ours, "default") == 14  # seven layers in two blocks
     (expected, expected_gradients), (found, gradients) = logits_and_gradients(theirs), logits_and_gradients(ours)
     assert torch.allclose(found, expected, atol=1e-5)
     assert gradients.keys() == expected_gradients.keys()
@@ -53,7 +53,7 @@ def test_logits_and_gradients_are_those_of_peft(dropout):
 
 def test_without_adapters_and_merged_it_is_peft_s_layer():
     model, bare = peft_model(), make_llama()
-    fold_scales(model)
+    fold_scales(model, "default")
     adapted = model(input_ids=IDS).logits
     with model.disable_adapter():
         assert torch.equal(model(input_ids=IDS).logits, bare(input_ids=IDS).logits)
@@ -62,7 +62,7 @@ def test_without_adapters_and_merged_it_is_peft_s_layer():
 
 def test_adapters_of_another_kind_are_left_alone():
     model = peft_model(use_dora=True)
-    assert fold_scales(model) == 0
+    assert fold_scales(model, "default") == 0
     assert not any(isinstance(module, FoldedLinear) for module in model.modules())
 
 
@@ -83,7 +83,7 @@ def share(model):
 
 def test_layers_that_share_their_input_compute_as_peft_does():
     theirs, ours = peft_model().train(), peft_model().train()
-    fold_scales(ours)
+    fold_scales(ours, "default")
     assert share(ours) == 4  # in each of two blocks q, k and v, and gate and up
     (expected, expected_gradients), (found, gradients) = logits_and_gradients(theirs), logits_and_gradients(ours)
     assert torch.allclose(found, expected, atol=1e-5)
@@ -94,7 +94,7 @@ def test_layers_that_share_their_input_compute_as_peft_does():
 
 def test_layers_with_dropout_share_nothing():
     model = peft_model(lora_dropout=0.3)
-    fold_scales(model)
+    fold_scales(model, "default")
     assert share(model) == 0
 
 
@@ -121,7 +121,7 @@ def odd_model():
 
 def test_only_layers_that_always_read_the_same_input_share_it():
     theirs, ours = odd_model(), odd_model()
-    fold_scales(ours)
+    fold_scales(ours, "default")
     x = torch.randn(3, 8)
     assert share_inputs(ours, lambda: ours(x)) == 1
     assert [name for name, module in ours.named_modules() if isinstance(module, FoldedLinear) and module.shared] == [

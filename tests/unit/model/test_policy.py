@@ -1,14 +1,10 @@
 """What the policy says about a flat batch, against transformers' own logits one sequence at a time."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from factories import make_llama, make_qwen2, make_scoring
 from peft import LoraConfig, get_peft_model
 from torch.overrides import TorchFunctionMode
-
-from offline_grpo.model.scoring import BaseScoring
 
 
 def oracle(model, batch):
@@ -26,7 +22,7 @@ def oracle(model, batch):
 
 
 @pytest.mark.parametrize("make", [make_qwen2, make_llama])
-@pytest.mark.parametrize("order", [list(range(12)), [11, 3, 0, 7], [5]])
+@pytest.mark.parametrize("order", [list(range(12)), [11, 3, 0, 7]])
 def test_scores_equal_one_sequence_at_a_time(make, order, token_batch):
     model = make()
     batch = token_batch.select(order)
@@ -43,22 +39,6 @@ def test_gradient_equals_autograd_through_full_logits(token_batch):
     oracle(theirs, token_batch)[0].sum().backward()
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad, atol=1e-4, rtol=1e-3), name
-
-
-def test_temperature_of_the_sampler_is_part_of_the_score(token_batch):
-    model = make_qwen2()
-    hot = make_scoring(model)(token_batch)
-    cold_batch = replace(token_batch, temperature=torch.ones_like(token_batch.temperature))
-    assert not torch.allclose(hot.logprobs, make_scoring(model)(cold_batch).logprobs, atol=1e-2)
-
-
-def test_reference_under_the_adapters_is_the_base_model(token_batch):
-    base = make_scoring(make_qwen2()).logprobs(token_batch)
-    adapted = get_peft_model(
-        make_qwen2(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    )
-    assert not torch.allclose(make_scoring(adapted).logprobs(token_batch), base, atol=1e-2)
-    assert torch.equal(BaseScoring(make_scoring(adapted)).logprobs(token_batch), base)
 
 
 def test_dropout_is_off_without_gradient_and_the_mode_comes_back(token_batch):

@@ -69,12 +69,6 @@ def test_masked_completions_do_not_disturb_the_others():
     assert torch.allclose(*scores, atol=2e-5)
 
 
-def test_a_window_that_sequences_outgrow_is_left_to_the_model():
-    model = make_qwen2(use_sliding_window=True, sliding_window=3, max_window_layers=0)
-    batch = batch_of(*GROUP)
-    assert torch.equal(make_scoring(model, Tree()).logprobs(batch), make_scoring(model, Padded()).logprobs(batch))
-
-
 def eager(model):
     model.set_attn_implementation("eager")
     return model

@@ -16,23 +16,14 @@ from offline_grpo.run.plan import make_plan
 
 TABLE = [
     # rule, GPUs of the training processes, GPUs of the machine, GPUs of the server (None: refused)
-    ("same", [0], 1, [0]),
-    ("same", [0], 2, [0]),
     ("same", [1], 4, [1]),
-    ("same", [0, 1], 2, [0]),
     ("same", [0, 1], 4, [0]),
     ("other", [0], 1, None),
-    ("other", [0], 2, [1]),
     ("other", [1], 2, [0]),
-    ("other", [0], 4, [1]),
-    ("other", [0, 1], 2, None),
     ("other", [0, 1], 4, [2]),
     ("any", [0], 1, [0]),
     ("any", [0], 2, [1]),
-    ("any", [1], 2, [0]),
-    ("any", [0], 4, [1]),
     ("any", [0, 1], 2, [0]),
-    ("any", [0, 1], 4, [2]),
 ]
 
 
@@ -52,7 +43,7 @@ def test_a_trainer_on_the_cpu_leaves_the_server_all_gpus_or_those_named():
 
 @pytest.mark.parametrize(
     ("rule", "trainers", "configured"),
-    [("any", [0], [0]), ("any", [0], [1, 3]), ("other", [0, 1], [3, 2]), ("same", [2], [2]), ("same", [0, 1], [0])],
+    [("any", [0], [1, 3]), ("other", [0, 1], [3, 2]), ("same", [0, 1], [0])],
 )
 def test_a_list_is_used_as_it_is(rule, trainers, configured):
     assert engine_gpus(configured, rule, name="x", trainers=trainers, num_gpus=4) == configured
@@ -62,9 +53,7 @@ def test_a_list_is_used_as_it_is(rule, trainers, configured):
     ("rule", "trainers", "configured", "num_gpus", "message"),
     [
         ("any", [0], [2], 2, "this machine has 2 GPUs"),
-        ("any", [0], [-1], 2, "this machine has 2 GPUs"),
         ("same", [0], [1], 2, "on the trainer's GPU 0; use .*null"),
-        ("other", [0], [0], 2, r"needs other GPUs .* use placement.engine_devices=\[1\]"),
         ("other", [0, 1], [1, 2], 4, r"GPU 1 is trained on; use placement.engine_devices=\[2\]"),
         ("other", [0], [0], 1, "GPU 0 is trained on; use weight_sync=shared_vllm"),
     ],
@@ -86,21 +75,13 @@ def devices_of(monkeypatch, *, num_gpus, trainer="cuda", rule="any", strategy="x
 @pytest.mark.parametrize(
     ("trainer", "num_servers", "each", "configured", "num_gpus", "expected"),
     [
-        ("cuda", 4, 1, [0, 0, 2, 2], 3, [[0], [0], [2], [2]]),  # several servers on one GPU
-        ("cuda", 2, 2, [1, 2, 1, 2], 3, [[1, 2], [1, 2]]),
-        ("cpu", 2, 1, [1, 1], 2, [[1], [1]]),
+        ("cuda", 2, 2, [1, 2, 1, 2], 3, [[1, 2], [1, 2]]),  # several servers on one GPU
         ("cuda", 2, 2, [1, 1, 2, 2], 3, None),  # one server would have GPU 1 twice
-        ("cpu", 0, 1, None, 0, []),
         ("cpu", 2, 1, None, 0, [None, None]),  # all on the CPU
         ("cpu", 1, 1, None, 4, [None]),
-        ("cpu", 2, 1, None, 4, [[0], [1]]),
         ("cuda", 1, 2, None, 4, [[1, 2]]),
-        ("cuda", 2, 1, None, 4, [[1], [2]]),
-        ("cuda", 2, 2, [2, 3, 4, 5], 8, [[2, 3], [4, 5]]),
         ("cuda", 2, 1, [1, 2, 3, 4], 8, [[1, 2], [3, 4]]),
         ("cuda", 3, 1, None, 3, None),
-        ("cuda", 2, 1, None, 1, None),
-        ("cuda", 2, 2, [1, 2], 4, None),
         ("cuda", 2, 1, [1, 2, 3], 4, None),
     ],
 )
@@ -130,7 +111,6 @@ def test_servers_that_copy_on_the_trainers_gpu_are_all_there(monkeypatch):
         ("cuda:0", 1, None),  # the trainer's
         ("cpu", 1, None),
         ("cuda:2", 1, "this machine has 2 CUDA devices"),
-        ("gpu", 1, "no device of that name"),
         ("cuda:1", 2, "2 processes train"),
     ],
 )
@@ -179,7 +159,7 @@ def model_folder(tmp_path_factory):
 def checked(folder, *overrides):
     plan = make_plan(typed(compose_config("model=hf", f"model.train_id={folder}", "train.precision=bf16", *overrides)))
     check_devices(plan.devices(1))
-    return check_memory(plan, folder, prompt_tokens=(20, 20), num_processes=1)[0]
+    return check_memory(plan, folder, prompt_tokens=(20, 20), num_processes=1)
 
 
 def test_the_prediction_is_logged_before_the_run(two_small_gpus, model_folder, caplog):
@@ -204,38 +184,16 @@ def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(two_small_gpus, 
 
 
 def test_auto_recomputes_no_more_than_it_must_and_says_so(two_small_gpus, model_folder, caplog):
-    large = (
-        "train.batch_size=1024",
-        "data.problems_per_iteration=1024",
-        "generation.max_new_tokens=1000",
-        "eval.max_new_tokens=1000",
-    )
-    no_check = "placement.check_memory=false"
+    large = ("train.batch_size=1024", "data.problems_per_iteration=1024", "placement.check_memory=false")
+    large += ("generation.max_new_tokens=1000", "eval.max_new_tokens=1000")
     with caplog.at_level("INFO"):
-        shares = [
-            checked(model_folder, "model.device=cuda"),
-            checked(model_folder, *large, no_check),
-            checked(model_folder, *large, "train.gradient_checkpointing=true", no_check),
-            checked(model_folder, *large, "train.gradient_checkpointing=false", no_check),
-            checked(model_folder, *large, "model.device=cpu"),
-        ]
-    assert shares[0] == 0.0
-    assert 0.0 < shares[1] <= 1.0
-    assert shares[2:] == [1.0, 0.0, 0.0]
+        assert checked(model_folder, "model.device=cuda") == 0.0
+        share = checked(model_folder, *large)
+    assert 0.0 < share <= 1.0
     said = [line for line in caplog.messages if "auto" in line]
-    assert said == [f"train.gradient_checkpointing=auto: recomputes {in_words(share)}" for share in shares[:2]]
-    assert said[0].endswith("recomputes no block")
-
-
-def test_a_gpu_that_is_not_there_is_refused_whatever_check_memory_says(two_small_gpus, model_folder):
-    with pytest.raises(ConfigError, match=r"placement.engine_devices=\[5\]: this machine has 2 GPUs"):
-        checked(
-            model_folder,
-            "generation=vllm_server",
-            "weight_sync=reload",
-            "placement.engine_devices=[5]",
-            "placement.check_memory=false",
-        )
+    assert said == [f"train.gradient_checkpointing=auto: recomputes {words}" for words in ("no block", in_words(share))]
+    assert checked(model_folder, *large, "train.gradient_checkpointing=true") == 1.0
+    assert checked(model_folder, *large, "model.device=cpu") == 0.0
 
 
 def test_nothing_is_predicted_for_cpus_and_found_servers_may_be_anywhere(two_small_gpus, model_folder, caplog):
@@ -246,8 +204,7 @@ def test_nothing_is_predicted_for_cpus_and_found_servers_may_be_anywhere(two_sma
     checked(model_folder, *found, "placement.engine_devices=[5]")
 
 
-@pytest.mark.parametrize("where", [(), ("generation.base_url=http://127.0.0.1:1",)])
-def test_what_travels_between_gpus_needs_one(where):
-    plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=nccl", "model.device=cpu", *where)))
+def test_what_travels_between_gpus_needs_one():
+    plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=nccl", "model.device=cpu")))
     with pytest.raises(ConfigError, match=r"^model\.device=cpu: weight_sync=nccl moves weights from GPU to GPU, "):
         check_devices(plan.devices(1))

@@ -13,7 +13,6 @@ import pytest
 from huggingface_hub import constants
 
 from offline_grpo import check
-from offline_grpo.run import machine
 
 SMI = "NVIDIA H100 80GB HBM3, 81559, 80000, 570.86\nNVIDIA H100 80GB HBM3, 81559, 100, 570.86\n"
 Version = namedtuple("Version", ["major", "minor", "micro"])
@@ -38,13 +37,13 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
 
-def found(name: str) -> machine.Finding:
-    return next(one for one in machine.findings(Path.cwd() / "outputs") if one.name == name)
+def found(name: str) -> check.Finding:
+    return next(one for one in check.findings(Path.cwd() / "outputs", check.find_gpus()) if one.name == name)
 
 
 def test_gpus_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_on_path(tmp_path, monkeypatch, f"printf '{SMI}'")
-    first, second = machine.find_gpus()
+    first, second = check.find_gpus()
     assert (first.name, round(first.total_gib), round(second.free_gib, 1), first.driver) == (
         "NVIDIA H100 80GB HBM3",
         80,
@@ -52,15 +51,15 @@ def test_gpus_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monkey
         "570.86",
     )
     assert found("GPU 1").text == "NVIDIA H100 80GB HBM3, 0 of 80 GiB free, driver 570.86"
-    assert machine.presets([first])[-1][0].endswith("experiment=gsm8k_qwen2_5_1_5b")
+    assert check.presets([first])[-1][0].endswith("experiment=gsm8k_qwen2_5_1_5b")
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo 'NVIDIA-SMI has failed'", "echo 'GPU, [N/A], [N/A], 1'"])
 def test_a_driver_that_fails_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     put_on_path(tmp_path, monkeypatch, script)
-    assert machine.find_gpus() == []
+    assert check.find_gpus() == []
     assert found("GPU").state == "missing"
-    assert machine.presets([]) == [("uv run run_grpo.py", "tiny model, CPU or GPU")]
+    assert check.presets([]) == [("uv run run_grpo.py", "tiny model, CPU or GPU")]
 
 
 def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +68,7 @@ def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     (tmp_path / "netrc").chmod(0o600)
     assert found("W&B").state == "ok"
-    monkeypatch.setattr(machine, "_version", {"vllm": "0.19.1"}.get)
+    monkeypatch.setattr(check, "_version", {"vllm": "0.19.1"}.get)
     assert (found("vLLM").state, found("vLLM").text) == ("missing", "0.19.1 (0.25 to 0.32 is supported)")
     assert found("torch").state == "error"
     monkeypatch.setattr(sys, "version_info", Version(3, 10, 1))
