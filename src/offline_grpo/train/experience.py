@@ -11,21 +11,22 @@ from statistics import fmean
 
 import numpy as np
 
-from offline_grpo.errors import ConfigError, ScoreError
+from offline_grpo.errors import ConfigError, ScoreError, require
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import group_advantages, rewards_of, zero_signal_groups
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.update import Updater
 from offline_grpo.types import FinishReason, Rollout, RolloutGroup, TokenBatch, by_task
 
+Advantages = Sequence[float | Sequence[float]]
+"""Of a group: one number per rollout, or per rollout one for each of its tokens."""
+
 
 def prepare_batch(
     groups: Sequence[RolloutGroup], updater: Updater, config: TrainConfig, *, fills_updates: bool = False
 ) -> tuple[TokenBatch | None, list[list[float]], dict[str, float]]:
-    """The batch of an iteration, scored by the policy and the reference where it needs that, the advantage of every
-    rollout of every group (of advantages per token their mean), and metrics of them.
-
-    None in place of a batch where no group is left to train on.
+    """The batch of an iteration, scored by the policy and the reference where it needs that; the advantage of every
+    rollout of every group (of advantages per token their mean); and metrics. The batch is None where no group is left.
 
     Args:
         fills_updates: see `_keep`.
@@ -35,15 +36,12 @@ def prepare_batch(
     metrics: dict[str, float] = {}
     penalised = groups
     if updater.reward_penalty is not None:
-        if any(group.advantages is not None for group in groups):
-            raise ConfigError(
-                "train.loss.kl_placement=reward: these rollouts come with advantages, which no penalty on rewards "
-                "changes; "
-                "use train.loss.kl_placement=loss"
-            )
-        whole = updater.score(
-            build_batch(rollouts, mask_truncated=False)
-        )  # truncated completions pay their penalty too
+        fix = (
+            "these rollouts come with advantages, which no penalty on rewards changes; use train.loss.kl_placement=loss"
+        )
+        require(all(group.advantages is None for group in groups), "train.loss.kl_placement", "reward", fix)
+        # truncated completions pay their penalty too
+        whole = updater.score(build_batch(rollouts, mask_truncated=False))
         assert whole.ref_logprobs is not None
         penalties, mask = updater.reward_penalty(whole).tolist(), batch.completion_mask
         batch = batch.with_logprobs(old=whole.old_logprobs * mask, ref=whole.ref_logprobs * mask)
@@ -78,23 +76,19 @@ def prepare_batch(
 
 
 def check_groups(found: object) -> list[RolloutGroup]:
-    """What a source's `next` returned. Raise ConfigError where it is not a list of groups."""
+    """A source's groups. Raise ConfigError where `next` returned something else."""
     if not isinstance(found, list) or not all(isinstance(group, RolloutGroup) for group in found):
         raise ConfigError(f"rollouts: next() returned {found!r:.80}; it must return a list of types.RolloutGroup")
     return found
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What the sampled completions of an iteration were like, before anything is dropped; of a mixture, also of each
-    task by itself.
+    """Metrics of an iteration's completions before anything is dropped; of a mixture, also of each task by itself.
 
     Raises:
         ConfigError: there is no group, of any process.
     """
-    if not groups:
-        raise ConfigError(
-            "rollouts: next() returned an empty list, so there is nothing to train on; it must return a group or more"
-        )
+    require(bool(groups), "rollouts", "[]", "next() returned nothing to train on; it must return a group or more")
     shown = ("reward_mean", "success_rate", "completion_tokens_mean", "truncated_frac")
     of_tasks = {name: _rollout_means(own) for name, own in by_task(groups).items()}
     return _rollout_means(groups) | {
@@ -123,9 +117,7 @@ def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Pearson's correlation over all rollouts, each less the mean of its group; empty where one of the two does not
-    vary.
-    """
+    """Pearson's correlation over all rollouts, each less the mean of its group; empty where one does not vary."""
     rewards = group_advantages(rewards_of(groups), scale="none")
     lengths = group_advantages([[float(r.num_sampled) for r in group.rollouts] for group in groups], scale="none")
     x, y = np.concatenate(rewards), np.concatenate(lengths)  # 0 where they differ by rounding
@@ -134,9 +126,7 @@ def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def score_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """How many completions could not be scored, and how many of each cause that there was; and the means of what the
-    task measured.
-    """
+    """How many completions could not be scored, also of each cause; and the means of what the task measured."""
     failures = _failures(groups)
     measured: dict[str, list[float]] = {}
     for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -156,46 +146,32 @@ def check_scored(groups: Sequence[RolloutGroup], stop_at_frac: float | None) -> 
     failures, num_rollouts = _failures(groups), sum(len(group.rollouts) for group in groups)
     if failures and len(failures) >= stop_at_frac * num_rollouts:
         causes = ", ".join(f"{n} {cause}" for cause, n in Counter(failures).most_common())
-        raise ScoreError(
-            f"{len(failures)} of {num_rollouts} completions could not be scored ({causes}; "
-            f"scoring.stop_at_failed_frac={stop_at_frac:g}); "
-            "the first one of each cause is told above, and in run.log"
-        )
+        about = f"{len(failures)} of {num_rollouts} completions could not be scored ({causes})"
+        raise ScoreError(f"{about}; scoring.stop_at_failed_frac={stop_at_frac:g}; run.log has the first of each cause")
 
 
 def _failures(groups: Sequence[RolloutGroup]) -> list[str]:
-    return [
-        rollout.score.failure for group in groups for rollout in group.rollouts if rollout.score.failure is not None
-    ]
+    scores = [rollout.score for group in groups for rollout in group.rollouts]
+    return [score.failure for score in scores if score.failure is not None]
 
 
-def _without_zeroed(
-    group: RolloutGroup, advantages: Sequence[float | Sequence[float]]
-) -> list[float | Sequence[float]]:
+def _without_zeroed(group: RolloutGroup, advantages: Advantages) -> list[float | Sequence[float]]:
     pairs = zip(group.rollouts, advantages, strict=True)
     zeros = [0.0 if group.advantages is None else (0.0,) * len(rollout.token_ids) for rollout in group.rollouts]
     return [zero if rollout.zero_advantage else own for (rollout, own), zero in zip(pairs, zeros, strict=True)]
 
 
-def _numbers(
-    group: RolloutGroup, advantages: Sequence[float | Sequence[float]], *, mask_truncated: bool = False
-) -> list[float]:
+def _numbers(group: RolloutGroup, advantages: Advantages, *, mask_truncated: bool = False) -> list[float]:
     """A group's advantages as numbers: one per rollout, or, where there is one per token, those of the sampled tokens.
 
     Args:
         mask_truncated: leave out those of rollouts whose tokens `build_batch` leaves out of the loss.
     """
-    pairs = zip(group.rollouts, advantages, strict=True)
-    shown = [
-        (rollout, own)
-        for rollout, own in pairs
-        if not (mask_truncated and rollout.finish_reason is FinishReason.LENGTH)
-    ]
-    return [
-        n
-        for rollout, own in shown
-        for n in (compress(own, rollout.is_sampled) if isinstance(own, Sequence) else (own,))
-    ]
+    found: list[float] = []
+    for rollout, own in zip(group.rollouts, advantages, strict=True):
+        if not (mask_truncated and rollout.finish_reason is FinishReason.LENGTH):
+            found += compress(own, rollout.is_sampled) if isinstance(own, Sequence) else (own,)
+    return found
 
 
 def _advantage_metrics(numbers: Sequence[float]) -> dict[str, float]:
@@ -207,7 +183,7 @@ def _advantage_metrics(numbers: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _per_rollout(group: RolloutGroup, advantages: Sequence[float | Sequence[float]]) -> list[float]:
+def _per_rollout(group: RolloutGroup, advantages: Advantages) -> list[float]:
     """One number per rollout: its advantage, or the mean of those of its sampled tokens."""
     pairs = zip(advantages, group.rollouts, strict=True)
     return [
@@ -241,7 +217,7 @@ def _subtract(groups: Sequence[RolloutGroup], penalties: Sequence[float]) -> lis
     def lowered(rollout: Rollout) -> Rollout:
         return replace(rollout, score=replace(rollout.score, reward=rollout.score.reward - next(remaining)))
 
-    return [replace(group, rollouts=tuple(lowered(rollout) for rollout in group.rollouts)) for group in groups]
+    return [replace(group, rollouts=tuple(map(lowered, group.rollouts))) for group in groups]
 
 
 def _is_masked(group: RolloutGroup) -> bool:

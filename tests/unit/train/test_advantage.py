@@ -25,8 +25,8 @@ def test_values_against_statistics(scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 7, 16])
-@pytest.mark.parametrize("reward", [-0.2, 0.1, 1 / 3, 1e6 + 0.1])
+@pytest.mark.parametrize("size", [1, 3, 6])
+@pytest.mark.parametrize("reward", [0.1, 1e6 + 0.1])
 def test_constant_groups_are_exactly_zero(scale, size, reward):
     advantages = group_advantages([[reward] * size, [0.0, 1.0]], scale=scale)
     assert advantages[0] == [0.0] * size
