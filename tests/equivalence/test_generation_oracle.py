@@ -45,11 +45,7 @@ def next_logprobs(model: PreTrainedModel, sequence: list[int], sampling: Samplin
     """Log-probabilities [V] of the token after `sequence` under the sampling distribution, float64."""
     logits = model(torch.tensor([sequence]), use_cache=False).logits[0, -1].double()
     for token in set(sequence):
-        logits[token] = (
-            logits[token] / sampling.repetition_penalty
-            if logits[token] > 0
-            else logits[token] * sampling.repetition_penalty
-        )
+        logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
     logits /= sampling.temperature
@@ -76,28 +72,22 @@ def check(model: PreTrainedModel, prompt: list[int], completion: Completion, sam
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(10, temperature=1.0),
-        SamplingParams(10, temperature=0.7),
         SamplingParams(10, temperature=1.3),
-        SamplingParams(10, temperature=0.7, top_p=0.8),
-        SamplingParams(10, temperature=1.3, top_k=5),
-        SamplingParams(10, temperature=1.3, repetition_penalty=1.5),
         SamplingParams(10, temperature=0.9, top_p=0.9, top_k=12, repetition_penalty=1.2),
-        SamplingParams(10, temperature=0.0),
         SamplingParams(10, temperature=0.0, repetition_penalty=1.5),
     ],
-    ids=["t1", "t0.7", "t1.3", "top_p", "top_k", "penalty", "all", "greedy", "greedy-penalty"],
+    ids=["plain", "all", "greedy-penalty"],
 )
 def test_logprobs_are_those_of_decoding_without_a_cache(model: PreTrainedModel, sampling: SamplingParams) -> None:
-    groups = sample(model, sampling, group_size=3)
-    assert sum(len(completion.token_ids) for group in groups for completion in group) > 40
+    groups = sample(model, sampling, group_size=2)
+    assert sum(len(completion.token_ids) for group in groups for completion in group) > 30
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
             check(model, prompt, completion, sampling)
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.6])
-def test_greedy_is_transformers_own_greedy(model: PreTrainedModel, penalty: float) -> None:
+def test_greedy_is_transformers_own_greedy(model: PreTrainedModel) -> None:
+    penalty = 1.6
     groups = sample(model, SamplingParams(20, temperature=0.0, repetition_penalty=penalty), group_size=1)
     config = GenerationConfig(
         max_new_tokens=20, do_sample=False, repetition_penalty=penalty, eos_token_id=EOS, pad_token_id=0
@@ -108,14 +98,9 @@ def test_greedy_is_transformers_own_greedy(model: PreTrainedModel, penalty: floa
         assert list(completion.token_ids) == expected.tolist()
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [SamplingParams(2, temperature=0.8), SamplingParams(2, temperature=1.3, top_p=0.9, top_k=15)],
-    ids=["plain", "filtered"],
-)
-def test_tokens_come_with_their_probabilities(model: PreTrainedModel, sampling: SamplingParams) -> None:
+def test_tokens_come_with_their_probabilities(model: PreTrainedModel) -> None:
     """Chi-square of first tokens, and of second tokens after the most frequent first one."""
-    prompt = PROMPTS[2]
+    prompt, sampling = PROMPTS[2], SamplingParams(2, temperature=1.3, top_p=0.9, top_k=15)
     (group,) = sample(model, sampling, group_size=6000, prompts=[prompt], batch_size=3000)
     first = torch.tensor([completion.token_ids[0] for completion in group])
     assert_distributed(first, next_logprobs(model, prompt, sampling).exp())

@@ -46,7 +46,6 @@ VARIANTS = {
     "kl": {"kl_coef": 0.1},
     "kl_importance_weight": {"kl_coef": 0.1, "kl_importance_weight": True},
     "entropy": {"entropy_coef": 0.03},
-    "token_truncate": {"importance_correction": "token_truncate"},
     "token_truncate_floor": {"importance_correction": "token_truncate", "importance_floor": 0.8},
     "sequence_truncate": {"importance_correction": "sequence_truncate"},
     "token_mask": {"importance_correction": "token_mask", "importance_floor": 0.8},
@@ -82,14 +81,8 @@ def trl_stand_in(case, loss: PolicyGradientLoss, name: str, scale: str | None) -
     """What `GRPOTrainer` would be with the settings of `loss`."""
     sampler, reference = SimpleNamespace(training=True, is_gradient_checkpointing=False), SimpleNamespace()
     model_logprobs = {id(sampler): case.old_logprobs, id(reference): case.ref_logprobs, id(None): case.logprobs}
-    identity = SimpleNamespace(
-        gather=lambda x: x,
-        reduce=lambda x, reduction: x,
-        num_processes=1,
-        process_index=0,
-        sync_gradients=True,
-        device="cpu",
-    )
+    alone = {"num_processes": 1, "process_index": 0, "sync_gradients": True, "device": "cpu"}
+    identity = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, **alone)
     token_mask = [[int(x) for x in row[:length]] for row, length in zip(case.mask, case.lengths, strict=True)]
     sampled = [row[:length].tolist() for row, length in zip(case.rollout_logprobs, case.lengths, strict=True)]
     ids = [[7] * length for length in case.lengths]
@@ -97,22 +90,12 @@ def trl_stand_in(case, loss: PolicyGradientLoss, name: str, scale: str | None) -
         accelerator=identity,
         model=sampler,
         ref_model=reference,
-        _get_per_token_logps_and_entropies=lambda model, *args, **kwargs: (
-            model_logprobs[id(model)],
-            case.entropy,
-            None,
-        ),
+        _get_per_token_logps_and_entropies=lambda model, *_, **__: (model_logprobs[id(model)], case.entropy, None),
         _generate=lambda prompts: ([[5, 5]] * len(ids), ids, token_mask, ids, sampled, {}, None, None),
         _calculate_rewards=lambda *args: case.rewards[:, None],
         _tokenizer=SimpleNamespace(pad_token_id=0),
         _metrics={"train": defaultdict(list)},
-        _logs={
-            "prompt": [],
-            "completion": [],
-            "rewards": defaultdict(list),
-            "advantages": [],
-            "extra": defaultdict(list),
-        },
+        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
         _pending_extra_logs={},
         _pending_metrics={},
         reward_weights=torch.ones(1, dtype=torch.float64),
@@ -182,7 +165,7 @@ def our_advantages(case, scale: str = "group") -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_and_gradient_equal_trl(trl, padded_case, name, variant):
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         case = padded_case(seed)
         loss = build(name, variant)
         expected, _, _ = trl_loss(trl, case, loss, name)

@@ -54,21 +54,9 @@ def killed(tmp_path_factory):
     iterations the run itself.
     """
     folder = tmp_path_factory.mktemp("killed")
-    words = (
-        *SMALL,
-        *own_server(preloaded_python(folder)),
-        f"hydra.run.dir={folder}/run",
-        f"rollouts.url={free_url()}",
-        "rollouts.poll_s=0.2",
-    )
-    words += (
-        "experiment=atropos_shared",
-        "model.tiny.hidden_size=128",
-        "train.iterations=50",
-        "train.updates_per_iteration=1",
-        "eval.interval=50",
-        "model.device=cpu",
-    )
+    words = (*SMALL, *own_server(preloaded_python(folder)), f"hydra.run.dir={folder}/run", "rollouts.poll_s=0.2")
+    words += ("experiment=atropos_shared", f"rollouts.url={free_url()}", "model.tiny.hidden_size=128")
+    words += ("train.iterations=50", "train.updates_per_iteration=1", "eval.interval=50", "model.device=cpu")
     child = start_command(ROOT, ROOT / "run_grpo.py", *words, outputs=folder)
     trainer = psutil.Process(child.pid)
 
@@ -109,9 +97,8 @@ def test_a_run_trains_from_run_api_fed_by_its_own_environment_and_pushes_its_wei
     assert found[0]["alignment/diff_abs_mean"] < 1e-3
     assert all(each["mismatch/kl_k3"] < 0.1 for each in found)
     assert any(each["grad_norm"] > 0 for each in found)
-    assert all(
-        each[f"rollouts/num_dropped_{reason}"] == 0 for each in found for reason in ("malformed", "masks", "numbers")
-    )
+    dropped = [f"rollouts/num_dropped_{reason}" for reason in ("malformed", "masks", "numbers")]
+    assert not any(each[name] for each in found for name in dropped)
 
 
 def test_what_was_killed_was_started_again_and_left_its_log(killed):
@@ -120,12 +107,6 @@ def test_what_was_killed_was_started_again_and_left_its_log(killed):
     told = (killed.folder / "run.log").read_text()
     assert "the Atropos API (run-api) has ended (signal 9)" in told
     assert "rollouts.environment=python -m offline_grpo.run.task_environment serve has ended" in told
-
-
-def test_the_environment_takes_task_and_sampling_from_the_run(killed):
-    log = (killed.folder / "env_0.log").read_text()
-    assert "group_size=4" in log
-    assert "max_token_length=8" in log
 
 
 def test_the_servers_key_is_in_no_file_of_the_run(killed):
@@ -163,25 +144,11 @@ def fed(tmp_path_factory):
     command = f"cd {world}; export HF_HUB_OFFLINE=1 HF_DATASETS_CACHE={folder}/cache; python {gsm8k} {serve} & "
     command += f"SENT={folder}/sent.jsonl python {ROOT}/tests/multi_turn_environment.py {serve} & wait"
     overrides = (
-        *(
-            *own_server(preloaded_python(folder)),
-            f"rollouts.environment='{command}'",
-            "weight_sync=reload",
-            Groups.override,
-        ),
-        *("rollouts=atropos", f"rollouts.url={free_url()}", "rollouts.poll_s=0.2"),
-        *(
-            "generation.max_new_tokens=24",
-            "eval.enabled=false",
-            "train.iterations=2000",
-            "train.updates_per_iteration=1",
-        ),
-        *(
-            "train.loss.ratio_reference=rollout",
-            "train.loss.importance_correction=none",
-            "train.kl_coef=0",
-            "train.lr=1e-6",
-        ),
+        *(*own_server(preloaded_python(folder)), "weight_sync=reload", f"rollouts.environment='{command}'"),
+        *("rollouts=atropos", f"rollouts.url={free_url()}", "rollouts.poll_s=0.2", Groups.override),
+        *("generation.max_new_tokens=24", "eval.enabled=false", "train.iterations=2000"),
+        *("train.updates_per_iteration=1", "train.loss.ratio_reference=rollout"),
+        *("train.loss.importance_correction=none", "train.kl_coef=0", "train.lr=1e-6"),
     )
     Groups.seen, Groups.is_enough = [], both
     with pytest.raises(StopRequested):

@@ -13,16 +13,9 @@ from offline_grpo.types import Score
 
 @pytest.mark.slow
 def test_a_resumed_run_replaces_the_same_groups(tmp_path):
-    overrides = [
-        *SMALL,
-        "train.iterations=3",
-        "data.resample_zero_signal=true",
-        "data.soft_overlong_tokens=3",
-        "checkpoint.save_interval=1",
-        "checkpoint.keep_last_k=all",
-        "eval.enabled=false",
-        f"cache_dir={tmp_path}/cache",
-    ]
+    sampling = ("data.resample_zero_signal=true", "data.soft_overlong_tokens=3", "eval.enabled=false")
+    saved = ("train.iterations=3", "checkpoint.save_interval=1", "checkpoint.keep_last_k=all")
+    overrides = [*SMALL, *sampling, *saved, f"cache_dir={tmp_path}/cache"]
     run_dir = tmp_path / "run"
     app.run(compose_config(*overrides), run_dir)
     before, weights = metrics_of(run_dir), weights_of(run_dir)
@@ -38,14 +31,8 @@ def test_a_resumed_run_replaces_the_same_groups(tmp_path):
 @pytest.mark.slow
 def test_where_no_group_ever_has_signal_all_updates_are_made_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(Arithmetic, "score", lambda *_: Score(0.0, False, {}))
-    overrides = [
-        *SMALL,
-        "train.iterations=2",
-        "data.resample_zero_signal=true",
-        "train.drop_zero_signal_groups=true",
-        "eval.enabled=false",
-        f"cache_dir={tmp_path}/cache",
-    ]
+    words = ("train.iterations=2", "data.resample_zero_signal=true", "train.drop_zero_signal_groups=true")
+    overrides = [*SMALL, *words, "eval.enabled=false", f"cache_dir={tmp_path}/cache"]
     app.run(compose_config(*overrides), tmp_path / "run")
     for metrics in metrics_of(tmp_path / "run").values():
         assert metrics["num_groups_zero_signal"] == metrics["num_groups"] == 4

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import time
 from pathlib import Path
 
 import datasets
@@ -13,13 +11,9 @@ import pytest
 from children import SMALL, draw_nothing, metrics_of, weights_of
 from factories import compose_config
 
-from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.logger.json_logger import JsonLogger
 from offline_grpo.report import plots
-from offline_grpo.rollouts.store import recorder
-from offline_grpo.rollouts.store.origin import file_name
 from offline_grpo.run import app
 
 WORDS = (*SMALL, "train.iterations=3", "eval.interval=1", "checkpoint.save_interval=1", "checkpoint.keep_last_k=all")
@@ -45,10 +39,8 @@ def replay(live: Path, run: Path, cache: str, *words: str) -> Path:
 
 
 def without_epoch(run: Path) -> dict[str, dict[str, float]]:
-    return {
-        name: {key: value for key, value in found.items() if key != "rollouts/epoch"}
-        for name, found in metrics_of(run).items()
-    }
+    found = metrics_of(run)
+    return {file: {key: each[key] for key in each if key != "rollouts/epoch"} for file, each in found.items()}
 
 
 def test_training_live_and_replaying_it_give_the_same_weights_metrics_and_record(live, cache, tmp_path):
@@ -61,38 +53,13 @@ def test_training_live_and_replaying_it_give_the_same_weights_metrics_and_record
         assert pq.read_table(run / "rollouts" / name) == pq.read_table(live / "rollouts" / name)
 
 
-@pytest.mark.slow
-def test_metrics_of_an_iteration_come_after_its_rollouts_however_slow_the_disk(cache, tmp_path, monkeypatch):
-    plain, seen = JsonLogger.log, []
-
-    def log(self, name, metrics, *, iteration):
-        seen.append((tmp_path / "run" / "rollouts" / file_name(name, iteration)).exists())
-        plain(self, name, metrics, iteration=iteration)
-
-    def write_slowly(path, content):
-        time.sleep(0.4)
-        write_whole(path, content)
-
-    monkeypatch.setattr(JsonLogger, "log", log)
-    monkeypatch.setattr(recorder, "write_whole", write_slowly)
-    app.run(compose_config(cache, *WORDS), tmp_path / "run")
-    assert seen == [True] * 7
-
-
 def test_a_replay_samples_nothing_and_is_resumed_to_the_bit(live, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(TransformersClient, "generate", lambda *_: pytest.fail("asked the engine"))
-    words = (
-        "eval.enabled=false",
-        "rollouts.problems_per_iteration=3",
-        "rollouts.shuffle=true",
-        "train.schedule=constant",
-    )
+    words = ("eval.enabled=false", "rollouts.problems_per_iteration=3", "rollouts.shuffle=true")
+    words += ("train.schedule=constant",)
     whole = replay(live, tmp_path / "whole", cache, *words)
     halves = replay(live, tmp_path / "halves", cache, *words, "train.iterations=2")
-    app.run(
-        compose_config(cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", *words, f"resume={halves}"),
-        tmp_path / "fresh",
-    )
+    replay(live, tmp_path / "fresh", cache, *words, f"resume={halves}")
     assert weights_of(halves) == weights_of(whole)
     assert weights_of(whole)["iter_002"] != weights_of(live)["iter_002"]
     assert metrics_of(halves) == metrics_of(whole)
@@ -102,13 +69,7 @@ def test_a_replay_samples_nothing_and_is_resumed_to_the_bit(live, cache, tmp_pat
 def test_a_folder_of_datasets_and_several_runs_are_stores_too(live, cache, tmp_path):
     rows = pq.read_table([live / "rollouts" / f"iter_00{i}.parquet" for i in range(3)])
     datasets.Dataset(rows).save_to_disk(tmp_path / "saved")
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"saved: does not say which model and tokenizer it was recorded with; rollouts.any_model=true trains "
-            r"on it all the same$"
-        ),
-    ):
+    with pytest.raises(ConfigError, match=r"saved: does not say which model .* rollouts.any_model=true"):
         replay(tmp_path / "saved", tmp_path / "refused", cache)
     assert not (tmp_path / "refused").exists()
     run = replay(tmp_path / "saved", tmp_path / "run", cache, "rollouts.any_model=true")
@@ -120,10 +81,8 @@ def test_a_folder_of_datasets_and_several_runs_are_stores_too(live, cache, tmp_p
     assert weights_of(replay(both, tmp_path / "both", cache)) == weights_of(live)
 
 
-@pytest.mark.parametrize("setting", ["data.rollouts_per_problem=4", "++data.shuffle=false"])
-def test_a_setting_that_a_replay_does_not_read_is_refused(live: Path, cache: str, tmp_path: Path, setting: str) -> None:
+def test_a_setting_that_a_replay_does_not_read_is_refused(live: Path, cache: str, tmp_path: Path) -> None:
+    setting = "data.rollouts_per_problem=4"
     words = (cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", setting)
-    with pytest.raises(
-        ConfigError, match=f"^{re.escape(setting)}: this source does not read it, so it would do nothing; leave it out"
-    ):
+    with pytest.raises(ConfigError, match=f"^{setting}: this source does not read it"):
         app.run(compose_config(*words), tmp_path / "run", overrides=[setting])

@@ -4,7 +4,6 @@ is dropped.
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections.abc import Sequence
@@ -52,16 +51,11 @@ def test_what_was_sampled_is_told_by_the_masks() -> None:
     assert first.logprobs == (1.0, 1.0, -0.5, -1.0, 1.0, 1.0, 0.0)
     assert first.ref_logprobs == (1.0, 1.0, -0.25, -9.0, 1.0, 1.0, -3.0)
     batch = build_batch(found.rollouts, mask_truncated=False)
-    assert batch.rollout_logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0, 0.0, 0.0, 0.0, -2.0], (
-        "placeholders go no further"
-    )
+    assert batch.rollout_logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0, 0.0, 0.0, 0.0, -2.0], "no placeholders"
     assert first.versions == (-1,) * 7
     assert first.finish_reason is None
     assert str(first.text) == "7 8 11"
-    assert [(r.score.reward, r.score.is_correct, r.score.parts) for r in (first, second)] == [
-        (1.0, True, {}),
-        (-0.5, False, {}),
-    ]
+    assert [(r.score.reward, r.score.is_correct) for r in (first, second)] == [(1.0, True), (-0.5, False)]
     assert found.advantages == ((0, 0, 1.5, 2, 0, 0, 3), (0, -1))
 
 
@@ -95,14 +89,6 @@ def test_text_is_decoded_where_it_is_read_alone() -> None:
         ({"group_overrides": {"temperature": 0.5, "group_size": 4}}, [0.5, 0.5]),
         ({"group_overrides": {"temperature": 0.5}, "generation_params": {"temperature": 0.7, "top_p": 1}}, [0.7, 0.7]),
         ({"generation_params": {"temperature": 0.7}, "overrides": [{"temperature": 2}, {}]}, [2.0, 0.7]),
-        (
-            {
-                "generation_params": {"max_tokens": 7},
-                "group_overrides": {"temperature": None},
-                "overrides": [None, {"a": 1}],
-            },
-            [1.0, 1.0],
-        ),
     ],
 )
 def test_temperatures_of_sequences_requests_and_groups(fields: dict[str, Any], expected: list[float]) -> None:
@@ -114,22 +100,15 @@ def test_a_sample_whose_advantage_is_set_to_zero(tmp_path: Path) -> None:
     updater = make_updater(tmp_path, updates_per_iteration=1)
     sequences = (([5, 6], [7, 2]), ([5, 6], [8, 2]), ([5, 6], [9, 2]))
     plain = read(group(*sequences, scores=[3.0, 0.0, 0.0]))
-    zeroed = read(
-        group(
-            *sequences,
-            scores=[3.0, 0.0, 0.0],
-            overrides=[{"set_advantage_to_zero": True}, {}, {"set_advantage_to_zero": False}],
-        )
-    )
+    overrides = [{"set_advantage_to_zero": True}, {}, {"set_advantage_to_zero": False}]
+    zeroed = read(group(*sequences, scores=[3.0, 0.0, 0.0], overrides=overrides))
     batch, [own], _ = prepare_batch([zeroed], updater, updater.config)
     _, [usual], _ = prepare_batch([plain], updater, updater.config)
     assert own == [0.0, *usual[1:]]
     assert usual[0] > 1
     assert batch is not None
     assert batch.advantages.tolist()[:4] == [0.0] * 4
-    given = read(
-        group(*sequences, advantages=[[0, 0, 1.0, 2.0]] * 3, overrides=[{"set_advantage_to_zero": True}, {}, {}])
-    )
+    given = read(group(*sequences, advantages=[[0, 0, 1.0, 2.0]] * 3, overrides=overrides))
     batch, [own], _ = prepare_batch([given], updater, updater.config)
     assert own == [0.0, 1.5, 1.5]
     assert batch is not None
@@ -154,38 +133,26 @@ def test_reference_logprobs_that_come_with_all_rollouts_replace_a_pass(tmp_path:
 LONG = [-0.5] * 5
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no tokens": ("malformed", {"tokens": []}),
-    "more masks": ("malformed", {"masks": [[-100, -100, 7, 2, 2], [-100, -100, 8, 1, 2]]}),
     "fewer scores": ("malformed", {"scores": [1.0]}),
-    "fewer logprobs": ("malformed", {"inference_logprobs": [[-0.5] * 4]}),
-    "longer advantages": ("malformed", {"advantages": [LONG, LONG]}),
     "fewer overrides": ("malformed", {"overrides": [{}]}),
-    "a word": ("malformed", {"tokens": [["x", 6, 7, 2], [5, 6, 8, 1, 2]]}),
     "half a token": ("malformed", {"tokens": [[5.5, 6, 7, 2], [5, 6, 8, 1, 2]]}),
     "another mask": ("malformed", {"masks": [[-100, -100, 7, 3], [-100, -100, 8, 1, 2]]}),
-    "masks of ones": ("malformed", {"masks": [[0, 0, 1, 1], [0, 0, 1, 1, 1]]}),
-    "a dict": ("malformed", {"tokens": {"0": [1, 2]}}),
     "NaN": ("numbers", {"scores": [math.nan, 0.0]}),
-    "infinity": ("numbers", {"scores": [json.loads("1e999"), 0.0]}),
     "a NaN logprob": ("numbers", {"inference_logprobs": [[1.0, 1.0, math.nan, -0.5], LONG]}),
-    "an infinite logprob": ("numbers", {"inference_logprobs": [[1.0, 1.0, -math.inf, -0.5], LONG]}),
     "a logprob above 0": ("numbers", {"inference_logprobs": [[1.0, 1.0, -0.5, 1.0], LONG]}),
     "a temperature of 0": ("numbers", {"generation_params": {"temperature": 0}}),
-    "a temperature of infinity": ("numbers", {"overrides": [{"temperature": math.inf}, {}]}),
     "another vocabulary": ("vocabulary", {"tokens": [[VOCAB, 6, 7, 2], [5, 6, 8, 1, 2]]}),
-    "a negative token": ("vocabulary", {"tokens": [[-1, 6, 7, 2], [5, 6, 8, 1, 2]]}),
     "nothing to train on": ("masks", {"masks": [[-100] * 4, [-100] * 5]}),
     "a first token": ("masks", {"masks": [[5, 6, 7, 2], [-100, -100, 8, 1, 2]]}),
     "images": ("images", {"images": [["data:image/png;base64,"], None]}),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_nothing_can_be_learnt_from_is_dropped(name: str) -> None:
-    reason, fields = WRONG[name]
-    with pytest.raises(UnusableGroup) as caught:
-        read({**pair(1), **fields})
-    assert caught.value.reason == reason
-    assert len(str(caught.value)) < 250
+def test_what_nothing_can_be_learnt_from_is_dropped() -> None:
+    for name, (reason, fields) in WRONG.items():
+        with pytest.raises(UnusableGroup) as caught:
+            read({**pair(1), **fields})
+        assert caught.value.reason == reason, name
 
 
 def test_too_many_members_and_too_many_tokens() -> None:
@@ -198,19 +165,14 @@ def test_too_many_members_and_too_many_tokens() -> None:
 
 
 def test_missing_logprobs_end_the_run() -> None:
-    with pytest.raises(
-        MissingLogprobs,
-        match="GRPO requires inference_logprobs for importance sampling! The groups of environment 7 have none",
-    ):
+    with pytest.raises(MissingLogprobs, match=r"GRPO requires inference_logprobs .* environment 7 have none"):
         read(pair(1, inference_logprobs=None, env_id=7))
 
 
 @pytest.mark.parametrize("empty", [[], [[], []]])
 def test_empty_fields_are_missing(empty: list[list[float]]) -> None:
     """Environments of atroposlib that do not set them send a list for no sequence, or an empty one for each."""
-    found = read(
-        pair(1, advantages=empty, ref_logprobs=empty, overrides=[], images=[], messages=[], group_overrides={})
-    )
+    found = read(pair(1, advantages=empty, ref_logprobs=empty, overrides=[], images=[], group_overrides={}))
     assert found.advantages is None
     assert [rollout.ref_logprobs for rollout in found.rollouts] == [None, None]
     with pytest.raises(MissingLogprobs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from recorded import CONTEXT, ORIGIN, VOCAB, made_groups, make_replay, replayed,
 from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts.store import recorder as recording
-from offline_grpo.rollouts.store.reader import Shard, shards_of
+from offline_grpo.rollouts.store.reader import shards_of
 from offline_grpo.rollouts.store.recorder import Recorder
 from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, table_of
 from offline_grpo.types import Rollout, RolloutGroup, Score, UnusableGroup
@@ -84,9 +85,8 @@ def test_a_file_is_written_beside_the_updates_and_says_the_weights_before_them(
         write_whole(path, content)
 
     def hashes(folder: Path) -> str:
-        return json.loads(pq.read_metadata(folder / "rollouts" / "iter_000.parquet").metadata[b"offline_grpo"])[
-            "weights"
-        ]
+        metadata = pq.read_metadata(folder / "rollouts" / "iter_000.parquet").metadata
+        return json.loads(metadata[b"offline_grpo"])["weights"]
 
     monkeypatch.setattr(recording, "write_whole", on_a_slow_disk)
     weights = torch.ones(8)
@@ -127,10 +127,8 @@ def test_what_was_recorded_is_read_again() -> None:
     sink = pa.BufferReader(parquet(table, {}))
     again = pq.read_table(sink)
     read = groups_of(again, group_rows(again).values())
-    expected = replace(
-        two_turns(), rollouts=tuple(replace(r, text=r"half a pair \ud800") for r in two_turns().rollouts)
-    )
-    assert read[2] == expected
+    expected = tuple(replace(r, text=r"half a pair \ud800") for r in two_turns().rollouts)
+    assert read[2] == replace(two_turns(), rollouts=expected)
     for found, group in zip(read[:2], groups, strict=False):
         assert found.problem == group.problem
         for one, other in zip(found.rollouts, group.rollouts, strict=True):
@@ -148,24 +146,16 @@ def test_half_a_character_in_a_problem_can_be_read_again() -> None:
     scored = tuple(replace(rollout, score=Score(10**20, True, {"\ud800": 1.0})) for rollout in group.rollouts)
     table = table_of("train", [RolloutGroup(problem, scored)], None, 7)
     [read] = groups_of(table, group_rows(table).values())
-    assert read.problem == replace(
-        problem, messages=({"role": "user", "content": "cut \\ud83d, whole \U0001f600"},), fields={"note": "\\udc00"}
-    )
+    escaped = ({"role": "user", "content": "cut \\ud83d, whole \U0001f600"},)
+    assert read.problem == replace(problem, messages=escaped, fields={"note": "\\udc00"})
     assert read.rollouts[0].score == Score(1e20, True, {"\\ud800": 1.0})
 
 
 def test_a_store_is_found_by_any_of_its_names(store: Path) -> None:
     names = [shard.path.name for shard in shards_of(store, key="PATH")]
-    assert names == [
-        "iter_000.parquet",
-        "iter_001.parquet",
-        "iter_002.parquet",
-        "iter_003.parquet",
-        "eval_iter_003.parquet",
-    ]
-    assert [s.path for s in shards_of(store / "rollouts", key="PATH", phase="eval")] == [
-        store / "rollouts" / "eval_iter_003.parquet"
-    ]
+    assert names == [*(f"iter_00{i}.parquet" for i in range(4)), "eval_iter_003.parquet"]
+    [evaluation] = shards_of(store / "rollouts", key="PATH", phase="eval")
+    assert evaluation.path == store / "rollouts" / "eval_iter_003.parquet"
     [single] = shards_of(store / "rollouts" / "iter_001.parquet", key="PATH")
     assert single.table(["reward"])["reward"].to_pylist() == [0.1, 0.2, 0.3] * 2
     with pytest.raises(ConfigError, match=r"^PATH=.*: has no rollouts; name one of its runs: run$"):
@@ -175,25 +165,6 @@ def test_a_store_is_found_by_any_of_its_names(store: Path) -> None:
 def rewritten(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
     about = pq.read_metadata(path).metadata
     pq.write_table(change(pq.read_table(path)).replace_schema_metadata(about), path)  # as another tool writes it
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda table: table.drop(["logprobs"]),
-        lambda table: table.set_column(11, "version", pa.array(["x"] * 6)),
-        lambda table: table.set_column(8, "completion_ids", pa.array([1] * 6)),
-    ],
-)
-def test_a_file_that_is_no_store_is_named_and_left_out_if_asked(
-    change: Callable[[pa.Table], pa.Table], tmp_path: Path, store: Path
-) -> None:
-    path = write_store(tmp_path / "run", iterations=2) / "rollouts" / "iter_001.parquet"
-    rewritten(path, change)
-    with pytest.raises(ConfigError, match=f"{path}: cannot be read .*rollouts.skip_damaged=true"):
-        make_replay(tmp_path / "run").start(0, None)
-    kept = make_replay(tmp_path / "run", "rollouts.skip_damaged=true")
-    assert replayed(kept, 2) == [replayed(make_replay(store), 1)[0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -210,37 +181,16 @@ def test_rows_that_nothing_can_be_learnt_from_are_refused(name: str, value: Any,
         replayed(make_replay(tmp_path / "run"), 1)
 
 
-@pytest.mark.parametrize("place", [40, 0.3, -30])
-@pytest.mark.parametrize("damage", ["bit", "cut", "zeros"])
-def test_a_damaged_file_is_named_and_the_rest_used_if_asked(
-    place: float, damage: str, tmp_path: Path, store: Path
-) -> None:
+@pytest.mark.parametrize("damage", ["bit", "cut"])
+def test_a_damaged_file_is_named_and_the_rest_used_if_asked(damage: str, tmp_path: Path, store: Path) -> None:
     path = write_store(tmp_path / "run", iterations=2) / "rollouts" / "iter_000.parquet"
     content = bytearray(path.read_bytes())
-    at = int(place * len(content)) if isinstance(place, float) else place % len(content)
     if damage == "bit":
-        content[at] ^= 4
-    elif damage == "cut":
-        del content[at:]
+        content[40] ^= 4
     else:
-        content[at : at + 20] = bytes(20)
+        del content[len(content) // 3 :]
     path.write_bytes(content)
-    try:
-        whole = replayed(make_replay(tmp_path / "run"), 2)
-    except ConfigError as error:
-        assert str(path) in str(error)  # noqa: PT017
-        assert "\n" not in str(error)  # noqa: PT017
-        assert replayed(make_replay(tmp_path / "run", "rollouts.skip_damaged=true"), 1) == [
-            replayed(make_replay(store), 2)[1]
-        ]
-    else:
-        assert whole == replayed(make_replay(store), 2)  # bytes that nothing depends on
-
-
-def test_no_store_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
-    (tmp_path / "run" / "rollouts").mkdir(parents=True)
-    fake = tmp_path / "run" / "rollouts" / "iter_000.parquet"
-    for content in (b"", b"PAR1", b"{}", bytes(1000)):
-        fake.write_bytes(content)
-        with pytest.raises(ConfigError, match=r"iter_000.parquet: cannot be read \("):
-            Shard(fake).table()
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        replayed(make_replay(tmp_path / "run"), 2)
+    kept = replayed(make_replay(tmp_path / "run", "rollouts.skip_damaged=true"), 1)
+    assert kept == [replayed(make_replay(store), 2)[1]]
