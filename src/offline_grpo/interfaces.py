@@ -43,9 +43,8 @@ class Task(Protocol):
 
     Its class may say `scores_safely = True`: `score` is short code that cannot hang or raise, and is called in the
     run's process instead of in one that can be killed (`scoring` in conf/). `worker_imports` names modules that are
-    imported once for all those processes. `code_files` are files of code that `score` runs and that a user may edit:
-    that is told. `is_ordered = True` says that the order of its training problems matters, which `data.shuffle` would
-    destroy.
+    imported once for all those processes. `is_ordered = True` says that the order of its training problems matters,
+    which `data.shuffle` would destroy.
     """
 
     def problems(self, split: Split) -> Sequence[Problem]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import threading
-import time
 import warnings
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
@@ -24,16 +22,10 @@ from offline_grpo.types import Problem, Score
 MAX_CONCURRENT = 64
 """How many async scores are awaited at a time: what they ask, such as a server with another model, has limits too."""
 
-SLOW_S = 10.0
-"""A score that takes longer is named in a warning, once in a process: an async one while it is still awaited."""
-
 LARGEST = 1e30
 """Of a reward: the spread of larger ones is beyond what numbers can be, and nothing would be learnt without a word."""
 
 _SHOWN_CHARS = 200
-_has_warned = False
-
-log = logging.getLogger(__name__)
 
 
 class Judgement:
@@ -49,17 +41,14 @@ class Judgement:
     def __init__(self, task: Task, problem: Problem, text: str) -> None:
         self._problem, self._text = problem, text
         self._future: Future[Score] | None = None
-        began_s = time.monotonic()
         try:
             score = task.score(problem, text)
             if inspect.isawaitable(score):
-                self._future = asyncio.run_coroutine_threadsafe(_awaited(score, problem, text), _loop())
+                self._future = asyncio.run_coroutine_threadsafe(_awaited(score), _loop())
             else:
                 self._score = checked(score)
         except (Exception, SystemExit) as error:  # whatever code of the user's own raises
             raise _named(error, problem, text) from error
-        if time.monotonic() - began_s > SLOW_S:
-            _warn_of_slow_score(problem, text)
 
     @property
     def is_done(self) -> bool:
@@ -118,22 +107,15 @@ def checked(score: object) -> Score:
         raise ScoreError(f"the task's score has is_correct={score.is_correct!r:.80}; it must be True or False")
     for name, value in (("reward", score.reward), *score.parts.items(), *score.measured.items()):
         if not (isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST):  # no NaN is
-            raise ScoreError(
-                f"the task's score has {name}={value!r:.80}; it must be a finite number, from -{LARGEST:g} to "
-                f"{LARGEST:g}"
-            )
-    return (
-        score if isinstance(score.is_correct, bool) else replace(score, is_correct=bool(score.is_correct))
-    )  # JSON knows no numpy
+            raise ScoreError(f"the task's score has {name}={value!r:.80}; it must be finite, at most {LARGEST:g}")
+    return replace(score, is_correct=bool(score.is_correct))  # JSON knows no numpy
 
 
-async def _awaited(score: Awaitable[Score], problem: Problem, text: str) -> Score:
-    warning = asyncio.get_running_loop().call_later(SLOW_S, _warn_of_slow_score, problem, text)
+async def _awaited(score: Awaitable[Score]) -> Score:
     try:
         async with _room():
             return await score
     finally:
-        warning.cancel()
         if inspect.iscoroutine(score):  # cancelled before it was awaited, perhaps
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # so are the coroutines that it has
                 score.close()
@@ -150,26 +132,14 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        with suppress(
-            SystemExit, KeyboardInterrupt
-        ):  # of a task that a score has made: asyncio leaves its loop, and all that it awaits
+        # of a task that a score has made: asyncio leaves its loop, and all that it awaits
+        with suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()
 
 
 @cache
 def _room() -> asyncio.Semaphore:
     return asyncio.Semaphore(MAX_CONCURRENT)
-
-
-def _warn_of_slow_score(problem: Problem, text: str) -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        log.warning(
-            "a score takes more than %.0f s (it, or those that scoring.workers score before it): %s",
-            SLOW_S,
-            about_completion(problem, text),
-        )
 
 
 def _named(error: BaseException, problem: Problem, text: str) -> ScoreError:

@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import inspect
 import math
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -92,12 +91,6 @@ class Rewards:
 
     functions: tuple[RewardFunction, ...]
     threshold: float
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The modules that the functions are in."""
-        names = (sys.modules[function.path.partition(":")[0]].__file__ for function in self.functions)
-        return tuple(dict.fromkeys(Path(name) for name in names if name is not None))
 
     def check(self, problem: Problem) -> None:
         """Raise ConfigError if a function asks for what this problem does not have."""

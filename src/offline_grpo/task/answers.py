@@ -40,9 +40,13 @@ class TaggedBlock:
     is_only_block: bool  # True if the text has no other opening or closing tag of this name
 
 
+def _tags(text: str, tag: str) -> list[re.Match[str]]:
+    return list(re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE | re.ASCII))
+
+
 def last_tagged(text: str, tag: str) -> TaggedBlock | None:
     """The last `<tag>...</tag>` of a text, ignoring letter case, or None. Runs in linear time."""
-    tags = list(re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE | re.ASCII))
+    tags = _tags(text, tag)
     closing = next((match for match in reversed(tags) if match[1]), None)
     if closing is None:
         return None
@@ -53,12 +57,10 @@ def last_tagged(text: str, tag: str) -> TaggedBlock | None:
 
 
 def tagged_blocks(text: str, tag: str) -> list[str]:
-    """What stands in each `<tag>...</tag>` of a text, from an opening tag to the next closing one, ignoring letter
-    case. Linear time.
-    """
+    """The content of each `<tag>...</tag>` of a text, from an opening tag to the next closing one, ignoring case."""
     blocks: list[str] = []
     start: int | None = None
-    for match in re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE | re.ASCII):
+    for match in _tags(text, tag):
         if not match[1]:
             start = match.end() if start is None else start
         elif start is not None:
@@ -107,10 +109,7 @@ def is_same_number(reference: str, answer: str) -> bool:
     """
     if _is_joined_digits(reference):
         return _plain_words(reference) == _plain_words(answer)
-    import math_verify
-
-    # None switches off the signal-based timeout.
-    return math_verify.verify(_parse_number(reference), _parse_number(answer), timeout_seconds=None)
+    return _is_equal(_parse_number(reference), _parse_number(answer))
 
 
 def reference_answer(text: str) -> str:
@@ -147,10 +146,8 @@ def is_same_latex(reference: str, text: str) -> bool:
         return True
     if _is_joined_digits(reference):
         return marked is None and re.findall(_JOINED_DIGITS, text)[-1:] == [_plain_words(reference)]
-    import math_verify
-
-    found = _parse_latex(text if marked is None else rf"\boxed{{{marked}}}")
-    return math_verify.verify(_parse_latex(rf"\boxed{{{reference}}}"), found, timeout_seconds=None)
+    found = _parse(text if marked is None else rf"\boxed{{{marked}}}", "first_match")
+    return _is_equal(_parse(rf"\boxed{{{reference}}}", "first_match"), found)
 
 
 def is_same_value(reference: str, answer: str) -> bool:
@@ -169,12 +166,14 @@ def is_same_value(reference: str, answer: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_same_formula(reference: str, answer: str) -> bool:
-    parsed = [_parse_formula(reference), _parse_formula(answer)]
-    if not all(parsed):
-        return False
+    parsed = _parse_formula(reference), _parse_formula(answer)
+    return all(parsed) and _is_equal(*parsed)
+
+
+def _is_equal(reference: list[Any], answer: list[Any]) -> bool:
     import math_verify
 
-    return math_verify.verify(parsed[0], parsed[1], timeout_seconds=None)
+    return math_verify.verify(reference, answer, timeout_seconds=None)  # its timeout needs signals
 
 
 def _is_joined_digits(reference: str) -> bool:
@@ -190,40 +189,26 @@ def _plain_words(answer: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _parse_latex(text: str) -> list[Any]:
+def _parse(latex: str, fallback_mode: str) -> list[Any]:
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # about the missing timeout, which works in the main thread alone
-    return math_verify.parse(text, parsing_timeout=0)
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the missing timeout
+    return math_verify.parse(latex, fallback_mode=fallback_mode, parsing_timeout=0)  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=4096)
 def _parse_number(answer: str) -> list[Any]:
     """SymPy forms of a numeric answer; an empty list if the answer is not numeric."""
     plain = _without_units(answer) if len(answer) <= MAX_ANSWER_CHARS else ""
-    if not _is_short_arithmetic(plain):
-        return []
-    import math_verify
-
-    # math-verify warns about the missing timeout; `_is_short_arithmetic` makes it unnecessary.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify.parse(rf"\boxed{{{plain}}}", fallback_mode="no_fallback", parsing_timeout=0)
+    return _parse(rf"\boxed{{{plain}}}", "no_fallback") if _is_short_arithmetic(plain) else []
 
 
-@lru_cache(maxsize=4096)
 def _parse_formula(answer: str) -> list[Any]:
     """SymPy forms of a short formula; an empty list if it is none."""
     plain = answer.replace("\N{MINUS SIGN}", "-").strip().strip("$").strip()
     plain = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]", " ", plain)
     plain = re.sub(r"^[A-Za-z] *=", "", plain).strip()
-    if len(plain) > MAX_ANSWER_CHARS or not _is_short_formula(plain):
-        return []
-    import math_verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify.parse(rf"\boxed{{{plain}}}", fallback_mode="no_fallback", parsing_timeout=0)
+    is_short = len(plain) <= MAX_ANSWER_CHARS and _is_short_formula(plain)
+    return _parse(rf"\boxed{{{plain}}}", "no_fallback") if is_short else []
 
 
 def _without_units(answer: str) -> str:
@@ -256,6 +241,7 @@ def _is_short_formula(plain: str) -> bool:
     powers += re.findall(r"(?<=[A-Za-z])\^(?:-?[0-9A-Za-z]|\{-?[0-9A-Za-z]\})(?![0-9^])", compact)
     powers += re.findall(r"(?<=[)}\]])\^(?:[1-4]|\{-?[1-4]\})(?![0-9^])", compact)
     is_small = "**" not in compact and len(powers) == compact.count("^") and _nested_power(compact) <= MAX_NESTED_POWER
+    is_small = is_small and re.search("[Ee][-+]?[0-9]{3}", compact) is None  # 1E9999999999 is a number, with a power
     return is_formula and is_small and len(re.findall(symbol, plain)) <= MAX_FORMULA_SYMBOLS
 
 

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite
-from pathlib import Path
 from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, require
@@ -21,8 +20,7 @@ from offline_grpo.task.answers import (
     marked_answer,
     reference_answer,
 )
-from offline_grpo.task.row_task import RowTask
-from offline_grpo.task.rows import Row, messages_or_text, shown, text_field
+from offline_grpo.task.rows import Row, RowTask, messages_or_text, shown, text_field
 from offline_grpo.types import Message, Problem, Score
 
 ANSWER_KINDS = ("auto", "math", "text", "regex")
@@ -67,8 +65,8 @@ class Dataset(RowTask):
         require(0 <= self.format_weight < inf, "task.format_weight", self.format_weight, "must be 0 or more")
         threshold = self.correct_threshold
         require(isfinite(threshold), "task.correct_threshold", threshold, "must be a finite number")
-        if self._rewards is None and self.answer_field is None:
-            raise ConfigError("task.answer_field=None: name the field with the answer, or set task.reward")
+        has_answer = self._rewards is not None or self.answer_field is not None
+        require(has_answer, "task.answer_field", None, "name the field with the answer, or set task.reward")
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """Compare the answer of a completion with the row's, or ask the reward functions."""
@@ -77,11 +75,6 @@ class Dataset(RowTask):
         is_correct = is_right(self.answer_kind, problem.answer, text)
         parts = {"correct": float(is_correct), "format": self.format_weight if last_boxed(text) else 0.0}
         return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
-
-    @property
-    def code_files(self) -> Sequence[Path]:
-        """See `Task`."""
-        return () if self._rewards is None else self._rewards.files
 
     @cached_property
     def _rewards(self) -> Rewards | None:
@@ -96,10 +89,8 @@ class Dataset(RowTask):
             text = prompt if template is None else template.replace(f"{{{self.prompt_field}}}", prompt)
             prompt = [{"role": "user", "content": text}]
         elif self.prompt_template is not None:
-            fix = "is for prompts of text, and here they are lists of messages; set it to null"
-            raise ConfigError(
-                f"task.prompt_template={self.prompt_template!r}: {fix} ({row.where} field {self.prompt_field})"
-            )
+            fix = f"{row.where} has a list of messages, and no text, as prompt; set it to null"
+            raise ConfigError(f"task.prompt_template={self.prompt_template!r}: {fix}")
         # The prompt and the answer too, unless reward functions are given them under these names anyway.
         given = {self.prompt_field, self.answer_field} & {*GIVEN}
         fields = {str(key): value for key, value in row.value.items() if key not in given}
@@ -120,18 +111,14 @@ class Dataset(RowTask):
         if self._rewards is not None:
             return text
         answer = reference_answer(text) if self.answer_kind in ("auto", "math") else text.strip()
+        place = f"in the field {self.answer_field!r} (task.answer_field): {shown(text)}"
         if not answer:
-            raise ConfigError(
-                f"{row.where} has no final answer in the field {self.answer_field!r} (task.answer_field): {text!r:.120}"
-            )
+            raise ConfigError(f"{row.where} has no final answer {place}")
         if self.answer_kind == "regex":
             try:
                 re.compile(answer)
             except re.error as error:
-                raise ConfigError(
-                    f"{row.where} has no regular expression in the field {self.answer_field!r} ({error}): "
-                    f"{shown(answer)}"
-                ) from error
+                raise ConfigError(f"{row.where} has no regular expression ({error}) {place}") from error
         return answer
 
 
@@ -141,12 +128,11 @@ def is_right(kind: str, reference: str, text: str) -> bool:
 
     Args:
         kind: "auto": equal in value if both are numbers or formulas, otherwise the same words. Without a mark the last
-            number of the
-            completion counts too. "math": the same for LaTeX of any length, with sets, matrices, intervals and
-            equations; it may take
-            for ever, see `conf/scoring/`. "text": the same characters, but for blanks around them. "regex": the
-            reference is a regular
-            expression that is found somewhere in the completion.
+            number of the completion counts too.
+            "math": the same for LaTeX of any length, with sets, matrices, intervals and equations; it may take for
+            ever, see `conf/scoring/`.
+            "text": the same characters, but for blanks around them.
+            "regex": the reference is a regular expression that is found somewhere in the completion.
     """
     if kind == "regex":
         return re.search(reference, text) is not None

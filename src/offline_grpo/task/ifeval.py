@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.task.answers import tagged_blocks
 from offline_grpo.task.instructions import CHECKS, follows, problem_with, variants
-from offline_grpo.task.row_task import RowTask
-from offline_grpo.task.rows import Row, field, shown, text_field
+from offline_grpo.task.rows import Row, RowTask, field, shown, text_field
 from offline_grpo.types import Problem, Score
 
 MEASURES = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_loose")
@@ -75,12 +74,9 @@ class IFEval(RowTask):
         loose = [any(follows(reading, *instruction) for reading in readings) for instruction in instructions]
         measured = (float(all(strict)), sum(strict) / len(strict), float(all(loose)), sum(loose) / len(loose))
         parts = {name: getattr(self, f"{name}_weight") * value for name, value in zip(MEASURES, measured, strict=True)}
-        parts |= {
-            "answer": self.answer_bonus * (len(answers) == 1),
-            "think": self.think_bonus * (len(blocks["think"]) == 1),
-        }
-        measured_by_kind = _by_kind(instructions, strict)
-        return Score(sum(parts.values()), is_correct=all(strict), parts=parts, measured=measured_by_kind)
+        parts["answer"] = self.answer_bonus * (len(answers) == 1)
+        parts["think"] = self.think_bonus * (len(blocks["think"]) == 1)
+        return Score(sum(parts.values()), all(strict), parts, measured=_by_kind(instructions, strict))
 
 
 def _by_kind(instructions: Sequence[tuple[str, Mapping[str, Any]]], followed: Sequence[bool]) -> dict[str, float]:
@@ -94,22 +90,16 @@ def _by_kind(instructions: Sequence[tuple[str, Mapping[str, Any]]], followed: Se
 def _instructions(row: Row) -> Sequence[tuple[str, Mapping[str, Any]]]:
     ids, arguments = (field(row, name, "task=ifeval") for name in ("instruction_id_list", "kwargs"))
     if not isinstance(ids, list) or not isinstance(arguments, list) or not ids or len(ids) != len(arguments):
-        raise ConfigError(
-            f"{row.where} instruction_id_list and kwargs must be lists of the same length, not empty: "
-            f"{shown(row.value)}"
-        )
+        fix = "instruction_id_list and kwargs must be lists of the same length, not empty"
+        raise ConfigError(f"{row.where} {fix}: {shown(row.value)}")
     return [_instruction(row, *pair) for pair in zip(ids, arguments, strict=True)]
 
 
 def _instruction(row: Row, instruction_id: Any, arguments: Any) -> tuple[str, Mapping[str, Any]]:
-    if not isinstance(instruction_id, str) or instruction_id not in CHECKS:
+    if instruction_id not in CHECKS:
         raise ConfigError(f"{row.where} unknown instruction {shown(instruction_id)}; known are {', '.join(CHECKS)}")
-    if arguments is not None and not isinstance(arguments, Mapping):
-        raise ConfigError(f"{row.where} kwargs must have an object for each instruction: {shown(arguments)}")
-    given = {
-        name: value for name, value in (arguments or {}).items() if value is not None
-    }  # tables have a column for every argument
-    wrong = problem_with(instruction_id, given)
-    if wrong:
+    # tables have a column for every argument
+    given = {name: value for name, value in (arguments or {}).items() if value is not None}
+    if wrong := problem_with(instruction_id, given):
         raise ConfigError(f"{row.where} instruction {instruction_id}, {wrong}: {shown(given)}")
     return instruction_id, given

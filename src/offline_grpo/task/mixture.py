@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isclose
-from pathlib import Path
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
@@ -68,11 +67,6 @@ class Mixture:
     def worker_imports(self) -> tuple[str, ...]:
         """See `Task`."""
         return tuple(sorted({name for task in self.tasks.values() for name in getattr(task, "worker_imports", ())}))
-
-    @property
-    def code_files(self) -> Sequence[Path]:
-        """See `Task`."""
-        return [file for task in self.tasks.values() for file in getattr(task, "code_files", ())]
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """See `Mixture`. Lazy; what the tasks read is read here."""

@@ -5,7 +5,6 @@ own.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -95,9 +94,8 @@ class ReasoningGym:
             ScoreError: it made another problem than the one that was asked.
         """
         block = last_tagged(text, "answer")
-        parts = {"correct": 0.0 if block is None else self._correctness(problem, block.content.strip()), "format": 0.0}
-        if block is not None:
-            parts["format"] = self.format_weight
+        correctness = 0.0 if block is None else self._correctness(problem, block.content.strip())
+        parts = {"correct": correctness, "format": 0.0 if block is None else self.format_weight}
         return Score(reward=sum(parts.values()), is_correct=parts["correct"] >= 1, parts=parts)
 
     def _correctness(self, problem: Problem, answer: str) -> float:
@@ -105,15 +103,8 @@ class ReasoningGym:
         items = self._items(Split(split), self._level(Split(split), int(index)))
         item = items[int(index)]
         if not any(item["question"] in message["content"] for message in problem.messages):
-            seed = os.environ.get("PYTHONHASHSEED")
-            raise ScoreError(
-                f"task=reasoning_gym, task.name={self.name}: made again to be scored, problem "
-                f"{problem.problem_id} is not the one that was "
-                f"asked, as with generators whose problems depend on how Python orders sets "
-                f"(PYTHONHASHSEED={seed or 'random'}); set "
-                "PYTHONHASHSEED=0 in the environment of the run, which makes the problems the same in every "
-                "process and after a resume"
-            )
+            fix = "it depends on how Python orders sets; set PYTHONHASHSEED=0 in the environment of the run"
+            raise ScoreError(f"task.name={self.name}: made again, problem {problem.problem_id} is another one: {fix}")
         try:
             correctness = float(items.score_answer(answer, item))
         except Exception:  # whatever a scorer raises at an answer that it cannot read
@@ -155,28 +146,22 @@ class ReasoningGym:
         except ImportError as error:
             raise ConfigError(f"task=reasoning_gym: needs uv sync --extra reasoning-gym ({error})") from error
         if self.name not in DATASETS:
-            near = get_close_matches(self.name, DATASETS, n=3, cutoff=0.4) or sorted(DATASETS)[:3]
-            raise ConfigError(
-                f"task.name={self.name}: Reasoning Gym has no such generator; it has {len(DATASETS)}, such as "
-                f"{', '.join(near)}"
-            )
+            near = get_close_matches(self.name, DATASETS, n=3, cutoff=0)
+            raise ConfigError(f"task.name={self.name}: Reasoning Gym has no such generator; near are {', '.join(near)}")
         kind, settings_class = DATASETS[self.name]
         curricula = cast(Mapping[str, Any], CURRICULA)  # classes, whatever their annotation says
         if level is not None and self.name not in curricula:
             raise ConfigError(f"task.levels={self.levels}: {self.name} has no curriculum; set task.levels=null")
         own = {"seed": self.seed + SEED_OF_SPLIT[split], "size": self._num(split)}
         try:
-            settings = (
-                settings_class(**own) if level is None else replace(_at_level(curricula[self.name](), level), **own)
-            )
-            settings = replace(settings, **self.settings or {})
+            settings = settings_class() if level is None else _at_level(curricula[self.name](), level)
+            settings = replace(settings, **own, **self.settings or {})
             if hasattr(settings, "validate"):  # two generators have no such method
                 settings.validate()
             return kind(config=settings)
         except (TypeError, ValueError, AssertionError) as error:
-            about = f"task.settings={self.settings}" + ("" if level is None else f", task.levels={self.levels}")
-            at = "" if level is None else f" at level {level}"
-            raise ConfigError(f"{about}: {self.name} refuses them{at}: {str(error) or repr(error)}") from error
+            about = f"task.settings={self.settings}, task.levels={self.levels}: {self.name} refuses them"
+            raise ConfigError(f"{about} (level {level}): {str(error) or repr(error)}") from error
 
 
 def _at_level(curriculum: Any, level: int) -> Any:

@@ -1,20 +1,27 @@
-"""Rows of a data set, from local files or from the Hugging Face Hub."""
+"""Tasks whose problems are the rows of a data set, from local files or from the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
+import logging
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.errors import ConfigError, reason_of
+from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.hub import need_dataset
-from offline_grpo.types import Message
+from offline_grpo.task.problems import check_system_prompt, prompt_key
+from offline_grpo.types import Message, Problem, Split
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 HELD_OUT_SPLITS = ("test", "validation")
@@ -26,20 +33,11 @@ _SHOWN_CHARS = 120
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One unchecked row of a data set, with its place for error messages; `index` is its number in its split, from
-    0."""
+    """One unchecked row, with its place for error messages; `index` is its number in its split, from 0."""
 
     where: str
     index: int
     value: Any
-
-
-def check_spec(key: str, spec: str) -> None:
-    """Raise ConfigError unless `spec` is the name of a split, or a slice of one."""
-    if not _SPLIT_SPEC.fullmatch(spec):
-        raise ConfigError(
-            f"{key}={spec!r} must be the name of a split, such as train, or a slice of it, such as train[:-500]"
-        )
 
 
 def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
@@ -57,18 +55,16 @@ def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
         ConfigError: the data cannot be read, or the slice is empty.
     """
     match = _SPLIT_SPEC.fullmatch(spec)
-    assert match is not None  # see `check_spec`
+    assert match is not None  # see `RowTask`
     source = _local_source(path)
     if source is None:
-        values = _hub_rows(path, name, match["name"], key)
+        found = _hub_rows(path, name, match["name"], key)
     else:
-        values = [row for file in _split_files(source, name, match["name"], key) for row in _READERS[file.suffix](file)]
+        found = [row for file in _split_files(source, name, match["name"], key) for row in _file_rows(file)]
     start, stop = (None if match[bound] is None else int(match[bound]) for bound in ("start", "stop"))
-    rows = [Row(where, index, value) for index, (where, value) in enumerate(values)][start:stop]
-    if not values:
-        raise ConfigError(f"task.path={path}: has no rows for {key}={spec}")
+    rows = [replace(row, index=index) for index, row in enumerate(found)][start:stop]
     if not rows:
-        raise ConfigError(f"{key}={spec} selects none of the {len(values)} rows of task.path={path}")
+        raise ConfigError(f"{key}={spec} selects none of the {len(found)} rows of task.path={path}")
     return rows
 
 
@@ -114,14 +110,12 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
     for message in value:
         parts = [message.get(part) for part in ("role", "content")] if isinstance(message, Mapping) else [None]
         if not all(isinstance(part, str) for part in parts):
-            raise ConfigError(
-                f"{row.where} field {name!r} ({key}): a message must have role and content, both text: {shown(message)}"
-            )
+            fix = "a message must have role and content, both text"
+            raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(message)}")
         messages.append({"role": message["role"], "content": message["content"]})
     if not messages or messages[-1]["role"] != "user":
-        raise ConfigError(
-            f"{row.where} field {name!r} ({key}): the last message must have the role user: {shown(value)}"
-        )
+        fix = "the last message must have the role user"
+        raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(value)}")
     return messages
 
 
@@ -131,8 +125,7 @@ def field(row: Row, name: str, key: str) -> Any:
         raise ConfigError(f"{row.where} is not a JSON object: {shown(row.value)}")
     if name not in row.value:
         names = ", ".join(map(str, row.value))
-        hint = "; separate the columns with commas" if len(row.value) == 1 and {";", "\t"} & set(names) else ""
-        raise ConfigError(f"{key}={name}: {row.where} has no such field; it has {names}{hint}")
+        raise ConfigError(f"{key}={name}: {row.where} has no such field; it has {names}")
     return row.value[name]
 
 
@@ -152,12 +145,8 @@ def _split_files(source: Path, name: str | None, split: str, key: str) -> list[P
         if source.suffix not in SUFFIXES:
             raise ConfigError(f"task.path={source} must be a file of the kind {', '.join(SUFFIXES)}, or a folder")
         if split != "train":
-            raise ConfigError(
-                f"{key}={split}, but task.path={source} is a single file, which is one split called train; set, "
-                "for example, "
-                "task.train_split='train[:-500]' task.eval_split='train[-500:]', or let task.path be a folder "
-                "with a file for each split"
-            )
+            fix = "set, for example, task.train_split='train[:-500]' task.eval_split='train[-500:]'"
+            raise ConfigError(f"{key}={split}: task.path={source} is a file, one split called train; {fix}")
         return [source]
     folder = _data_folder(source, name)
     files = _files_of(folder, split)
@@ -167,8 +156,7 @@ def _split_files(source: Path, name: str | None, split: str, key: str) -> list[P
 
 
 def _data_folder(source: Path, name: str | None) -> Path:
-    """Where the files of a folder are: in a subfolder named as the configuration, in `data`, or in the folder
-    itself."""
+    """Where the files of a folder are: in a subfolder named as the configuration, in `data`, or in itself."""
     candidates = [source / name] if name is not None else [source / "data"]
     return next((folder for folder in candidates if folder.is_dir()), source)
 
@@ -182,11 +170,12 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     return next((files for files in found if files), [])
 
 
-def _hub_rows(path: str, name: str | None, split: str, key: str) -> list[tuple[str, Any]]:
+def _hub_rows(path: str, name: str | None, split: str, key: str) -> list[Row]:
     data = _from_hub(path, name, f"{key}={split}", lambda datasets: datasets.load_dataset(path, name, split=split))
     kinds = {column: str(getattr(feature, "dtype", "")) for column, feature in (data.features or {}).items()}
     rows = ({column: as_written([value], kinds.get(column, ""))[0] for column, value in row.items()} for row in data)
-    return [(f"task.path={path} ({name}, {split}), row {number},", row) for number, row in enumerate(rows, start=1)]
+    where = f"task.path={path} ({name}, {split}), row"
+    return [Row(f"{where} {number},", number - 1, row) for number, row in enumerate(rows, start=1)]
 
 
 def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
@@ -198,11 +187,8 @@ def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
     try:
         return ask(datasets)
     except (OSError, ValueError) as error:  # missing data sets are OSErrors, unknown names and splits ValueErrors
-        raise ConfigError(
-            f"task.path={path} is not a local file or folder, and loading it from the Hugging Face Hub "
-            f"(task.name={name}, "
-            f"{what}) failed: {reason_of(error)}. Without a network, {fix}"
-        ) from error
+        about = f"task.path={path}: is no local file or folder, and loading it from the Hub (task.name={name}, {what})"
+        raise ConfigError(f"{about} failed: {reason_of(error)}. Without a network, {fix}") from error
 
 
 def shown(value: Any) -> str:
@@ -211,76 +197,56 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 
-def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """One array of objects, or, in spite of the name, one object on each line."""
-    if not file.read_bytes().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        yield from _jsonl_rows(file)
-        return
+def _file_rows(file: Path) -> Iterator[Row]:
+    """The rows of a file, numbered from 0 within it."""
+    number = 0
     try:
-        values = json.loads(file.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ConfigError(f"task.path: {file} is not valid JSON ({error})") from error
-    for number, value in enumerate(values, start=1):
-        yield f"task.path: {file}, row {number},", value
+        for number, value in enumerate(_READERS[file.suffix](file), start=1):
+            yield Row(f"task.path: {file}, row {number},", number - 1, value)
+    except (ValueError, csv.Error) as error:
+        kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else f"valid {file.suffix.removeprefix('.').upper()}"
+        raise ConfigError(f"task.path: {file}, row {number + 1}, is not {kind} ({reason_of(error)})") from error
 
 
-def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            text = line.removeprefix(b"\xef\xbb\xbf")
-            if not text.strip():
-                continue
-            where = f"task.path: {file}, line {number},"
-            try:
-                yield where, json.loads(text)
-            except ValueError as error:
-                start = line[:_SHOWN_CHARS].decode(errors="replace").strip()
-                raise ConfigError(f"{where} is not valid JSON ({error}): {start!r}") from error
+def _json_rows(file: Path) -> Iterator[Any]:
+    """An object on each line; in a .json file perhaps one array of objects instead."""
+    text = file.read_text(encoding="utf-8-sig")
+    if file.suffix == ".json" and text.lstrip().startswith("["):
+        yield from json.loads(text)
+    else:
+        yield from (json.loads(line) for line in text.split("\n") if line.strip())
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
+def _csv_rows(file: Path) -> Iterator[Any]:
     """A header and rows; every cell is text."""
     csv.field_size_limit(2**31 - 1)  # the module's default of 128 KiB is less than a long prompt
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
-        try:
-            _refuse_twice(file, reader.fieldnames or ())
-            for number, value in enumerate(reader, start=1):
-                where = f"task.path: {file}, row {number},"
-                if None in value or None in value.values():
-                    cells = shown(list(value.values()))
-                    raise ConfigError(f"{where} has not as many cells as the header (commas separate cells): {cells}")
-                yield where, value
-        except csv.Error as error:
-            raise ConfigError(f"task.path: {file}, line {reader.line_num + 1}, is not valid CSV ({error})") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"task.path: {file} is not UTF-8 ({error}); save the file as UTF-8") from error
+        _refuse_twice(file, reader.fieldnames or ())
+        for value in reader:
+            if None in value or None in value.values():
+                raise csv.Error("not as many cells as the header; commas separate cells")
+            yield value
+
+
+def _parquet_rows(file: Path) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(file).read()
+    _refuse_twice(file, table.column_names)
+    columns = [as_written(column.to_pylist(), str(column.type)) for column in table.columns]
+    yield from (dict(zip(table.column_names, values, strict=True)) for values in zip(*columns, strict=True))
 
 
 def _refuse_twice(file: Path, names: Sequence[str]) -> None:
-    """Raise ConfigError for a column that occurs twice, of which rows would have the last one. Those without a name
-    have no use.
-    """
+    """Raise ConfigError for a name of several columns, of which rows would have the last one."""
     twice = next((name for name in names if name.strip() and names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"task.path: {file} has more than one column {twice!r}; rename or remove all but one")
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    from pyarrow import parquet
-
-    table = parquet.ParquetFile(file).read()
-    names = table.column_names
-    _refuse_twice(file, names)
-    columns = [as_written(column.to_pylist(), str(column.type)) for column in table.columns]
-    for number, values in enumerate(zip(*columns, strict=True), start=1):
-        yield f"task.path: {file}, row {number},", dict(zip(names, values, strict=True))
-
-
 def as_written(values: list[Any], kind: str) -> list[Any]:
-    """Numbers of a column with less precision than Python's, with the digits that they were written with: 0.1, not
-    0.10000000149.
-    """
+    """Numbers of a narrow column with the digits that they were written with: 0.1, not 0.10000000149."""
     import numpy
 
     types = {"float": numpy.float32, "float32": numpy.float32, "halffloat": numpy.float16, "float16": numpy.float16}
@@ -288,9 +254,111 @@ def as_written(values: list[Any], kind: str) -> list[Any]:
     return values if narrow is None else [None if value is None else float(str(narrow(value))) for value in values]
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
-    ".jsonl": _jsonl_rows,
+_READERS: Mapping[str, Callable[[Path], Iterator[Any]]] = {
+    ".jsonl": _json_rows,
     ".json": _json_rows,
     ".csv": _csv_rows,
     ".parquet": _parquet_rows,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTask(ABC):
+    """A task, less `score`, whose subclass says what problem a row is.
+
+    Ids are `train-i` and `eval-i`, where i is the row's number in its split, from 0. The first call of `problems` reads
+    the rows, once.
+
+    Args:
+        path, name, train_split: see `read_split`.
+        eval_split: the split to evaluate on; None is `test` or `validation`, or without these `eval_frac` of the
+            rows of `train_split`, those whose prompts come first in the order of a fixed hash, each prompt once.
+        system_prompt: the system message, or None for no system message.
+
+    Raises:
+        ConfigError: a value is malformed. `problems` raises it if the data cannot be read or a row is malformed.
+    """
+
+    path: str
+    name: str | None
+    train_split: str
+    eval_split: str | None
+    eval_frac: float
+    system_prompt: str | None
+
+    def __post_init__(self) -> None:
+        has_path = bool(self.path.strip())
+        require(has_path, "task.path", repr(self.path), "set it to a local file or folder, or to a Hub id")
+        for key, spec in (("task.train_split", self.train_split), ("task.eval_split", self.eval_split)):
+            fix = "must be a split, such as train, or a slice of it, such as train[:-500]"
+            require(spec is None or _SPLIT_SPEC.fullmatch(spec) is not None, key, repr(spec), fix)
+        require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
+        check_system_prompt(self.system_prompt)
+
+    @abstractmethod
+    def problem_of(self, problem_id: str, row: Row) -> Problem:
+        """The problem of a row. Raises ConfigError where the row is malformed."""
+
+    def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
+        """What the row itself says, without what settings add to it: these must not change which rows are held out."""
+        return problem.messages if self.system_prompt is None else problem.messages[1:]
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """All problems of a split, in the order of the data."""
+        return self._splits[split]
+
+    def messages(self, row: Row, prompt: Sequence[Message]) -> tuple[Message, ...]:
+        """The prompt, after the system message.
+
+        Raises:
+            ConfigError: the prompt has a system message of its own.
+        """
+        if self.system_prompt is None:
+            return tuple(prompt)
+        if prompt[0]["role"] == "system":
+            fix = f"{row.where} has a system message of its own; set it to null"
+            raise ConfigError(f"task.system_prompt={self.system_prompt!r}: {fix}")
+        return ({"role": "system", "content": self.system_prompt}, *prompt)
+
+    @cached_property
+    def _splits(self) -> Mapping[Split, Sequence[Problem]]:
+        rows, train = self._load(self.train_split, Split.TRAIN)
+        spec = self.eval_split or held_out_split(self.path, self.name)
+        if spec is not None:
+            return {Split.TRAIN: train, Split.EVAL: self._load(spec, Split.EVAL)[1]}
+        # all rows with the same prompt are on the same side, whatever their order and whatever is added
+        hashes = [_hash_of(self.asked_by(row, problem)) for row, problem in zip(rows, train, strict=True)]
+        different = sorted(set(hashes))
+        if len(different) < 2:
+            raise ConfigError(f"task.path={self.path}: has {len(different)} different prompts; it needs 2 or more")
+        chosen = set(different[: max(1, round(self.eval_frac * len(different)))])
+        held_out: dict[str, Problem] = {}  # each prompt once: copies would count as independent answers
+        for key, problem in zip(hashes, train, strict=True):
+            if key in chosen:
+                held_out.setdefault(key, problem)
+        left = [problem for key, problem in zip(hashes, train, strict=True) if key not in chosen]
+        counts = len(held_out), len(train), self.eval_frac
+        log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", *counts)
+        if copies := len(train) - len(left) - len(held_out):
+            log.info("left out, of training too: %d copies of prompts that are held out", copies)
+        return {Split.TRAIN: left, Split.EVAL: list(held_out.values())}
+
+    def _load(self, spec: str, split: Split) -> tuple[list[Row], list[Problem]]:
+        rows = read_split(self.path, self.name, spec, f"task.{split}_split")
+        problems = [self.problem_of(f"{split}-{row.index}", row) for row in rows]
+        if pairs := _contradictions(problems):
+            text = "%d rows of task.%s_split=%s ask what an earlier row asks and have another answer, such as %s and %s"
+            log.warning(text, len(pairs), split, spec, *pairs[0])
+        return rows, problems
+
+
+def _contradictions(problems: Sequence[Problem]) -> list[tuple[str, str]]:
+    """Ids of problems with the same prompt and other answers: the first one, and each that differs from it."""
+    first: dict[tuple[tuple[str, str], ...], Problem] = {}
+    pairs = ((first.setdefault(prompt_key(problem), problem), problem) for problem in problems)
+    return [(one.problem_id, other.problem_id) for one, other in pairs if one.answer != other.answer]
+
+
+def _hash_of(messages: Sequence[Message]) -> str:
+    content = "\0".join(f"{message['role']}\0{message['content']}" for message in messages)
+    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()

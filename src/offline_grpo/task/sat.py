@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import numpy as np
@@ -69,8 +69,7 @@ class SAT:
     `Score.parts`:
 
         correctness     1.0 if the bits satisfy the formula, 0 if they do not, -0.2 if the answer is malformed: there is
-                        no block, it
-                        contains anything but k bits and whitespace, or text follows it
+                        no block, it contains anything but k bits and whitespace, or text follows it
         strict_format   0.15 x 0.3 if well formed and the only block
         soft_format     0.10 x 0.2 if there is a block
         shape           0.15 x 0.3 if the block contains exactly k bits, whatever else it contains
@@ -82,11 +81,9 @@ class SAT:
     Args:
         difficulty: d in [0, 1] for every problem, or None to derive d from the seed.
         max_solution_frac: the largest fraction of all 2^k assignments that may solve a problem, in (0, 1), or None for
-            the formula as
-            drawn. It bounds the success rate of random guessing. Clauses that would leave no solution are redrawn, and
-            clauses are
-            added until few enough solutions remain. So problems are always solvable, but may be longer than
-            `size_range` says.
+            the formula as drawn. It bounds the success rate of random guessing. Clauses that would leave no solution
+            are redrawn, and clauses are added until few enough solutions remain. So problems are always solvable, but
+            may be longer than `size_range` says.
         system_prompt: the system message, or None for no system message.
 
     Raises:
@@ -105,30 +102,23 @@ class SAT:
         require(in_range, "task.difficulty", difficulty, "must lie in [0, 1]; null takes it from each problem's seed")
         check_system_prompt(self.system_prompt)
         least = 2 ** -size_range(_seed_difficulty(0) if difficulty is None else difficulty)[0][0]
-        fix = (
-            f"must lie in [{least}, 1), at least one of all assignments; raise it or task.difficulty, or set it to null"
-        )
+        fix = f"must lie in [{least}, 1), at least one of all assignments; raise it or task.difficulty"
         require(frac is None or least <= frac < 1, "task.max_solution_frac", frac, fix)
 
     def problems(self, split: Split) -> LazyProblems:
         """The first 10^9 problems of a split, generated when indexed; ids are `sat-i` and `sat-eval-i`."""
-        return LazyProblems(self._train_problem if split is Split.TRAIN else self._eval_problem, range(MANY))
+        return LazyProblems(partial(self._problem, "" if split is Split.TRAIN else "eval-"), range(MANY))
 
     def score(self, problem: Problem, text: str) -> Score:
         """Score the assignment in `text` by the reward table above."""
         parts = _reward_parts(Formula.from_dimacs(problem.answer), text)
         return Score(reward=sum(parts.values()), is_correct=parts["correctness"] == 1.0, parts=parts)
 
-    def _train_problem(self, index: int) -> Problem:
-        return self._problem(f"sat-{index}", str(index), index)
-
-    def _eval_problem(self, index: int) -> Problem:
-        return self._problem(f"sat-eval-{index}", f"eval-{index}", index)
-
-    def _problem(self, problem_id: str, seed: str, index: int) -> Problem:
+    def _problem(self, prefix: str, index: int) -> Problem:
         difficulty = _seed_difficulty(index) if self.difficulty is None else self.difficulty
-        formula = generate_formula(seed, difficulty, self.max_solution_frac)
-        return Problem(problem_id, asked(prompt_text(formula), self.system_prompt), formula.to_dimacs())
+        formula = generate_formula(f"{prefix}{index}", difficulty, self.max_solution_frac)
+        messages = asked(prompt_text(formula), self.system_prompt)
+        return Problem(f"sat-{prefix}{index}", messages, formula.to_dimacs())
 
 
 def size_range(difficulty: float) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -158,9 +148,8 @@ def prompt_text(formula: Formula) -> str:
     return (
         f"SAT Problem\nVariables: x1 to x{formula.num_variables}\nClauses:\n{clauses}\n\n"
         "Find values of the variables that make every clause true. Provide your final assignment between "
-        "<SOLUTION></SOLUTION> "
-        f"as space-separated 0/1: {formula.num_variables} values, from x1 to x{formula.num_variables}, and "
-        "nothing after it."
+        f"<SOLUTION></SOLUTION> as space-separated 0/1: {formula.num_variables} values, from x1 to "
+        f"x{formula.num_variables}, and nothing after it."
     )
 
 

@@ -1,4 +1,4 @@
-"""A score that takes long is named; one that is no score is refused."""
+"""What is no score is refused; async scores end alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import gc
 import math
 import sys
-import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -42,31 +41,10 @@ def judge(task: Any, text: str) -> Score:
     return Judgement(task, PROBLEM, text).result()
 
 
-def test_a_slow_score_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(judging, "SLOW_S", 0.1)
-    monkeypatch.setattr(judging, "_has_warned", False)
-    quick = SimpleNamespace(score=lambda *_: Score(1.0, True, {}))
-    slow = SimpleNamespace(score=lambda *_: (time.sleep(0.2), Score(1.0, True, {}))[1])
-    for _ in range(3):
-        judge(quick, "quick")
-    assert not caplog.messages
-    judge(Slow(), "the slow one")
-    judge(slow, "another")
-    [message] = caplog.messages
-    assert message.startswith("a score takes more than 0 s")
-    assert message.endswith("train-3, completion 'the slow one'")
-    caplog.clear()
-    monkeypatch.setattr(judging, "_has_warned", False)
-    judge(slow, "not async")
-    assert len(caplog.messages) == 1
-
-
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -1e200, "1"])
+@pytest.mark.parametrize("reward", [math.nan, -1e200, "1"])
 def test_a_reward_with_which_nothing_can_be_computed_is_refused(reward: Any) -> None:
     task = SimpleNamespace(score=lambda *_: Score(reward, True, {}))
-    with pytest.raises(
-        ScoreError, match=r"the task's score has reward=.*; it must be a finite number.*; problem train-3"
-    ):
+    with pytest.raises(ScoreError, match=r"the task's score has reward=.*; it must be finite.*; problem train-3"):
         judge(task, "any")
 
 

@@ -9,6 +9,7 @@ from decimal import Decimal
 from types import SimpleNamespace
 
 import datasets
+import huggingface_hub.constants
 import numpy
 import pandas
 import pyarrow
@@ -21,8 +22,6 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_data
 from offline_grpo.run.task_data import task_data
-from offline_grpo.task.answers import is_same_latex, is_same_number, is_same_value
-from offline_grpo.task.dataset import is_right
 from offline_grpo.types import Split
 
 ROWS = [{"prompt": f"What is {i} + {i}?", "answer": 2 * i, "level": i % 3} for i in range(40)]
@@ -31,6 +30,10 @@ ROWS = [{"prompt": f"What is {i} + {i}?", "answer": 2 * i, "level": i % 3} for i
 def make(path, **settings):
     node = as_plain(compose_config("task=dataset", f"task.path='{path}'").task)
     return build({**node, **settings}, key="task")
+
+
+def answers(task, split=Split.TRAIN):
+    return [problem.answer for problem in task.problems(split)]
 
 
 def write_jsonl(file, rows):
@@ -61,22 +64,42 @@ def test_one_file_just_works(tmp_path, suffix):
     task = make(WRITERS[suffix](tmp_path / f"my{suffix}", ROWS))
     train, held_out = task.problems(Split.TRAIN), task.problems(Split.EVAL)
     assert (len(train), len(held_out)) == (36, 4)
-    rows = {
-        problem.messages[0]["content"]: (problem.answer, str(problem.fields["level"]))
-        for problem in (*train, *held_out)
-    }
+    rows = {p.messages[0]["content"]: (p.answer, str(p.fields["level"])) for p in (*train, *held_out)}
     assert rows == {row["prompt"]: (str(row["answer"]), str(row["level"])) for row in ROWS}
+    slices = make(tmp_path / f"my{suffix}", train_split="train[:-3]", eval_split="train[-3:]")
+    assert [p.problem_id for p in slices.problems(Split.EVAL)] == ["eval-37", "eval-38", "eval-39"]
+    assert answers(slices) == [str(2 * i) for i in range(37)]
+
+
+def test_a_folder_has_a_file_for_each_split(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", ROWS[:7])
+    write_jsonl(tmp_path / "test.jsonl", ROWS[7:9])
+    task = make(tmp_path, system_prompt="Think.", prompt_template="Q: {prompt} Use \\boxed{}.")
+    assert [p.problem_id for p in task.problems(Split.TRAIN)] == [f"train-{i}" for i in range(7)]
+    assert answers(task, Split.EVAL) == ["14", "16"]
+    assert task.problems(Split.TRAIN)[2].messages == (
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": "Q: What is 2 + 2? Use \\boxed{}."},
+    )
+
+
+@pytest.mark.parametrize(("folder", "name"), [("data", None), ("main", "main")])
+def test_a_copy_of_a_hub_repository(tmp_path, folder, name):
+    (tmp_path / folder).mkdir()
+    write_parquet(tmp_path / folder / "train-00001-of-00002.parquet", ROWS[20:30])
+    write_parquet(tmp_path / folder / "train-00000-of-00002.parquet", ROWS[:20])
+    write_parquet(tmp_path / folder / "validation-00000-of-00001.parquet", ROWS[30:])
+    task = make(tmp_path, name=name)
+    assert answers(task) == [str(2 * i) for i in range(30)]
+    assert len(task.problems(Split.EVAL)) == 10
 
 
 def test_held_out_rows_do_not_depend_on_their_order(tmp_path):
     first = make(write_jsonl(tmp_path / "a.jsonl", ROWS))
     turned = make(write_jsonl(tmp_path / "b.jsonl", ROWS[::-1] + ROWS[:5]))
-    prompts = [
-        {problem.messages for problem in map(str_messages, task.problems(Split.EVAL))} for task in (first, turned)
-    ]
+    prompts = [{p.messages[0]["content"] for p in task.problems(Split.EVAL)} for task in (first, turned)]
     assert prompts[0] == prompts[1]
-    both = [{str_messages(p).messages for p in turned.problems(split)} for split in Split]
-    assert not both[0] & both[1]  # rows with the same prompt are on the same side
+    assert not prompts[1] & {p.messages[0]["content"] for p in turned.problems(Split.TRAIN)}
 
 
 OLD_SPLIT = ["train-1", "train-13", "train-29", "train-35"]
@@ -84,8 +107,7 @@ OLD_SPLIT = ["train-1", "train-13", "train-29", "train-35"]
 
 @pytest.mark.parametrize("settings", [{}, {"system_prompt": "Think."}, {"prompt_template": "{prompt} Answer:"}])
 def test_held_out_rows_do_not_depend_on_settings(tmp_path, settings):
-    """A run with another system prompt or template would otherwise be evaluated on what an earlier one has trained
-    on."""
+    """A run with another prompt would otherwise be evaluated on what an earlier one has trained on."""
     task = make(write_jsonl(tmp_path / "my.jsonl", ROWS), **settings)
     assert [problem.problem_id for problem in task.problems(Split.EVAL)] == OLD_SPLIT
 
@@ -95,35 +117,28 @@ def test_a_held_out_prompt_is_asked_once(tmp_path, caplog):
     task = make(write_jsonl(tmp_path / "my.jsonl", ROWS + [ROWS[1]] * 50 + [ROWS[0]]))
     assert [problem.problem_id for problem in task.problems(Split.EVAL)] == OLD_SPLIT
     trained = Counter(problem.messages[0]["content"] for problem in task.problems(Split.TRAIN))
-    assert trained[ROWS[1]["prompt"]] == 0
-    assert trained[ROWS[0]["prompt"]] == 2
-    assert "held out: 4 of 91 rows" in caplog.text
+    assert (trained[ROWS[1]["prompt"]], trained[ROWS[0]["prompt"]]) == (0, 2)
     assert "left out, of training too: 50 copies of prompts that are held out" in caplog.text
 
 
-def str_messages(problem):
-    return SimpleNamespace(messages=str(problem.messages))
-
-
-def test_a_split_for_evaluation_is_found(tmp_path):
-    (tmp_path / "data").mkdir()
-    write_parquet(tmp_path / "data" / "train-00000-of-00001.parquet", ROWS[:30])
-    write_parquet(tmp_path / "data" / "validation-00000-of-00001.parquet", ROWS[30:])
-    task = make(tmp_path)
-    assert [len(task.problems(split)) for split in (Split.TRAIN, Split.EVAL)] == [30, 10]
-
-
 def test_a_hub_data_set_is_asked_for_its_splits(monkeypatch):
+    def load(path, name, split):
+        return datasets.Dataset.from_list(ROWS[:30] if split == "train" else ROWS[30:])
+
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, name: ["train", "validation", "test"])
-    monkeypatch.setattr(
-        datasets,
-        "load_dataset",
-        lambda path, name, split: datasets.Dataset.from_list(ROWS[:30] if split == "train" else ROWS[30:]),
-    )
-    task = make("somebody/numbers")
-    assert [problem.answer for problem in task.problems(Split.EVAL)] == [str(row["answer"]) for row in ROWS[30:]]
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert answers(make("somebody/numbers"), Split.EVAL) == [str(row["answer"]) for row in ROWS[30:]]
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, name: ["train"])
     assert len(make("somebody/numbers").problems(Split.EVAL)) == 3
+
+
+def test_offline_without_a_local_path_is_one_clear_error(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    task = make("nobody/no-such-data-set")  # construction alone reads nothing
+    with pytest.raises(ConfigError, match=r"task.path=nobody/no-such-data-set: is no local file or folder.*\.jsonl"):
+        task.problems(Split.TRAIN)
 
 
 def test_chat_messages_as_pyarrow_writes_them(tmp_path):
@@ -134,87 +149,72 @@ def test_chat_messages_as_pyarrow_writes_them(tmp_path):
     ]
     table = pyarrow.table({"prompt": pyarrow.array(rows, pyarrow.list_(message)), "answer": pyarrow.array([2.0, 4.0])})
     pyarrow.parquet.write_table(table, tmp_path / "chats.parquet")
-    task = make(tmp_path / "chats.parquet", eval_split="train[1:]")
-    first, second = task.problems(Split.TRAIN)
-    assert [dict(m) for m in first.messages] == rows[0]
-    assert [dict(m) for m in second.messages] == rows[1]
-    assert (first.answer, second.answer) == ("2", "4")  # whole numbers, though the column is of floats
-    with pytest.raises(ConfigError, match=r"task.system_prompt='Think.': .*row 1, has a system message of its own"):
-        make(tmp_path / "chats.parquet", system_prompt="Think.").problems(Split.TRAIN)
-    with pytest.raises(ConfigError, match=r"task.prompt_template=.*lists of messages; set it to null"):
-        make(tmp_path / "chats.parquet", prompt_template="Q: {prompt}").problems(Split.TRAIN)
+    problems = make(tmp_path / "chats.parquet", eval_split="train[1:]").problems(Split.TRAIN)
+    assert [[dict(m) for m in problem.messages] for problem in problems] == rows
+    assert [problem.answer for problem in problems] == ["2", "4"]  # whole numbers, though the column is of floats
+    for key, value in (("system_prompt", "Think."), ("prompt_template", "Q: {prompt}")):
+        with pytest.raises(ConfigError, match=rf"task.{key}=.*row 1, has .*; set it to null"):
+            make(tmp_path / "chats.parquet", **{key: value}).problems(Split.TRAIN)
 
 
-REFUSED = [
-    (
-        '{"prompt": "q", "solution": "1"}',
-        {},
-        "task.answer_field=answer: .*line 1, has no such field; it has prompt, solution",
-    ),
-    ('{"question": "q", "answer": "1"}', {}, "task.prompt_field=prompt: .* it has question, answer"),
-    ('{"prompt": "q", "answer": null}', {}, "no text in the field 'answer'"),
-    ('{"prompt": "q", "answer": NaN}', {}, "no text in the field 'answer'"),
-    ('{"prompt": "  ", "answer": 1}', {}, "no text in the field 'prompt'"),
-    ('{"prompt": [], "answer": 1}', {}, "the last message must have the role user"),
-    (
-        '{"prompt": [{"role": "user", "content": [{"type": "text"}]}], "answer": 1}',
-        {},
-        "a message must have role and content, both text",
-    ),
-    (
-        '{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "1"}], "answer": 1}',
-        {},
-        "must have the role user",
-    ),
-    ('{"prompt": "q", "answer": "("}', {"answer_kind": "regex"}, "has no regular expression in the field 'answer'"),
-    ('{"prompt": "q", "answer": 1}', {}, "has 1 different prompts; it needs 2 or more"),
-    ('{"prompt": "q", "answer": 1}', {"answer_field": None}, "task.answer_field=None: name the field"),
-    (
-        '{"prompt": "q", "answer": 1}',
-        {"answer_kind": "exact"},
-        "task.answer_kind=exact: must be one of auto, math, text, regex",
-    ),
-    ('{"prompt": "q", "answer": 1}', {"eval_split": "dev"}, "task.eval_split=dev, but task.path=.* is a single file"),
-    (
-        '{"prompt": "q", "answer": 1}',
-        {"prompt_template": "Q: {question}"},
-        r"task.prompt_template=.*must contain \{prompt\}",
-    ),
-]
+GOOD = '{"prompt": "q", "answer": 1}'
 
 
-@pytest.mark.parametrize(("line", "settings", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("line", "settings", "message"),
+    [
+        ('{"prompt": "q", "a": 1}', {}, "task.answer_field=answer: .*row 2, has no such field; it has prompt, a$"),
+        ('{"prompt": "q", "answer": null}', {}, "no text in the field 'answer'"),
+        ('{"prompt": "q", "answer": NaN}', {}, "no text in the field 'answer'"),
+        ('{"prompt": "why", "answer": "so #### "}', {}, "no final answer in the field 'answer'"),
+        ('{"prompt": [], "answer": 1}', {}, "the last message must have the role user"),
+        ('{"prompt": [{"role": "user", "content": []}], "answer": 1}', {}, "must have role and content, both text"),
+        ('{"prompt": "q", "answer": "("}', {"answer_kind": "regex"}, "has no regular expression"),
+        ('{"prompt": "q", "answer": ', {}, "task.path: .*my.jsonl, row 2, is not valid JSON"),
+        ("[1, 2]", {}, r"row 2, is not a JSON object: \[1, 2\]"),
+        (GOOD, {}, "has 1 different prompts; it needs 2 or more"),
+        (GOOD, {"answer_field": None}, "task.answer_field=None: name the field"),
+        (GOOD, {"answer_kind": "exact"}, "task.answer_kind=exact: must be one of auto, math, text, regex"),
+        (GOOD, {"eval_split": "dev"}, "task.eval_split=dev: task.path=.* is a file, one split"),
+        (GOOD, {"eval_split": "train[10:]"}, r"task.eval_split=train\[10:\] selects none of the 2 rows"),
+        (GOOD, {"eval_split": "train[10%:]"}, r"task.eval_split='train\[10%:\]': must be a split"),
+        (GOOD, {"prompt_template": "Q: {question}"}, r"task.prompt_template=.*must contain \{prompt\}"),
+        (GOOD, {"system_prompt": ""}, "task.system_prompt=''"),
+    ],
+)
 def test_what_cannot_be_used_is_named(tmp_path, line, settings, message):
-    (tmp_path / "my.jsonl").write_text(line + "\n")
+    (tmp_path / "my.jsonl").write_text(f"{GOOD}\n\n{line}\n")
     with pytest.raises(ConfigError, match=message) as error:
         make(tmp_path / "my.jsonl", **settings).problems(Split.TRAIN)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (b"prompt,answer\nq\n", "row 1, has not as many cells as the header"),
-        (b"prompt,answer,answer\nq,1,2\n", "has more than one column 'answer'; rename or remove all but one"),
-        (b'prompt,answer\n"q,1\n', "is not valid CSV"),
-        ("prompt,answer\nq,1\nWie groß?,1\n".encode("latin-1"), "is not UTF-8 .*; save the file as UTF-8"),
-        (b"prompt;answer\nq;1\n", "has no such field; it has prompt;answer; separate the columns with commas"),
+        ("my.csv", b"prompt,answer\na,1\nq\n", "row 2, .*not as many cells as the header"),
+        ("my.csv", b"prompt,answer,answer\nq,1,2\n", "has more than one column 'answer'; rename or remove all but one"),
+        ("my.csv", b'prompt,answer\n"q,1\n', "is not valid CSV"),
+        ("my.csv", "prompt,answer\nq,1\nWie groß?,1\n".encode("latin-1"), "is not UTF-8"),
+        ("my.parquet", b"PAR1", "is not valid PARQUET"),
+        ("my.txt", b"question,answer", "must be a file of the kind .jsonl, .json, .csv, .parquet"),
+        ("my.jsonl", b"\n", "selects none of the 0 rows"),
+        ("other/train.csv", b"", "does not exist"),
     ],
 )
-def test_a_broken_csv_is_named(tmp_path, content, message):
-    (tmp_path / "my.csv").write_bytes(content)
+def test_a_broken_file_is_named(tmp_path, name, content, message):
+    (tmp_path / name.rpartition("/")[2]).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        make(tmp_path / "my.csv").problems(Split.TRAIN)
+        make(tmp_path / name).problems(Split.TRAIN)
 
 
 def write_columns(file, names, *columns):
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_arrays([pyarrow.array(column) for column in columns], names=names), file
-    )
+    arrays = [pyarrow.array(column) for column in columns]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(arrays, names=names), file)
     return file
 
 
-def test_columns_that_cannot_be_used_are_named(tmp_path):
+def test_columns_of_one_name_are_refused(tmp_path):
     twice = write_columns(tmp_path / "twice.parquet", ["prompt", "answer", "answer"], ["a", "b"], [1, 2], [3, 4])
     with pytest.raises(ConfigError, match=r"twice.parquet has more than one column 'answer'"):
         make(twice).problems(Split.TRAIN)
@@ -229,16 +229,21 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize(("answers", "expected"), NARROW, ids=["float32", "float16", "decimal"])
-def test_numbers_have_the_digits_that_they_were_written_with(tmp_path, monkeypatch, answers, expected):
-    file = write_columns(tmp_path / "my.parquet", ["prompt", "answer"], [f"q{i}" for i in range(len(answers))], answers)
-    assert [
-        problem.answer for problem in make(file, eval_split="train[:1]", train_split="train[:3]").problems(Split.TRAIN)
-    ] == expected
+@pytest.mark.parametrize(("column", "expected"), NARROW, ids=["float32", "float16", "decimal"])
+def test_numbers_have_the_digits_that_they_were_written_with(tmp_path, monkeypatch, column, expected):
+    file = write_columns(tmp_path / "my.parquet", ["prompt", "answer"], [f"q{i}" for i in range(len(column))], column)
+    splits = {"eval_split": "train[:1]", "train_split": "train[:3]"}
+    assert answers(make(file, **splits)) == expected
     table = pyarrow.parquet.read_table(file)
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: datasets.Dataset(table))
-    hub = make("somebody/numbers", eval_split="train[:1]", train_split="train[:3]")
-    assert [problem.answer for problem in hub.problems(Split.TRAIN)] == expected
+    assert answers(make("somebody/numbers", **splits)) == expected
+
+
+def test_numbers_are_written_out(tmp_path):
+    """As a completion would have them, and not as 1e-05."""
+    values = {"0.00001": "0.00001", "1e-7": "0.0000001", "1.5e+20": "150000000000000000000", "0.1": "0.1"}
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{v}", "answer": {v}}}\n' for v in values))
+    assert answers(make(tmp_path, eval_split="train")) == list(values.values())
 
 
 def asks_for_both(completion, question=None, solution=None):
@@ -252,125 +257,29 @@ def test_reward_functions_get_the_prompt_and_the_answer_under_their_own_names(tm
     task = make(file, eval_split="train", reward="my_rewards:asks_for_both", **fields)
     [problem] = task.problems(Split.TRAIN)
     assert task.score(problem, "x").reward == 1.0
-    assert make(write_jsonl(file, ROWS)).problems(Split.TRAIN)[0].fields == {
-        "level": 0
-    }  # `prompt` and `answer` are given anyway
+    # `prompt` and `answer` are given anyway
+    assert make(write_jsonl(file, ROWS)).problems(Split.TRAIN)[0].fields == {"level": 0}
 
 
 def test_csv_of_a_spreadsheet(tmp_path):
     """A byte-order mark, CRLF, a line break and commas within a cell, a very long cell, leading zeros."""
     long = "x" * 300_000
     (tmp_path / "my.csv").write_bytes(f'\ufeffprompt,answer\r\n"one,\r\ntwo",007\r\n{long},"1,234"\r\n'.encode())
-    problems = make(tmp_path / "my.csv", eval_split="train[:1]").problems(Split.TRAIN)
-    assert [problem.messages[0]["content"] for problem in problems] == ["one,\r\ntwo", long]
-    assert [problem.answer for problem in problems] == ["007", "1,234"]
-
-
-RIGHT = [
-    ("auto", "0.5", r"so \boxed{\frac{1}{2}}"),
-    ("auto", r"\frac{1}{2}", "0.5"),
-    ("auto", "x^2-1", r"\boxed{(x-1)(x+1)}"),
-    ("auto", r"\frac{\sqrt{2}}{2}", r"\boxed{\frac{1}{\sqrt{2}}}"),
-    ("auto", "(1, 2)", r"\boxed{(1,2)}"),
-    ("auto", r"\text{Evelyn}", r"\boxed{Evelyn}"),
-    ("auto", "A", r"\boxed{A}"),
-    ("auto", "Paris", "<answer>paris</answer>"),
-    ("auto", "72", "48 + 24 is 72 apples."),
-    ("auto", "72", "think\n#### 72"),
-    ("auto", "-5", "The answer is \N{MINUS SIGN}5"),
-    ("auto", "-5", "The answer is -$5."),
-    ("auto", "0.5", "It is .5"),
-    ("auto", "2020-01-05", r"\boxed{2020-01-05}"),
-    ("math", "2020-01-05", "It was on 2020-01-05."),
-    ("math", "3-2", r"\boxed{ 3-2 }"),
-    ("auto", "1/2", r"\boxed{0.5}"),
-    ("auto", "3 - 2", r"\boxed{1}"),
-    ("auto", "x-1", r"\boxed{-1+x}"),
-    ("auto", "10^{-3}", r"\boxed{0.001}"),
-    ("text", "A", "A\n"),
-    ("text", "x = 1", r"\boxed{x = 1}"),
-    ("regex", r"(?i)\bparis\b", "It is PARIS."),
-]
-WRONG = [
-    ("auto", "A", "B"),
-    ("auto", "Paris", "Paris or London"),
-    ("auto", "(1,2)", "(2,1)"),
-    ("auto", "x", "y"),
-    ("auto", "1/2", "2"),
-    ("auto", "72", r"72, so \boxed{71}"),
-    ("auto", "5", "The answer is \N{MINUS SIGN}5"),
-    ("auto", "5", "The answer is -$5."),
-    ("auto", "5", "It is .5"),
-    ("auto", "2014", "It was 2020.2014"),
-    ("math", "2020-01-05", "It was on 2021-01-06."),
-    ("math", "2020-01-05", "2014"),
-    ("text", "A", "a"),
-    ("text", "1.0", "1"),
-    ("regex", "^yes$", "yes and no"),
-]
-
-
-@pytest.mark.parametrize(("kind", "reference", "text"), [*RIGHT, *WRONG])
-def test_answers_are_compared(kind, reference, text):
-    assert is_right(kind, reference, text) is ((kind, reference, text) in RIGHT)
-
-
-@pytest.mark.parametrize(
-    ("reference", "answer"),
-    [
-        ("2020-01-05", "2021-01-06"),
-        ("01/05/2020", "02/10/2020"),
-        ("$3-2$", "2-1"),
-        ("3-2", "1"),
-        ("555-1234", "556-1235"),
-    ],
-)
-def test_dates_scores_and_telephone_numbers_are_text(reference, answer):
-    for compare in (is_same_value, is_same_number, is_same_latex):
-        assert compare(reference, rf"\boxed{{{reference}}}" if compare is is_same_latex else reference)
-        assert not compare(reference, rf"\boxed{{{answer}}}" if compare is is_same_latex else answer)
+    task = make(tmp_path / "my.csv", eval_split="train[:1]")
+    assert [problem.messages[0]["content"] for problem in task.problems(Split.TRAIN)] == ["one,\r\ntwo", long]
+    assert answers(task) == ["007", "1,234"]
 
 
 def test_references_are_read_from_solutions(tmp_path):
-    rows = [
-        {"prompt": "a", "answer": "long story\n#### 1,600"},
-        {"prompt": "b", "answer": r"so \boxed{\frac{1}{2}}."},
-        {"prompt": "c", "answer": " A "},
-    ]
-    file = write_jsonl(tmp_path / "my.jsonl", rows)
-    assert [p.answer for p in make(file, eval_split="train[:1]").problems(Split.TRAIN)] == [
-        "1,600",
-        r"\frac{1}{2}",
-        "A",
-    ]
-    verbatim = make(file, eval_split="train[:1]", answer_kind="text").problems(Split.TRAIN)
-    assert [p.answer for p in verbatim] == ["long story\n#### 1,600", r"so \boxed{\frac{1}{2}}.", "A"]
+    texts = ["long story\n#### 1,600", r"so \boxed{\frac{1}{2}}.", "A"]
+    file = write_jsonl(tmp_path / "my.jsonl", [{"prompt": text, "answer": text} for text in texts])
+    assert answers(make(file, eval_split="train[:1]")) == ["1,600", r"\frac{1}{2}", "A"]
+    assert answers(make(file, eval_split="train[:1]", answer_kind="text")) == texts
 
 
-HOSTILE = [
-    "9^{9^{9^{9}}}",
-    "(x+y+z)^{99}",
-    "(x+1)^537",
-    "((x+y)^4+1)^4^4",
-    "(x+1)^{4^{4}}",
-    "9**9**9",
-    "x!" * 10,
-    "(" * 40 + "x" + ")" * 40,
-    "\\sqrt{" * 12 + "2" + "}" * 12,
-    "((x+y+z+n)^4+(x-y)^4)^4+(x+1)^4",
-    "(((a+b+c+d+e+f)^4)^4)^4",
-    "{[(a+b+c+d+e+f)^{4}]^{-3}+1}^4",
-    "\\frac{1}{" * 6 + "x" + "}" * 6,
-]
-
-
-def test_hostile_formulas_neither_hang_nor_raise():
-    code = (
-        f"from offline_grpo.task.answers import is_same_value; print([is_same_value('x^2+1', a) for a in {HOSTILE!r}])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == f"{[False] * len(HOSTILE)}\n"
-    assert not is_same_value("x" * 100_000, "y")
+def test_import_is_light():
+    code = "import sys, offline_grpo.task.dataset; print({'math_verify', 'datasets', 'pyarrow'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 def plan_data(*overrides):
@@ -379,15 +288,10 @@ def plan_data(*overrides):
 
 
 def test_rows_that_contradict_each_other_are_told(tmp_path, caplog):
-    wrong = [{**ROWS[3], "answer": "no such thing"}, {**ROWS[4], "answer": "nor this"}]
-    write_jsonl(tmp_path / "train.jsonl", ROWS + ROWS[:5] + wrong)
-    write_jsonl(tmp_path / "test.jsonl", ROWS + ROWS)
-    plan_data("task=dataset", f"task.path={tmp_path}", "eval.enabled=false")
-    [told] = [record.getMessage() for record in caplog.records if "another answer" in record.getMessage()]
-    assert told.startswith(
-        f"2 rows of task.train_split=train ask what an earlier row asks and have another answer, such as train-3 "
-        f"and train-{len(ROWS) + 5}"
-    )
+    write_jsonl(tmp_path / "train.jsonl", [*ROWS, *ROWS[:5], {**ROWS[3], "answer": "no such thing"}])
+    make(tmp_path, eval_split="train").problems(Split.TRAIN)
+    assert "1 rows of task.train_split=train ask what an earlier row asks and have another answer" in caplog.text
+    assert "such as train-3 and train-45" in caplog.text
 
 
 def test_without_evaluations_rows_stay_held_out_unless_all_are_asked_for(tmp_path):
@@ -395,81 +299,48 @@ def test_without_evaluations_rows_stay_held_out_unless_all_are_asked_for(tmp_pat
     write_jsonl(tmp_path / "train.jsonl", ROWS[:30])
     overrides = ("task=dataset", f"task.path={tmp_path}", "eval.enabled=false")
     assert describe_data(plan_data(*overrides)[0], 1) == ["data: 27 training problems, no evaluations"]
-    assert describe_data(plan_data(*overrides, "task.eval_split=train")[0], 1) == [
-        "data: 30 training problems, no evaluations"
-    ]
+    everything = plan_data(*overrides, "task.eval_split=train")[0]
+    assert describe_data(everything, 1) == ["data: 30 training problems, no evaluations"]
 
 
 def test_duplicates_are_dropped_from_training_and_counted(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS[:30] + ROWS[:2])
     write_jsonl(tmp_path / "test.jsonl", [*ROWS[28:], ROWS[0]])
-    data, config = plan_data("task=dataset", f"task.path={tmp_path}", "data.problems_per_iteration=40")
-    assert data.train is not None
-    assert Counter(problem.messages[0]["content"] for problem in data.train) == Counter(
-        [row["prompt"] for row in ROWS[1:28]] + [ROWS[1]["prompt"]]
-    )
+    data, _ = plan_data("task=dataset", f"task.path={tmp_path}", "data.problems_per_iteration=40")
+    trained = Counter(problem.messages[0]["content"] for problem in data.train or ())
+    assert trained == Counter([row["prompt"] for row in ROWS[1:28]] + [ROWS[1]["prompt"]])
     assert len(data.held_out) == 13
-    assert describe_data(data, config.data.problems_per_iteration) == [
+    assert describe_data(data, 40) == [
         "data: 28 training problems, 13 held-out problems",
         "left out of training: 4 problems with prompts that are held out",
         "data.problems_per_iteration=40 is more: an iteration repeats problems",
     ]
-    assert describe_data(data, 28) == describe_data(data, 40)[:2]
-    whole, _ = plan_data("task=dataset", f"task.path={tmp_path}", "eval.enabled=false")
-    assert whole.train is not None
-    assert len(whole.train) == 32
 
 
 def test_only_duplicates_is_an_error(tmp_path):
     file = write_jsonl(tmp_path / "my.jsonl", ROWS)
-    with pytest.raises(
-        ConfigError, match=r"every training problem is held out too \(train-0 as eval-0\); choose ranges"
-    ):
+    with pytest.raises(ConfigError, match=r"every training problem is held out too \(train-0 as eval-0\)"):
         plan_data("task=dataset", f"task.path={file}", "task.eval_split=train")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [("0.00001", "0.00001"), ("1e-7", "0.0000001"), ("1.5e+20", "150000000000000000000"), ("0.1", "0.1")],
-)
-def test_numbers_are_written_out(value, text, tmp_path):
-    """As a completion would have them, and not as 1e-05."""
-    (tmp_path / "train.jsonl").write_text(
-        f'{{"prompt": "p", "answer": {value}}}\n{{"prompt": "q", "answer": {value}}}\n'
-    )
-    [problem] = make(tmp_path).problems(Split.TRAIN)
-    assert problem.answer == text
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["task.path=@300"], 256),
-        (["task.path=@300", "eval.num_ids=all"], 300),
         (["task.path=@300", "eval.num_ids=all", "eval.id_seed_start=290"], 10),
         (["task.path=@20"], 20),
-        (["task.path=@20", "eval.num_ids=5"], 5),
-        (
-            ["task.path=@20", "eval.num_ids=21"],
-            r"eval.num_ids=21: asks for problem 20 and the task has 20 .*eval.num_ids=all takes every one",
-        ),
+        (["task.path=@20", "eval.num_ids=21"], r"eval.num_ids=21: asks for problem 20 and the task has 20 "),
         (["task.path=@20", "eval.num_ids=some"], r"eval.num_ids=some: must be at least 1, all, or null"),
-        (["task.path=@20", "eval.num_ids=0"], r"eval.num_ids=0: must be at least 1, all, or null"),
-        (["task.path=@20", "eval.num_ids=true"], r"eval.num_ids=True: must be at least 1, all, or null"),
         (["task.path=@20", "eval.id_seed_start=20"], r"eval.id_seed_start=20: no problem is left, the task has 20"),
-        (
-            ["task=sat", "eval.num_ids=all", "data.num_train_seeds=10"],
-            r"eval.num_ids=all: .* are more than 1,000,000; set eval.num_ids",
-        ),
+        (["task=sat", "eval.num_ids=all", "data.num_train_seeds=10"], r"eval.num_ids=all: .* are more than 1,000,000"),
     ],
 )
 def test_number_of_held_out_problems(tmp_path, overrides, expected):
     for size in (20, 300):
         (tmp_path / str(size)).mkdir()
         write_jsonl(tmp_path / str(size) / "train.jsonl", ROWS)
-        write_jsonl(
-            tmp_path / str(size) / "test.jsonl", [{"prompt": f"held out {i}", "answer": i} for i in range(size)]
-        )
+        held_out = [{"prompt": f"held out {i}", "answer": i} for i in range(size)]
+        write_jsonl(tmp_path / str(size) / "test.jsonl", held_out)
     words = ["task=dataset", *(word.replace("@", f"{tmp_path}/") for word in overrides)]
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):

@@ -10,7 +10,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
-from offline_grpo.run.task_data import build_task, task_data
+from offline_grpo.run.task_data import build_task
 from offline_grpo.task.mixture import PERIOD, Mixture
 from offline_grpo.train.experience import rollout_metrics
 from offline_grpo.types import Problem, Score, Split, by_task
@@ -55,9 +55,8 @@ def test_shares_are_met_throughout_and_small_tasks_come_again():
     assert of_b[:21] == [f"b::train-{i % 10}" for i in range(21)]
 
 
-@pytest.mark.parametrize("num_tasks", [1, 3, 7])
-def test_without_weights_shares_are_equal(num_tasks):
-    task = Mixture(tasks={str(i): Numbers(3 * PERIOD) for i in range(num_tasks)}, weights=None)
+def test_without_weights_shares_are_equal():
+    task = Mixture(tasks={str(i): Numbers(3 * PERIOD) for i in range(7)}, weights=None)
     counts = Counter(problem.task for problem in task.problems(Split.TRAIN)[:PERIOD])
     assert max(counts.values()) - min(counts.values()) <= 1
 
@@ -98,14 +97,11 @@ def compose_plain(*overrides):
         ([], "task.tasks={}: name what to mix, for example +task@task.tasks.easy=arithmetic"),
         (["+task@task.tasks.a=sat", "task.weights={a:0.5}"], "task.weights={'a': 0.5}: must be numbers of at least"),
         (["+task@task.tasks.a=sat", "task.weights={b:1}"], "task.weights={'b': 1}: must name exactly the tasks a"),
-        (["+task@task.tasks.a=sat", "task.weights={a:much}"], "task.weights={'a': 'much'}: must be numbers"),
-        (["+task@task.tasks.a=sat", "task.weights=[1]"], "task.weights=[1]: must be null or {NAME: SHARE}"),
         (
             ["+task@task.tasks.a=sat", "task.tasks.a.difficulty=x"],
             "task.tasks.a: task.difficulty='x': expected float | None",
         ),
         (["+task@task.tasks.a=gsm8k", "task.tasks.a.path=/none"], "task.tasks.a: task.path=/none does not exist"),
-        (["+task.tasks={a: 1}"], "task.tasks.a: task=1: needs a _target_"),
     ],
 )
 def test_a_bad_mixture_is_refused_in_one_line(overrides, message):
@@ -153,11 +149,3 @@ def test_a_run_may_follow_the_metric_of_one_task():
     assert make_plan(config).config is config
     with pytest.raises(ConfigError, match=r"checkpoint\.keep_best=task/x/pass@1: no such evaluation metric"):
         make_plan(typed(compose_config(*TWO, "checkpoint.keep_best=task/x/pass@1")))
-
-
-def test_the_example_is_three_sums_to_a_difference():
-    data = task_data(typed(compose_config(*TWO)))
-    assert data.train is not None
-    counts = Counter(problem.task for problem in data.train)
-    assert counts["addition"] / len(data.train) == pytest.approx(0.75, abs=0.01)
-    assert Counter(problem.task for problem in data.held_out) == {"addition": 128, "subtraction": 128}

@@ -29,11 +29,9 @@ def problem(problem_id, text, system=None):
     [
         (ROPE, 1.0),
         (ROPE.upper().replace(",", " -").replace("?", " !").replace(" -", ","), 1.0),
-        (ROPE + " Give your answer in metres, please, and say how you found it.", 1.0),
         ("Once upon a time in Brest: " + ROPE.removesuffix("How long is the shorter piece?"), 11 / 17),
         (ROPE.replace("rope", "cable").replace("first", "one").replace("second", "other"), None),
         ("A sailor cuts a rope of twelve metres into pieces.", None),  # 3 of 16 sequences
-        (BREAD, None),
     ],
 )
 def test_pairs(text, share):
@@ -57,11 +55,6 @@ def test_what_a_template_wrote_is_not_a_duplicate():
         near_duplicates([problem(f"t{i}", template.format(i, i + 3, i + 5, 100 + i)) for i in range(20)], held_out)
         == []
     )
-
-
-@pytest.mark.parametrize("text", ["", "one", "one two three four five six seven"])
-def test_short_problems(text):
-    assert near_duplicates([problem("t", text)], [problem("e", text)]) == []
 
 
 def test_signs_are_words():

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from offline_grpo.errors import ScoreError, place_of, reason_of, told
+from offline_grpo.errors import ScoreError, reason_of, told
 from offline_grpo.generation.judging import checked
 from offline_grpo.interfaces import Task
 from offline_grpo.types import Problem, Score
@@ -46,7 +46,6 @@ MAX_CHILDREN = 16
 """A worker whose scores have left more processes behind is replaced."""
 
 _TRACEBACK_CHARS = 8000
-_PACKAGE = str(Path(__file__).parents[2])
 
 T = TypeVar("T")
 
@@ -249,15 +248,11 @@ def _answer(score: object) -> dict[str, Any]:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     if isinstance(error, MemoryError):
-        return failed("memory", place_of(error), _traceback(error))
+        return failed("memory", trace=_traceback(error))
     if isinstance(error, ScoreError):  # our own, which names key and value
         return failed("raised", reason_of(error))
     return failed("raised", told(error), _traceback(error))
 
 
 def _traceback(error: BaseException) -> str:
-    """From the first line on that is not the package's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(trace)))[-_TRACEBACK_CHARS:]
+    return "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
