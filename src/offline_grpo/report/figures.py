@@ -29,7 +29,7 @@ class Figure:
         unit: of the y axis; one that begins with "share" is written in percent.
         curves: metric, such as `train/reward_mean` -> its name in the legend.
         from_zero: zero is on the y axis, so that noise does not look like a trend.
-        stacked: "sum" for parts of a whole, "nested" where each includes the one before; "" for curves.
+        stacked: the curves are parts of a whole.
     """
 
     section: str
@@ -38,7 +38,7 @@ class Figure:
     curves: Mapping[str, str]
     colors: Sequence[str] = COLORS
     from_zero: bool = True
-    stacked: str = ""
+    stacked: bool = False
 
     def split(self) -> list[Figure]:
         """A figure for each curve; a stacked one stays whole."""
@@ -81,7 +81,11 @@ def _one(section: str, title: str, unit: str, metric: str, color: str = BLUE) ->
 _KL = {"train/kl_divergence": "policy to reference", "train/mismatch/kl_k3": "engine to trainer"}
 _RATES = {"train/perf/generate_tokens_per_s": "generate", "train/perf/train_tokens_per_s": "train"}
 _TIMES = {f"train/time/{phase}_s": phase for phase in PHASES}
-_MEMORY = {"": "tensors", "reserved_": "reserved", "card_": "all processes"}
+_MEMORY = {
+    "train/perf/gpu_memory_gb": "tensors",
+    "train/perf/gpu_memory_reserved_gb": "reserved",
+    "train/perf/gpu_memory_card_gb": "all processes",
+}
 _WAITS = {"train/time/rollouts_wait_s": "for samples", "train/time/scoring_wait_s": "for scores"}
 _OF_EVERY_RUN = (
     _one("learning", "Success rate in training", SHARE, "success_rate", GREEN),
@@ -94,16 +98,10 @@ _OF_EVERY_RUN = (
     _one("learning", "Gradient norm", "norm before clipping", "grad_norm", RED),
     _one("learning", "Learning rate", "learning rate", "lr", GREY),
     Figure("speed", "Throughput of each phase", RATE, _RATES),
-    Figure("speed", "Time per iteration", "seconds", _TIMES, [*PHASE_COLORS.values()], stacked="sum"),
+    Figure("speed", "Time per iteration", "seconds", _TIMES, [*PHASE_COLORS.values()], stacked=True),
     _one("engine", "Logprobs, trainer minus engine", "nats, mean size", "alignment/diff_abs_mean"),
     # Beyond IN_PICTURE: on the page alone.
-    Figure(
-        "speed",
-        "Memory in use on the trainer's GPU",
-        "GB",
-        {f"train/perf/gpu_memory_{key}gb": name for key, name in _MEMORY.items()},
-        stacked="nested",
-    ),
+    Figure("speed", "Memory in use on the trainer's GPU", "GB", _MEMORY),
     Figure("speed", "Waiting", "seconds", _WAITS),
     _one("learning", "Scores that failed", "completions", "scoring/num_failed"),
     _one("engine", "Effective sample size", "share of tokens", "mismatch/ess_frac"),

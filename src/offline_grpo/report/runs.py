@@ -19,7 +19,6 @@ NOT_COMPARED = ("seed", *WITHOUT_EFFECT)
 MIN_SEEDS = 3
 """Of a band around a curve: with two, Student's t has one degree of freedom, and the band hides all curves."""
 ALIKE = "all alike"
-DIGITS = 4  # of searched values in tables
 
 
 @dataclass(frozen=True)
@@ -200,25 +199,11 @@ def _told_apart(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 
 def names_of(found: Sequence[Configuration]) -> list[str]:
-    """`lr=1e-5, kl_coef=0.1`: keys by their last part where that is one key's alone, numbers by four digits where they
-    stay apart."""
+    """`lr=1e-5, kl_coef=0.1`: keys by their last part where that is one key's alone."""
     keys = list(dict.fromkeys(key for each in found for key in each.overrides))
     leaves = [key.rpartition(".")[2] for key in keys]
     names = {key: leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(keys, leaves, strict=True)}
-    for form in (short_number, str):
-        labels = [", ".join(f"{names[k]}={form(v)}" for k, v in each.overrides.items()) or ALIKE for each in found]
-        if len(set(labels)) == len(labels):
-            break
-    return labels
-
-
-def short_number(text: str) -> str:
-    """`0.00013281936` -> `0.0001328`; other texts, and whole numbers, stay as they are."""
-    is_long = sum(letter.isdigit() for letter in text.lower().partition("e")[0]) > DIGITS
-    try:
-        return f"{float(text):.{DIGITS}g}" if is_long and not text.lstrip("-").isdigit() else text
-    except ValueError:
-        return text
+    return [", ".join(f"{names[key]}={value}" for key, value in each.overrides.items()) or ALIKE for each in found]
 
 
 def have_own_seeds(runs: Sequence[Run]) -> bool:

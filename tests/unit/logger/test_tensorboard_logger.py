@@ -36,21 +36,6 @@ def test_event_files_hold_prefixed_metrics_against_completed_iterations(tmp_path
     assert b'"lr": 0.5' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
-def test_samples_of_evaluations_are_text(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(output_dir=tmp_path, flush_s=10, samples=1)
-    logger.start({}, 2)
-    groups = [make_group(("\ud800 <b>", 0.0), ("second", 0.0))]
-    logger.rollouts("train", groups, advantages=[[0.0, 0.0]], iteration=1)
-    logger.rollouts("eval", groups, advantages=None, iteration=1)
-    logger.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    [event] = events.Tensors("eval/samples/text_summary")
-    assert event.step == 2
-    assert b'"completion": "\\ud800 <b>"' in event.tensor_proto.string_val[0]
-    assert b"second" not in event.tensor_proto.string_val[0]
-
-
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_has_one_curve(tmp_path: Path) -> None:
     """Starts from iterations 0 and 2; the second finds steps up to 5 of the first."""
     for first, value in ((0, 1.0), (2, 2.0)):

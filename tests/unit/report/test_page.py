@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -101,19 +99,19 @@ def test_the_parts_of_an_iteration_add_up(num_runs: int, tmp_path: Path) -> None
     for number in range(num_runs):
         run = make_run(tmp_path / str(number), iterations=1, loss=f"loss{number}")
         for index in range(400):
-            metrics = {"time/iteration_s": 4.0, "time/generate_s": 3.0, "perf/gpu_memory_gb": 2.0 + index % 2}
+            metrics = {"time/iteration_s": 4.0, "time/generate_s": 3.0}
             metrics |= {"time/eval_s": 10.0} if index % 10 == 9 else {}
             metrics |= {"grad_norm": 100.0 if index == 77 else 1.0}
             (run / "metrics" / f"train_iter_{index:03d}.json").write_text(json.dumps(metrics))
     data = data_of(tmp_path if num_runs > 1 else tmp_path / "0")
-    phases, memory = (each["parts"] for each in data["figures"] if each["stacked"])
+    [phases] = (each["parts"] for each in data["figures"] if each["stacked"])
     assert list(phases["y"]) == ["generate", "eval"]
     generate, evaluate = phases["y"].values()
     line = data["curves"]["train/grad_norm"][0]["runs"][0]
     assert len(line["y"]) <= 300
     assert max(line["y"]) == 100.0, "thinned, and spikes stay"
     if num_runs > 1:
-        assert (generate, evaluate, memory) == ([3.0, 3.0], [1.0, 1.0], {"x": None, "y": {"tensors": [2.5, 2.5]}})
+        assert (generate, evaluate) == ([3.0, 3.0], [1.0, 1.0])
     else:
         assert len(phases["x"]) == len(generate) == len(evaluate) == 300
         assert sum(evaluate) / 300 == pytest.approx(1.0, rel=0.1)
@@ -144,15 +142,6 @@ def test_tasks_of_a_mixture_have_results_and_curves(tmp_path: Path) -> None:
     data = data_of(run)
     assert data["results"]["rows"][1] == ["pass@1 of sums", "0.250", "0.500", "0.500 (12)"]
     assert data["figures"][0]["curves"] == {"eval/pass@1": "pass@1", "eval/task/sums/pass@1": "sums"}
-
-
-def test_three_seeds_have_a_band(tmp_path: Path) -> None:
-    for seed in range(3):
-        make_run(tmp_path / str(seed), seed=seed, entropy=1.0 + seed)
-    [curve] = data_of(tmp_path)["curves"]["train/entropy"]
-    half = 4.30265 / 3**0.5  # t with two degrees of freedom; the standard deviation of 1, 2, 3 is 1
-    assert curve["y"][0] == 2.0
-    assert (curve["low"][0], curve["high"][0]) == (pytest.approx(2 - half, abs=1e-3), pytest.approx(2 + half, abs=1e-3))
 
 
 def test_hostile_text_is_data(tmp_path: Path) -> None:
@@ -188,8 +177,3 @@ def test_characters_of_several_tokens_are_whole_where_each_token_has_an_advantag
     (run / "rollouts" / "iter_000.parquet").write_bytes(parquet(table, origin.to_metadata()))
     [sample] = data_of(run)["samples"]
     assert sample["pieces"] == [["n", 0.5], ["é" + "🎉" * 149, -0.5], [" … 3 more tokens", None]]
-
-
-def test_torch_is_not_imported() -> None:
-    code = "import sys, offline_grpo.report.page, offline_grpo.rollouts.store.reader; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

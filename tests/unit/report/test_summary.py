@@ -59,12 +59,6 @@ def test_no_line_is_wider_than_the_terminal_and_the_folder_stays_whole() -> None
     assert "look at          50% of the completions are cut off at last" in lines
 
 
-def test_the_starts_of_a_resumed_run_are_added() -> None:
-    first = {"time/start_s": 3.0, "time/start_eval_s": 1.0, "time/train_s": 4.0}
-    history = History(Path("/r"), {0: first, 5: {"time/start_s": 2.0, "time/train_s": 1.0}}, {})
-    assert "time             10.0 s  start 50%  train 50%" in printed(history)
-
-
 def test_a_run_without_evaluation_or_metrics() -> None:
     lines = printed(History(Path("/runs/two"), {0: {"reward_mean": 0.5}}, {}))
     assert [line.split() for line in lines[2:-1]] == [["training", "reward", "0.500", "0.500", "0.500", "(1)"]]

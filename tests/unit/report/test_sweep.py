@@ -87,17 +87,6 @@ def test_a_run_that_was_changed_on_its_way_is_another_configuration(tmp_path: Pa
     assert rows == [["| lr=0.1", "0 2"], ["| lr=0.3 until iteration 4, 0.2 until iteration 6, then 0.1", "1"]]
 
 
-def test_without_evaluations_the_reward_ranks_and_empty_columns_are_left_out(tmp_path: Path) -> None:
-    for number, num_train in enumerate((1, 2)):
-        make_run(tmp_path / str(number), [f"train.lr={number}e-6", "eval.enabled=false"], [], num_train=num_train)
-    assert printed(tmp_path)[:4] == [
-        "2 configurations, 2 runs, best final reward first",
-        "configuration  runs  reward  minutes",
-        "lr=1e-6        1     0.750   3.0",
-        "lr=0e-6        0     0.500   1.5",
-    ]
-
-
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_path: Path, width: int) -> None:
     long = ["train.loss.importance_correction=token_truncate", f"model.train_id=/models/{'long/' * 20}end"]

@@ -70,12 +70,11 @@ function curves({ curves: named, unit, from_zero }) {
   return [traces, layout("completed iterations", unit, { yaxis })];
 }
 
-// Parts of a whole: over the iterations of a run, or their means for each configuration. Nested ones include the one before.
-function stack({ unit, stacked, parts: { x, y } }) {
+// Parts of a whole: over the iterations of a run, or their means for each configuration.
+function stack({ unit, parts: { x, y } }) {
   const names = page.groups.map(plain), parts = Object.entries(y);
   const traces = parts.map(([name, values], i) => {
-    const under = stacked === "nested" && i ? parts[i - 1][1] : [], width = values.map((value, at) => Math.max(value - (under[at] ?? 0), 0));
-    const place = x ? { x, y: width } : { x: width, y: names, orientation: "h" };
+    const place = x ? { x, y: values } : { x: values, y: names, orientation: "h" };
     return { type: "bar", name, marker: { color: css(`--c${i}`) }, ...place };
   });
   if (x) return [traces, layout("iteration", unit, { barmode: "stack" })];
@@ -155,5 +154,4 @@ async function loadPlotly() {
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   document.head.append(make("script", {}, await new Response(stream).text()));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  addEventListener("beforeprint", () => [...stale].filter((plot) => plot.offsetParent).forEach(draw));
 }
