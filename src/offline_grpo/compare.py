@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 from offline_grpo.run import cli
 from offline_grpo.run.compare import MODES, Comparison, run_comparison
 
@@ -43,31 +43,23 @@ def run(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help="see below")
     words: list[str] = parser.parse_args(arguments).words
-    for word in words:
-        if word in OWN:
-            raise ConfigError(f"{word}: needs a value, such as {word}={OWN[word]}")
-    typed = dict(word.split("=", 1) for word in words if word.split("=")[0] in OWN)
+    typed = dict(word.split("=", 1) for word in words if word.partition("=")[0] in OWN and "=" in word)
     own = OWN | typed
-    if own["dry_run"] not in ("true", "false"):
-        raise ConfigError(f"dry_run={own['dry_run']}: must be true or false")
+    for name in ("steps", "restart_interval", "gpus"):
+        require(own[name].isdecimal() and int(own[name]) > 0, name, own[name], "must be a whole number from 1")
+    require(own["dry_run"] in ("true", "false"), "dry_run", own["dry_run"], "must be true or false")
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
     run_comparison(
         Comparison(
-            steps=_count("steps", own),
+            steps=int(own["steps"]),
             modes=own["modes"].split(","),
-            restart_interval=_count("restart_interval", own),
-            gpus=_count("gpus", own),
+            restart_interval=int(own["restart_interval"]),
+            gpus=int(own["gpus"]),
             out=Path(typed.get("out", f"outputs/compare/{now}")).absolute(),
-            overrides=[word for word in words if word.split("=")[0] not in OWN],
+            overrides=[word for word in words if word.partition("=")[0] not in typed],
         ),
         dry_run=own["dry_run"] == "true",
     )
-
-
-def _count(name: str, own: dict[str, str]) -> int:
-    if not own[name].isdecimal() or int(own[name]) < 1:
-        raise ConfigError(f"{name}={own[name]}: must be a whole number from 1")
-    return int(own[name])
 
 
 def main() -> None:

@@ -49,7 +49,6 @@ MEASURES: dict[str, tuple[str, str, Callable[[Arm, Benchmark], float | None]]] =
     "reward_last": ("reward, last step", ".3f", lambda arm, cost: arm.reward(-1)),
 }
 """Name in comparison.json -> its name in the table, its format and its value, None where it was not measured."""
-PLACES = {"left": 0.085, "right": 0.985, "bottom": 0.12, "top": 0.68, "wspace": 0.2}
 END_ROOM = 1.16  # for the number at the end of a bar
 
 
@@ -126,8 +125,10 @@ def comparison_table(arms: Sequence[Arm]) -> Table:
 def draw_comparison(arms: Sequence[Arm], title: str) -> Figure:
     """What an average step of each mode consists of, and its reward over time."""
     below = [about(arms[0].history.run_dir), count(len(arms), "mode")]
-    figure = sheet(15, 4 + 0.5 * len(arms), f"comparison {title}", ",  ".join(filter(None, below)))
-    seconds, reward = figure.subplots(1, 2, gridspec_kw=PLACES)
+    height = 4 + 0.5 * len(arms)
+    figure = sheet(15, height, f"comparison {title}", ",  ".join(filter(None, below)))
+    figure.set_layout_engine("constrained", rect=(0.01, 0.01, 0.98, 1 - 0.9 / height), wspace=0.05)
+    seconds, reward = figure.subplots(1, 2)
     for axes in (seconds, reward):
         style(axes)
     label(seconds, "Seconds per step", "", legend_rows=2)

@@ -131,12 +131,10 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     each.
     """
     labels = [_cut(name) for name in names_of(measured)]
-    label_inches = LETTER_INCHES * max(map(len, labels))
-    width, height = 6.4 + 0.4 + label_inches + 5.2, max(4.6, 1.9 + ROW_INCHES * len(measured))  # inches
-    figure = sheet(width, height, f"sweep {title}")
-    bottom, top = 0.62 / height, 1 - 1.05 / height
-    curves = figure.add_axes((0.8 / width, bottom, 5.5 / width, top - bottom))
-    ends = figure.add_axes(((6.9 + label_inches) / width, bottom, 4.8 / width, top - bottom))
+    height = max(4.6, 1.9 + ROW_INCHES * len(measured))
+    figure = sheet(12 + LETTER_INCHES * max(map(len, labels)), height, f"sweep {title}")
+    figure.set_layout_engine("constrained", rect=(0.01, 0.01, 0.98, 1 - 0.75 / height), wspace=0.05)
+    curves, ends = figure.subplots(1, 2)
     colors = [BEST_COLORS[i] if i < len(BEST_COLORS) else GREY for i in range(len(measured))]
     for axes in (curves, ends):
         style(axes)

@@ -26,7 +26,7 @@ from offline_grpo.disk import require_new
 from offline_grpo.engine.launcher import visible
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess, last_line, last_lines
-from offline_grpo.errors import ConfigError, GrpoError, StopRequested
+from offline_grpo.errors import ConfigError, GrpoError, StopRequested, require
 from offline_grpo.logger import output_console
 from offline_grpo.logger.console import SILENCE_S, clock
 from offline_grpo.redaction import redacted_text
@@ -174,10 +174,8 @@ def _check(asked: Comparison) -> None:
     """Raise ConfigError unless the command line makes a run of each mode."""
     known = sorted(path.stem for path in (conf.folder() / "weight_sync").glob("[!_]*.yaml"))
     for name in asked.modes:
-        if name not in known:
-            raise ConfigError(f"modes={name}: no such mode; choose from {', '.join(known)}")
-    if len(set(asked.modes)) < len(asked.modes):
-        raise ConfigError(f"modes={','.join(asked.modes)}: a mode is named twice")
+        require(name in known, "modes", name, f"no such mode; choose from {', '.join(known)}")
+    require(len({*asked.modes}) == len(asked.modes), "modes", ",".join(asked.modes), "a mode is named twice")
     for word in asked.overrides:
         key = key_of(word)
         if key in REFUSED or key.startswith("hydra."):
@@ -217,8 +215,8 @@ def gpu_sets(num_gpus: int, asked: Comparison) -> list[list[int] | None]:
     Raises:
         ConfigError: a mode needs more GPUs than there are.
     """
-    if 0 < num_gpus < asked.gpus:
-        raise ConfigError(f"gpus={asked.gpus}: this machine has {num_gpus}; use gpus={num_gpus}")
+    fits = not 0 < num_gpus < asked.gpus
+    require(fits, "gpus", asked.gpus, f"this machine has {num_gpus}; use gpus={num_gpus}")
     places = min(num_gpus // asked.gpus, len(asked.modes))
     return [list(range(asked.gpus * i, asked.gpus * (i + 1))) for i in range(places)] if places > 1 else [None]
 

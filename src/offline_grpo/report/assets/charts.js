@@ -123,11 +123,8 @@ function showCharts() {
   const rows = page.num_runs > 1 ? page.groups.length : 0;
   for (const figure of page.figures.sort((a, b) => !!b.stacked - !!a.stacked)) {  // those that are wide first
     const { section, title, parts } = figure, shown = Object.entries(figure.curves).filter(([metric]) => page.curves[metric]);
-    const isZero = shown.every(([metric]) => page.curves[metric].every(({ runs }) => runs.every(({ y }) => y.every((value) => !value))));
     if (figure.stacked && parts) {
       addChart(section, title, () => stack(figure), { id: title, wide: true, rows, legend: key(Object.keys(parts.y)) });
-    } else if (!figure.stacked && shown.length && isZero) {
-      find(`#${section}`).append(make("p", {}, `0 throughout: ${title.toLowerCase()}.`));
     } else if (!figure.stacked && shown.length) {
       const legend = page.num_runs === 1 && shown.length > 1 ? key(shown.map(([, name]) => name)) : "";
       const anchors = shown.map(([metric]) => make("a", { id: metric }));
