@@ -33,21 +33,19 @@ def cluster() -> Iterator[Any]:
 
 def start(cluster: Any, folder: Path, *overrides: str) -> subprocess.Popen[str]:
     """The command as a user types it, with two processes."""
-    on_ray = (
-        "placement=ray",
-        f"placement.address={cluster.address}",
-        "placement.trainer=ray",
+    on_ray = ("placement=ray", f"placement.address={cluster.address}", "placement.trainer=ray")
+    words = [
+        *SMALL,
+        *on_ray,
         "placement.num_trainers=2",
-    )
-    words = [*SMALL, *on_ray, f"cache_dir={folder.parent}/cache", f"hydra.run.dir={folder}", *overrides]
+        f"cache_dir={folder.parent}/cache",
+        f"hydra.run.dir={folder}",
+        *overrides,
+    ]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
         [sys.executable, SCRIPT, *words], cwd=folder.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes
     )
-
-
-def trainers(folder: Path, driver: subprocess.Popen[str]) -> list[int]:
-    return [pid for pid in processes_naming(f"cache_dir={folder.parent}/cache") if pid != driver.pid]
 
 
 def wait_for_iterations(folder: Path) -> None:
@@ -101,11 +99,10 @@ def test_whatever_dies_nothing_is_left_running(cluster: Any, tmp_path: Path) -> 
     folder = tmp_path / "process"
     run = start(cluster, folder, LONG)
     wait_for_iterations(folder)
-    [other] = [
-        pid for pid in trainers(folder, run) if f"hydra.run.dir={folder}" not in " ".join(psutil.Process(pid).cmdline())
-    ]
+    processes = [psutil.Process(pid) for pid in processes_naming(f"cache_dir={tmp_path}/cache")]
+    [other] = [process for process in processes if process.environ().get("RANK") == "1"]
     began = time.monotonic()
-    os.kill(other, signal.SIGKILL)
+    other.kill()
     out, err = run.communicate(timeout=60)
     assert run.returncode != 0
     assert "another process of the run has ended" in out + err
@@ -141,50 +138,23 @@ def test_what_has_no_room_is_refused(cluster: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["placement.trainer=there"], "placement.trainer=there: must be one of here, ray"),
-        (["placement.trainer=ray"], "placement.trainer=ray: add placement=ray"),
-        (
-            ["placement.num_trainers=2"],
-            "placement.num_trainers=2: at least 1, and more with placement.trainer=ray alone; on this machine, acc",
-        ),
-        (
-            ["placement=ray", "placement.trainer=ray", "placement.address=local"],
-            "placement.address=local: would end with this",
-        ),
-        (
-            ["placement=ray", "placement.trainer=ray", "--multirun", "seed=1,2"],
-            "placement.trainer=ray: starts the processes of one run",
-        ),
-    ],
-)
-def test_what_it_cannot_do_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    done = run_command(tmp_path, SCRIPT, *words)
+REFUSED = {
+    "placement.trainer=ray": "placement.trainer=ray: add placement=ray",
+    "placement.num_trainers=2": "placement.num_trainers=2: at least 1, and more with placement.trainer=ray alone",
+    "placement=ray placement.trainer=ray placement.address=local": "placement.address=local: would end with this",
+    "placement=ray placement.trainer=ray --multirun seed=1,2": "placement.trainer=ray: starts the processes of one run",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_it_cannot_do_is_refused(words: str, tmp_path: Path) -> None:
+    done = run_command(tmp_path, SCRIPT, *words.split())
     assert done.returncode == 2
-    assert message in done.stderr.splitlines()[-2 if "--multirun" in words else -1]
+    assert REFUSED[words] in done.stderr
 
 
-def test_the_first_process_gets_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others write nothing."""
+def test_all_processes_get_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/at/run_grpo.py"])
-    for typed, first in (
-        (["--config-dir", "mine", "seed=3", "hydra.run.dir=x"], ["--config-dir", "mine", "seed=3", "HERE"]),
-        (["seed=3", "--config-dir", "mine"], ["seed=3", "HERE", "--config-dir", "mine"]),
-        (["resume=run"], ["resume=run", "HERE"]),
-    ):
-        monkeypatch.setattr(launch, "typed", typed)
-        commands = ray_trainers._commands(Path("/at/outputs/1"))
-        words = [word.replace("HERE", "hydra.run.dir=/at/outputs/1") for word in first]
-        assert next(commands) == [sys.executable, "/at/run_grpo.py", *words]
-        others = [word for word in first if word != "HERE"]
-        assert next(commands) == next(commands) == [sys.executable, "/at/run_grpo.py", *others]
-
-
-def test_under_another_launcher_it_is_refused(tmp_path: Path) -> None:
-    done = run_command(tmp_path, SCRIPT, "placement=ray", "placement.trainer=ray", count=2)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        "error: placement.trainer=ray: starts the training processes itself; leave torchrun or"
-    )
+    monkeypatch.setattr(launch, "typed", ["--config-dir", "mine", "seed=3", "hydra.run.dir=x"])
+    words = ["--config-dir", "mine", "hydra.run.dir=/at/outputs/1", "seed=3"]
+    assert ray_trainers._command(Path("/at/outputs/1")) == [sys.executable, "/at/run_grpo.py", *words]

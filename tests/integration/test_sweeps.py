@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from factories import compose_with_hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -33,9 +32,22 @@ def multirun(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str
     return done, folder / "sweep"
 
 
+def endless(seeds: str) -> list[str]:
+    """The command of a sweep that trains until it is stopped, in the folder `sweep`."""
+    words = ("experiment=smoke", "checkpoint.save_interval=1000", "train.iterations=100000", "eval.enabled=false")
+    return [sys.executable, str(ROOT / "run_grpo.py"), "--multirun", *words, f"seed={seeds}", "hydra.sweep.dir=sweep"]
+
+
 def runs(sweep: Path) -> set[str]:
     """The jobs that have trained to the end."""
     return {path.parent.parent.name for path in sweep.glob("*/metrics/train_iter_000.json")}
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 240) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -43,9 +55,6 @@ def runs(sweep: Path) -> set[str]:
 def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(
     tmp_path: Path, launcher: str, seeds: str
 ) -> None:
-    """Of these, joblib alone keeps its processes, so that they have several jobs each; with the others a job is a new
-    one.
-    """
     cluster = TWO_CORES if launcher == "ray" else ()
     done, sweep = multirun(
         tmp_path, f"hydra/launcher={launcher}", *cluster, "experiment=smoke", f"seed={seeds}", "train.lr=1e-3,-1"
@@ -62,27 +71,9 @@ def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(
 
 @pytest.mark.slow
 def test_a_signal_stops_the_runs_on_a_cluster_where_nothing_is_lost(tmp_path: Path) -> None:
-    words = (
-        "hydra/launcher=ray",
-        *TWO_CORES,
-        "experiment=smoke",
-        "checkpoint.save_interval=1000",
-        "seed=0,1",
-        "hydra.sweep.dir=sweep",
-    )
-    command = [
-        sys.executable,
-        str(ROOT / "run_grpo.py"),
-        "--multirun",
-        *words,
-        "train.iterations=100000",
-        "eval.enabled=false",
-    ]
+    command = [*endless("0,1"), "hydra/launcher=ray", *TWO_CORES]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as sweep:
-        deadline = time.monotonic() + 240
-        while runs(tmp_path / "sweep") != {"0", "1"}:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        wait_until(lambda: runs(tmp_path / "sweep") == {"0", "1"})
         sweep.terminate()
         try:
             printed = sweep.communicate(timeout=120)[0]
@@ -93,24 +84,13 @@ def test_a_signal_stops_the_runs_on_a_cluster_where_nothing_is_lost(tmp_path: Pa
     line = r"^stopped by SIGTERM; the sweep goes on with: .*run_grpo.py resume=sweep$"
     assert re.search(line, printed, re.MULTILINE), printed
     assert "Traceback" not in printed
-    for number in (0, 1):
-        trained = len(list((tmp_path / "sweep" / str(number) / "metrics").glob("train_iter_*.json")))
-        [checkpoint] = (tmp_path / "sweep" / str(number) / "checkpoints").glob("iter_*")
-        assert checkpoint.name == f"iter_{trained - 1:03d}"
+    assert are_saved(tmp_path / "sweep")
 
 
 @pytest.fixture
 def side_by_side(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A sweep with joblib of which two jobs of four train, without end."""
-    words = (
-        "hydra/launcher=joblib",
-        "hydra.launcher.n_jobs=2",
-        "experiment=smoke",
-        "checkpoint.save_interval=1000",
-        "seed=0,1,2,3",
-    )
-    words += ("hydra.sweep.dir=sweep", "train.iterations=100000", "eval.enabled=false", "num_threads=1")
-    command = [sys.executable, str(ROOT / "run_grpo.py"), "--multirun", *words]
+    command = [*endless("0,1,2,3"), "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "num_threads=1"]
     with (tmp_path / "printed").open("w") as output:
         process = subprocess.Popen(
             command,
@@ -119,9 +99,8 @@ def side_by_side(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(
-                signal.SIGINT, signal.default_int_handler
-            ),  # a shell's `&` makes the tests ignore it
+            # a shell's `&` makes the tests ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
     with process:
         try:
@@ -129,13 +108,6 @@ def side_by_side(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.terminate()
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 240) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def are_saved(sweep: Path) -> bool:
@@ -169,15 +141,14 @@ def test_jobs_side_by_side_save_and_end_when_their_sweep_is_killed(
     side_by_side.kill()
     assert not psutil.wait_procs(workers, timeout=120)[1]
     assert are_saved(tmp_path / "sweep")
-    printed = (tmp_path / "printed").read_text()
-    assert "Traceback" not in printed
+    assert "Traceback" not in (tmp_path / "printed").read_text()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "here"])
-def test_a_cluster_for_a_sweep_that_is_not_there_is_refused(tmp_path: Path, address: str) -> None:
-    done, sweep = multirun(tmp_path, "hydra/launcher=ray", f"hydra.launcher.address={address}", "seed=0,1")
+def test_a_cluster_for_a_sweep_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    done, sweep = multirun(tmp_path, "hydra/launcher=ray", "hydra.launcher.address=127.0.0.1:1", "seed=0,1")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"error: hydra.launcher.address={address}: nobody answers there (")
+    assert done.stderr.splitlines()[-1].startswith("error: hydra.launcher.address=127.0.0.1:1")
+    assert "no Ray cluster (" in done.stderr
     assert not sweep.exists()
 
 
@@ -200,10 +171,6 @@ def test_optuna_searches_for_the_best_pass_at_1(tmp_path: Path) -> None:
     best = yaml.safe_load((sweep / "optimization_results.yaml").read_text())
     assert best["best_params"].keys() == {"train.lr", "data.rollouts_per_problem"}
     assert "2 configurations, 2 runs" in done.stdout
-
-
-def test_slurm_composes() -> None:
-    assert compose_with_hydra("hydra/launcher=submitit_slurm", "hydra.launcher.gpus_per_node=1").seed == 0
 
 
 @pytest.fixture
@@ -236,27 +203,6 @@ def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(job: DictConfig, t
     (Path(job.hydra.sweep.dir) / "multirun.yaml").touch()
     callback.on_multirun_end(job)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("exit_code", "kept"), [(2, "before"), (1, "after")])
-def test_settings_that_all_jobs_refuse_do_not_stay_on_record(job: DictConfig, exit_code: int, kept: str) -> None:
-    callback, record = RunCallback(), Path(job.hydra.sweep.dir) / "multirun.yaml"
-    (record.parent / "3" / ".hydra").mkdir(parents=True)
-    record.write_text("before")
-    callback.on_multirun_start(job)
-    record.write_text("after")
-    record_failure(exit_code)
-    callback.on_multirun_end(job)
-    assert record.read_text() == kept
-
-
-def test_paths_relative_to_each_run_are_refused(job: DictConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    job.hydra.job.chdir = True
-    with pytest.raises(SystemExit, match="2"):
-        RunCallback().on_multirun_start(job)
-    assert capsys.readouterr().err.startswith(
-        "error: hydra.job.chdir=true: paths are relative to where a run is started"
-    )
 
 
 def test_lines_of_parallel_jobs_have_their_number() -> None:

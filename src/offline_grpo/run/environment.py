@@ -66,9 +66,7 @@ def versions() -> dict[str, str]:
     """Name and version of every installed package, in alphabetical order."""
     packages = reversed(list(metadata.distributions()))  # of two with one name, the first is imported
     files = (package.read_text("METADATA") or package.read_text("PKG-INFO") or "" for package in packages)
-    heads = (
-        file.partition("\n\n")[0] for file in files
-    )  # read by ourselves: the library's parser takes ten times as long
+    heads = (file.partition("\n\n")[0] for file in files)  # the library's own parser takes ten times as long
     found = (dict(re.findall(r"^(Name|Version): *(.*)$", head, re.MULTILINE)) for head in heads)
     return dict(sorted({each["Name"]: each["Version"] for each in found if len(each) == 2}.items()))
 

@@ -9,12 +9,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Task
+from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run import config as conf
 from offline_grpo.run.config import key_of
 from offline_grpo.run.plan import evaluation_sampling
@@ -24,14 +24,8 @@ from offline_grpo.settings import RunConfig
 from offline_grpo.types import Problem, SamplingParams
 
 OF_TRAINING_ALONE = (
-    "resume",
-    "logger",
-    "checkpoint",
-    "hydra",
-    "rollouts",
-    "eval.backend",
-    "eval.base_url",
-    "eval.weight_sync",
+    *("resume", "logger", "checkpoint", "hydra", "rollouts"),
+    *("eval.backend", "eval.base_url", "eval.weight_sync"),
 )
 """Overrides of a run that say nothing about the evaluation of its checkpoints."""
 
@@ -51,13 +45,12 @@ class EvaluationSet:
 def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
     """The overrides of the run that wrote a checkpoint, but for those that do not matter or that `words` replace, and
     the folders in which they were found."""
-    path = run_folder / ".hydra" / "overrides.yaml" if run_folder is not None else None
-    if path is None or not path.exists():
+    if run_folder is None or not (run_folder / ".hydra" / "overrides.yaml").exists():
         return []
     groups = _options(words).keys()
     left_out = {*OF_TRAINING_ALONE, *groups, *(("engine", "weight_sync") if "generation" in groups else ())}
-    saved = yaml.safe_load(path.read_text()) or []
-    folders = [] if _search_path(words) else search_path(path.parent.parent)  # Hydra reads one
+    saved = read_yaml(run_folder / ".hydra" / "overrides.yaml") or []
+    folders = [] if _search_path(words) else search_path(run_folder)  # Hydra reads one
     return folders + [
         word for word in saved if not any(re.match(rf"{re.escape(key)}([.@]|$)", key_of(word)) for key in left_out)
     ]
@@ -76,20 +69,14 @@ def evaluation_sets(base: Sequence[str], words: Sequence[str]) -> list[Evaluatio
     conf.register()
     choices = []
     for override in OverridesParser.create().parse_overrides(list(words)):
-        key = override.get_key_element()
+        key, word = override.get_key_element(), str(override.input_line)
         if not override.is_sweep_override():
-            choices.append([(str(override.input_line), "")])
+            choices.append([(word, "")])
             continue
-        if not (key == "task" or key.startswith(("task.", "eval."))):
-            raise ConfigError(
-                f"{override.input_line}: sets of problems can differ in task and eval alone; give one value"
-            )
-        choices.append(
-            [
-                (f"{key}={value}", value if key == "task" else f"{key}={value}")
-                for value in override.sweep_string_iterator()
-            ]
-        )
+        if key != "task" and not key.startswith(("task.", "eval.")):
+            raise ConfigError(f"{word}: sets of problems can differ in task and eval alone; give one value")
+        values = list(override.sweep_string_iterator())
+        choices.append([(f"{key}={value}", value if key == "task" else f"{key}={value}") for value in values])
     return [
         _held_out(base, [word for word, _ in each], [name for _, name in each if name]) for each in product(*choices)
     ]

@@ -34,7 +34,7 @@ def job(cfg: DictConfig) -> float | None:
     _has_begun = True
     folder = Path(HydraConfig.get().runtime.output_dir)
     is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
-    with sweeps.numbered_lines(), sweeps.working():
+    with sweeps.numbered_lines():
         try:
             with StopSignal.listening() as stop, stop.interruptible():
                 result = _run(cfg, folder)
@@ -44,7 +44,7 @@ def job(cfg: DictConfig) -> float | None:
         except cli.EXPECTED as error:
             discard_fresh(folder)
             if is_sweep and isinstance(error, StopRequested):
-                if sweeps.sweep_process() is not None:
+                if HydraConfig.get().launcher._target_ == sweeps.LOCAL:
                     return None  # the launcher reports it for all jobs
                 say_how_to_resume_sweep(error, Path(HydraConfig.get().sweep.dir))
             if not is_sweep or not isinstance(error, GrpoError):
@@ -99,8 +99,7 @@ def _compose_and_run() -> int:
     if {"-m", "--multirun"} & set(sys.argv) and (stop := StopSignal.current()) is not None:
         stop.hold("this step of the sweep")
     if not launch.is_main():
-        place = next((i for i, word in enumerate(sys.argv[1:], 1) if resume.OVERRIDE.match(word)), len(sys.argv))
-        sys.argv[place:place] = ["hydra.run.dir=."]  # argparse needs overrides in one place
+        sys.argv[1:] = resume.with_override(sys.argv[1:], "hydra.run.dir=.")
     sys.argv[1:] = resume.arguments(sys.argv[1:])
     try:
         hydra.main(version_base="1.3", config_path=str(config.folder()), config_name="config")(job)()

@@ -15,9 +15,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from hydra.types import RunMode
 from offline_grpo.errors import GrpoError, require
 from offline_grpo.run import launch
 from offline_grpo.run.config import quoted
-from offline_grpo.run.resume import OVERRIDE
+from offline_grpo.run.resume import with_override
 from offline_grpo.run.run_dir import release
 from offline_grpo.run.signals import StopSignal
 from offline_grpo.settings import RunConfig
@@ -64,9 +63,7 @@ def train(config: RunConfig, folder: Path) -> None:
     require(HydraConfig.get().mode is not RunMode.MULTIRUN, "placement.trainer", "ray", fix)
     placement = config.placement
     assert placement.address is not None  # see PlacementConfig
-    fix = (
-        "would end with this command, and the training processes need a cluster that stays; use accelerate launch here"
-    )
+    fix = "would end with this command; training needs a cluster that stays, or here accelerate launch"
     require(placement.address != "local", "placement.address", "local", fix)
     from offline_grpo.engine.ray_actor import Room, connect
 
@@ -79,9 +76,10 @@ def train(config: RunConfig, folder: Path) -> None:
         print(f"starting the training processes on the Ray cluster at {placement.address}: {room.machines}", flush=True)
         release(folder)  # the first of the processes writes there
         with closing(room):
-            code = _Group([room.hire(index, TrainingActor) for index in range(placement.num_trainers)]).run(
-                _commands(folder)
-            )
+            actors = [room.hire(index, TrainingActor) for index in range(placement.num_trainers)]
+            actors = _start(actors, _command(folder))
+            with StopSignal.listening() as stop, stop.held("the training processes have saved"):
+                code = _wait(actors, stop)
     finally:
         if is_ours:
             ray.shutdown()
@@ -89,51 +87,31 @@ def train(config: RunConfig, folder: Path) -> None:
         sys.exit(code)
 
 
-def _commands(folder: Path) -> Iterator[list[str]]:
-    """The typed command, for one process after the other. The first one gets this folder."""
+def _command(folder: Path) -> list[str]:
+    """The typed command, in this folder."""
     typed = [word for word in launch.typed if not word.startswith("hydra.run.dir=")]
-    place = max((index for index, word in enumerate(typed, 1) if OVERRIDE.match(word)), default=len(typed))
-    own = [f"hydra.run.dir={quoted(folder.absolute())}"]
     script = Path(sys.argv[0]).absolute()
-    command = [sys.executable, *(["-m", script.parent.name] if script.name == "__main__.py" else [str(script)])]
-    yield [*command, *typed[:place], *own, *typed[place:]]
-    while True:
-        yield [*command, *typed]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a training process will run: the machine, its address, and the GPUs that are the process's."""
-
-    node: str
-    address: str
-    gpus: tuple[str, ...]
+    command = ["-m", script.parent.name] if script.name == "__main__.py" else [str(script)]
+    return [sys.executable, *command, *with_override(typed, f"hydra.run.dir={quoted(folder.absolute())}")]
 
 
 class TrainingActor:
     """The Ray actor of a training process: starts it, passes its output on, and ends it with itself."""
 
-    async def place(self) -> Place:
-        """Where this is."""
+    async def place(self) -> tuple[str, str, int, list[str]]:
+        """The machine, its address, a port on which nobody listens, and the GPUs of this actor."""
         import ray
 
-        context = ray.get_runtime_context()
-        return Place(
-            context.get_node_id(), ray.util.get_node_ip_address(), tuple(str(gpu) for gpu in ray.get_gpu_ids())
-        )
-
-    async def free_port(self) -> int:
-        """A port of this machine on which nobody listens."""
         with socket.socket() as listener:
             listener.bind(("", 0))
-            return listener.getsockname()[1]
+            port = listener.getsockname()[1]
+        node = ray.get_runtime_context().get_node_id()
+        return node, ray.util.get_node_ip_address(), port, [str(gpu) for gpu in ray.get_gpu_ids()]
 
     async def start(
         self, command: Sequence[str], folder: str, typed_in: Mapping[str, str], env: Mapping[str, str]
     ) -> None:
-        """Start the process with the variables in `env`, those of this machine, and those with which the command was
-        typed.
-        """
+        """Start the process with the variables in `env`, those of this machine, and those where the user typed."""
         libc = ctypes.CDLL(None)
         self._process = await asyncio.create_subprocess_exec(
             *command,
@@ -146,15 +124,11 @@ class TrainingActor:
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # whatever ends the actor
         )
 
-    async def read(self) -> bytes:
-        """What the process has printed since, in whole lines; empty once it has ended."""
-        output = self._process.stdout
-        assert output is not None
-        printed = await output.read(MAX_LINE_BYTES)
-        return printed if printed[-1:] in (b"", b"\n") else printed + await output.readline()
-
-    async def exit_code(self) -> int:
-        """128 + N after signal N."""
+    async def read(self) -> bytes | int:
+        """The next line that the process prints, or at last its exit code: 128 + N after signal N."""
+        assert self._process.stdout is not None
+        if line := await self._process.stdout.readline():
+            return line
         code = await self._process.wait()
         return code if code >= 0 else 128 - code
 
@@ -164,80 +138,59 @@ class TrainingActor:
             self._process.send_signal(number)
 
 
-class _Group:
-    """The processes of one run, in the order of their ranks: those of a machine follow each other."""
+def _start(actors: Sequence[Any], command: Sequence[str]) -> list[Any]:
+    """Start a process in each actor. Returns the actors in the order of ranks: those of a machine follow each other."""
+    import ray
 
-    def __init__(self, actors: Sequence[Any]) -> None:
-        import ray
-
-        places: list[Place] = ray.get([actor.place.remote() for actor in actors])
-        machines = list(dict.fromkeys(place.node for place in places))
-        order = sorted(range(len(actors)), key=lambda index: machines.index(places[index].node))
-        self._actors, self._places = [actors[index] for index in order], [places[index] for index in order]
-
-    def run(self, commands: Iterator[list[str]]) -> int:
-        """Start all, each with the next command, and wait for them. Returns 0, or the exit code of the first that
-        failed.
-        """
-        import ray
-
-        port: Any = ray.get(self._actors[0].free_port.remote())
-        typed_in = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_PROCESS)}
-        about = str(Path.cwd()), typed_in
-        started = [
-            actor.start.remote(next(commands), *about, self._env(rank, port)) for rank, actor in enumerate(self._actors)
-        ]
-        ray.get(started)
-        with StopSignal.listening() as stop, stop.held("the training processes have saved"):
-            return self._wait(stop)
-
-    def _wait(self, stop: StopSignal) -> int:
-        import ray
-
-        reading = {actor.read.remote(): rank for rank, actor in enumerate(self._actors)}
-        failed, is_told, deadline = 0, False, math.inf
-        while reading and time.monotonic() < deadline:
-            if stop.number is not None and not is_told:
-                is_told = True
-                ray.get([actor.interrupt.remote(stop.number) for actor in self._actors])
-            for reference in ray.wait(list(reading), timeout=POLL_S)[0]:
-                rank = reading.pop(reference)
-                code = self._hand_on(rank, reference)
-                if code is None:
-                    reading[self._actors[rank].read.remote()] = rank
-                elif code != 0 and failed == 0:
-                    failed, deadline = code, time.monotonic() + END_S
-        return failed
-
-    def _hand_on(self, rank: int, reading: Any) -> int | None:
-        """Print what a process has printed. Returns the exit code of one that has ended."""
-        import ray
-        from ray.exceptions import RayActorError
-
-        try:
-            printed: Any = ray.get(reading)
-            code: Any = None if printed else ray.get(self._actors[rank].exit_code.remote())
-        except RayActorError as error:
-            where = f"{self._places[rank].address} in the Ray cluster"
-            fix = "go on with resume=auto, which takes any number of processes"
-            raise GrpoError(f"the machine of training process {rank} was lost, {where}; {fix}") from error
-        os.write(1, printed)
-        return code
-
-    def _env(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun would set, and what the typed command was."""
-        place = self._places[rank]
-        beside = [index for index, other in enumerate(self._places) if other.node == place.node]
+    found: list[Any] = ray.get([actor.place.remote() for actor in actors])
+    nodes = [place[0] for place in found]
+    order = sorted(range(len(actors)), key=lambda index: nodes.index(nodes[index]))
+    actors, places = [actors[index] for index in order], [found[index] for index in order]
+    typed_in = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_PROCESS)}
+    started = []
+    for rank, (node, *_) in enumerate(places):
+        beside = [other for other, place in enumerate(places) if place[0] == node]
         env = {
-            "RANK": rank,
-            "WORLD_SIZE": len(self._places),
-            "LOCAL_RANK": beside.index(rank),
-            "LOCAL_WORLD_SIZE": len(beside),
-            "MASTER_ADDR": self._places[0].address,
-            "MASTER_PORT": port,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_RANK": str(beside.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(beside)),
+            "MASTER_ADDR": places[0][1],
+            "MASTER_PORT": str(places[0][2]),
             STARTED: "1",
             "PYTHONUNBUFFERED": "1",
         }
-        if place.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for index in beside for gpu in self._places[index].gpus)
-        return {name: str(value) for name, value in env.items()}
+        if gpus := [gpu for other in beside for gpu in places[other][3]]:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        started.append(actors[rank].start.remote(command, str(Path.cwd()), typed_in, env))
+    ray.get(started)
+    return actors
+
+
+def _wait(actors: Sequence[Any], stop: StopSignal) -> int:
+    """Print what the processes print, and pass a signal on, until they have ended.
+
+    Returns 0, or the exit code of the first that failed.
+    """
+    import ray
+    from ray.exceptions import RayActorError
+
+    reading = {actor.read.remote(): rank for rank, actor in enumerate(actors)}
+    failed, is_told, deadline = 0, False, math.inf
+    while reading and time.monotonic() < deadline:
+        if stop.number is not None and not is_told:
+            is_told = True
+            ray.get([actor.interrupt.remote(stop.number) for actor in actors])
+        for reference in ray.wait(list(reading), timeout=POLL_S)[0]:
+            rank = reading.pop(reference)
+            try:
+                read: Any = ray.get(reference)
+            except RayActorError as error:
+                fix = "go on with resume=auto, which takes any number of processes"
+                raise GrpoError(f"the machine of training process {rank} was lost; {fix}") from error
+            if isinstance(read, bytes):
+                os.write(1, read)
+                reading[actors[rank].read.remote()] = rank
+            elif read != 0 and failed == 0:
+                failed, deadline = read, time.monotonic() + END_S
+    return failed

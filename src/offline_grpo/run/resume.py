@@ -8,7 +8,7 @@ typed overrides change: the run keeps its settings also where `conf/` has others
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo.checkpoint.files import latest_checkpoint
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
+from offline_grpo.redaction import flat
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run import launch, sweeps
 from offline_grpo.run.config import key_of, quoted
@@ -29,8 +30,14 @@ from offline_grpo.run.run_dir import local_path, no_checkpoint
 
 OVERRIDE = re.compile(r"~|\+*[^-=]+=")
 """How a word of the command line begins that is an override and not an option."""
-FIXED_GROUPS = ("model", "model/lora", "task", "rollouts", "train/optimizer")
-KeyPath = tuple[str, ...]
+SWEEP_FLAGS = {"-m", "--multirun"}
+ABSENT: Any = object()
+
+
+def with_override(words: Sequence[str], override: str) -> list[str]:
+    """A command line with one more override, before the others: argparse needs all in one place."""
+    place = next((index for index, word in enumerate(words) if OVERRIDE.match(word)), len(words))
+    return [*words[:place], override, *words[place:]]
 
 
 def run_folder(resume: str) -> Path | None:
@@ -44,11 +51,10 @@ def run_folder(resume: str) -> Path | None:
 def arguments(words: Sequence[str]) -> list[str]:
     """The command line with what it needs of the run or sweep that is resumed; any other one as it is."""
     launch.typed[:] = words
-    # the flag first: argparse needs all overrides in one place
-    words = sorted(words, key=lambda word: word not in ("-m", "--multirun"))
+    words = sorted(words, key=lambda word: word not in SWEEP_FLAGS)  # argparse needs all overrides in one place
     typed = [word for word in words if OVERRIDE.match(word)]
     options = [word for word in words if word not in typed]
-    is_sweep = bool({"-m", "--multirun"} & set(words))
+    is_sweep = bool(SWEEP_FLAGS & set(words))
     named = _value("resume", typed)
     if named == "auto" and (place := _value("hydra.sweep.dir" if is_sweep else "hydra.run.dir", typed)) is not None:
         is_there = sweeps.sweep_folder(place) if is_sweep else run_folder(place)  # else it begins in this folder
@@ -59,43 +65,25 @@ def arguments(words: Sequence[str]) -> list[str]:
         return words
     named = str(named)
     if (sweep := sweeps.sweep_folder(named)) is not None:
-        return _of_sweep(sweep, options, typed)
+        if launch.is_main():
+            print(f"going on with the sweep in {sweep}; leave resume out to start another one", flush=True)
+        options += [] if is_sweep else ["--multirun"]
+        options += _config_dir(read_yaml(sweep / sweeps.RECORD)["hydra"], options)
+        return [*options, *sweeps.overrides(sweep, typed), "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
+    require(not is_sweep, "resume", named, "is one run, whose folder all jobs of --multirun would share; leave it out")
     run = run_folder(named)
-    if is_sweep:
-        raise ConfigError(f"resume={named}: is one run, whose folder all jobs of --multirun would share; leave it out")
     typed = [word for word in typed if key_of(word) != "resume"] + [f"resume={quoted(named)}"]
     if run is None and Path(named).name.startswith("iter_"):  # a damaged one, of which more is said later
         return [*options, *typed]
     if run is None:
         raise no_checkpoint(named)
-    _refuse_other_groups(run, typed)
-    own, record = own_overrides(run), _hydra_record(run)
     path = Path(named).expanduser().resolve()
     is_older = path != run and path != latest_checkpoint(run / "checkpoints")
     typed += [] if is_older else [f"hydra.run.dir={quoted(run)}"]
-    return [*options, *_config_dir(record, options), *_without(own, typed), *typed]
-
-
-def _of_sweep(sweep: Path, options: list[str], typed: list[str]) -> list[str]:
-    """The command line that resumes a sweep: each of its jobs finds its own folder."""
-    if not {"-m", "--multirun"} & set(options):
-        options = [*options, "--multirun"]
-    options += _config_dir(read_yaml(sweep / "multirun.yaml")["hydra"], options)
-    own = sweeps.overrides(sweep, typed)
-    if launch.is_main():
-        print(f"going on with the sweep in {sweep}; leave resume out to start another one", flush=True)
-    return [*options, *own, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
-
-
-def _refuse_other_groups(run: Path, typed: Sequence[str]) -> None:
-    """Before Hydra composes, because the run's overrides need not fit another model or task."""
-    choices = _hydra_record(run).get("runtime", {}).get("choices", {})
-    for word in typed:
-        group, _, choice = word.partition("=")
-        if group in FIXED_GROUPS and choice != choices.get(group, choice):
-            fix = f"model=hf model.train_id={latest_checkpoint(run / 'checkpoints')} without resume"
-            why = f"the resumed run has {group}={choices[group]}, which it cannot change; leave {group} out"
-            raise ConfigError(f"{word}: {why}, or start a new run from its weights: {fix}")
+    # Hydra takes each addition and each choice of a group once
+    again = {word.partition("=")[0] for word in typed}
+    own = [word for word in own_overrides(run) if word.partition("=")[0] not in again]
+    return [*options, *_config_dir(_hydra_record(run), options), *own, *typed]
 
 
 def own_overrides(run: Path) -> list[str]:
@@ -134,10 +122,9 @@ def own_configuration(cfg: DictConfig, folder: Path) -> tuple[DictConfig, set[st
         now = _plain(cfg)
         before = _plain(hydra.compose("config", overrides=own)) if typed - {"resume"} else now
         cfg = OmegaConf.create(merged(read_yaml(run / ".hydra" / "config.yaml"), before, now, typed))
-    plain = _plain(cfg)
-    for path, value in _leaves(plain):
-        if (absolute := local_path(".".join(path), value)) != value:
-            OmegaConf.update(cfg, ".".join(path), absolute)
+    for key, value in flat(_plain(cfg)).items():
+        if (absolute := local_path(key, value)) != value:
+            OmegaConf.update(cfg, key, absolute)
     return cfg, typed
 
 
@@ -149,44 +136,34 @@ def merged(
 
     What `stored` lacks, because it is new, comes from `now`.
     """
-    old, new, own = dict(_leaves(before)), dict(_leaves(now)), dict(_leaves(stored))
-    changed = [path for path in {**old, **new} if old.get(path, _ABSENT) != new.get(path, _ABSENT)]
-    parents = [path[:-1] for path in changed if path[-1] == "_target_"]
-    named = [path for path in (tuple(re.split("[./]", key)) for key in typed) if _get(now, path) is not _ABSENT]
-    missing = [path for path in new if path not in own and _get(stored, path) is _ABSENT]
-    for path in sorted({*missing, *changed, *parents, *named}, key=len, reverse=True):
-        _put(stored, path, _get(now, path))
+    old, new = flat(before), flat(now)
+    changed = {key for key in {**old, **new} if old.get(key, ABSENT) != new.get(key, ABSENT)}
+    components = {key.rpartition(".")[0] for key in changed if key.endswith("._target_")}
+    named = {key for key in (word.replace("/", ".") for word in typed) if _get(now, key) is not ABSENT}
+    missing = {key for key in new if _get(stored, key) is ABSENT}
+    for key in sorted(changed | components | named | missing, key=lambda key: (-key.count("."), key)):
+        _put(stored, key, _get(now, key))
     return stored
 
 
-_ABSENT: Any = object()
-
-
-def _leaves(node: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    if not isinstance(node, Mapping) or not node:
-        yield path, node
-        return
-    for name, child in node.items():
-        yield from _leaves(child, (*path, str(name)))
-
-
-def _get(node: Any, path: KeyPath) -> Any:
-    for name in path:
+def _get(node: Any, key: str) -> Any:
+    for name in key.split("."):
         if not isinstance(node, Mapping) or name not in node:
-            return _ABSENT
+            return ABSENT
         node = node[name]
     return node
 
 
-def _put(node: dict[str, Any], path: KeyPath, value: Any) -> None:
-    for name in path[:-1]:
+def _put(node: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for name in parents:
         if not isinstance(node.get(name), dict):
             node[name] = {}
         node = node[name]
-    if value is _ABSENT:
-        node.pop(path[-1], None)
+    if value is ABSENT:
+        node.pop(last, None)
     else:
-        node[path[-1]] = value
+        node[last] = value
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
@@ -207,12 +184,6 @@ def _value(key: str, typed: Sequence[str]) -> str | None:
             value = word.partition("=")[2]
         return None if value is None else str(value)
     return None
-
-
-def _without(own: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """`own` without what is typed again: Hydra takes each addition and each choice of a group once."""
-    again = {word.partition("=")[0] for word in typed}
-    return [word for word in own if word.partition("=")[0] not in again]
 
 
 def _hydra_record(run: Path) -> Mapping[str, Any]:

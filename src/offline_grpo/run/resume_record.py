@@ -42,13 +42,9 @@ SCHEDULE = {*PEAK, "train.schedule", "train.warmup_steps"}
 def checked(
     point: ResumePoint, config: RunConfig, plain: Mapping[str, Any], typed: Collection[str] = ()
 ) -> ResumePoint:
-    """The point with what differs now and how the learning rate continues.
+    """The point with what differs now and how the learning rate continues. `typed`: keys that the command line sets.
 
-    Args:
-        typed: keys that the command line sets.
-
-    Raises:
-        ConfigError: a change that this run cannot take.
+    Raises ConfigError for a change that this run cannot take.
     """
     state, changes = point.state, changed_keys(point.state.config, plain)
     for key, (old, new) in changes.items():
@@ -62,10 +58,10 @@ def checked(
         has_ended = point.num_done >= state.config["train"]["iterations"] and state.lr_schedule.kind != "constant"
         is_longer = config.train.iterations > point.num_done  # else only its last evaluation is left
         if has_ended and is_longer and SCHEDULE.isdisjoint(asked):
-            fix = "set a new one, such as train.lr=1e-4 (it falls to 0 again, unless train.schedule=constant)"
             ended = (
                 f"the {state.lr_schedule.kind} schedule of the learning rate has ended at iteration {point.num_done}"
             )
+            fix = "set a new one, such as train.lr=1e-4 (it falls to 0 again, unless train.schedule=constant)"
             raise ConfigError(f"train.iterations={config.train.iterations}: {ended}; {fix}")
         schedule = schedule.continuing(
             state.lr_schedule,
@@ -86,11 +82,7 @@ def _planned_end(point: ResumePoint, config: RunConfig) -> int:
 
 
 def has_ended(run: Path, state: TrainerState, config: Mapping[str, Any]) -> bool:
-    """Whether a run with this newest checkpoint has nothing left to do.
-
-    Args:
-        config: its resolved settings today.
-    """
+    """Whether a run with this newest checkpoint has nothing left to do with these settings."""
     settings = config["train"]
     is_early = early_stop_reason(state.milestones, StopWhenConfig(**settings["stop_when"])) is not None
     is_over = is_early or state.iteration + 1 >= settings["iterations"]

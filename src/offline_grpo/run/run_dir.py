@@ -80,8 +80,8 @@ class RunDir:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to start from, the folder that the run writes to, what the checkpoint's `trainer/state.json` says,
-    and, from `resume_record.checked`, what differs now and the learning rate from here on."""
+    """A checkpoint to start from, the folder that the run writes to, and, from `resume_record.checked`, what differs
+    now and the learning rate from here on."""
 
     run_dir: RunDir
     checkpoint: Path
@@ -133,19 +133,15 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
 
 def no_checkpoint(resume: str) -> ConfigError:
     """The error about `resume=PATH` without a checkpoint there."""
-    return ConfigError(
-        f"resume={resume}: no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto"
-    )
+    fix = "no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto"
+    return ConfigError(f"resume={resume}: {fix}")
 
 
 def _begin(fresh: RunDir, *, may_repeat: bool = False) -> None:
-    """Lock the folder of a new run.
+    """Lock the folder of a new run. Raises ConfigError if it has another run.
 
     Args:
-        may_repeat: a start that was killed before its first checkpoint may have left records there; they are deleted.
-
-    Raises:
-        ConfigError: the folder has another run.
+        may_repeat: delete the records of a start that was killed before its first checkpoint and its report.
     """
     key = f"hydra.run.dir={fresh.path}"
     take(fresh.path, key)
@@ -222,11 +218,7 @@ def local_path(key: str, value: Any) -> Any:
 def take(folder: Path, key: str) -> None:
     """Lock a folder, which is made if it is not there, until `release` or the end of this process.
 
-    Args:
-        key: the setting that named the folder, for messages.
-
-    Raises:
-        ConfigError: another process writes there, or the folder cannot be written.
+    Raises ConfigError, about the setting `key`, if another process writes there or the folder cannot be written.
     """
     folder = folder.resolve()
     if folder in _held:
@@ -235,14 +227,8 @@ def take(folder: Path, key: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        fix = "choose a folder that you can write to"
-        raise ConfigError(f"{key}: {folder} cannot be made or written ({error.strerror}); {fix}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _in_use(folder, key, descriptor) from None
-    except OSError as error:
-        log.warning("%s: its file system has no locks (%s); a second run here would not be noticed", folder, error)
+        raise ConfigError(f"{key}: {folder} cannot be made or written ({error.strerror})") from error
+    _lock(descriptor, fcntl.LOCK_EX, folder, key)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}".encode(), 0)
     _held[folder] = descriptor
@@ -276,18 +262,20 @@ def refuse_written(path: Path, key: str) -> None:
     if folder.resolve() in _held or not (folder / LOCK).exists():
         return
     descriptor = os.open(folder / LOCK, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.close(descriptor)
-    except BlockingIOError:
-        raise _in_use(folder, key, descriptor) from None
-
-
-def _in_use(folder: Path, key: str, descriptor: int) -> ConfigError:
-    owner = os.pread(descriptor, 200, 0).decode() or "another"
+    _lock(descriptor, fcntl.LOCK_SH, folder, key)
     os.close(descriptor)
-    fix = f"stop it with `kill -INT {owner.split()[0]}`, or start in another folder"
-    return ConfigError(f"{key}: process {owner} writes to {folder}; {fix}")
+
+
+def _lock(descriptor: int, kind: int, folder: Path, key: str) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(descriptor, 200, 0).decode() or "another"
+        os.close(descriptor)
+        fix = f"stop it with `kill -INT {owner.split()[0]}`, or start in another folder"
+        raise ConfigError(f"{key}: process {owner} writes to {folder}; {fix}") from None
+    except OSError as error:
+        log.warning("%s: its file system has no locks (%s); a second run here would not be noticed", folder, error)
 
 
 def _forget() -> None:
@@ -309,9 +297,9 @@ def discard_fresh(folder: Path) -> None:
     kept = {here, *here.parents}
     if folder in kept:
         return
-    with suppress(FileNotFoundError, NotADirectoryError):
-        if {path.name for path in folder.iterdir()} <= NO_RESULTS:
-            shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= NO_RESULTS:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # the first that is not empty, or gone
             for parent in (folder.parent, folder.parent.parent):
-                if parent not in kept and not any(parent.iterdir()):
+                if parent not in kept:
                     parent.rmdir()

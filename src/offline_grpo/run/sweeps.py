@@ -1,4 +1,4 @@
-"""`--multirun`: its folder, exit codes and table; how a sweep is resumed; signals to jobs that run in other processes.
+"""`--multirun`: its folder, exit codes and table; how a sweep is resumed.
 
 A resumed sweep has the overrides that it recorded in `multirun.yaml`, so its jobs have the numbers and folders that
 they had: finished ones are skipped, interrupted ones continue, and the others start. This module imports no torch.
@@ -7,16 +7,12 @@ they had: finished ones are skipped, interrupted ones continue, and the others s
 from __future__ import annotations
 
 import atexit
-import ctypes
 import io
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,7 +30,6 @@ from offline_grpo.run import launch
 from offline_grpo.run.config import key_of
 from offline_grpo.run.resume_record import has_ended
 from offline_grpo.run.run_dir import discard_fresh, take
-from offline_grpo.run.signals import HANDLED, StopSignal
 
 RECORD = "multirun.yaml"
 ROOT = Path("multirun")
@@ -43,10 +38,8 @@ OF_ONE_START = ("resume", "hydra.sweep.dir", "hydra.mode")
 """Overrides that a resumed sweep does not take over."""
 FAILED = ".failed_jobs"
 """Folder in that of a sweep: a file for each job that failed, with its exit code. Jobs may be other processes."""
-JOBLIB = "hydra_plugins.offline_grpo_joblib.SavingJoblibLauncher"
-"""Replaces the plugin's launcher here, because no YAML file can: the plugin has registered the name `joblib`."""
-PR_SET_PDEATHSIG = 1
-POLL_S = 0.1
+LOCAL = "hydra_plugins.offline_grpo_launchers.LocalLauncher"
+"""Replaces the launcher `joblib` here, because no YAML file can: Hydra's plugin has registered the name."""
 
 exit_codes: list[int] = []
 """Of the failed jobs of the sweeps that this process has ended."""
@@ -64,21 +57,15 @@ class RunCallback(Callback):
         self._folder, self._process = Path(config.hydra.sweep.dir).resolve(), os.getpid()
         _leave_if_refused(config, f"hydra.sweep.dir={config.hydra.sweep.dir}", self._folder)
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)  # of a start that was interrupted
-        record = self._folder / RECORD
-        self._record = record.read_bytes() if record.exists() else None  # Hydra writes it next
         atexit.register(self._print_table)  # an interrupted sweep has one too, of the runs so far
         if (launcher := config.hydra.launcher)._target_.endswith(".JoblibLauncher"):
             with read_write(launcher):
-                launcher._target_ = JOBLIB
+                launcher._target_ = LOCAL
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self._print_table)
         self._print_table()
-        found = [int(path.read_text()) for path in (self._folder / FAILED).glob("*")]
-        exit_codes.extend(found)
-        num_runs = len(list(self._folder.rglob(".hydra")))
-        if self._record is not None and {*found} == {ConfigError.exit_code} and len(found) >= num_runs:
-            (self._folder / RECORD).write_bytes(self._record)  # what all jobs refuse does not stay on record
+        exit_codes.extend(int(path.read_text()) for path in (self._folder / FAILED).glob("*"))
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)
         if exit_codes:
             discard_fresh(self._folder)
@@ -89,12 +76,8 @@ class RunCallback(Callback):
         from offline_grpo.logger import output_console
         from offline_grpo.report.sweep import print_sweep
 
-        try:
+        with suppress(ConfigError):  # no job started a run, and each has reported why
             print_sweep(self._folder, output_console())
-        except ConfigError:  # no job started a run, and each has reported why
-            pass
-        except GrpoError as error:  # a run's files are damaged; the sweep is done all the same
-            print(f"error: the sweep has no table: {error}", file=sys.stderr)
 
 
 def _leave_if_refused(config: DictConfig, key: str, sweep: Path | None = None) -> None:
@@ -112,7 +95,7 @@ def _leave_if_refused(config: DictConfig, key: str, sweep: Path | None = None) -
 
 
 def record_failure(exit_code: int) -> None:
-    """Say that the current job of a sweep has failed."""
+    """Record that the current job of a sweep has failed."""
     config = HydraConfig.get()
     folder = Path(config.sweep.dir) / FAILED
     folder.mkdir(parents=True, exist_ok=True)
@@ -183,8 +166,7 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
         ConfigError: it is a search, or the typed overrides would give its runs other numbers.
     """
     record = read_yaml(sweep / RECORD)["hydra"]
-    if not _is_grid(record):
-        raise ConfigError(f"resume={sweep}: a search cannot be resumed, its next runs depend on the earlier ones")
+    require(_is_grid(record), "resume", sweep, "a search cannot be resumed, its next runs depend on the earlier ones")
     own = _recorded(record)
     further = [word for word in typed if key_of(word) not in OF_ONE_START and word not in own]
     swept = {key_of(word) for word in _swept(own)}
@@ -221,74 +203,3 @@ def _swept(words: Sequence[str]) -> list[str]:
 
 def _is_grid(record: Mapping[str, Any]) -> bool:
     return record["sweeper"]["_target_"].endswith(".BasicSweeper")
-
-
-# Signals to jobs that joblib runs in processes of this machine
-
-_of_this_worker = ExitStack()
-
-
-def sweep_process() -> int | None:
-    """The process of the sweep whose jobs this one runs; None in all processes that joblib has not started."""
-    parent = multiprocessing.parent_process()
-    is_worker = type(multiprocessing.current_process()).__module__.startswith("joblib.")
-    return parent.pid if parent is not None and is_worker else None
-
-
-@contextmanager
-def passing_on(stop: StopSignal) -> Iterator[None]:
-    """In the sweep's process, while its workers run: each gets the signal that `stop` has received.
-
-    Workers start with signals blocked, until `working` handles them: Python would end a worker with a traceback before.
-    Signals to this process arrive in the thread.
-    """
-    from multiprocessing import resource_tracker
-
-    from joblib.externals.loky.backend import resource_tracker as tracker_of_joblib
-
-    for tracker in (resource_tracker, tracker_of_joblib):  # their start would unblock signals
-        tracker.ensure_running()
-    has_ended = threading.Event()
-    thread = threading.Thread(target=_pass_on, args=(stop, has_ended), name="passes signals on", daemon=True)
-    thread.start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-    try:
-        yield
-    finally:
-        has_ended.set()
-        thread.join()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _pass_on(stop: StopSignal, has_ended: threading.Event) -> None:
-    sent: set[int] = set()
-    while not has_ended.wait(POLL_S):
-        if stop.number is None:
-            continue
-        for worker in multiprocessing.active_children():
-            if worker.pid is not None and worker.pid not in sent:
-                sent.add(worker.pid)
-                with suppress(ProcessLookupError):
-                    os.kill(worker.pid, stop.number)
-
-
-@contextmanager
-def working() -> Iterator[None]:
-    """For a job. In a worker of joblib, a signal that came before it counts, and the sweep's end acts as SIGTERM."""
-    sweep = sweep_process()
-    if sweep is None:
-        yield
-        return
-    if StopSignal.current() is None:  # the worker's first job
-        os.setpgid(0, 0)  # a terminal's Ctrl-C comes from the sweep's process alone, once
-        _of_this_worker.enter_context(StopSignal.listening()).hold("this step of the sweep")
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    try:
-        if os.getppid() == sweep:
-            yield
-    finally:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # while it is idle
-        if os.getppid() != sweep:
-            os._exit(128 + signal.SIGTERM)  # joblib would wait for the next job

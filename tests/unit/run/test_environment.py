@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 
 from offline_grpo.run import environment
-from offline_grpo.run.environment import git_state, record_start, versions
+from offline_grpo.run.environment import git_state, record_start
 
 
 def git(folder, *words):
@@ -44,21 +44,6 @@ def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path
     assert git_state(foreign) is None
     (code / "module.py").write_text("a = 2\n")
     assert git_state(code) == {"commit": commit, "dirty": True}
-
-
-def test_versions_are_those_that_the_library_reads(tmp_path, monkeypatch):
-    """Also where a package has another one of the same name behind it."""
-    folder = tmp_path / "torch-0.1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n\nVersion: 9\n")
-    for place, expected in ((len(sys.path), metadata.version("torch")), (0, "0.1")):
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "path", [*sys.path[:place], str(tmp_path), *sys.path[place:]])
-            found = versions.__wrapped__()
-            assert found["torch"] == expected
-            assert found == {
-                package.metadata["Name"]: package.version for package in reversed(list(metadata.distributions()))
-            }
 
 
 def test_a_version_that_is_newer_than_tested_is_named(monkeypatch):

@@ -1,4 +1,4 @@
-"""What `accelerate launch` was asked for."""
+"""The number of processes that `accelerate launch` was asked for."""
 
 import pytest
 
@@ -9,13 +9,9 @@ from offline_grpo.run.launch import asked_for
     ("command", "expected"),
     [
         ("python /venv/bin/accelerate launch --num_processes 2 run_grpo.py train.lr=1", 2),
-        ("python /venv/bin/accelerate launch --cpu --num-processes=3 run_grpo.py", 3),
-        ("python /venv/bin/accelerate-launch --num_processes 4 run_grpo.py", 4),
+        ("python /venv/bin/accelerate-launch --cpu --num-processes=3 run_grpo.py", 3),
         ("python /venv/bin/accelerate launch run_grpo.py", 1),
-        ("python /venv/bin/accelerate launch --num_processes two run_grpo.py", 1),
-        ("bash -c run --num_processes 2", 1),
         ("python run_grpo.py --num_processes 2", 1),
-        ("", 1),
     ],
 )
 def test_number_of_processes(command, expected):

@@ -184,11 +184,3 @@ def test_the_lock_does_not_outlive_the_run_in_processes_that_it_started(tmp_path
         server.kill()
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigError, match=r"^hydra.run.dir=x: .*/file/run cannot be made or written \(Not a directory\); choose"
-    ):
-        run_dir.take(tmp_path / "file" / "run", "hydra.run.dir=x")
