@@ -1,6 +1,4 @@
-"""`python -m offline_grpo.compare [steps=50] [modes=A,B,...] [KEY=VALUE]...`: weight-sync modes on the same work, side
-by side.
-"""
+"""`python -m offline_grpo.compare [steps=50] [modes=A,B] [KEY=VALUE]...`: weight-sync modes side by side."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Which of two models is better on the same problems: the difference of their success rates, its interval, and an exact
-test.
-"""
+"""Which of two models is better on the same problems: difference of success rates, interval, exact test."""
 
 from __future__ import annotations
 
@@ -55,11 +53,9 @@ def compare(
 
 
 def sign_flip_p_value(differences: NDArray[np.int64]) -> float:
-    """The share of all 2^N ways to give the N whole numbers signs whose sum is at least as far from 0 as the one that
-    was seen.
+    """The share of the 2^N ways to sign the N whole numbers whose sum is as far from 0 as the one that was seen.
 
-    The distribution of the sum is built up number by number, so nothing is sampled: [2 S + 1] probabilities with S the
-    sum of sizes.
+    The distribution of the sum is built up number by number: [2 S + 1] probabilities, S the sum of sizes.
     """
     sizes = np.abs(differences[differences != 0])
     total = int(sizes.sum())

@@ -1,8 +1,4 @@
-"""pass@k and its relatives, each with a 95% interval over problems.
-
-Every problem is answered n times (its replicates); N problems give tables of shape [N, n]. All metrics are averages
-over problems.
-"""
+"""pass@k and its relatives with 95% intervals over problems: means over N problems of n replicates each, [N, n]."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Results of every problem as JSON lines: what each model wrote and what it scored, one file for each model and set of
-problems.
-"""
+"""Results of every problem as JSON lines: one file for each model and set of problems."""
 
 from __future__ import annotations
 
@@ -41,11 +39,7 @@ def record_of(index: int, group: RolloutGroup) -> dict[str, Any]:
 
 @contextmanager
 def recording(path: Path) -> Iterator[Callable[[int, RolloutGroup], None]]:
-    """Yields what writes a problem's line, as soon as it is judged, so that an interruption loses none.
-
-    Lines come in the order in which engines answer; where the block ends well they are put into the order of the
-    problems.
-    """
+    """Yields a function that writes a problem's line as soon as it is judged; at the end lines are put in order."""
     with path.open("w", encoding="utf-8") as file:
 
         def add(index: int, group: RolloutGroup) -> None:

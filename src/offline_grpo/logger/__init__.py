@@ -1,6 +1,4 @@
-"""Outputs for the metrics of a run. The JSON files are the primary record; the other listeners show the same numbers
-elsewhere.
-"""
+"""Listeners that write the metrics of a run. The JSON files are the primary record."""
 
 from __future__ import annotations
 
@@ -18,11 +16,7 @@ from offline_grpo.types import Metrics
 
 
 def output_console() -> Console:
-    """The one console of the process, so that lines and the live display do not disturb each other.
-
-    A file has 80 columns, whatever the terminal has that the command was typed in; the environment variable COLUMNS
-    changes that.
-    """
+    """The one console of the process. A file has 80 columns, unless the environment variable COLUMNS says otherwise."""
     console = rich.get_console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 80
@@ -37,21 +31,15 @@ def print_table(console: Console, table: Table, *, least_width: int) -> None:
 
 
 def completed_iterations(name: str, iteration: int) -> int:
-    """Number of training iterations behind the policy that the metrics of phase `name` describe: the x axis of every
-    plot.
+    """Training iterations behind the policy that the metrics of phase `name` describe: the x axis of every plot.
 
-    Training metrics of iteration i come from rollouts of the policy before its update; evaluation i comes after the
-    update. So the evaluation before any training (iteration -1) is at 0, like training iteration 0.
+    Training metrics are of the policy before the update of their iteration, evaluations of the one after it.
     """
     return iteration + 1 if name == "eval" else iteration
 
 
 def tagged(name: str, metrics: Metrics) -> dict[str, float]:
-    """Metrics as W&B and TensorBoard name them: `train/KEY`, `eval/KEY`, and the bounds of intervals in a section of
-    their own.
-
-    Example: `pass@1` and `pass@1_low` of an evaluation are `eval/pass@1` and `eval_intervals/pass@1_low`.
-    """
+    """Metrics as W&B and TensorBoard name them: `eval/pass@1`, and `eval_intervals/pass@1_low` for bounds."""
     bounds = {f"{key}_{end}" for key in metrics for end in ("low", "high")} & metrics.keys()
     return {f"{name}_intervals/{key}" if key in bounds else f"{name}/{key}": value for key, value in metrics.items()}
 

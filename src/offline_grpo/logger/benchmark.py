@@ -1,6 +1,4 @@
-"""What a run cost: sums over its iterations, told as the Atropos trainer's BENCHMARK SUMMARY and its `benchmark/*` in
-Weights & Biases.
-"""
+"""What a run cost, as the Atropos trainer's BENCHMARK SUMMARY and its `benchmark/*` in Weights & Biases."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ class Benchmark:
         return self.total_s(name) / max(self.num_steps, 1)
 
     def tokens_per_s(self, name: str) -> float:
-        """Of sampling ("generate"), training ("train") or everything ("iteration"), over all seconds of it; 0 where it
-        never ran.
-        """
+        """Of sampling ("generate"), training ("train") or everything ("iteration"); 0 where it never ran."""
         tokens = self.total("num_tokens_trained" if name == "train" else "num_completion_tokens")
         seconds = self.total_s("sampling" if name == "generate" else name)
         return tokens / seconds if seconds else 0.0
@@ -87,7 +83,5 @@ class Benchmark:
 
 
 def mode_of(config: Mapping[str, Any]) -> str:
-    """How a run moved its weights, by the module of its strategy: `shared_vllm` for
-    `offline_grpo.weight_sync.shared_vllm.SharedVllm`.
-    """
+    """How a run moved its weights, by the module of its strategy, such as `shared_vllm`."""
     return str(config["weight_sync"]["_target_"]).split(".")[-2]

@@ -130,9 +130,7 @@ class ConsoleLogger(RunListener):
             live.stop()
 
     def _go_live(self) -> None:
-        """Begin to draw, on a terminal. What is drawn before `start` vanishes at the end: a run that is refused leaves
-        its error alone.
-        """
+        """Begin to draw, on a terminal. Before `start` it is transient, so that an error stands alone."""
         if not self.console.is_terminal:
             if self._ends is None:
                 self._ends = threading.Event()
@@ -210,9 +208,7 @@ def train_cells(metrics: Metrics) -> list[tuple[str, str]]:
 
 
 def train_line(at: str, metrics: Metrics, left: str, *, width: int) -> str:
-    """`  3/100  reward 0.412  success 0.375  ...  0:01:10 left`, with as many metrics as `width` has room for, two at
-    least.
-    """
+    """`  3/100  reward 0.412  ...  0:01:10 left`, with as many metrics as `width` has room for, two at least."""
     cells = [f"{label} {value}" for label, value in train_cells(metrics)]
     while len(cells) > 2 and len(GAP.join([at, *cells, left])) > width:
         cells.pop()
@@ -228,9 +224,7 @@ def eval_cells(metrics: Metrics) -> list[str]:
 
 
 def folded(head: str, cells: Sequence[str], *, width: int) -> list[str]:
-    """Lines of at most `width` with `head` and the cells; a cell that has no room goes to the next line, below the
-    first cell.
-    """
+    """Lines of at most `width`; a cell that has no room goes to the next line, below the first cell."""
     lines = [head]
     for cell in cells:
         is_first = len(lines) == 1 and lines[0] == head

@@ -17,11 +17,9 @@ from offline_grpo.types import Metrics
 
 @dataclass(frozen=True)
 class JsonLogger(RunListener):
-    """Writes `metrics/train_iter_000.json`, `metrics/eval_iter_000.json`, ... and `metrics/eval_init.json` under
-    `output_dir`.
+    """Writes `metrics/train_iter_000.json`, `metrics/eval_iter_000.json`, ... and `metrics/eval_init.json`.
 
-    A file is complete or absent: it is written under a temporary name and renamed. Keys are sorted, so equal metrics
-    give equal bytes.
+    A file is complete or absent. Keys are sorted, so equal metrics give equal bytes.
     """
 
     output_dir: Path

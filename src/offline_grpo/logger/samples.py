@@ -69,9 +69,7 @@ class Samples(RunListener):
 def chosen(
     groups: Sequence[RolloutGroup], advantages: Advantages | None, count: int | None
 ) -> Iterator[tuple[RolloutGroup, Rollout, float | None]]:
-    """The best and the worst completion of the first problems, those first whose rewards differ; every one if `count`
-    is None.
-    """
+    """The best and the worst completion of the first problems, differing rewards first; all if `count` is None."""
     if count is None:
         picks = [(i, j) for i, group in enumerate(groups) for j in range(len(group.rollouts))]
     else:
@@ -84,8 +82,7 @@ def chosen(
 
 
 def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
-    """A completion as a line of JSON. Prompt and answer are null without a problem, the advantage in evaluations, the
-    finish reason where it is unknown."""
+    """A completion as a line of JSON. What is unknown is null: without a problem, or the advantage in evaluations."""
     problem = group.problem
     return {
         "problem_id": None if problem is None else problem.problem_id,

@@ -70,11 +70,7 @@ class TensorBoardLogger(RunListener):
             self._writer.add_text("eval/samples", f"```json\n{text}\n```", global_step=step)
 
     def _begin(self, name: str, iteration: int) -> None:
-        """Tell TensorBoard from which step on it forgets what an earlier start of this run has logged.
-
-        That is one more than where a resumed run begins: the evaluation before that stands there, and is not done
-        again.
-        """
+        """Tell TensorBoard from which step on it forgets an earlier start of this run: the next evaluation."""
         if self._has_begun:
             return
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,6 +1,4 @@
-"""`python -m offline_grpo.report RUN_OR_SWEEP...`: table, picture and page of a run, finished or killed, of a sweep, or
-of a comparison.
-"""
+"""`python -m offline_grpo.report RUN_OR_SWEEP...`: table, picture and page of a run, a sweep or a comparison."""
 
 from __future__ import annotations
 

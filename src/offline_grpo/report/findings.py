@@ -1,7 +1,6 @@
-"""What an expert would point out in a run's metrics: each finding with the numbers it rests on, and what to try.
+"""What an expert would point out in a run's metrics, by the limits of docs/read_your_run.md, and what to try.
 
-The thresholds are those of docs/read_your_run.md. First and last are means over a fifth of the iterations, because
-single ones are noisy.
+First and last are means over a fifth of the iterations, because single ones are noisy.
 """
 
 from __future__ import annotations

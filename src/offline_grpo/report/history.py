@@ -73,15 +73,12 @@ class History:
         return sorted(match[1] for match in found if match)
 
     def parts(self, keys: Iterable[str]) -> dict[str, FloatArray]:
-        """Training metrics in every iteration, [R] each: 0 where one was not recorded. Those that are always 0 are left
-        out."""
+        """Training metrics in every iteration, [R] each, 0 where not recorded; without those that are always 0."""
         found = {key: np.array([metrics.get(key, 0.0) for metrics in self.train.values()]) for key in keys}
         return {key: values for key, values in found.items() if values.any()}
 
     def start_seconds(self) -> dict[str, float]:
-        """Seconds before the first iteration, summed over all starts of the run: name of the part -> seconds, "" for
-        the whole.
-        """
+        """Seconds before the first iteration, over all starts: part -> seconds, "" for the whole."""
         found: dict[str, float] = {}
         for metrics in self.train.values():
             for key in metrics:

@@ -177,8 +177,7 @@ def _mean_of(counted: Sequence[Run], metric: str, points: int) -> dict[str, list
 
 
 def _thinned(steps: FloatArray, values: FloatArray, *ends: FloatArray, points: int) -> dict[str, list[float]]:
-    """Steps, values and both ends of their interval, to five digits. Of many, the lowest and the highest of each
-    stretch: spikes stay."""
+    """Steps, values and ends of their interval. Of many, the lowest and the highest of each stretch: spikes stay."""
     chosen = np.arange(len(values))
     if len(values) > points:
         stretches = np.array_split(chosen, points // 2)

@@ -25,8 +25,7 @@ def overrides_of(run_dir: Path) -> dict[str, str]:
 
 
 def settings_of(run_dir: Path) -> dict[str, str]:
-    """The stored configuration by dotted keys, interpolations as they are. A key that is null is left out, as one that
-    did not exist yet."""
+    """The stored configuration by dotted keys, interpolations as they are; without keys that are null."""
     stored = flat(redacted(read_yaml(run_dir / ".hydra" / "config.yaml")))
     return {key: str(value) for key, value in stored.items() if value is not None}
 
@@ -38,8 +37,7 @@ def choices_of(run_dir: Path) -> dict[str, str]:
 
 
 def changes_of(run_dir: Path) -> dict[str, str]:
-    """Dotted key -> `0.001 until iteration 6, then 0.0001`, of what a resume changed; without keys that only follow
-    another one."""
+    """Dotted key -> `0.001 until iteration 6, then 0.0001`, of what a resume changed; not of keys that follow others."""
     path = run_dir / ".hydra" / "starts.yaml"
     starts = (read_yaml(path) if path.is_file() else None) or []
     steps: dict[str, list[tuple[int, Any, Any]]] = {}
@@ -55,8 +53,7 @@ def changes_of(run_dir: Path) -> dict[str, str]:
 
 
 def about(run_dir: Path) -> str:
-    """`arithmetic, tiny, grpo, lr 0.0003`: task, model, source of rollouts if they are not sampled on policy, loss and
-    learning rate; empty if the run was not started by Hydra."""
+    """`arithmetic, tiny, grpo, lr 0.0003`: task, model, rollouts, loss and rate; empty without Hydra's files."""
     if not (run_dir / ".hydra" / "hydra.yaml").is_file():
         return ""
     config, choices = read_yaml(run_dir / ".hydra" / "config.yaml"), choices_of(run_dir)

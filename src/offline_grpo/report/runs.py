@@ -151,8 +151,7 @@ class Configuration:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95% of the mean: over seeds, or over problems where it is of one run. None without a spread to estimate it
-        from, or if a seed was run twice."""
+        """95% of the mean over seeds, or of one run over problems; None without a spread, or if a seed was run twice."""
         if len(self.counted) == 1:
             return self.counted[0].interval
         values = np.array([run.final_pass_at_1 for run in self.counted], dtype=np.float64)
@@ -163,9 +162,7 @@ class Configuration:
 
 
 def configurations(runs: Sequence[Run]) -> list[Configuration]:
-    """Group runs by all settings except NOT_COMPARED: best mean pass@1 first, of equal ones that of the lower
-    number, then unfinished ones. Those of which pass@1 was not measured come last, best reward first.
-    """
+    """Group runs by all settings but NOT_COMPARED, best mean pass@1 first; unfinished, then unmeasured ones last."""
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in sorted(runs, key=lambda run: by_number(run.name)):
         groups.setdefault(tuple(sorted(_compared(run.settings).items())), []).append(run)
@@ -207,9 +204,7 @@ def names_of(found: Sequence[Configuration]) -> list[str]:
 
 
 def have_own_seeds(runs: Sequence[Run]) -> bool:
-    """Whether no seed was run twice. Repetitions say nothing about other seeds: an interval over them would be too
-    narrow.
-    """
+    """Whether no seed was run twice: an interval over repetitions would be too narrow."""
     return len({run.settings.get("seed") for run in runs}) == len(runs)
 
 
@@ -221,27 +216,20 @@ def mean_curve(values: Sequence[Series]) -> tuple[FloatArray, FloatArray]:
 
 
 def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """95% interval of the mean of shares over N >= 2 runs, [N, R] -> ([R], [R]): mean ± t * s / sqrt(N), cut at 0 and
-    1.
-
-    Student's t with N - 1 degrees of freedom, because the spread is estimated from few runs (Student 1908, "The
-    probable error of a mean"). A bootstrap over two or three values has too few different resamples, and is too narrow.
-    """
+    """95% interval of the mean of shares over N >= 2 runs, [N, R] -> ([R], [R]), cut at 0 and 1."""
     low, high = mean_interval(values)
     return np.maximum(low, 0.0), np.minimum(high, 1.0)
 
 
 def mean_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """The same of any metric."""
+    """The same of any metric: mean ± t * s / sqrt(N), Student's t with N - 1 degrees of freedom."""
     count = len(values)
     half = t_975(count - 1) * values.std(0, ddof=1) / math.sqrt(count)
     return values.mean(0) - half, values.mean(0) + half
 
 
 def t_975(freedom: int) -> float:
-    """The 97.5% quantile of Student's t: from tables up to 4 degrees of freedom, then by the series of Abramowitz &
-    Stegun 26.7.5.
-    """
+    """The 97.5% quantile of Student's t: a table, and above 4 the series of Abramowitz & Stegun 26.7.5."""
     if freedom <= 4:
         return (12.7062, 4.3027, 3.1824, 2.7764)[freedom - 1]
     z = 1.959964

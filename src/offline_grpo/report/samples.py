@@ -133,9 +133,7 @@ def solved_by_configuration(
 
 
 def _heat_map(columns: Sequence[str], tables: Sequence[Solved]) -> dict[str, Any] | None:
-    """`share` is [problems][columns], None where a problem was not asked. Of many problems some, evenly over all when
-    they are in the order of their mean, the hardest first.
-    """
+    """`share` is [problems][columns], None where a problem was not asked; of many problems some, the hardest first."""
     if len(tables) < 2:
         return None
     shares = [{problem: count[True] / count.total() for problem, count in table.items()} for table in tables]

@@ -76,8 +76,7 @@ def _time(history: History, width: int) -> list[str]:
 
 
 def _rates(history: History) -> list[str]:
-    """Throughput over the whole run: all tokens of a phase by all its seconds. The most memory that the trainer had on
-    its GPU."""
+    """Throughput over the whole run, and the most memory that the trainer had on its GPU."""
     cost = Benchmark([*history.train.values()])
     rates = {phase: cost.tokens_per_s(phase) for phase in ("generate", "train")}
     cells = [f"{phase} {rate:,.0f} tokens/s" for phase, rate in rates.items() if rate]

@@ -105,8 +105,7 @@ def _results(score: float | None, interval: tuple[float, float] | None, *others:
 
 
 def save_summary(multirun_dir: Path, runs: Sequence[Run], found: Sequence[Configuration]) -> list[Path]:
-    """Write `summary.csv` (a row per run, in full precision), `summary.md` (both tables) and, if pass@1 was measured,
-    `sweep.png`."""
+    """Write `summary.csv` (a row per run), `summary.md` (both tables) and, if pass@1 was measured, `sweep.png`."""
     csv_path, markdown_path, picture_path = (multirun_dir / f for f in ("summary.csv", "summary.md", "sweep.png"))
     keys = list(dict.fromkeys(key for run in runs for key in run.overrides))
     with csv_path.open("w", newline="") as file:
@@ -127,9 +126,7 @@ def save_summary(multirun_dir: Path, runs: Sequence[Run], found: Sequence[Config
 
 
 def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
-    """On the left the mean pass@1 over the sweep's runs, on the right its end, best first; the best five have a colour
-    each.
-    """
+    """The mean pass@1 over training, and its end, best first; the best five have a colour each."""
     labels = [_cut(name) for name in names_of(measured)]
     height = max(4.6, 1.9 + ROW_INCHES * len(measured))
     figure = sheet(12 + LETTER_INCHES * max(map(len, labels)), height, f"sweep {title}")
