@@ -19,7 +19,7 @@ from scripted_server import Reply, Request, ScriptedServer
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import Source
-from offline_grpo.rollouts.atropos import Atropos
+from offline_grpo.rollouts.atropos import Atropos, source
 from offline_grpo.rollouts.atropos.processes import Processes
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
@@ -170,37 +170,27 @@ def settings_effect(overrides: str) -> Any:
             web = stack.enter_context(ScriptedServer(scripted_api(name, heard)))
             overrides = overrides.replace(f"@{name}", web.base_url)
         main, sleep = threading.current_thread(), time.sleep
-        patch.setattr(
-            time,
-            "sleep",
-            lambda seconds: pauses.append(seconds) if threading.current_thread() is main else sleep(seconds),
-        )
+        is_main = lambda: threading.current_thread() is main  # noqa: E731
+        patch.setattr(time, "sleep", lambda seconds: pauses.append(seconds) if is_main() else sleep(seconds))
+        patch.setattr(source, "API_START_S", 0.0)
         patch.setattr(Processes, "start_api", lambda *_: heard.update(started_api=True))
         patch.setattr(Processes, "start_environment", lambda self, **_: heard.update(environment=self._command))
-        node = as_plain(
-            compose_config(
-                "rollouts=atropos", "rollouts.url=http://127.0.0.1:9", "rollouts.start_api=false", *overrides.split()
-            )
-        )["rollouts"]
+        words = ("rollouts=atropos", "rollouts.url=http://127.0.0.1:9", "rollouts.start_api=false", *overrides.split())
+        node = as_plain(compose_config(*words))["rollouts"]
         del node["record"]  # the run acts on it
         codec = SimpleNamespace(decode=str)
         server = SimpleNamespace(base_url="http://127.0.0.1:9", api_key=None, check_healthy=lambda: None)
-        given = {
-            "client": SimpleNamespace(engine_name="vLLM", server=server),
-            "codec": codec,
-            "vocab_size": 30,
-            "context": None,
-        }
+        client = SimpleNamespace(engine_name="vLLM", server=server)
+        given = {"client": client, "codec": codec, "vocab_size": 30, "context": None}
         given |= {"run_folder": Path("/runs/a"), "model_id": "model", "sampling": SamplingParams(8), "rank": 0}
-        source = build(node, key="rollouts", protocol=Source, **given)
+        made = build(node, key="rollouts", protocol=Source, **given)
         try:
-            source.start(0, None)
-            heard["success"] = [[rollout.score.is_correct for rollout in group.rollouts] for group in source.next(0)]
+            made.start(0, None)
+            heard["success"] = [[rollout.score.is_correct for rollout in group.rollouts] for group in made.next(0)]
         except GrpoError as error:
             heard["error"] = str(error).replace(node["url"], "")
-    return (
-        heard if "error" in heard else heard | {"longest_pause_s": max(pauses, default=0)}
-    )  # of an error, it is a matter of luck
+    # of an error, the pause is a matter of luck
+    return heard if "error" in heard else heard | {"longest_pause_s": max(pauses, default=0)}
 
 
 def scripted_api(name: str, heard: dict[str, Any]) -> Any:

@@ -45,10 +45,6 @@ def wait_for(condition, timeout_s=30.0):
     return result
 
 
-def never():
-    raise AssertionError("nobody asked whether the API answers")
-
-
 def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_file(make, tmp_path):
     running = make(
         'env > told; ls -l "$OFFLINE_GRPO_ENV_CONFIG"; cp "$OFFLINE_GRPO_ENV_CONFIG" config; touch done; exec sleep 600'
@@ -95,7 +91,7 @@ def test_an_environment_that_ends_is_started_again_until_it_keeps_ending(make, t
     with pytest.raises(
         GrpoError, match=r"rollouts.environment=echo .*3 times .*exit code 3.*no such problem.*env_2\.log"
     ):
-        wait_for(lambda: running.keep_running(never))
+        wait_for(lambda: running.keep_running())
     assert (tmp_path / "env_2.log").exists()
     assert not (tmp_path / "env_3.log").exists()
 
@@ -108,7 +104,7 @@ def test_a_port_that_something_else_has_is_refused_with_its_owner(make):
             ConfigError,
             match=rf"rollouts\.url=http://127\.0\.0\.1:{port}: is taken by .*pid {os.getpid()}.*no Atropos API",
         ):
-            running.start_api(never)
+            running.start_api()
 
 
 @pytest.mark.parametrize(
@@ -134,16 +130,16 @@ def test_the_real_api_is_started_for_this_machine_alone_and_again_after_a_kill_w
             return False
 
     running = make("exec sleep 600", url=url)
-    running.start_api(answers)
+    running.start_api()
+    wait_for(answers)
     running.start_environment(**SERVER, **SIZES)
-    assert answers()
-    assert not running.keep_running(answers)
+    assert not running.keep_running()
     port = int(url.rpartition(":")[2])
     [listener] = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
     assert listener.laddr.ip == "127.0.0.1"
     psutil.Process(listener.pid).kill()
-    wait_for(lambda: running.keep_running(answers))
-    assert answers()
+    wait_for(running.keep_running)
+    wait_for(answers)
     assert {path.name for path in tmp_path.iterdir()} >= {"api.log", "api_1.log", "env_0.log", "env_1.log"}
     running.close()
     assert not answers()

@@ -27,15 +27,11 @@ SMALL_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Registration:
-    """What a trainer tells the API, and through it the environments: the API's own names.
-
-    `wandb_group` is the name by which a run knows its registration again, and where environments log. `batch_size`
-    counts sequences.
-    """
+    """What a trainer tells the API, and through it the environments. A run knows its own by `wandb_group`."""
 
     wandb_group: str
     wandb_project: str
-    batch_size: int
+    batch_size: int  # in sequences
     max_token_len: int
     checkpoint_dir: str
     save_checkpoint_interval: int
@@ -45,7 +41,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class Owner:
-    """The trainer whose registration the API has. `group` is None, or `batch_size` negative, where it has none."""
+    """The trainer that is registered. Without one, `group` is None or `batch_size` negative."""
 
     group: str | None
     batch_size: int
@@ -69,8 +65,7 @@ class AtroposApi:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # it closes a connection after an error, at which the next request would break
-        limits = httpx.Limits(max_keepalive_connections=0)
+        limits = httpx.Limits(max_keepalive_connections=0)  # it closes a connection after an error
         self._http = httpx.Client(base_url=self.url, limits=limits, trust_env=False)
 
     def answers(self) -> bool:
@@ -82,7 +77,6 @@ class AtroposApi:
         return True
 
     def owner(self) -> Owner:
-        """Whose registration it has."""
         group, info = self._get("/wandb_info")["group"], self._get("/info")
         return Owner(group, info["batch_size"], info["max_token_len"])
 

@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 SHORT_LIFE_S = 60.0
 MAX_SHORT_LIVES = 3
 """A command that ends this often in a row, each time within `SHORT_LIFE_S` of its start, is not started again."""
-API_TIMEOUT_S = 120.0
-POLL_S = 0.2
 FOREVER = 10**9
 
 
@@ -51,12 +49,11 @@ class Processes:
         self._api = _Child("the Atropos API (run-api)", self._make_api)
         self._environment = _Child(f"rollouts.environment={environment}", self._make_environment)
 
-    def start_api(self, answers: Callable[[], bool]) -> None:
-        """Start `run-api` where the URL says, and wait until it answers.
+    def start_api(self) -> None:
+        """Start `run-api` where the URL says. It answers after a while.
 
         Raises:
             ConfigError: something else listens there, or atroposlib is not installed.
-            GrpoError: it does not start.
         """
         fix = "atroposlib is not installed; use `uv run --extra atropos run_grpo.py ...`, or start run-api by hand"
         require(find_spec("atroposlib") is not None, "rollouts.start_api", True, fix)
@@ -65,16 +62,14 @@ class Processes:
             raise ConfigError(f"rollouts.url={self._url}: is taken by {owner}, which is no Atropos API; {fix}")
         log.info("starting run-api at %s; its log: %s", self._url, self._folder / "api.log")
         self._api.start()
-        self._wait_for_api(answers)
 
     def start_environment(
         self, *, server_url: str, server_key: str | None, model: str, group_size: int, max_new_tokens: int
     ) -> None:
         """Start the environment, which samples from the server at `server_url`.
 
-        Variables tell environments that know this project, such as offline_grpo.run.task_environment, what they need.
-        A file is for `--config` of any environment of `atroposlib`. It names the server twice: of a single one,
-        atroposlib may take the address in the environment's code, or those of a cluster.
+        Variables are for environments that know this project, such as offline_grpo.run.task_environment, and a file for
+        `--config` of any environment of `atroposlib`.
 
         Args:
             server_key: None if the server asks for none.
@@ -105,11 +100,12 @@ class Processes:
             "use_wandb": False,
             "wandb_name": "environment",  # one without a name cannot register
         }
+        # twice: of a single server, atroposlib may take the address in the environment's code, or those of a cluster
         self._config = {"env": env, "openai": [server, server]}
         log.info("starting the environment %s; its log: %s", self._command, self._folder / "env_0.log")
         self._environment.start()
 
-    def keep_running(self, answers: Callable[[], bool]) -> bool:
+    def keep_running(self) -> bool:
         """Start again what has ended meanwhile. Returns whether that was the API, which then knows no trainer any more.
 
         Raises:
@@ -118,9 +114,8 @@ class Processes:
         if not self._api.revive():
             self._environment.revive()
             return False
-        self._environment.stop()  # the new API would not know it
-        self._wait_for_api(answers)
         if self._config:
+            self._environment.stop()  # the new API does not know it
             self._environment.start()
         return True
 
@@ -128,15 +123,6 @@ class Processes:
         """End what was started, and wait until it has gone."""
         self._environment.stop()
         self._api.stop()
-
-    def _wait_for_api(self, answers: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + API_TIMEOUT_S
-        while not answers():
-            self._api.revive()
-            if time.monotonic() > deadline:
-                about = f"run-api did not answer within {API_TIMEOUT_S:g} s; see {self._folder}/api.log"
-                raise GrpoError(f"rollouts.url={self._url}: {about}")
-            time.sleep(POLL_S)
 
     def _make_api(self, number: int, scratch: Path) -> ServerProcess:
         url = urlsplit(self._url)
@@ -198,8 +184,6 @@ class _Child:
 
 
 def _environment_of_children() -> dict[str, str]:
-    """This process's own environment, without what a launcher of several processes sets. `python` is the run's own
-    interpreter.
-    """
+    """This process's own, without what a launcher of several processes sets. `python` is the run's interpreter."""
     path = os.pathsep.join(filter(None, (str(Path(sys.executable).parent), os.environ.get("PATH"))))
     return {**without_launch_variables(os.environ), "PATH": path, "PYTHONUNBUFFERED": "1"}

@@ -28,6 +28,7 @@ from offline_grpo.rollouts.atropos.processes import Processes
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Metrics, RolloutGroup, SamplingParams, UnusableGroup
 
+API_START_S = 120.0
 FIRST_PAUSE_S = 0.05
 HEALTH_INTERVAL_S = 2.0
 REPORT_INTERVAL_S = 10.0
@@ -124,7 +125,7 @@ class Atropos(Source):
         Raises:
             ConfigError: another trainer owns the API, or it is no Atropos API.
             EngineError: it does not answer within `connect_timeout_s`.
-            GrpoError: `run-api` does not start.
+            GrpoError: `run-api` keeps ending.
         """
         if self.rank != 0:
             return
@@ -143,10 +144,12 @@ class Atropos(Source):
             starting_step=iteration,
             num_steps=self.num_steps,
         )
+        timeout_s = self.connect_timeout_s
         if self._processes.may_start_api and not self._api.answers():
-            self._processes.start_api(self._api.answers)
+            self._processes.start_api()
+            timeout_s = max(timeout_s, API_START_S)
         self._begin_to_wait()
-        self._wait_for_api(self.connect_timeout_s, "rollouts.connect_timeout_s")
+        self._wait_for_api(timeout_s, "rollouts.connect_timeout_s")
         try:
             self._register(take_over=self.take_over)
             self._poll()
@@ -316,9 +319,7 @@ class Atropos(Source):
         return ConfigError(f"rollouts.url={self._api.url}: {about}; {fix}")
 
     def _check_owner(self) -> None:
-        """An API that was reset, and got a group before it was polled again, says that there is no batch yet, and never
-        forms one.
-        """
+        """An API that was reset, and got a group before the next poll, says "no batch yet" and never forms one."""
         owner = self._api.owner()
         if owner.is_nobody:
             raise NotRegistered(f"{self._api.url}: no trainer is registered")
@@ -362,15 +363,13 @@ class Atropos(Source):
             raise ConfigError(f"data.rollouts_per_problem: {about} ({sizes}) can be made of those; {fix}")
 
     def _check_processes(self) -> bool:
-        """Every two seconds of a wait, see that what a batch needs still runs. Returns whether it was time.
-
-        Raises EngineDied where the engine that environments ask has ended: they would wait for it, and we for them.
-        """
+        """Every two seconds of a wait, see that what a batch needs still runs, the engine too. Returns whether it was
+        time."""
         if time.monotonic() - self._checked_s <= HEALTH_INTERVAL_S:
             return False
         self._checked_s = time.monotonic()
         server = getattr(self.client, "server", None)
         if server is not None:
             server.check_healthy()
-        self._processes.keep_running(self._api.answers)
+        self._processes.keep_running()
         return True
