@@ -1,6 +1,4 @@
-"""Reward functions that misbehave as the problem's answer says. They know the standard library alone, as a user's own
-might.
-"""
+"""Reward functions that misbehave as the problem's answer says. They know the standard library alone."""
 
 import asyncio
 import ctypes
@@ -55,13 +53,13 @@ def in_workers(make, printed=None, **settings):
     return IsolatedTask(make(), Scorers(setup_of(make, settings, printed)), settings)
 
 
-def on_cluster(address, path, *, made_by=None, **settings):
-    """A task that this function scores, or in workers another one, on the machines of a Ray cluster."""
+def on_cluster(address, path, **settings):
+    """A task that this function scores, on the machines of a Ray cluster."""
     from offline_grpo.generation.scoring.cluster import ClusterScorers
     from offline_grpo.generation.scoring.isolated import IsolatedTask
 
     settings = scoring_config(**{"workers": 2, "timeout_s": 5.0} | settings)
-    setup = setup_of(partial(Task, made_by or path), settings)
+    setup = setup_of(partial(Task, path), settings)
     return IsolatedTask(Task(path), ClusterScorers(address, {}, setup), settings)
 
 
@@ -99,16 +97,13 @@ async def misbehaves_later(answer):
     return 0.5 * misbehaves(answer, "")
 
 
-def runs_a_loop(answer):
-    """Not async itself; 0.5, or what misbehaves there does."""
+def sometimes_awaited(answer):
+    """Async where the answer is `later`; otherwise it runs an event loop of its own."""
+    if answer == "later":
+        return misbehaves_later(answer)
     if answer == "old way":
         return asyncio.get_event_loop().run_until_complete(misbehaves_later(answer))
     return asyncio.run(misbehaves_later(answer))
-
-
-def sometimes_awaited(answer):
-    """Async where the answer is `later`; otherwise it runs an event loop of its own."""
-    return misbehaves_later(answer) if answer == "later" else runs_a_loop(answer)
 
 
 def expensive(completion):
@@ -125,10 +120,6 @@ def _hangs():
 
 def _hangs_in_c():
     ctypes.PyDLL(None).sleep(100)  # with the lock of the interpreter, so that no signal handler of Python runs
-
-
-def _sleeps():
-    time.sleep(100)
 
 
 def _forks():
@@ -205,15 +196,10 @@ def _closes_files():
 
 def _sees():
     """What it has in common with the process that trains: 1 if that is nothing."""
-    places = {
-        os.readlink(f"/proc/self/fd/{name}")
-        for name in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{name}")
-    }
-    is_alone = (
-        os.readlink("/proc/self/fd/0") == os.devnull
-        and len([place for place in places if place.startswith("socket:")]) <= 3
-    )  # its own, and two of asyncio's event loop
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    places = {os.readlink(name) for name in names if os.path.exists(name)}
+    num_sockets = sum(place.startswith("socket:") for place in places)  # its own, and two of asyncio's event loop
+    is_alone = os.readlink("/proc/self/fd/0") == os.devnull and num_sockets <= 3
     return float(is_alone and "torch" not in sys.modules)
 
 
@@ -230,10 +216,12 @@ def where(answer):
     return float(os.environ["RAY_RAYLET_PID"])
 
 
-def kills_ray():
-    """The process above those that score, and above their host."""
+def kills_ray_or_misbehaves(answer):
+    """With the answer `any` it ends the process above those that score, and above their host."""
+    if answer != "any":
+        return misbehaves(answer, "")
     import psutil
 
     [*_, actor] = [process for process in psutil.Process().parents() if "ScoringActor" in " ".join(process.cmdline())]
     actor.kill()
-    time.sleep(5)
+    return time.sleep(5)

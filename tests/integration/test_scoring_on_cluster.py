@@ -1,6 +1,4 @@
-"""Rewards computed on the machines of a Ray cluster: on all of them, with the results of this machine, whatever happens
-to one.
-"""
+"""Rewards computed on all machines of a Ray cluster, with the results of this machine, whatever happens to one."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,10 +51,8 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
 ) -> None:
     monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
     go = tmp_path / "go"
-    before, handlers = (
-        {process.pid for process in hosts()},
-        [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
-    )
+    before = {process.pid for process in hosts()}
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where", timeout_s=100.0)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], "Ray lets them be"
     try:
@@ -66,10 +61,8 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
         cluster.remove_node(cluster.machines.pop(), allow_graceful=False)
         wait_until(lambda: any("has gone" in line for line in caplog.messages))
         go.touch()  # not before: until then the lost machine might still answer
-        assert len({judgement.result().reward for judgement in under_way}) == 1, (
-            "what the lost machine was asked, the other one answers"
-        )
-        assert sum("has gone; its completions are scored on others" in line for line in caplog.messages) == 1
+        assert len({each.result().reward for each in under_way}) == 1, "the other one answers all"
+        assert sum("has gone" in line for line in caplog.messages) == 1
         cluster.machines.append(cluster.add_node(num_cpus=1))
         wait_until(lambda: len(set(scored(task, ["any"] * 24))) == 2)
         for process in hosts():
@@ -83,64 +76,15 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
 
 
 @pytest.mark.slow
-def test_what_misbehaves_costs_its_own_reward(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
-    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:misbehaves")
-    try:
-        assert scored(task, ["fine", "raises", "dies", "hangs", "leaks", "raises"]) == [
-            1.0,
-            "raised",
-            "crashed",
-            "timeout",
-            "memory",
-            "raised",
-        ]
-    finally:
-        task.close()
-    assert sum("no such unit" in line for line in caplog.messages) == 1, "each cause is told once, wherever it was met"
-
-
-@pytest.mark.slow
-def test_a_machine_that_cannot_make_the_task_is_named(cluster: Any) -> None:
-    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:vowels", made_by="nowhere:f")
-    try:
-        with pytest.raises(
-            ScoreError, match=rf"^{os.uname().nodename}, a machine of the Ray cluster: .*nowhere:f: cannot be imported"
-        ):
-            scored(task, ["fine"])
-    finally:
-        task.close()
-
-
-@pytest.mark.slow
 def test_a_completion_that_costs_machines_does_not_cost_them_all(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it kills what Ray runs on a machine, which then counts as lost."""
     monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
-    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:kills_ray")
+    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:kills_ray_or_misbehaves")
     try:
         assert scored(task, ["any"]) == ["crashed"]
+        assert scored(task, ["fine", "raises", "hangs"]) == [1.0, "raised", "timeout"]
     finally:
         task.close()
-
-
-@pytest.mark.slow
-def test_what_is_under_way_when_it_closes_loses_no_machine(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """It ends the actors itself; the thread that awaits them sees each go before the next one is ended."""
-    import ray
-
-    kill = ray.kill
-    monkeypatch.setattr(ray, "kill", lambda actor: (kill(actor), time.sleep(2)))
-    task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where", timeout_s=100.0)
-    try:
-        assert len(set(scored(task, ["any"] * 24))) == 2
-        under_way = [bad_rewards.judge(task, str(tmp_path / "never")) for _ in range(12)]
-        time.sleep(0.5)
-    finally:
-        task.close()
-    with pytest.raises(ScoreError, match="the run leaves the Ray cluster"):
-        under_way[-1].result()
-    assert not any("has gone" in line for line in caplog.messages)
 
 
 @pytest.mark.slow  # a run of its own for each side
@@ -151,14 +95,8 @@ def test_a_run_is_the_same_wherever_it_is_scored(cluster: Any, tmp_path: Path) -
     task += ("task._target_=offline_grpo.task.dataset.Dataset",)  # which `five` has set to another
     task += ("data.num_train_seeds=null", "train.iterations=2", "scoring.workers=2")
     run(tmp_path / "here", model, *task)
-    run(
-        tmp_path / "there",
-        model,
-        *task,
-        "placement=ray",
-        f"placement.address={cluster.address}",
-        "placement.score_on_cluster=true",
-    )
+    there = ("placement=ray", f"placement.address={cluster.address}", "placement.score_on_cluster=true")
+    run(tmp_path / "there", model, *task, *there)
     assert_same(metrics_of(tmp_path / "here"), metrics_of(tmp_path / "there"))
     assert drawn(tmp_path / "here") == drawn(tmp_path / "there")
     log = (tmp_path / "there" / "run.log").read_text()
@@ -176,12 +114,9 @@ def test_a_killed_trainer_leaves_nothing_that_scores(cluster: Any) -> None:
         "input()"
     )
     paths = os.pathsep.join(path for path in sys.path if path)
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
-    ) as trainer:
+    environment = {**os.environ, "PYTHONPATH": paths}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, **pipes) as trainer:
         assert trainer.stdout is not None
         trainer.stdout.readline()
         assert {process.pid for process in hosts()} - before
@@ -191,34 +126,18 @@ def test_a_killed_trainer_leaves_nothing_that_scores(cluster: Any) -> None:
 
 def drawn(folder: Path) -> list[Any]:
     columns = ["problem_id", "completion_ids", "reward", "advantage"]
-    return [
-        pq.read_table(file, columns=columns).to_pylist()
-        for file in sorted((folder / "rollouts").glob("iter_*.parquet"))
-    ]
+    files = sorted((folder / "rollouts").glob("iter_*.parquet"))
+    return [pq.read_table(file, columns=columns).to_pylist() for file in files]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["placement.score_on_cluster=true"],
-            "placement.score_on_cluster=True: acts with placement=ray alone; leave it out",
-        ),
-        (
-            ["placement=ray", "placement.score_on_cluster=true"],
-            "placement.score_on_cluster=True: this task's scores are computed",
-        ),
-        (
-            ["placement=ray", "placement.score_on_cluster=true", "scoring.workers=0", "task=dataset"],
-            "scoring.workers=0: placement.score",
-        ),
-    ],
-)
-def test_what_would_not_be_scored_there_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{i} plus 1?", "answer": str(i + 1)}) + "\n" for i in range(40))
-    )
-    data = [f"task.path={tmp_path / 'rows.jsonl'}", "data.num_train_seeds=null"] if "task=dataset" in words else []
-    with pytest.raises(ConfigError) as refused:
-        make_plan(typed(compose_config(*words, *data)))
-    assert str(refused.value).startswith(message)
+def test_what_would_not_be_scored_there_is_refused(tmp_path: Path) -> None:
+    there = "placement.score_on_cluster=true"
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}?", "answer": "1"}}\n' for i in range(40)))
+    data = ["task=dataset", f"task.path={tmp_path / 'rows.jsonl'}", "data.num_train_seeds=null", "scoring.workers=0"]
+    for words, message in (
+        ([there], "placement.score_on_cluster=True: acts with placement=ray alone"),
+        (["placement=ray", there], "placement.score_on_cluster=True: this task's scores are computed"),
+        (["placement=ray", there, *data], "scoring.workers=0: placement.score"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            make_plan(typed(compose_config(*words)))
