@@ -127,7 +127,7 @@ SHAPES = {
 
 
 def make_worker(model: nn.Module, **changes: Any) -> Any:
-    """A worker with the extension mixed in. `changes` are settings of vLLM, such as `model_config__quantization="fp8"`."""
+    """A worker with the extension. `changes` are settings of vLLM, such as `model_config__quantization="fp8"`."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.float32, quantization=None, use_mla=False, enable_sleep_mode=False),
         parallel_config=SimpleNamespace(world_size=1),

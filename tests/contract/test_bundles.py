@@ -5,10 +5,7 @@ once.
 from __future__ import annotations
 
 import importlib
-import queue
-import threading
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -89,18 +86,6 @@ def test_bundles_tell_what_their_outputs_told(module: ModuleType, length: int) -
     assert not scheduler._held
 
 
-def test_requests_do_not_mix(module: ModuleType) -> None:
-    steps = [
-        [output(name, token) for name, token in (("a", 2 * t), ("b", 2 * t + 1))] for t in range(module.BUNDLE_TOKENS)
-    ]
-    got, _ = passed_on(module, {"a": request(), "b": request()}, steps)
-    assert not any(got[:-1])
-    assert [(one.request_id, one.new_token_ids[:2], one.new_logprobs.logprobs[1].tolist()) for one in got[-1]] == [
-        ("a", [0, 2], [-2 / 8]),
-        ("b", [1, 3], [-3 / 8]),
-    ]
-
-
 @pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA", "text"])
 def test_who_reads_tokens_one_by_one_gets_them_so(module: ModuleType, kind: str) -> None:
     """Answers in parts, and texts in which the HTTP server looks for strings that end them."""
@@ -110,29 +95,6 @@ def test_who_reads_tokens_one_by_one_gets_them_so(module: ModuleType, kind: str)
     steps = [[output("a", token)] for token in range(3)]
     got, _ = passed_on(module, {"a": request(**params)}, steps)
     assert got == steps
-
-
-def test_what_cannot_be_joined_is_passed_on_with_what_came_before(module: ModuleType) -> None:
-    steps = [
-        [output("a", 0)],
-        [output("a", 1, routed_experts=np.ones(1))],
-        [output("a", 2, routed_experts=np.ones((2, 3)))],
-        [output("a", 3)],
-    ]
-    got, _ = passed_on(module, {"a": request()}, steps)
-    assert [[one.new_token_ids for one in step] for step in got] == [[], [[0, 1]], [[2]], []]
-
-
-def test_events_are_told_in_order(module: ModuleType) -> None:
-    from vllm.v1.engine import FinishReason
-
-    steps = [
-        [output("a", 0, events=["queued", "scheduled"])],
-        [output("a", 1)],
-        [output("a", 2, events=["preempted"], finish_reason=FinishReason.STOP)],
-    ]
-    got, _ = passed_on(module, {"a": request()}, steps)
-    assert got[-1][0].events == ["queued", "scheduled", "preempted"]
 
 
 def test_what_was_held_of_an_aborted_request_is_forgotten(module: ModuleType) -> None:
@@ -162,14 +124,6 @@ def test_steps_whose_batch_has_more_logprobs_than_others(module: ModuleType) -> 
     assert bundle.new_logprobs.sampled_token_ranks.tolist() == [1, 2, 3]
 
 
-def test_without_logprobs(module: ModuleType) -> None:
-    from vllm.v1.engine import EngineCoreOutput, FinishReason
-
-    steps = [[EngineCoreOutput("a", [0])], [EngineCoreOutput("a", [1], finish_reason=FinishReason.STOP)]]
-    got, _ = passed_on(module, {"a": request()}, steps)
-    assert (got[1][0].new_token_ids, got[1][0].new_logprobs) == ([0, 1], None)
-
-
 def test_it_is_the_scheduler_that_vllm_would_take(module: ModuleType) -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -186,41 +140,3 @@ def test_it_is_the_scheduler_that_vllm_would_take(module: ModuleType) -> None:
             assert module.os.environ == module.IN_ONE_PIECE
         assert type(scheduler) is chosen
         assert (scheduler.vllm_config, scheduler.log_stats) == (config, True)
-
-
-@pytest.mark.slow
-def test_messages_of_bundles_arrive_as_they_were_sent(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """By vLLM's own thread. Before 0.32 it reused the memory of messages in several parts that were still on their way;
-    later versions are asked for one part all the same."""
-    zmq = pytest.importorskip("zmq")
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.engine.core import EngineCoreProc
-    from vllm.v1.serial_utils import MsgpackDecoder
-
-    for name, value in module.IN_ONE_PIECE.items():
-        monkeypatch.setenv(name, value)
-    messages: queue.Queue[Any] = queue.Queue()
-    address = f"ipc://{tmp_path}/outputs"
-    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        socket.bind(address)
-        socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        engine = object.__new__(EngineCoreProc)  # the thread uses nothing else of it
-        engine.output_queue = messages
-        threading.Thread(target=engine.process_output_sockets, args=([address], None, 0), daemon=True).start()
-        for number in range(60):  # of other sizes in turn, each above the 64 KiB from which zmq does not copy
-            bundles = [
-                module.joined([output(f"generate-{i:032d}", number) for _ in range(module.BUNDLE_TOKENS)])
-                for i in range(128 + number % 3)
-            ]
-            messages.put((0, EngineCoreOutputs(outputs=bundles)))
-        messages.put(EngineCoreProc.ENGINE_CORE_DEAD)
-        decoder = MsgpackDecoder(EngineCoreOutputs)
-        for number in range(60):
-            parts = socket.recv_multipart(copy=False)
-            assert len(parts) == 1
-            assert len(parts[0].buffer) > 2**16
-            found = decoder.decode(parts).outputs
-            assert [one.new_token_ids for one in found] == (128 + number % 3) * [[number] * module.BUNDLE_TOKENS]
-            assert all((one.new_logprobs.logprobs == -number / 8).all() for one in found)

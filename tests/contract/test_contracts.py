@@ -1,4 +1,4 @@
-"""What every component must do, whoever wrote it: one suite for each Protocol, run over every YAML file of its group."""
+"""One suite for each Protocol, run over every YAML file of its group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,57 +70,14 @@ def make(
 
 # Task
 
+# fmt: off
 NASTY_TEXTS = [
-    *(
-        "",
-        " ",
-        "\n",
-        "\0",
-        "-",
-        "+",
-        ".",
-        "0",
-        "-0",
-        "00",
-        "1e999",
-        "nan",
-        "inf",
-        "1/0",
-        "9" * 5000,
-        "\u0664\u0662",
-        "\ud800",
-        "\U0001f600" * 50,
-    ),
-    *(
-        "\\boxed{",
-        "\\boxed{}",
-        "\\boxed{" * 200,
-        "}" * 200,
-        "\\boxed{\\frac{1}{0}}",
-        "\\boxed{x^{2^{2^{2}}}}",
-        "$" * 99,
-        "\\" * 99,
-    ),
-    *(
-        "<SOLUTION>",
-        "</SOLUTION>",
-        "<SOLUTION></SOLUTION>",
-        "<SOLUTION>0 1 x</SOLUTION> 1",
-        "<SOLUTION>" * 99,
-        "</SOLUTION><SOLUTION>",
-    ),
-    *(
-        "None",
-        "{a}{op}{b}",
-        "%s%n",
-        "The answer is 1,0,0,0.",
-        "#### 7",
-        "1" + ",000" * 500,
-        "(" * 500,
-        "((((1))))",
-        "<|endoftext|>",
-    ),
+    "", " ", "\n", "\0", "-", ".", "0", "-0", "1e999", "nan", "1/0", "9" * 5000, "\u0664\u0662", "\ud800",
+    "\U0001f600" * 50, "\\boxed{", "\\boxed{}", "\\boxed{" * 200, "}" * 200, "\\boxed{\\frac{1}{0}}",
+    "\\boxed{x^{2^{2^{2}}}}", "$" * 99, "<SOLUTION>", "<SOLUTION></SOLUTION>", "</SOLUTION><SOLUTION>", "None",
+    "{a}{op}{b}", "%s%n", "The answer is 1,0,0,0.", "#### 7", "1" + ",000" * 500, "(" * 500, "<|endoftext|>",
 ]
+# fmt: on
 
 INSTRUCTIONS = {
     "instruction_id_list": [
@@ -244,22 +201,6 @@ def test_loss_shares_add_up(loss_option: str) -> None:
         assert not value.requires_grad
 
 
-def test_loss_mutates_nothing(loss_option: str) -> None:
-    loss = make("train/loss", loss_option, "train.kl_coef=0.2", "train.entropy_coef=0.1", protocol=Loss)
-    stats, batch, totals = random_batch()
-    tensors = [
-        getattr(part, f.name)
-        for part in (stats, batch)
-        for f in fields(part)
-        if isinstance(getattr(part, f.name), Tensor)
-    ]
-    before = [tensor.detach().clone() for tensor in tensors]
-    settings = repr(loss)
-    loss(stats, batch, totals).loss.backward()
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, before, strict=True))
-    assert repr(loss) == settings
-
-
 def test_loss_without_advantage_and_kl_pulls_nowhere_and_needs_no_reference(loss_option: str) -> None:
     loss = make("train/loss", loss_option, "train.kl_coef=0", protocol=Loss)
     assert (loss.kl_coef, loss.entropy_coef) == (0, 0)
@@ -312,11 +253,6 @@ def test_logger_takes_a_run(option: str, tmp_path: Path, monkeypatch: pytest.Mon
     logger.log("train", {"reward_mean": 0.5}, iteration=0)  # again: a resumed run repeats an iteration
     logger.close()
     logger.close()
-
-
-@pytest.mark.parametrize("option", options("logger"))
-def test_logger_closes_after_a_failure(option: str, tmp_path: Path) -> None:
-    make("logger", option, protocol=RunListener, output_dir=tmp_path).close()
 
 
 # RolloutClient
@@ -397,11 +333,6 @@ def assert_equal_draws(first: list[list[Completion]], second: list[list[Completi
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=where.tolerance_nats)
 
 
-def test_client_is_greedy_at_temperature_0(client: RolloutClient) -> None:
-    [group] = generate(client, PROMPTS[:1], SamplingParams(max_new_tokens=6, temperature=0), group_size=3, seeds=[1])
-    assert len({completion.token_ids for completion in group}) == 1
-
-
 # WeightSync
 
 
@@ -424,11 +355,6 @@ def test_sync_refuses_a_foreign_client(option: str, policy: Policy) -> None:
         with pytest.raises(GrpoError, match=f"weight_sync={option}"):
             deployment.connect(policy)
         deployment.close()
-
-
-@pytest.mark.parametrize("option", options("weight_sync"))
-def test_sync_can_be_closed_before_it_is_connected(option: str) -> None:
-    deploy(make("weight_sync", option, protocol=WeightSync), Foreign()).close()
 
 
 @pytest.mark.parametrize("option", ["in_process"])  # those that need a server: tests/contract/weight_sync

@@ -16,7 +16,8 @@ from engines import CPU, engine, preloaded_python
 PROGRAM = """
 import os, subprocess, sys, tempfile, time
 child = subprocess.Popen(["sleep", "1000"])
-print(os.getpid(), child.pid, "vllm" in sys.modules, os.environ["MINE"], os.getcwd(), tempfile.gettempdir(), *sys.argv[1:])
+seen = "vllm" in sys.modules, os.environ["MINE"], os.getcwd(), tempfile.gettempdir()
+print(os.getpid(), child.pid, *seen, *sys.argv[1:])
 """
 Start = Callable[..., tuple[subprocess.Popen[str], list[int], list[str]]]
 

@@ -1,4 +1,4 @@
-"""Whole runs beside a vLLM server on the CPU: found or started, restarted, and strategies that follow one trajectory."""
+"""Whole runs beside a vLLM server on the CPU: found, started or restarted; all follow one trajectory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from engines import (
     forking_python,
     kill_engine,
     load,
-    make_server,
     preloaded_python,
     processes_naming,
     save_model,
@@ -68,22 +67,6 @@ def test_strategies_follow_one_trajectory(server: Server, model_folder: Path, tm
 
 
 # a start of a server that is not preloaded: such a one listens at once, so that there would be no before
-@pytest.mark.slow
-def test_a_server_tells_when_it_has_taken_its_memory(where: object, model_folder: Path, tmp_path: Path) -> None:
-    """Where the trainer shares its GPU, it loads the policy from then on: while the server records graphs and starts to
-    listen.
-    """
-    server = make_server(CPU, tmp_path, python=forking_python(tmp_path))
-    try:
-        server.begin(str(model_folder))
-        server.wait_for_memory()
-        assert "KV cache size" in (log := (tmp_path / "server_0.log").read_text())
-        assert "Application startup complete" not in log
-        server.start(str(model_folder))
-    finally:
-        server.stop()
-
-
 def test_a_server_starts_before_the_memory_plan_and_ends_where_that_refuses(
     where: object, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +89,7 @@ def test_a_server_starts_before_the_memory_plan_and_ends_where_that_refuses(
 @pytest.mark.slow  # four starts of a server each
 @pytest.mark.parametrize(
     ("quick", "restarting", "overrides", "fixture"),
-    [("reload", "restart", (), "full_server"), ("lora_hotswap", "lora_restart", LORA, "lora_server")],
+    [("lora_hotswap", "lora_restart", LORA, "lora_server")],
 )
 def test_restarted_servers_follow_it_too(
     quick: str,
@@ -131,22 +114,6 @@ def test_restarted_servers_follow_it_too(
     )
     assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(3)}) > 1
     assert_same(undisturbed, restarted)
-
-
-def test_evaluation_asks_its_own_server(server: Server, model_folder: Path, tmp_path: Path) -> None:
-    """Training samples in process, evaluation from a server that gets the weights before each evaluation."""
-    asked = count_requests(server)
-    two = ("train.iterations=2", "eval.interval=2")
-    apart = run(tmp_path / "apart", model_folder, "eval.backend=vllm_server", f"eval.base_url={server.base_url}", *two)
-    assert count_requests(server) - asked >= 2 * 8  # two evaluations of 4 problems, 2 replicates each
-    here = run(tmp_path / "here", model_folder, *two)
-    assert_same(without_evaluations(apart), without_evaluations(here))
-    assert apart["eval_iter_001.json"].keys() == here["eval_iter_001.json"].keys()
-    assert apart["eval_iter_001.json"] != apart["eval_init.json"]
-
-
-def without_evaluations(metrics: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    return {name: found for name, found in metrics.items() if name.startswith("train")}
 
 
 def count_requests(server: Server) -> float:
@@ -186,13 +153,6 @@ def passed_on(server: Server, request: Request) -> Reply:
     )
 
 
-@pytest.fixture
-def door(server: Server) -> Iterator[ScriptedServer]:
-    """Another address of the server, which notes what passes."""
-    with ScriptedServer(lambda request: passed_on(server, request)) as web:
-        yield web
-
-
 USED_OF_STOCK = {"/health", "/version", "/v1/completions"}
 
 
@@ -212,27 +172,11 @@ def stock(server: Server) -> Iterator[ScriptedServer]:
 TWO = ("train.iterations=2", "eval.interval=2")
 
 
-def test_one_url_is_one_client_and_one_push(door: ScriptedServer, model_folder: Path, tmp_path: Path) -> None:
-    """Evaluations at training's own URL: versions 0, 2 and 4 are loaded once each, and both ask the same server."""
-    found = run(
-        tmp_path / "one",
-        model_folder,
-        *at(door.base_url),
-        f"eval.base_url={door.base_url}/v1",
-        "weight_sync=reload",
-        *TWO,
-    )
-    methods = [request.body["method"] for request in door.requests if request.body and "method" in request.body]
-    assert methods.count("reload_weights") == 3
-    assert found["eval_iter_001.json"] != found["eval_init.json"]
-
-
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
         ("generation.base_url", ("generation=vllm_server", "weight_sync=reload")),
         ("generation.base_url", ("generation=vllm_server", "weight_sync=lora_hotswap", *LORA)),
-        ("eval.base_url", ("eval.backend=vllm_server",)),
     ],
 )
 def test_a_stock_server_is_refused_before_a_model_is_loaded(
@@ -265,7 +209,8 @@ def test_the_command_of_a_refusal_starts_a_right_server(
     with pytest.raises(ConfigError) as refused:
         run(tmp_path / "refused", model_folder, *at(stock.base_url), "weight_sync=shared_vllm")
     stock.close()  # its port is free for the right one
-    cpu = " --enforce-eager --distributed-executor-backend uni --kv-cache-memory-bytes 67108864 --max-num-batched-tokens 32768"
+    cpu = " --enforce-eager --distributed-executor-backend uni --kv-cache-memory-bytes 67108864"
+    cpu += " --max-num-batched-tokens 32768"
     command = str(refused.value).partition("Start one that has it: ")[2].replace(" --gpu-memory-utilization 0.45", cpu)
     command = command.replace(sys.executable, preloaded_python(tmp_path))
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
@@ -323,16 +268,6 @@ def test_a_frozen_server_is_asked_and_never_touched(
     assert (tmp_path / "run" / "run.log").read_text().count("weight_sync=none: the server at") == 1
 
 
-def test_a_frozen_server_of_evaluations(stock: ScriptedServer, model_folder: Path, tmp_path: Path) -> None:
-    overrides = ("eval.backend=vllm_server", f"eval.base_url={stock.base_url}", "eval.weight_sync=none")
-    frozen = run(tmp_path / "frozen", model_folder, *overrides, *TWO)
-    assert {request.path for request in stock.requests} == USED_OF_STOCK | {"/generate_tokens"}, (
-        "which it does not have"
-    )
-    assert ["sync/frozen" in metrics for metrics in frozen.values()] == [name.startswith("eval") for name in frozen]
-    assert frozen["train_iter_001.json"]["sync/version"] == 4
-
-
 def distance_of(policy: Any, rollouts: list[Rollout]) -> float:
     """Mean |policy - server| over the rollouts' tokens, in nats."""
     completions = []
@@ -355,7 +290,7 @@ def start_two(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.slow
 def test_two_processes_share_a_server_and_its_recovery(server: Server, model_folder: Path, tmp_path: Path) -> None:
-    """The engine is killed at some moment of the run; the second process did not start it and learns of its death too."""
+    """The engine is killed in the run; the second process did not start it and learns of its death too."""
     twelve = ("weight_sync=shared_vllm", "train.iterations=12", "eval.interval=12")
     alone = run(tmp_path / "alone", model_folder, *at(server), *twelve)
     together = start_two(tmp_path / "together", *five(model_folder), *own_server(preloaded_python(tmp_path)), *twelve)
@@ -369,22 +304,6 @@ def test_two_processes_share_a_server_and_its_recovery(server: Server, model_fol
     found = metrics_of(tmp_path / "together")
     assert found["train_iter_011.json"]["sync/num_recoveries"] == 1
     assert_same(alone, found)
-
-
-@pytest.mark.slow
-def test_two_processes_evaluate_on_one_server(server: Server, model_folder: Path, tmp_path: Path) -> None:
-    overrides = (
-        "eval.backend=vllm_server",
-        f"eval.base_url={server.base_url}",
-        "train.iterations=2",
-        "eval.interval=2",
-    )
-    alone = run(tmp_path / "alone", model_folder, *overrides)
-    serve_again(server, model_folder, CPU)
-    assert run_in_children(2, tmp_path / "together", *five(model_folder), *overrides) == [0, 0], printed(
-        tmp_path / "together"
-    )
-    assert_same(alone, metrics_of(tmp_path / "together"))
 
 
 @pytest.mark.slow
@@ -458,10 +377,10 @@ ASYNC = (
 @pytest.mark.parametrize(
     "overrides",
     [
-        *(("weight_sync=reload", f"rollouts.in_flight={name}") for name in ("keep", "wait", "abort")),
+        *(("weight_sync=reload", f"rollouts.in_flight={name}") for name in ("keep", "abort")),
         ("weight_sync=lora_hotswap", *LORA),
     ],
-    ids=["keep", "wait", "abort", "lora"],
+    ids=["keep", "abort", "lora"],
 )
 def test_pushes_to_a_server_that_samples(
     overrides: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path

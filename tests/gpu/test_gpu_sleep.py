@@ -31,7 +31,6 @@ def test_sleep_frees_the_memory_and_waking_takes_it_again(tmp_path: Path) -> Non
         before, awake = http.post(f"{url}/generate", json=BODY).json(), used_gib()
         http.post(f"{url}/sleep?level=1").raise_for_status()
         assert http.get(f"{url}/is_sleeping").json() == {"is_sleeping": True}
-        assert http.post(f"{url}/generate", json=BODY).status_code == 503
         asleep = used_gib()
         http.post(f"{url}/wake_up").raise_for_status()
         assert http.post(f"{url}/generate", json=BODY).json() == before

@@ -25,7 +25,7 @@ class ServedBits:
 
 @dataclass
 class ServerControl(ABC):
-    """Control over a server. Every call raises EngineError, or EngineDied if a server that the run started has ended."""
+    """Control over a server. Calls raise EngineError, or EngineDied if a server that the run started has ended."""
 
     server: Server
 

@@ -6,6 +6,7 @@ import json
 import logging
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -39,10 +40,6 @@ class Unreachable(EngineError):
     """No answer came: no connection, a broken one, or none in time."""
 
 
-class Late(Unreachable):
-    """None in time, though there may be a connection."""
-
-
 @dataclass(frozen=True)
 class Answer:
     """A whole answer from `url`."""
@@ -67,57 +64,43 @@ class Answer:
         try:
             return reader(json.loads(self.body))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            begin = printable(self.body[:200].decode(errors="replace"))
-            raise EngineError(
-                f"{self.url}: a malformed answer ({type(error).__name__}: {printable(str(error)[:200])}): {begin}; "
-                "is that the right server, with no proxy in between?"
-            ) from error
+            why = f"a malformed answer ({type(error).__name__}: {str(error)[:200]}): {self.body[:200]!r}"
+            raise EngineError(f"{self.url}: {why}; is that the right server, with no proxy in between?") from error
 
     def reason(self) -> str:
-        """The server's own words about a status other than 200."""
+        """The server's own words about a status other than 200, as one line."""
         text = self.body.decode(errors="replace")
-        try:
+        with suppress(ValueError):
             body = json.loads(text)
-        except ValueError:
-            return printable(text[:300])
-        error = body.get("error", body) if isinstance(body, dict) else body
-        return printable(str(error.get("message", error) if isinstance(error, dict) else error)[:600])
+            error = body.get("error", body) if isinstance(body, dict) else body
+            text = str(error.get("message", error) if isinstance(error, dict) else error)
+        return " ".join(text[:600].split())
 
 
 class ServerApi:
     """Calls that control a server, for callers that wait. Threads may share it.
 
-    Args:
-        timeout_s: the longest silence during a call that names no other.
-        keep_alive_s: 0 for a server that closes connections after an error, at which the next request would break.
+    `get` and `post` return the answer; `timeout_s` is the longest silence.
+
+    Raises:
+        Refused: a status other than 200.
+        Unreachable: no connection, or no answer in time.
     """
 
-    def __init__(
-        self, base_url: str, api_key: str | None, *, timeout_s: float = TIMEOUT_S, keep_alive_s: float = KEEP_ALIVE_S
-    ) -> None:
-        self._http = httpx.Client(**connection(base_url, api_key, keep_alive_s=keep_alive_s), timeout=timeout_s)
+    def __init__(self, base_url: str, api_key: str | None) -> None:
+        self._http = httpx.Client(**connection(base_url, api_key))
 
-    def get(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Answer:
-        """The answer to GET `path`.
-
-        Raises:
-            Refused: a status other than 200.
-            Unreachable: no connection, or no answer in time.
-        """
-        answer = self._call("GET", path, timeout_s, json=body)
+    def get(self, path: str, *, timeout_s: float = TIMEOUT_S) -> Answer:
+        """The answer to GET `path`."""
+        answer = self._call("GET", path, timeout=timeout_s)
         answer.check_status()
         return answer
 
     def post(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        params: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        self, path: str, body: Any = None, *, params: Mapping[str, Any] | None = None, timeout_s: float = TIMEOUT_S
     ) -> Answer:
-        """The answer to POST `path`, see `get`."""
-        answer = self._call("POST", path, timeout_s, json=body, params=params)
+        """The answer to POST `path`."""
+        answer = self._call("POST", path, timeout=timeout_s, json=body, params=params)
         answer.check_status()
         return answer
 
@@ -135,27 +118,25 @@ class ServerApi:
         Raises:
             EngineError: no connection, or no permission.
         """
-        answer = self._call("GET", path, None)
+        answer = self._call("GET", path, timeout=TIMEOUT_S)
         if answer.status not in (404, 405):
             answer.check_status()
         return answer.status != 404
 
-    def _call(self, method: str, path: str, timeout_s: float | None, **arguments: Any) -> Answer:
-        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
+    def _call(self, method: str, path: str, **arguments: Any) -> Answer:
         try:
-            return Answer.of(self._http.request(method, path, timeout=timeout, **arguments))
+            return Answer.of(self._http.request(method, path, **arguments))
         except httpx.HTTPError as error:
-            kind = Late if isinstance(error, httpx.TimeoutException) else Unreachable
             url = f"{str(self._http.base_url).rstrip('/')}{path}"
-            raise kind(f"{url}: {describe(error)}; is the server running, and reachable from here?") from error
+            raise Unreachable(f"{url}: {describe(error)}; is the server running, and reachable from here?") from error
 
 
-def connection(base_url: str, api_key: str | None, *, keep_alive_s: float = KEEP_ALIVE_S) -> dict[str, Any]:
+def connection(base_url: str, api_key: str | None) -> dict[str, Any]:
     """Arguments of httpx's clients for a server. Proxies of the environment are not used."""
     return {
         "base_url": base_url,
         "headers": authorization(api_key),
-        "limits": httpx.Limits(keepalive_expiry=keep_alive_s),
+        "limits": httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
         "trust_env": False,
         "verify": base_url.lower().startswith("https:") and _ssl_context(),
     }
@@ -179,16 +160,4 @@ def authorization(api_key: str | None) -> dict[str, str]:
 
 def describe(error: Exception) -> str:
     """An error of httpx in words."""
-    return printable(f"{type(error).__name__}: {error}"[:200])
-
-
-def text_of(value: Any) -> str:
-    """For `Answer.read`: a text, printable; raises TypeError for anything else."""
-    if not isinstance(value, str):
-        raise TypeError(f"a text belongs where {str(value)[:60]} is")
-    return printable(value)
-
-
-def printable(text: str) -> str:
-    """Foreign text as part of one line, without anything that a terminal would obey."""
-    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+    return f"{type(error).__name__}: {error}"[:200]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -24,6 +24,7 @@ from offline_grpo.errors import EngineDied, EngineError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Any)
 
 GRACE_S = 5.0
 """How long after a failed request a managed server that is ending may take to end."""
@@ -37,8 +38,7 @@ class Server:
     """An HTTP server that samples: a managed one, which the run starts, or an external one, which it finds at a URL.
 
     Args:
-        base_url: of an external server; None for a managed one.
-        api_key: of an external server; the launcher has that of a managed one.
+        base_url, api_key: of an external server.
         launcher: starts a managed server.
         log_dir: the first start's output goes to `server_0.log` there, the next one's to `server_1.log`, and so on.
         number: of a managed server among several, which take the ports from the configured one on.
@@ -275,18 +275,8 @@ def _runs(pid: int) -> bool:
         return False
 
 
-class OnGpus(Protocol):
-    """A server or its engine."""
-
-    @property
-    def gpus(self) -> Sequence[int] | None: ...
-
-
-G = TypeVar("G", bound=OnGpus)
-
-
-def next_to_start(waiting: Iterable[G], starting: Iterable[OnGpus] = ()) -> list[G]:
-    """Those that may start beside each other and beside those that start already: they share no GPU.
+def next_to_start(waiting: Iterable[E], starting: Iterable[Any] = ()) -> list[E]:
+    """Servers or engines that may start beside each other and beside those that start already: they share no GPU.
 
     A vLLM server that starts measures how much memory it takes, and takes for its own what another one allocates
     meanwhile.

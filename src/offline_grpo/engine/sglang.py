@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from offline_grpo.engine.control import Check, ServerControl
-from offline_grpo.engine.http import text_of
 from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.errors import require
 
@@ -64,7 +63,7 @@ class SglangControl(ServerControl):
 
     def version(self) -> str:
         """See `ServerControl.version`."""
-        return self.get("/server_info").read(lambda answer: text_of(answer["version"]))
+        return self.get("/server_info").read(lambda answer: answer["version"])
 
     def lacks(self, moves: str) -> str | None:
         """See `ServerControl.lacks`. Weights can be loaded into every SGLang server."""
@@ -96,5 +95,5 @@ class SglangControl(ServerControl):
 
     def served_tag(self) -> str | None:
         """See `ServerControl.served_tag`."""
-        found = self.get("/model_info").read(lambda answer: text_of(answer["weight_version"]))
+        found = self.get("/model_info").read(lambda answer: answer["weight_version"])
         return None if found == NO_TAG else found

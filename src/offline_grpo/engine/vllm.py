@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from offline_grpo.engine.control import Check, ServedBits, ServerControl
-from offline_grpo.engine.http import Refused, text_of
+from offline_grpo.engine.http import TIMEOUT_S, Refused
 from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.engine.process import usable_cores
 from offline_grpo.errors import require
@@ -134,7 +134,7 @@ class VllmControl(ServerControl):
 
     def version(self) -> str:
         """See `ServerControl.version`."""
-        return self.get("/version").read(lambda answer: text_of(answer["version"]))
+        return self.get("/version").read(lambda answer: answer["version"])
 
     def lacks(self, moves: str) -> str | None:
         """See `ServerControl.lacks`."""
@@ -160,7 +160,7 @@ class VllmControl(ServerControl):
         """
         if self.is_paused:
             return
-        timeout_s = WAIT_TIMEOUT_S if mode == "wait" else None
+        timeout_s = WAIT_TIMEOUT_S if mode == "wait" else TIMEOUT_S
         self.post("/pause", params={"mode": mode, "clear_cache": "true"}, timeout_s=timeout_s)
         self.is_paused = True
         try:
@@ -169,11 +169,6 @@ class VllmControl(ServerControl):
         except BaseException:
             self.resume()
             raise
-
-    def pause_again(self, mode: str) -> None:
-        """Like `pause`, for a server that was paused and that another client may have resumed."""
-        self.is_paused = False
-        self.pause(mode)
 
     def resume(self) -> None:
         """Continue what was kept, and begin what has arrived since."""
@@ -184,20 +179,11 @@ class VllmControl(ServerControl):
         """Forget keys and values that other weights computed."""
         self.post("/reset_prefix_cache")
 
-    def call_worker(
-        self,
-        method: str,
-        *,
-        read: Callable[[Any], Any] = lambda result: result,
-        timeout_s: float = 600.0,
-        **kwargs: Any,
-    ) -> Any:
-        """The result of the worker's method, of several workers the first one's, as `read` understands it (see
-        `Answer.read`).
-        """
+    def call_worker(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> Any:
+        """The result of the worker's method, of several workers the first one's."""
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
         answer = self.post("/collective_rpc", body, timeout_s=timeout_s + 10)
-        return answer.read(lambda answer: read(answer["results"][0]))
+        return answer.read(lambda answer: answer["results"][0])
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
         """See `ServerControl.load_weights`."""
@@ -218,11 +204,11 @@ class VllmControl(ServerControl):
 
     def served_tag(self) -> str | None:
         """See `ServerControl.served_tag`."""
-        return self.call_worker("grpo_tag", read=lambda tag: None if tag is None else text_of(tag))
+        return self.call_worker("grpo_tag")
 
     def served_bits(self) -> ServedBits:
         """See `ServerControl.served_bits`."""
-        return self.call_worker("grpo_state", read=lambda state: ServedBits(state["dtype"], state["fingerprints"]))
+        return ServedBits(**self.call_worker("grpo_state"))
 
     def describe(self) -> dict[str, Any]:
         """The worker's pid, device, gpu_uuid (None on CPUs), and refusals: why its weights cannot be shared."""
@@ -234,7 +220,7 @@ class VllmControl(ServerControl):
 
     def adapters(self) -> set[str]:
         """The names of those that it serves, and of the base model."""
-        return self.get("/v1/models").read(lambda answer: {text_of(model["id"]) for model in answer["data"]})
+        return self.get("/v1/models").read(lambda answer: {model["id"] for model in answer["data"]})
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name; requests in flight finish with it."""

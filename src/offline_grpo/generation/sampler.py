@@ -36,9 +36,7 @@ class Draws:
         self.logprobs = torch.zeros(num_rows, max_new_tokens, dtype=torch.float32, device=device)  # [B, N], nats
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
         self.ended = torch.zeros(num_rows, dtype=torch.bool, device=device)  # [B]: by EOS or a stop string
-        self.rows = torch.arange(
-            num_rows, device=device
-        )  # [R]: which of the B rows are in the current call of `generate`
+        self.rows = torch.arange(num_rows, device=device)  # [R]: those of the B rows that `generate` still has
         self.step = 0
 
     @property
@@ -53,9 +51,8 @@ class Draws:
 
     def first_non_finite(self) -> tuple[int, int] | None:
         """Row and step of the first token whose logprob is not a finite number: the model's logits were not."""
-        is_drawn = (
-            torch.arange(self.logprobs.shape[1], device=self.logprobs.device) < self.num_tokens[:, None]
-        )  # [B, N]
+        steps = torch.arange(self.logprobs.shape[1], device=self.logprobs.device)
+        is_drawn = steps < self.num_tokens[:, None]  # [B, N]
         bad = (is_drawn & ~self.logprobs.isfinite()).nonzero()
         return (int(bad[0, 0]), int(bad[0, 1])) if len(bad) else None
 
@@ -125,9 +122,10 @@ class SeededSampler(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         draws = self._draws
         probs = scores.softmax(-1)  # [R, V]
-        tokens = (
-            probs.argmax(-1) if self._uniforms is None else invert_cdf(probs, self._uniforms[draws.rows, draws.step])
-        )  # [R]
+        if self._uniforms is None:
+            tokens = probs.argmax(-1)  # [R]
+        else:
+            tokens = invert_cdf(probs, self._uniforms[draws.rows, draws.step])
         draws.token_ids[draws.rows, draws.step] = tokens
         draws.logprobs[draws.rows, draws.step] = probs.gather(1, tokens[:, None]).squeeze(1).log()
         draws.step += 1
@@ -142,9 +140,8 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     same each time, and in float32 the difference is as large as the probability of a rare token.
     """
     cdf = probs.cumsum(-1, dtype=torch.float64 if probs.is_cuda else None)  # [R, V]
-    thresholds = (
-        uniforms[:, None].to(cdf.dtype) * cdf[:, -1:]
-    )  # [R, 1], below the total because a random number is at most 1 - 2**-24
+    # [R, 1], below the total because a random number is at most 1 - 2**-24
+    thresholds = uniforms[:, None].to(cdf.dtype) * cdf[:, -1:]
     # NaN exceeds nothing: the clamp keeps the index valid until `first_non_finite` reports it
     return torch.searchsorted(cdf, thresholds, right=True).squeeze(1).clamp_(max=probs.shape[1] - 1)
 

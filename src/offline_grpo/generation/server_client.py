@@ -158,10 +158,8 @@ class ServerClient(Streaming):
             answer.check_status()
             return answer
         await self._check_alive(self.weights, self._grace_s)
-        raise EngineError(
-            f"{self._url}: {failure}, after {self.max_retries + 1} attempts; is the server running, and "
-            f"{self.server.key} its address?"
-        )
+        fix = f"is the server running, and {self.server.key} its address?"
+        raise EngineError(f"{self._url}: {failure}, after {self.max_retries + 1} attempts; {fix}")
 
     async def _exchange(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> httpx.Response:
         """The response; EngineDied where the server ends first: a machine that is lost closes no connection."""
@@ -220,8 +218,6 @@ class ServerClient(Streaming):
             raise ValueError(f"a token has id {wrong[0]}, and the model that is trained has {len(self._ids)}")
         for position, logprob in enumerate(logprobs):
             if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
-                raise ValueError(
-                    f"the logprob of token {position} is {logprob} (weights version {version}), which no drawn token "
-                    "has; the served weights, or their activations, are probably not finite"
-                )
+                cause = "the served weights, or their activations, are probably not finite"
+                raise ValueError(f"the logprob of token {position} is {logprob} (weights version {version}): {cause}")
         return Completion(tuple(token_ids), tuple(map(float, logprobs)), finish, (version,) * len(token_ids))

@@ -23,9 +23,8 @@ SDPA = "sdpa"
 def shared_heads() -> Iterator[None]:
     """Inside, transformers' models that use `scaled_dot_product_attention` decode without copies."""
     before = ALL_ATTENTION_FUNCTIONS[SDPA]
-    AttentionInterface.register(
-        SDPA, functools.partial(_attention, before)
-    )  # compiled blocks look whether there is more than these
+    # compiled blocks look whether there is more than these
+    AttentionInterface.register(SDPA, functools.partial(_attention, before))
     try:
         yield
     finally:
@@ -53,7 +52,6 @@ def _attention(
     if length > 1 or heads == kv_heads or not (has_one_mask and is_plain):
         return otherwise(module, query, key, value, attention_mask, scaling=scaling, **others)
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, size)
-    output = scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, scale=scaling
-    )  # [B, kv_heads, groups, Dv]
+    # [B, kv_heads, groups, Dv]
+    output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return output.reshape(batch, 1, heads, -1), None

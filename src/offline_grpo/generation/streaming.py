@@ -32,9 +32,7 @@ class Streaming(ABC):
         self._num_at_once = num_at_once
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: asyncio.Semaphore  # of the loop, and made with it; first come, first served
-        self._changing_loop = (
-            threading.RLock()
-        )  # connections belong to one loop, and no request may get into an old one
+        self._changing_loop = threading.RLock()  # connections belong to one loop: no request may get into an old one
 
     @abstractmethod
     async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:

@@ -129,9 +129,8 @@ class TransformersClient:
     ) -> list[Completion]:
         """Decode B rows together, each a (request, replicate)."""
         place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
-        eos_ids = end_ids(
-            self._lm.generation_config, self.tokenizer
-        )  # of the model's own config, before a neutral one takes its place
+        # of the model's own config, before a neutral one takes its place
+        eos_ids = end_ids(self._lm.generation_config, self.tokenizer)
         with sampling_state(self._lm), not_compiled(self._lm), sdpa_kernel(REPEATABLE), shared_heads():
             draws = self._sample(
                 [requests[index].prompt_ids for index in place],
@@ -169,14 +168,13 @@ class TransformersClient:
         processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
         ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
         while True:
+            config = GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True)
             with graphed_steps(lm):
                 token_ids = lm.generate(
                     token_ids,
                     attention_mask=mask,
                     **self._as_argument(cache),
-                    generation_config=GenerationConfig(
-                        max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True
-                    ),
+                    generation_config=config,
                     logits_processor=processors,
                     stopping_criteria=ends,
                     synced_gpus=False,  # of sharded weights this process has all while it samples
@@ -202,20 +200,11 @@ class TransformersClient:
         context = context_length(self._lm.config)
         for index, prompt in enumerate(request.prompt_ids for request in requests):
             if len(prompt) == 0:
-                raise ConfigError(
-                    f"prompt {index} has no tokens to continue; check the task's messages and the model's chat template"
-                )
+                raise ConfigError(f"prompt {index} has no tokens; check the task's messages and the chat template")
             if context is not None and len(prompt) + sampling.max_new_tokens > context:
-                room = context - len(prompt)
-                fix = (
-                    f"use {room} or less, or leave out problems with longer prompts"
-                    if room > 0
-                    else "leave out problems that are as long"
-                )
-                raise ConfigError(
-                    f"generation.max_new_tokens={sampling.max_new_tokens}: prompt {index} has {len(prompt)} tokens "
-                    f"and the model's context is {context}; {fix}"
-                )
+                has = f"prompt {index} has {len(prompt)} tokens and the model's context is {context}"
+                fix = f"use {max(context - len(prompt), 0)} or less, or leave out problems with longer prompts"
+                raise ConfigError(f"generation.max_new_tokens={sampling.max_new_tokens}: {has}; {fix}")
 
 
 def _keep_rows(cache: Cache, rows: Tensor) -> None:
@@ -230,11 +219,9 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
     Example: prompts 5 6 7 and 8 give 5 6 7 / 8 8 8 and 1 1 1 / 0 0 1.
     """
     width = max(map(len, prompts))
-    token_ids = torch.tensor(
-        [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts], dtype=torch.int64
-    )
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], dtype=torch.int64)
-    return token_ids.to(device), mask.to(device)
+    token_ids = [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(token_ids, device=device), torch.tensor(mask, device=device)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ class SharedVllm(PausingSync):
             bridge = Bridge.read(Path(self.bridge_config))
         else:
             exported, layout = (
-                engine.control.call_worker("grpo_export", read=dict),
+                engine.control.call_worker("grpo_export"),
                 engine.control.call_worker("grpo_layout"),
             )
             bridge = Bridge.from_worker(this_run(), self.start_model(snapshot), described, exported, layout)

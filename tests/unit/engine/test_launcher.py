@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from engines import COMMAND_LINE
 
-from offline_grpo.engine.launcher import Launcher, flags, visible, without_launch_variables
-from offline_grpo.engine.ports import is_loopback
+from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.errors import ConfigError
 
 
@@ -74,49 +73,10 @@ def test_a_command_to_copy(url: str, has_key: bool, address: str) -> None:
     ("name", "instead"),
     [
         ("host", "engine.host"),
-        ("port", "engine.port"),
         ("api-key", "engine.api_key"),
-        ("model", "model.train_id"),
-        ("worker_extension_cls", "nothing"),
         ("middleware", "engine.api_key"),
     ],
 )
 def test_options_that_would_get_around_a_check(name: str, instead: str) -> None:
     with pytest.raises(ConfigError, match=rf"^engine\.args\.{name}=0\.0\.0\.0: is decided elsewhere; set {instead}"):
         engine(args={name: "0.0.0.0"})
-
-
-def test_gpus_are_numbered_as_this_process_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible([1, 0]) == "1,0"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-abc,6")
-    assert visible([1, 2]) == "GPU-abc,6"
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1", True),
-        ("127.9.9.9", True),
-        ("::1", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
-        ("10.0.0.1", False),
-        ("gpu1", False),
-    ],
-)
-def test_loopback(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
-
-
-def test_launch_variables_stay_here() -> None:
-    ours = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "a",
-        "ACCELERATE_USE_CPU": "1",
-        "TORCHELASTIC_RUN_ID": "x",
-        "HOME": "/",
-        "RANKING": "1",
-    }
-    assert without_launch_variables(ours) == {"HOME": "/", "RANKING": "1"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import socket
 import subprocess
 import sys
@@ -25,13 +24,6 @@ def test_null_takes_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_port("127.0.0.1", None, key="engine.port") == port + 1
         monkeypatch.setattr(ports, "SERVER_PORTS", (port,))
         assert choose_port("127.0.0.1", None, key="engine.port") not in (0, port)
-
-
-def test_a_free_one_is_not_drawn_from_the_seed_of_a_run() -> None:
-    random.seed(7)
-    before = random.getstate()
-    choose_port("127.0.0.1", None, key="engine.port")
-    assert random.getstate() == before
 
 
 def test_a_taken_port_names_its_owner() -> None:
@@ -65,33 +57,9 @@ def test_a_server_that_starts_again_waits_for_its_port() -> None:
         choose_port("127.0.0.1", port, key="engine.port", wait_s=0.3)
 
 
-def test_a_port_whose_server_has_just_ended_is_free() -> None:
-    """Its connections are in TIME_WAIT for a minute: a restart must not wait for that."""
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
-    client = socket.create_connection(("127.0.0.1", port))
-    connection, _ = server.accept()
-    connection.close()  # the side that closes first keeps the state
-    client.close()
-    server.close()
-    assert choose_port("127.0.0.1", port, key="engine.port") == port
-
-
-@pytest.mark.parametrize(
-    ("key", "named"), [("engine.port", r"engine\.host"), ("weight_sync.master_address", r"weight_sync\.master_address")]
-)
-@pytest.mark.parametrize(
-    ("host", "reason"),
-    [
-        ("192.0.2.1", "Cannot assign requested address"),
-        ("2001:db8::1", "(Cannot assign requested address|Address family not supported.*)"),
-    ],
-)
-def test_an_address_of_another_machine(host: str, reason: str, key: str, named: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^{named}={host}: cannot be used \({reason}\); name an address of this machine$"
-    ):
-        choose_port(host, None, key=key)
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.host=192\.0\.2\.1: cannot be used .*name an address of this"):
+        choose_port("192.0.2.1", None, key="engine.port")
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import signal
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -82,28 +78,3 @@ def test_what_is_in_use_stays(holder: subprocess.Popen[str], memory: Path) -> No
     assert {elsewhere, own.path, another.path} == set(memory.iterdir())
     own.remove()
     another.remove()
-
-
-@pytest.mark.parametrize("is_taken", ["before the lock", "while it waits"])
-def test_a_folder_that_is_taken_for_left_behind_is_made_again(is_taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
-    make, lock = tempfile.mkdtemp, fcntl.flock
-
-    def make_and_lose(**arguments: Any) -> str:
-        made.append(Path(make(**arguments)))
-        if is_taken == "before the lock" and len(made) == 1:
-            made[0].rmdir()
-        return str(made[-1])
-
-    def lose_and_lock(descriptor: int, operation: int) -> None:
-        if is_taken == "while it waits" and len(made) == 1:
-            made[0].rmdir()
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
-    monkeypatch.setattr(fcntl, "flock", lose_and_lock)
-    before = set(os.listdir("/proc/self/fd"))
-    folder = Scratch()
-    assert (folder.path, folder.path.exists(), len(made)) == (made[1], True, 2)
-    folder.remove()
-    assert set(os.listdir("/proc/self/fd")) == before

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,33 +40,6 @@ def tokens_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) ->
     return {"prompt_token_ids": list(prompt), "choices": choices}
 
 
-class StockClient(VllmClient):
-    """One that has learnt that the server is a stock one."""
-
-    path = "/v1/completions"
-
-
-def stock_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> dict[str, Any]:
-    """What vLLM 0.32 answers at /v1/completions with `return_token_ids` and `logprobs=0`."""
-    choices = [
-        {
-            "index": index,
-            "text": "",
-            "finish_reason": reason,
-            "stop_reason": None,
-            "token_ids": tokens,
-            "prompt_token_ids": list(prompt),
-            "logprobs": {
-                "token_logprobs": logprobs,
-                "tokens": [f"token_id:{token}" for token in tokens],
-                "top_logprobs": [],
-            },
-        }
-        for index, (tokens, logprobs, reason) in enumerate(completions)
-    ]
-    return {"id": "cmpl-1", "object": "text_completion", "model": "policy", "choices": choices}
-
-
 def sglang_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> list[dict[str, Any]]:
     """What SGLang 0.5.15 answers at /generate to a batch with `return_logprob`. Of what was aborted in the queue it
     counts no prompt.
@@ -101,7 +72,6 @@ class Dialect:
     prompt_of: Callable[[Any], list[int]]
     sent_names: dict[str, str]  # SamplingParams' names -> the server's
     settings_of: Callable[[Any], dict[str, Any]]
-    required: tuple[tuple[Any, ...], ...]  # paths in an answer without which there is no completion
 
 
 COMMON_NAMES = {name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty", "stop")}
@@ -112,23 +82,6 @@ DIALECTS = {
         lambda body: body["prompt"]["prompt_token_ids"],
         {**COMMON_NAMES, "max_new_tokens": "max_tokens"},
         lambda body: body,
-        (
-            ("choices",),
-            *(("choices", 1, name) for name in ("token_ids", "logprobs", "finish_reason")),
-        ),
-    ),
-    "stock": Dialect(
-        StockClient,
-        stock_answer,
-        lambda body: body["prompt"],
-        {**COMMON_NAMES, "max_new_tokens": "max_tokens"},
-        lambda body: body,
-        (
-            ("choices",),
-            *(("choices", 1, name) for name in ("index", "token_ids", "logprobs", "finish_reason")),
-            ("choices", 0, "prompt_token_ids"),
-            ("choices", 1, "logprobs", "token_logprobs"),
-        ),
     ),
     "sglang": Dialect(
         SglangClient,
@@ -136,14 +89,6 @@ DIALECTS = {
         lambda body: body["input_ids"][0],
         {**COMMON_NAMES, "max_new_tokens": "max_new_tokens"},
         lambda body: body["sampling_params"][0],
-        (
-            (1, "meta_info"),
-            *(
-                (1, "meta_info", name)
-                for name in ("finish_reason", "prompt_tokens", "completion_tokens", "output_token_logprobs")
-            ),
-            (1, "meta_info", "finish_reason", "type"),
-        ),
     ),
 }
 
@@ -280,28 +225,6 @@ def test_what_a_push_aborts_waits_for_the_push_alone(
     assert len(lab.server.requests) == 16
 
 
-def test_a_push_may_take_away_what_a_request_names(lab: Lab) -> None:
-    """vLLM alone answers 404 about an adapter that it does not have, as about a path."""
-
-    def script(_: Request) -> Reply:
-        if lab.client.weights.version == 3:
-            lab.client.weights = ServedWeights(4)
-            return Reply({"error": {"message": "The model does not exist."}}, status=404)
-        return Reply(lab.dialect.answer(TWO))
-
-    lab.client.weights = ServedWeights(3)
-
-    lab.set_script(script)
-    [completions] = lab.ask()
-    assert [completion.versions[0] for completion in completions] == [4, 4]
-
-
-def test_a_server_that_aborts_everything(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "GRACE_S", 0.0)
-    lab.answers(ABORTED)
-    assert "the server aborted the request, 4 times; does another client pause it" in lab.error()
-
-
 def test_pushes_may_abort_a_request_as_often_as_they_like(lab: Lab) -> None:
     """With `rollouts.in_flight=abort` a long completion meets a push in every iteration."""
 
@@ -333,29 +256,13 @@ def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
     assert lab.dialect.prompt_of(body) == PROMPT
 
 
-@pytest.mark.parametrize(("kind", "further"), [("vllm", {}), ("stock", {"logprobs": 0, "return_token_ids": True})])
-def test_vllm_is_asked_for_a_group_with_one_seed(kind: str, further: dict[str, Any], tmp_path: Path) -> None:
-    with ScriptedServer(lambda _: Reply(DIALECTS[kind].answer(TWO))) as server:
-        client = make_client(DIALECTS[kind], mortal(server.base_url, tmp_path))
-        generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[2**62])
-        [request] = server.requests
-        assert request.path == client.path
-        assert request.body.items() >= {"n": 2, "seed": 2**62, "model": None, **further}.items()
-        client.close()
-
-
-@pytest.mark.parametrize("kind", ["vllm", "stock"])
-def test_greedy_completions_of_a_prompt_are_one(kind: str, tmp_path: Path) -> None:
+def test_greedy_completions_of_a_prompt_are_one(lab: Lab) -> None:
     """vLLM refuses to draw several."""
-    with ScriptedServer(lambda _: Reply(DIALECTS[kind].answer(TWO[:1]))) as server:
-        client = make_client(DIALECTS[kind], mortal(server.base_url, tmp_path))
-        [[first, second]] = generate(
-            client, [PROMPT], SamplingParams(max_new_tokens=4, temperature=0), group_size=2, seeds=[1]
-        )
-        assert first == second
-        assert first.token_ids == (5, 2)
-        assert server.requests[0].body["n"] == 1
-        client.close()
+    lab.answers(TWO[:1])
+    [[first, second]] = generate(lab.client, [PROMPT], SamplingParams(4, temperature=0), group_size=2, seeds=[1])
+    assert first == second
+    assert first.token_ids == (5, 2)
+    assert lab.server.requests[0].body["n"] == 1
 
 
 def test_a_stock_server_is_asked_as_stock_servers_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -365,7 +272,8 @@ def test_a_stock_server_is_asked_as_stock_servers_are(tmp_path: Path, caplog: py
         if request.path == VllmClient.path:
             server.wait_until(lambda: server.max_active == 4)
             return Reply({"detail": "Not Found"}, status=404)
-        return Reply(stock_answer([([7], [-1.0], "stop")], prompt=request.body["prompt"]))
+        choice = {"index": 0, "token_ids": [7], "finish_reason": "stop", "prompt_token_ids": request.body["prompt"]}
+        return Reply({"choices": [{**choice, "logprobs": {"token_logprobs": [-1.0]}}]})
 
     with ScriptedServer(script) as server, caplog.at_level("INFO"):
         client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
@@ -373,16 +281,6 @@ def test_a_stock_server_is_asked_as_stock_servers_are(tmp_path: Path, caplog: py
         paths = [request.path for request in server.requests]
         assert (paths.count(VllmClient.path), paths.count("/v1/completions")) == (4, 9)
         assert caplog.text.count("has no POST /generate_tokens") == 1
-        client.close()
-
-
-def test_choices_in_another_order_are_put_right(tmp_path: Path) -> None:
-    answer = stock_answer(TWO)
-    answer["choices"].reverse()
-    with ScriptedServer(lambda _: Reply(answer)) as server:
-        client = make_client(DIALECTS["stock"], mortal(server.base_url, tmp_path))
-        [[first, second]] = generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
-        assert (first.token_ids, second.token_ids) == ((5, 2), (6, 7, 8, 9))
         client.close()
 
 
@@ -407,62 +305,12 @@ def test_completions_have_the_version_that_was_served_when_they_were_asked_for(l
     assert completion.versions == (8, 8)
 
 
-def test_requests_are_taken_as_there_is_room_for_them(lab: Lab) -> None:
-    taken = 0
-
-    def endless() -> Iterator[SamplingRequest]:
-        nonlocal taken
-        while True:
-            taken += 1
-            yield requests(1)[0]
-
-    lab.set_script(lab.echo)
-    answers = lab.client.generate(endless(), SAMPLING)
-    for _ in range(20):
-        next(answers)
-    answers.close()
-    assert 20 <= taken <= 20 + 8  # twice the requests that may be in flight
-    lab.server.wait_until(lambda: lab.server.num_active == 0)
-
-
-def test_requests_in_flight_are_batch_size_and_never_more(lab: Lab) -> None:
-    def script(request: Request) -> Reply:
-        if request.number < 4:
-            lab.server.wait_until(lambda: lab.server.max_active == 4)
-        time.sleep(0.02)  # one too many would come now
-        return lab.echo(request)
-
-    lab.set_script(script)
-    lab.ask(num_prompts=14, group_size=1)
-    assert lab.server.max_active == 4
-    assert len(lab.server.requests) == 14
-
-
-def test_connections_are_kept(lab: Lab) -> None:
-    lab.set_script(lab.echo)
-    for _ in range(3):
-        lab.ask(num_prompts=8, group_size=1)
-    assert len(lab.server.requests) == 24
-    assert lab.server.num_connections <= 4
-
-
-@EVERY_DIALECT
-def test_the_key_is_sent(dialect: Dialect, tmp_path: Path) -> None:
-    with ScriptedServer(lambda _: Reply(dialect.answer(TWO))) as server:
-        for api_key in ("secret", None):
-            client = make_client(dialect, mortal(server.base_url, tmp_path, api_key))
-            generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
-            client.close()
-        assert [request.headers.get("Authorization") for request in server.requests] == ["Bearer secret", None]
-
-
 # What is tried again
 
 
 @pytest.mark.parametrize(
     "first",
-    [*(Reply({"error": "later"}, status=status) for status in (429, 502, 503, 504))]
-    + [Reply(TWO, cut=cut) for cut in ("reset", "close", "silence")],
+    [Reply({"error": "later"}, status=503), Reply(TWO, cut="close"), Reply(TWO, cut="silence")],
 )
 def test_what_is_tried_again(lab: Lab, first: Reply) -> None:
     lab.set_script(lambda request: first if request.number < 2 else Reply(lab.dialect.answer(TWO)))
@@ -470,24 +318,6 @@ def test_what_is_tried_again(lab: Lab, first: Reply) -> None:
     assert lab.server.requests[0].body == lab.server.requests[2].body
     lab.set_script(lambda _: first)
     assert "after 4 attempts" in lab.error()
-
-
-def test_pauses_between_attempts_double_up_to_a_limit(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    real_sleep = server_client.asyncio.sleep
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        await real_sleep(0)
-
-    monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.5)
-    monkeypatch.setattr(server_client.asyncio, "sleep", sleep)
-    client = make_client(lab.dialect, lab.handle, max_retries=7)
-    lab.set_script(lambda _: Reply({}, status=503))
-    with pytest.raises(EngineError, match="after 8 attempts"):
-        generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
-    client.close()
-    assert pauses == [0.5, 1, 2, 4, 8, 10, 10]
 
 
 # What is an error at once
@@ -498,9 +328,7 @@ def test_pauses_between_attempts_double_up_to_a_limit(lab: Lab, monkeypatch: pyt
     [
         (Reply({"detail": "Not Found"}, status=404), r"status 404: .*Not Found"),
         (Reply({"error": {"message": "prompt too long"}}, status=400), r"status 400: prompt too long"),
-        (Reply(b"<html>gateway</html>", status=500), r"status 500: <html>gateway"),
-        (Reply(b'{"choices": [', 200), r"malformed answer.*\{\"choices\""),
-        (Reply({"choices": None}), r"malformed answer"),
+        (Reply(b'{"choices": [', 200), r"malformed answer"),
         (Reply(tokens_answer(TWO, prompt=PROMPT[1:])), "malformed answer.*prompt came back changed"),
     ],
 )
@@ -508,19 +336,6 @@ def test_an_answer_that_is_none(lab: Lab, reply: Reply, expected: str) -> None:
     lab.set_script(lambda _: reply)
     assert re.search(expected, lab.error())
     assert len(lab.server.requests) == (2 if reply.status == 404 else 1)  # as a stock server is asked
-
-
-@EVERY_DIALECT
-def test_fields_that_are_missing(lab: Lab) -> None:
-    for path in lab.dialect.required:
-        answer = json.loads(json.dumps(lab.dialect.answer(TWO)))
-        *parents, last = path
-        place = answer
-        for step in parents:
-            place = place[step]
-        del place[last]
-        lab.set_script(lambda _, answer=answer: Reply(answer))
-        assert f"malformed answer (KeyError: '{last}')" in lab.error()
 
 
 def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab) -> None:
@@ -536,26 +351,13 @@ GOOD = ([6], [-1.0], "length")
 @pytest.mark.parametrize(
     ("completions", "expected"),
     [
-        ([], "0 completions where 2 were asked for"),
         ([GOOD], "1 completions where 2 were asked for"),
-        ([GOOD] * 3, "3 completions where 2 were asked for"),
         ([GOOD, ([5], [math.nan], "stop")], "the logprob of token 0 is nan"),
         ([GOOD, ([5, 6], [-1.0, -9999.0], "stop")], "the logprob of token 1 is -9999.0"),
-        (
-            [GOOD, ([5], [-3.4028234663852886e38], "stop")],
-            "the logprob of token 0 is -3.4",
-        ),  # what SGLang writes for minus infinity
-        ([GOOD, ([5], [-math.inf], "stop")], "the logprob of token 0 is -inf"),
         ([GOOD, ([5], [0.5], "stop")], "the logprob of token 0 is 0.5"),
-        ([GOOD, ([5], [None], "stop")], "malformed answer"),  # what SGLang writes for NaN
-        ([GOOD, ([5], ["-1"], "stop")], "malformed answer"),
         ([GOOD, ([5, 6], [-1.0], "stop")], r"malformed answer.*1 logprobs for 2 tokens"),
-        ([GOOD, ([1, 2, 3, 4, 5], [-1.0] * 5, "length")], r"malformed answer.*5 tokens where 1 to 4 were asked for"),
         ([GOOD, ([], [], "stop")], r"malformed answer.*0 tokens where 1 to 4"),
-        ([GOOD, ([], [], "length")], r"malformed answer.*0 tokens"),
         ([GOOD, ([1000], [-1.0], "stop")], r"malformed answer.*has id 1000"),
-        ([GOOD, ([5], [-1.0], "content_filter")], r"malformed answer.*content_filter"),
-        ([GOOD, ([5], [-1.0], None)], r"malformed answer.*None"),
     ],
 )
 def test_completions_that_are_not_what_was_asked_for(lab: Lab, completions: list[Any], expected: str) -> None:
@@ -564,90 +366,18 @@ def test_completions_that_are_not_what_was_asked_for(lab: Lab, completions: list
     assert len(lab.server.requests) == 1
 
 
-def test_one_bad_answer_ends_the_other_requests(lab: Lab) -> None:
-    def script(request: Request) -> Reply:
-        if lab.dialect.prompt_of(request.body)[0] == 2:
-            lab.server.wait_until(lambda: lab.server.num_active == 4)
-            return Reply({}, status=400)
-        lab.server.hold(request)
-        return Reply()
-
-    lab.set_script(script)
-    assert "status 400" in lab.error(num_prompts=9, group_size=1)
-    lab.server.wait_until(lambda: lab.server.num_active == 0)
-    assert len(lab.server.requests) == 4
-    lab.answers()
-    assert len(lab.ask()[0]) == 2
-
-
-def test_nobody_listens(dialect: Dialect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        client = make_client(dialect, mortal(url, tmp_path))
-        for key in ("generation.base_url", "eval.base_url"):
-            client.server.key = key
-            with pytest.raises(
-                EngineError, match=rf"{url}{client.path}: ConnectError.*after 4 attempts.* and {key} its address"
-            ) as raised:
-                generate(client, [PROMPT], SAMPLING, group_size=2, seeds=[0])
-            assert type(raised.value) is EngineError
-        client.close()
-
-
 # A server of our own that ends
 
 
-@pytest.mark.parametrize(
-    "reply", [Reply({"error": "engine dead"}, status=500), Reply({}, cut="reset"), Reply({}, status=503)]
-)
-@pytest.mark.parametrize("max_retries", [0, 3])
-def test_the_death_of_our_own_server_is_told(lab: Lab, reply: Reply, max_retries: int) -> None:
+@pytest.mark.parametrize("reply", [Reply({"error": "engine dead"}, status=500), Reply({}, cut="reset")])
+def test_the_death_of_our_own_server_is_told(lab: Lab, reply: Reply) -> None:
     def script(_: Request) -> Reply:
         lab.handle.is_dead = True
         return reply
 
     lab.set_script(script)
-    client, lab.client = lab.client, make_client(lab.dialect, lab.handle, max_retries=max_retries)
     assert "exit code 1" in lab.error(EngineDied)
     assert len(lab.server.requests) == 1
-    lab.client.close()
-    lab.client = client
-
-
-def test_it_may_die_a_moment_after_the_failure(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection breaks first, the process ends next: hence the period of grace, in which other requests go on."""
-    monkeypatch.setattr(server_client, "GRACE_S", 60.0)
-    num_looked = 0
-    goes_on = threading.Event()
-
-    def check_alive(*, grace_s: float = 0.0) -> None:
-        nonlocal num_looked
-        with lab.server.changed:
-            num_looked += 1
-            lab.server.changed.notify_all()
-        if goes_on.is_set():
-            raise EngineDied("the server has ended")
-
-    def script(request: Request) -> Reply:
-        number = lab.dialect.prompt_of(request.body)[0]
-        if number == 0:
-            return Reply({}, status=500)
-        lab.server.wait_until(lambda: num_looked > 0)
-        if number == 2:  # sent after the answer to number 1 was read
-            goes_on.set()
-        return lab.echo(request)
-
-    lab.handle.check_alive = check_alive  # type: ignore[method-assign]
-    lab.handle.is_watched = True
-    lab.set_script(script)
-    lab.client.close()
-    lab.client = make_client(lab.dialect, lab.handle, batch_size=2)
-    started = time.monotonic()
-    lab.error(EngineDied, num_prompts=3, group_size=1)
-    assert num_looked > 1
-    assert time.monotonic() - started < 30
 
 
 # Interruption
@@ -669,8 +399,7 @@ def alarm() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alarm")
-@pytest.mark.parametrize("closes", [False, True])
-def test_an_interruption_leaves_no_request_and_a_client_that_works(lab: Lab, closes: bool) -> None:
+def test_an_interruption_leaves_no_request_and_a_client_that_works(lab: Lab) -> None:
     def script(request: Request) -> Reply:
         if (
             request.number == 3
@@ -683,8 +412,6 @@ def test_an_interruption_leaves_no_request_and_a_client_that_works(lab: Lab, clo
     started = time.monotonic()
     with pytest.raises(Interrupted):
         lab.ask(num_prompts=9, group_size=1)
-    if closes:
-        lab.client.close()
     lab.server.wait_until(lambda: lab.server.num_active == 0)
     assert time.monotonic() - started < 3
     assert len(lab.server.requests) == 4  # those that waited for a place were not sent afterwards

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from scripted_server import Reply, Request, ScriptedServer
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import EngineDied, EngineError
-from offline_grpo.generation import server_client, spread
+from offline_grpo.generation import server_client
 from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.types import SamplingParams, SamplingRequest
@@ -110,16 +108,6 @@ def echo(request: Request) -> Reply:
     return Reply({"prompt_token_ids": prompt, "choices": [choice] * request.body["n"]})
 
 
-def held(until: threading.Event) -> Callable[[Request], Reply]:
-    """Answers when told so."""
-
-    def script(request: Request) -> Reply:
-        assert until.wait(10)
-        return echo(request)
-
-    return script
-
-
 def test_every_request_is_answered_once_and_all_servers_are_busy(lab: Lab) -> None:
     def once_all_are_busy(request: Request) -> Reply:
         for web in lab.webs:
@@ -131,42 +119,12 @@ def test_every_request_is_answered_once_and_all_servers_are_busy(lab: Lab) -> No
     assert sum(lab.num_asked) == 60  # both completions of a prompt in one request
 
 
-def test_requests_that_come_one_by_one_are_spread_evenly(lab: Lab) -> None:
-    for _ in range(30):
-        lab.all(1)
-    assert lab.num_asked == [10, 10, 10]
-
-
-def test_what_was_open_at_a_dead_server_is_asked_of_the_others(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
-    def dies(_: Request) -> Reply:
-        lab.webs[1].wait_until(lambda: lab.webs[1].max_active == BATCH_SIZE)  # with all that it may have at once
-        lab.die(1)
-        return Reply(cut="silence")
-
-    lab.webs[1].script = dies
-    assert lab.all(60) == {i: i for i in range(60)}
-    assert lab.num_asked[1] == BATCH_SIZE
-    assert lab.spread.serving == [lab.clients[0], lab.clients[2]]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"sampling continues with 2 of the servers: the server at {lab.servers[1].base_url} has ended."
-    ]
-    lab.all(30)
-    assert lab.num_asked[1] == BATCH_SIZE
-
-
 def test_all_dead(lab: Lab) -> None:
     for i in range(3):
         lab.die(i)
     with pytest.raises(EngineDied, match=r"^the server at http.* has ended\.$"):
         lab.all(5)
     assert len(lab.spread.serving) == 1
-
-
-def test_a_server_that_lives_and_answers_nonsense_ends_the_sampling(lab: Lab) -> None:
-    lab.webs[2].script = lambda _: Reply({"nonsense": 1})
-    with pytest.raises(EngineError, match=lab.servers[2].base_url) as raised:
-        lab.all(60)
-    assert not isinstance(raised.value, EngineDied)
 
 
 def test_a_server_that_is_started_again_leaves_what_was_open_to_the_others(lab: Lab) -> None:
@@ -206,27 +164,6 @@ def test_what_was_sent_to_a_server_that_only_starts_is_asked_of_the_others(lab: 
     lab.servers[1].check_alive = lambda *, grace_s=0.0: None  # type: ignore[method-assign]
     with pytest.raises(EngineError, match=r"ConnectError.* after 3 attempts"):
         lab.all(60)
-
-
-def test_a_death_does_not_undo_what_the_deployment_says_meanwhile(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three, b is dead, and c is ready again when b's death is told."""
-    lab.spread.serve_from(lab.clients[:2])
-    lab.die(1)
-    monkeypatch.setattr(spread.log, "warning", lambda *_: lab.spread.serve_from([lab.clients[0], lab.clients[2]]))
-    assert lab.all(20) == {i: i for i in range(20)}
-    assert lab.spread.serving == [lab.clients[0], lab.clients[2]]
-    lab.spread.leave_out(lab.clients[:1])
-    assert lab.spread.serving == lab.clients[2:]
-
-
-def test_requests_wait_while_nobody_serves(lab: Lab) -> None:
-    lab.spread.serving = []
-    answers = in_background(lambda: lab.all(6))
-    time.sleep(0.3)
-    assert sum(lab.num_asked) == 0
-    lab.spread.serving = lab.clients[2:]
-    assert answers.result(10) == {i: i for i in range(6)}
-    assert lab.num_asked == [0, 0, 6]
 
 
 @pytest.mark.parametrize("how", ["iterator", "client"])

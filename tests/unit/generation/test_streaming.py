@@ -128,18 +128,6 @@ def test_what_is_asked_now_does_not_wait(num_at_once: int, closing: list[Slow]) 
     assert [sorted(indices) for indices in told] == [[*range(3 * num_at_once)]]  # type: ignore[call-overload]
 
 
-def test_a_client_that_is_closed_before_the_next_request_is_sent_says_so() -> None:
-    client = Slow(1)
-
-    def requests() -> Iterator[SamplingRequest]:
-        yield REQUEST
-        client.close()  # as the main thread does, while another one takes the next request
-        yield REQUEST
-
-    with pytest.raises(EngineError, match="a slow server: the client was closed while it waited"):
-        list(client.generate(requests(), SAMPLING))
-
-
 def test_what_is_asked_now_ends_with_the_client() -> None:
     client = Slow(1)
 

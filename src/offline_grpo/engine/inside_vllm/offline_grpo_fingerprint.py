@@ -43,9 +43,8 @@ def _fingerprint(tensor: Tensor, places: Tensor) -> Tensor:
     raw = tensor.contiguous().view(-1)
     several = 8 // raw.element_size()
     if raw.numel() % several == 0:
-        words = (raw.clone() if raw.storage_offset() % several else raw).view(
-            torch.int64
-        )  # 64 bits begin at multiples of 8 bytes alone
+        # 64 bits begin at multiples of 8 bytes alone
+        words = (raw.clone() if raw.storage_offset() % several else raw).view(torch.int64)
     else:
         words = raw.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[raw.element_size()])
     size = CHUNK_ELEMENTS_CPU if raw.device.type == "cpu" else CHUNK_ELEMENTS

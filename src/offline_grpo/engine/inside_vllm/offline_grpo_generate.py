@@ -25,8 +25,6 @@ PATH = "/generate"
 TOKENS_PATH = "/generate_tokens"
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent; vLLM's own endpoints use the same number."""
-SLEEP_CHECK_S = 2.0
-"""How often an engine that was sent to sleep is asked whether it still sleeps, while a request is open."""
 CONTEXT_TOKENS = 8
 """Of the prompt, decoded together with a completion: the text of a token can depend on those before it."""
 
@@ -37,10 +35,6 @@ OF_REQUEST = (ValueError, TypeError, OverflowError, RecursionError, getattr(exce
 """What vLLM and msgspec raise over a request that asks for something impossible. vLLM's class is newer than 0.25."""
 NOT_NOW = getattr(exceptions, "VLLMError", EngineDeadError)
 """Of what vLLM raises otherwise, such as over a full queue. 0.25 has no such class."""
-
-
-MAX_BODY_BYTES = 8 * 2**20
-"""A prompt of a million tokens has 7 MB."""
 
 Message = dict[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -67,11 +61,9 @@ class Generate:
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
-        self._was_sent_to_sleep = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in KINDS:
-            self._was_sent_to_sleep |= scope.get("path") == "/sleep"
             await self._app(scope, receive, send)
             return
         try:
@@ -97,23 +89,13 @@ class Generate:
         )
         leaving = asyncio.create_task(receive())  # returns when the client has gone
         try:
-            while not (working.done() or leaving.done()):
-                await self._check_awake(engine)
-                await asyncio.wait({working, leaving}, timeout=SLEEP_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 working.result()
         finally:
             for task in (working, leaving):
                 task.cancel()  # which makes vLLM abort the request
             await asyncio.gather(working, leaving, return_exceptions=True)
-
-    async def _check_awake(self, engine: Any) -> None:
-        if (
-            self._was_sent_to_sleep
-        ):  # the engine is not asked otherwise: it would take its time, and says the same of a pause
-            self._was_sent_to_sleep = await engine.is_sleeping()
-        if self._was_sent_to_sleep:
-            raise Refusal(503, "the engine sleeps; POST /wake_up wakes it")
 
 
 class Request:
@@ -126,6 +108,8 @@ class Request:
 
     refused = frozenset({"abort", "error"})
     """Finish reasons of completions that are not handed out."""
+    takes_newest = True
+    """Whether a request that names no model asks the newest adapter."""
 
     def __init__(self, body: bytes, state: Any) -> None:
         fields = msgspec.json.decode(body)
@@ -133,10 +117,10 @@ class Request:
             raise ValueError("a JSON object with a prompt belongs here")
         self.is_stream = bool(fields.pop("stream", False))
         self.tokenizer = state.engine_client.tokenizer
-        self.prompt_ids, self._prompt = self._read_prompt(
-            fields.pop("prompt", None), state.engine_client.model_config.get_vocab_size()
-        )
-        self.adapter = self._adapter(fields.pop("model", None), state.openai_serving_models)
+        vocab_size = state.engine_client.model_config.get_vocab_size()
+        self.prompt_ids, self._prompt = self._read_prompt(fields.pop("prompt", None), vocab_size)
+        name, models = fields.pop("model", None), state.openai_serving_models
+        self.adapter = adapter_named(name, models) if name is not None or self.takes_newest else None
         if unknown := fields.keys() - SAMPLING:
             known = ", ".join(["prompt", "model", "stream", *sorted(SAMPLING)])
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a request may have {known}")
@@ -147,10 +131,8 @@ class Request:
         params.output_kind = RequestOutputKind.CUMULATIVE if self.is_stream else RequestOutputKind.FINAL_ONLY
         params.flat_logprobs = not self.is_stream
         self.wants_text = params.detokenize
-        if not (self.is_stream or params.stop):
-            params.detokenize = (
-                False  # the text of a whole completion is made from its tokens faster than token by token
-            )
+        if not (self.is_stream or params.stop):  # a whole text is made from its tokens faster than token by token
+            params.detokenize = False
         self.params = params
 
     @property
@@ -159,9 +141,6 @@ class Request:
         if self._prompt is None:
             self._prompt = "" if self.tokenizer is None else self.tokenizer.decode(self.prompt_ids)
         return self._prompt
-
-    def _adapter(self, name: Any, models: Any) -> Any:
-        return adapter_named(name, models)
 
     def _read_prompt(self, prompt: Any, vocab_size: int) -> tuple[list[int], str | None]:
         if isinstance(prompt, str) and self.tokenizer is not None:
@@ -189,9 +168,13 @@ class Request:
         await reply(send, 200, answer)
 
     async def stream(self, engine: Any, send: Send) -> None:
-        """Answer in lines of JSON, each with all text so far."""
+        """Answer in lines of JSON, each with all text so far, or with the error that ends the answer."""
         texts = [self.prompt] * self.params.n
         has_begun = False
+
+        async def send_line(line: Message) -> None:
+            await send({"type": "http.response.body", "body": msgspec.json.encode(line) + b"\n", "more_body": True})
+
         try:
             async for output in self._outputs(engine):
                 for completion in output.outputs:
@@ -199,23 +182,11 @@ class Request:
                 if not has_begun:
                     has_begun = True
                     await send(start(200, b"application/x-ndjson"))
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": msgspec.json.encode({"text": texts}) + b"\n",
-                        "more_body": True,
-                    }
-                )
+                await send_line({"text": texts})
         except Refusal as refusal:
             if not has_begun:
                 raise
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": msgspec.json.encode({"error": str(refusal)}) + b"\n",
-                    "more_body": True,
-                }
-            )
+            await send_line({"error": str(refusal)})
         await send({"type": "http.response.body", "body": b""})
 
     async def _outputs(self, engine: Any) -> AsyncIterator[Any]:
@@ -227,9 +198,8 @@ class Request:
             async with contextlib.aclosing(generating):
                 async for output in generating:
                     if self.refused & {completion.finish_reason for completion in output.outputs}:
-                        raise Refusal(
-                            503, "the engine aborted the request, as it does for a push of weights; send it again"
-                        )
+                        why = "the engine aborted the request, as it does for a push of weights; send it again"
+                        raise Refusal(503, why)
                     yield output
         except EngineDeadError as error:
             raise Refusal(503, "the engine has died") from error
@@ -261,14 +231,12 @@ class TokensRequest(Request):
     """
 
     refused = frozenset({"error"})
+    takes_newest = False
 
     def __init__(self, body: bytes, state: Any) -> None:
         super().__init__(body, state)
         if self.is_stream:
             raise ValueError(f"stream: only {PATH} answers in parts")
-
-    def _adapter(self, name: Any, models: Any) -> Any:
-        return None if name is None else adapter_named(name, models)
 
     async def complete(self, engine: Any, send: Send) -> None:
         """Answer in one piece."""
@@ -314,24 +282,18 @@ def by_position(logprobs: Any) -> list[dict[int, float]]:
 def finite(logprobs: Sequence[float]) -> list[float]:
     """Logprobs as JSON can have them. Raises Refusal for NaN."""
     if any(map(math.isnan, logprobs)):
-        raise Refusal(
-            500, "a logprob is not a number; the weights that are served, or their activations, are probably not finite"
-        )
+        raise Refusal(500, "a logprob is not a number: the weights or their activations are probably not finite")
     return [max(value, LOWEST_LOGPROB) for value in logprobs]
 
 
 async def read_body(receive: Receive) -> bytes | None:
-    """All of a request's body; None if the client has gone. Raises Refusal for one that is too long."""
+    """All of a request's body; None if the client has gone."""
     parts: list[bytes] = []
-    num_bytes = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
         parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
-        if num_bytes > MAX_BODY_BYTES:
-            raise Refusal(413, f"the request has more than {MAX_BODY_BYTES} bytes")
         if not message.get("more_body", False):
             return b"".join(parts)
 

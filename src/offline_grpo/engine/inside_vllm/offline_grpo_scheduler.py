@@ -29,17 +29,12 @@ whether the last part has left, and before 0.32 wrote the next message over the 
 server got messages that it could not decode, or one twice and another one never. Arrays up to this size are within the
 one part that there is then."""
 
+# fmt: off
 JOINED = {
-    "request_id",
-    "new_token_ids",
-    "new_logprobs",
-    "finish_reason",
-    "stop_reason",
-    "events",
-    "prefill_stats",
-    "trace_headers",
+    "request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason", "events", "prefill_stats",
+    "trace_headers", "num_nans_in_logits",
 }
-JOINED |= {"num_nans_in_logits"}
+# fmt: on
 """What `joined` takes care of, or the last output has anyway."""
 OTHERS = [name for name in EngineCoreOutput.__struct_fields__ if name not in JOINED]
 NOTHING = (None,) * len(OTHERS)
@@ -108,9 +103,7 @@ def _may_wait(request: Any) -> bool:
 def _is_plain(output: EngineCoreOutput) -> bool:
     """Whether it has nothing that `joined` would lose if another output came after it."""
     try:
-        return (
-            _not_joined(output) == NOTHING
-        )  # identity first, for each: three times as fast as to compare them one by one
+        return _not_joined(output) == NOTHING  # three times as fast as to compare them one by one
     except ValueError:  # an array, which is neither equal to None nor unequal
         return False
 
@@ -123,12 +116,10 @@ def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     last.events = [event for output in outputs for event in output.events or ()] or None
     pieces = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if pieces:
-        width = min(
-            piece.logprobs.shape[1] for piece in pieces
-        )  # a step has as many columns as the request in it that wants most
+        # a step has as many columns as the request in it that wants most
+        width = min(piece.logprobs.shape[1] for piece in pieces)
         token_ids = np.concatenate([piece.logprob_token_ids[:, :width] for piece in pieces])
         logprobs = np.concatenate([piece.logprobs[:, :width] for piece in pieces])
-        last.new_logprobs = LogprobsLists(
-            token_ids, logprobs, np.concatenate([piece.sampled_token_ranks for piece in pieces])
-        )
+        ranks = np.concatenate([piece.sampled_token_ranks for piece in pieces])
+        last.new_logprobs = LogprobsLists(token_ids, logprobs, ranks)
     return last

@@ -191,9 +191,8 @@ class WorkerExtension:
     def _grpo_views(self) -> dict[str, Tensor]:
         """The rows that are a checkpoint parameter, by its name. Some tensors are always fp32: state decays, gates."""
         tensors = {plain_name(name): p.data for name, p in _model(self).named_parameters(remove_duplicate=False)}
-        of_dtype = {
-            name: tensor for name, tensor in tensors.items() if tensor.dtype == self.vllm_config.model_config.dtype
-        }
+        dtype = self.vllm_config.model_config.dtype
+        of_dtype = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
         return {
             entry["name"]: torch.atleast_1d(of_dtype[entry["tensor"]]).narrow(0, entry["row"], entry["rows"])
             for entry in layout(_model(self))
@@ -271,17 +270,10 @@ class TokenGate:
         if scope["type"] == "lifespan" or is_health or secrets.compare_digest(given, self._expected):
             await self._app(scope, receive, send)
             return
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send(
-            {
-                "type": "http.response.body",
-                "body": b'{"error": "this server needs its token: Authorization: Bearer ..."}',
-            }
-        )
+        body = b'{"error": "this server needs its token: Authorization: Bearer ..."}'
+        await send({"type": "http.response.body", "body": body})
 
 
 prepare_process()
