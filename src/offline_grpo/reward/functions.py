@@ -46,11 +46,10 @@ class RewardFunction:
         """Raise ConfigError if a parameter has no value for this problem."""
         for name in self.required:
             if name not in GIVEN and name not in problem.fields:
-                fields = "".join(f", {field}" for field in problem.fields)
+                known = ", ".join([*GIVEN, *problem.fields])
+                about = f"task.reward={self.path}: there is no value for its parameter {name!r}"
                 raise ConfigError(
-                    f"task.reward={self.path}: there is no value for its parameter {name!r} in problem "
-                    f"{problem.problem_id}; parameters "
-                    f"are given by name, from {', '.join(GIVEN)}{fields}"
+                    f"{about} in problem {problem.problem_id}; parameters are given by name, from {known}"
                 )
 
     def __call__(self, problem: Problem, text: str) -> Any:
@@ -72,13 +71,10 @@ class RewardFunction:
         return {name: self.weight * self._number(number) for name, number in values.items()}
 
     def _number(self, value: Any) -> float:
-        try:
-            number = value.item() if hasattr(value, "item") else value  # of numpy and torch
-            if isinstance(number, Real) and math.isfinite(number):
-                return float(number)
-        except (ValueError, RuntimeError, OverflowError):  # an array of several numbers, an integer beyond all floats
-            pass
-        raise ScoreError(f"task.reward={self.path} returned {value!r:.80}; it must be like {FORM}")
+        number = value.item() if hasattr(value, "item") else value  # of numpy and torch
+        if not isinstance(number, Real) or not math.isfinite(number):
+            raise ScoreError(f"task.reward={self.path} returned {value!r:.80}; it must be like {FORM}")
+        return float(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +111,7 @@ class Rewards:
     def _sum(self, values: Sequence[Any]) -> Score:
         pairs = zip(self.functions, values, strict=True)
         parts = {name: part for function, value in pairs for name, part in function.parts(value).items()}
-        try:
-            reward = math.fsum(parts.values())
-        except (OverflowError, ValueError):  # beyond all floats, which is refused where the score is checked
-            reward = math.nan
+        reward = math.fsum(parts.values())
         is_correct = reward >= self.threshold - TOLERANCE * max(1.0, abs(self.threshold))
         return Score(reward=reward, is_correct=is_correct, parts=parts)
 
@@ -144,16 +137,12 @@ def _load(item: Any) -> RewardFunction:
     path, weight = fields.get("fn"), fields.get("weight", 1.0)
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
     if not isinstance(path, str) or not is_number or set(fields) - {"fn", "weight"}:
-        raise ConfigError(
-            f"task.reward={item}: write my_module:my_function, or {{fn: my_module:my_function, weight: 0.5}}"
-        )
+        fix = "write my_module:my_function, or {fn: my_module:my_function, weight: 0.5}"
+        raise ConfigError(f"task.reward={item}: {fix}")
     function = _imported(path)
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of built-in functions
-        parameters = None
-    if parameters is None or inspect.isclass(function) or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-        raise ConfigError(f"task.reward={path}: is not a function with named parameters; write {FORM}")
+    parameters = list(inspect.signature(function).parameters.values())
+    is_named = not inspect.isclass(function) and all(p.kind is not p.POSITIONAL_ONLY for p in parameters)
+    require(is_named, "task.reward", path, f"is not a function with named parameters; write {FORM}")
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     required = tuple(p.name for p in named if p.default is p.empty)
@@ -163,9 +152,7 @@ def _load(item: Any) -> RewardFunction:
 def _imported(path: str) -> Callable[..., Any]:
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name.isidentifier() or module_name.endswith(".py") or "/" in module_name:
-        raise ConfigError(
-            f"task.reward={path}: write it as my_module:my_function, for the function my_function in my_module.py"
-        )
+        raise ConfigError(f"task.reward={path}: write it as my_module:my_function, for a function in my_module.py")
     top = module_name.partition(".")[0]
     beside = next((place for place in (Path.cwd() / f"{top}.py", Path.cwd() / top) if place.exists()), None)
     try:

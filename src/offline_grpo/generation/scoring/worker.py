@@ -37,8 +37,6 @@ from offline_grpo.types import Problem, Score
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-LINE_BYTES = 2**20
-"""The longest answer; a score with more in it is refused."""
 MESSAGE_BYTES = 8
 """Of a number that stands for a worker: with its end of a connection it asks for one, alone it ends that worker."""
 KILL_S = 10.0
@@ -220,10 +218,7 @@ class _Worker:
         if os.getpid() != pid:
             os._exit(0)  # the function forked, and this is the copy
         about = {"number": number, "used_up": answer.get("failure") == "memory" or _has_many_children()}
-        line = _line(answer | about)
-        if len(line) > LINE_BYTES:
-            line = _line(failed("raised", f"the score has {len(line):,} bytes of parts") | about)
-        self._writer.write(line)
+        self._writer.write(_line(answer | about))
 
 
 def _has_many_children() -> bool:
