@@ -155,7 +155,7 @@ FILES = {
         from typing import Any
 
         from offline_grpo.generation.transformers_client import TransformersClient
-        from offline_grpo.weight_sync.requirements import SyncRequirements
+        from offline_grpo.weight_sync.strategy import SyncRequirements
         from offline_grpo.weight_sync.strategy import Staged, WeightSync
 
 

@@ -51,7 +51,7 @@ class Asynchronous(OnPolicy):
         buffer_size: groups, of all processes, that are sampled or being sampled and not trained on yet; in whole
             iterations. None: as many as `max_staleness` allows.
         in_flight: what a push of weights does to requests that run, which weight sync carries out;
-            `check_requirements` compares.
+            `run/problems.py` compares.
         trainer_version: how many updates the trained weights carry now.
         updates_per_iteration: the trainer makes at most.
         num_iterations: of the run.

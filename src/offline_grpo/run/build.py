@@ -42,7 +42,9 @@ def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **
     check_settings(target, settings, key, given_at_runtime=wanted)
     component = target(**settings, **wanted)
     if protocol is not None and not isinstance(component, protocol):
-        lacks = f"lacks {', '.join(_missing(component, protocol))}; see {protocol.__module__.replace('.', '/')}.py"
+        missing = _missing(component, protocol)
+        lacks = f"lacks {', '.join(missing)}" if missing else "does not inherit from it"
+        lacks += f"; see {protocol.__module__.replace('.', '/')}.py"
         raise ConfigError(f"{key}._target_={node['_target_']}: does not implement {protocol.__name__}: {lacks}")
     return component
 

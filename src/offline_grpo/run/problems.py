@@ -12,7 +12,6 @@ from offline_grpo.run.config import key_of
 from offline_grpo.run.engine_spec import EngineSpec
 from offline_grpo.train.milestones import watched_metrics
 from offline_grpo.train.optimizer import AdamW
-from offline_grpo.weight_sync.requirements import check_in_flight, check_requirements
 
 if TYPE_CHECKING:
     from offline_grpo.run.plan import Plan
@@ -27,23 +26,59 @@ def problems(plan: Plan) -> Iterator[str]:
     """Every problem of a plan, as `KEY=VALUE: what to do`.
 
     Raises:
-        ConfigError: a problem of the weight-sync strategy, or a metric that no evaluation measures.
+        ConfigError: a metric that no evaluation measures.
     """
-    config, sync = plan.config, plan.weight_sync
-    client, url = plan.engine.client_class, plan.engine.base_url
-    check_requirements(sync.name, sync.requires, client, lora_rank=plan.lora_rank, base_url=url)
-    check_in_flight(sync.name, sync.requires, config.rollouts.get("in_flight"))
+    config = plan.config
     adapted = config.model.lora is not None and config.model.ref_id in (None, config.model.train_id)
     if adapted and config.model.ref_device is not None:
         fix = "under LoRA the reference is the trained model without its adapters; leave it null"
         yield f"model.ref_device={config.model.ref_device}: {fix}"
-    for is_wrong, key, value, fix in (*_of_servers(plan), *_of_cluster(plan), *_of_sharding(plan), *_of_metrics(plan)):
+    for is_wrong, key, value, fix in (
+        *_of_weight_sync(plan),
+        *_of_servers(plan),
+        *_of_cluster(plan),
+        *_of_sharding(plan),
+        *_of_metrics(plan),
+    ):
         if is_wrong:
             yield f"{key}={value}: {fix}"
 
 
 Rule = tuple[bool, str, object, str]
 """Whether it is broken, the key, its value and what to do."""
+
+
+def _of_weight_sync(plan: Plan) -> Iterator[Rule]:
+    sync, needs, engine, rank = plan.weight_sync, plan.weight_sync.requires, plan.engine, plan.lora_rank
+    name, key = engine.client_class.engine_name, "weight_sync"
+    if name in needs.refused:
+        yield True, *needs.refused[name]
+        return
+    fix = (
+        "moves no weights, and these samples do not come from the trained module; use reload, or with LoRA lora_hotswap"
+    )
+    yield not needs.engines and name is not None, key, sync.name, fix
+    fix = f"is for a {' or '.join(needs.engines)} server; use another generation, or another weight_sync"
+    yield bool(needs.engines) and name not in needs.engines, key, sync.name, fix
+    fix = "moves all weights, and with model.lora only adapters change; use weight_sync=lora_hotswap"
+    yield rank is not None and needs.moves == "full", key, sync.name, fix
+    fix = "moves LoRA adapters and the policy has none; add model/lora=default, or choose another"
+    yield rank is None and needs.moves == "lora", key, sync.name, fix
+    room = needs.max_lora_rank
+    is_small = engine.base_url is None and rank is not None and room is not None and rank > room
+    fix = f"the adapters have rank {rank}; set it to the next of 16, 32, 64, 128, ..."
+    yield is_small, "weight_sync.server_args.max_lora_rank", room, fix
+    fix = (
+        f"weight_sync={sync.name} starts servers of its own again and again; set it to null, or use another weight_sync"
+    )
+    yield needs.own_server and engine.base_url is not None, "generation.base_url", engine.base_url, fix
+    in_flight = plan.config.rollouts.get("in_flight")
+    if needs.in_flight:
+        can = needs.in_flight[0]
+        fix = f"weight_sync={sync.name} does {can} (weight_sync.pause_mode, which follows this key); use {can}"
+    else:
+        fix = f"weight_sync={sync.name} sends no weights while requests run; use reload, ipc, nccl, or with LoRA lora_hotswap"
+    yield in_flight is not None and in_flight not in needs.in_flight, "rollouts.in_flight", in_flight, fix
 
 
 def _of_servers(plan: Plan) -> Iterator[Rule]:
@@ -96,13 +131,6 @@ def _of_sharding(plan: Plan) -> Iterator[Rule]:
         "train.optimizer.offload=false"
     )
     yield is_other, "train.optimizer", train.optimizer["_target_"], fix
-    samplings = (plan.sampling, plan.eval_sampling)
-    is_filtered = bool(sync.requires.engines) and any(s.temperature > 0 and not s.is_full_softmax for s in samplings)
-    fix = (
-        "the probe of a push cannot follow top_p, top_k and repetition_penalty; leave them out, or use "
-        "train.sharding=none"
-    )
-    yield is_filtered, "train.sharding", "fsdp2", fix
 
 
 def _of_metrics(plan: Plan) -> Iterator[Rule]:

@@ -26,10 +26,10 @@ from offline_grpo.run.build import build
 from offline_grpo.run.engine_spec import EngineSpec, num_shards
 from offline_grpo.run.plan import Plan
 from offline_grpo.types import SamplingParams
-from offline_grpo.weight_sync import deployment
+from offline_grpo.weight_sync.deployment import Deployment as OneDeployment
+from offline_grpo.weight_sync.deployment import RankZeroDeployment
 from offline_grpo.weight_sync.lora_hotswap import room_for
 from offline_grpo.weight_sync.lora_restart import LoraRestart
-from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.strategy import WeightSync
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,5 @@ def _deployment(
         )
         for server in servers or [None]
     ]
-    inner = deployment.Deployment(
-        [engine_of(client, sampling) for client in clients], weight_sync, sharding.full_weights
-    )
+    inner = OneDeployment([engine_of(client, sampling) for client in clients], weight_sync, sharding.full_weights)
     return RankZeroDeployment(inner, ranks, sharding.lead) if servers and ranks.world_size > 1 else inner

@@ -4,47 +4,40 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from offline_grpo.engine.engine import Engine, ServerEngine
 from offline_grpo.engine.server import next_to_start
-from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.errors import EngineError
 from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
+from offline_grpo.placement.ranks import Ranks
 from offline_grpo.types import Metrics, ServedWeights, SyncReport
 from offline_grpo.weight_sync.proof import Proof
-from offline_grpo.weight_sync.requirements import check_requirements
 from offline_grpo.weight_sync.snapshot import FullWeights, Snapshot
 from offline_grpo.weight_sync.strategy import WeightSync
 
 log = logging.getLogger(__name__)
 
 
-Start = tuple[str, Mapping[str, Any]]
-"""The words with which an engine is started: the model, and arguments of the command line."""
-
-
 @dataclass(frozen=True)
 class DeploymentState:
-    """What other processes need to use the engines that the first one started, of each: the served weights, where the
-    server is, its pid, and whether it may be asked."""
+    """Where the engines are that the first process started, for the other ones: of each, weights, URL and pid."""
 
     weights: tuple[ServedWeights, ...]
     urls: tuple[str | None, ...]
     pids: tuple[int | None, ...]
-    serves: tuple[bool, ...]
 
 
 class Deployment:
     """Implements `interfaces.Deployment`: a push stages the weights once, and gives them to all engines at once.
 
-    Of several engines, one that dies is left out, and the run goes on with the others. The next push begins to start it
-    again, and the first one that finds it ready gives it the weights and proves them: then it is asked again. With none
-    left, or one that dies while it starts, `recover` starts what is missing and waits for it.
+    Of several engines, one that dies is left out, and sampling continues with the others. The next push starts it again
+    before it gives the weights to all.
 
     Args:
         engines: all serve the same weights. Several are servers.
@@ -55,7 +48,6 @@ class Deployment:
         assert len(engines) == 1 or not weight_sync.requires.one_engine, f"{weight_sync.name} serves one engine"
         self.engines = list(engines)
         self._spread = SpreadClient([engine.client for engine in engines]) if len(engines) > 1 else None  # type: ignore[misc]  # servers
-        self._starting: dict[Engine, Start] = {}
         self._num_restarts = 0
         self._strategy = weight_sync
         self._full_weights = full_weights
@@ -76,78 +68,42 @@ class Deployment:
         exist.
 
         Raises:
-            ConfigError: a client or a policy that the strategy is not for, or an engine that it cannot work with.
+            ConfigError: an engine or a policy that the strategy cannot work with.
             EngineError: an engine cannot be started or reached.
         """
-        strategy = self._strategy
-        for engine in self.engines:
-            check_requirements(
-                strategy.name,
-                strategy.requires,
-                type(engine.client),
-                lora_rank=policy.lora_rank,
-                base_url=engine.found_at,
-            )
         snapshot = self._snapshot(policy)
-        words = strategy.start_model(snapshot), strategy.start_args(snapshot)
-        for engine in next_to_start(self.engines):
-            engine.begin(*words)
-        for engine in self.engines:
-            engine.start(*words)
-            strategy.attach(engine, snapshot)
+        words = self._strategy.start_model(snapshot), self._strategy.start_args(snapshot)
+        self._start(self.engines, words, lambda engine: self._strategy.attach(engine, snapshot))
 
     def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
-        """See `Deployment.push` in interfaces.py.
+        """See `Deployment.push` in interfaces.py. Of several engines, the dead are started again first.
 
         Raises:
             EngineDied: a server that the run started has ended; `recover` starts it again.
             EngineError: the weights did not arrive.
         """
-        num_alive = len(self._alive)
-        try:
-            return self._push(policy, version, amid_requests)
-        except EngineDied as death:
-            if self._restarts or not 0 < len(self._alive) < num_alive:
-                raise
-            log.warning("%s The push goes on without it.", death)
-        return self.push(policy, version=version, amid_requests=amid_requests)
+        if self._spread is not None and not self._strategy.requires.own_server:
+            dead = [engine for engine in self.engines if engine not in self._serving]
+            self._num_restarts += len(dead)
+            self._restart(dead, policy)
+        return self._push(policy, version, amid_requests)
 
     def check_served(self) -> None:
-        """See `Deployment.check_served` in interfaces.py."""
+        """See `Deployment.check_served` in interfaces.py. What the dead sampled had the weights of the last push."""
         assert self._version is not None, "check_served() before push()"
-        for engine in (
-            self._serving
-        ):  # the dead had what was proven by the last push, and nobody else has the key of their servers
-            try:
-                self._strategy.check_served(engine, self._version)
-            except EngineDied as death:
-                if engine in self._alive or not self._alive:
-                    raise
-                log.warning("%s The run goes on without it.", death)
+        for engine in self._serving:
+            self._strategy.check_served(engine, self._version)
 
     def recover(self, policy: Policy, *, version: int) -> SyncReport:
         """Restart the engines that have died, and push to all. Raises as `connect` and `push` do."""
-        snapshot = self._snapshot(policy)
-        lost = [engine for engine in self.engines if engine in self._starting or engine.has_lost_weights]
-        words = {engine: self._recovery_words(snapshot) for engine in lost}
-        for engine in lost:
-            if engine not in self._starting:
-                engine.stop()
-        for engine in next_to_start([engine for engine in lost if engine not in self._starting], self._starting):
-            engine.begin(*words[engine])
-        self._starting = {}
-        for engine in lost:
-            engine.start(*words[engine])
-            self._strategy.reattach(engine, snapshot)
-        return self.push(policy, version=version)
+        self._restart([engine for engine in self.engines if engine.has_lost_weights], policy)
+        return self._push(policy, version, amid_requests=False)
 
     def metrics(self) -> Metrics:
         """See `Deployment.metrics` in interfaces.py."""
-        return (
-            {}
-            if self._spread is None
-            else {**self._spread.metrics(), "engines/num_restarts": float(self._num_restarts)}
-        )
+        if self._spread is None:
+            return {}
+        return {**self._spread.metrics(), "engines/num_restarts": float(self._num_restarts)}
 
     def close(self) -> None:
         """Release all engines, and stop those that the run started. Called once, also if `connect` never ran."""
@@ -162,12 +118,10 @@ class Deployment:
     def state(self) -> DeploymentState:
         """For the other processes of a run, see `follow`."""
         servers = [engine.server if isinstance(engine, ServerEngine) else None for engine in self.engines]
-        serving = self._serving
         return DeploymentState(
             weights=tuple(engine.client.weights for engine in self.engines),
             urls=tuple(server.base_url if server is not None else None for server in servers),
             pids=tuple(server.pid if server is not None else None for server in servers),
-            serves=tuple(engine in serving for engine in self.engines),
         )
 
     def follow(self, state: DeploymentState) -> None:
@@ -176,46 +130,31 @@ class Deployment:
             engine.client.weights = weights
             if isinstance(engine, ServerEngine) and url is not None:
                 engine.follow(url, pid)
-        self._ask([engine for engine, serves in zip(self.engines, state.serves, strict=True) if serves])
-
-    @property
-    def _restarts(self) -> bool:
-        """Whether a push starts every server anew, the dead among them."""
-        return self._strategy.requires.own_server
-
-    @property
-    def _alive(self) -> list[Engine]:
-        """All but the dead and those that are being started."""
-        return [
-            e for e in self.engines if e not in self._starting and (e.found_at is not None or not e.has_lost_weights)
-        ]
+        self._ask_all()
 
     @property
     def _serving(self) -> list[Engine]:
-        """Those that are alive; where that is none, all, so that the dead say why."""
-        return self._alive or self.engines
+        """All but servers of the run that have ended; where that is none, all, so that the dead say why."""
+        return [e for e in self.engines if e.found_at is not None or not e.has_lost_weights] or self.engines
 
     def _push(self, policy: Policy, version: int, amid_requests: bool) -> SyncReport:
         started = time.perf_counter()
-        self._bring_back(policy)
-        snapshot, serving = self._snapshot(policy), self.engines if self._restarts else self._serving
+        snapshot = self._snapshot(policy)
+        asked = [e for e in self.engines if self._spread is None or e.client in self._spread.serving]
+        replaces = dict.fromkeys(asked, self._version) if amid_requests and self._version is not None else {}
         try:
             with self._strategy.staged(snapshot, version) as staged:
-                replaces = (
-                    {engine: self._version for engine in serving if self._is_asked(engine)}
-                    if amid_requests and self._version is not None
-                    else {}
-                )
-                paused_seconds = self._strategy.deliver(serving, replace(staged, replaces=replaces))
-                for engine in serving:
+                paused_seconds = self._strategy.deliver(self.engines, replace(staged, replaces=replaces))
+                for engine in self.engines:
                     engine.client.weights = ServedWeights(staged.version, staged.name)
             self._version = staged.version
             delivered = time.perf_counter()
-            proofs = self._strategy.verify(serving, snapshot, version)
+            proofs = self._strategy.verify(self.engines, snapshot, version)
         except EngineError:
-            self._check_alive()  # if the first engine died, others fail too: what was staged lay in its folder
+            for engine in self.engines:  # if the first one died, others fail too: what was staged lay in its folder
+                engine.check_alive()
             raise
-        self._ask(serving)
+        self._ask_all()
         return SyncReport(
             version=staged.version,
             num_tensors=staged.num_tensors,
@@ -226,52 +165,98 @@ class Deployment:
             alignment=worst(proofs),
         )
 
-    def _ask(self, engines: Sequence[Engine]) -> None:
-        """From now on `client` samples from these."""
+    def _ask_all(self) -> None:
+        """From now on `client` samples from every engine."""
         if self._spread is not None:
-            self._spread.serve_from([engine.client for engine in engines])  # type: ignore[misc]  # servers
-            self._spread.weights = engines[0].client.weights
+            self._spread.serve_from([engine.client for engine in self.engines])  # type: ignore[misc]  # servers
+            self._spread.weights = self.engines[0].client.weights
 
-    def _is_asked(self, engine: Engine) -> bool:
-        return self._spread is None or engine.client in self._spread.serving
-
-    def _bring_back(self, policy: Policy) -> None:
-        """Start the dead again, beside the others, and prepare the path to those that are ready by now."""
-        if self._restarts:
+    def _restart(self, engines: Sequence[Engine], policy: Policy) -> None:
+        """Start engines that have died, and wait for them. Requests go to the others meanwhile."""
+        if not engines:
             return
+        if self._spread is not None:
+            self._spread.leave_out([engine.client for engine in engines])  # type: ignore[misc]  # servers
         snapshot = self._snapshot(policy)
-        for engine in [engine for engine in self._starting if engine.is_ready]:
-            engine.start(*self._starting.pop(engine))
-            self._strategy.reattach(engine, snapshot)
-        serving = self._serving
-        dead = [engine for engine in self.engines if engine not in serving and engine not in self._starting]
-        if (
-            dead and self._spread is not None
-        ):  # who samples meanwhile would take a process that only starts for one that serves
-            self._spread.leave_out([engine.client for engine in dead])  # type: ignore[misc]  # servers
-        for engine in next_to_start(dead, self._starting):
-            self._num_restarts += 1
-            log.info(
-                "starting the server again that has ended; %d go%s on meanwhile",
-                len(serving),
-                "es" if len(serving) == 1 else "",
-            )
-            self._strategy.detach(engine)
+        words = self._strategy.recovery_model(snapshot), self._strategy.start_args(snapshot)
+        for engine in engines:
             engine.stop()
-            self._starting[engine] = self._recovery_words(snapshot)
-            engine.begin(*self._starting[engine])
+        self._start(engines, words, lambda engine: self._strategy.reattach(engine, snapshot))
 
-    def _recovery_words(self, snapshot: Snapshot) -> Start:
-        return self._strategy.recovery_model(snapshot), self._strategy.start_args(snapshot)
+    def _start(
+        self, engines: Iterable[Engine], words: tuple[str, Mapping[str, Any]], attach: Callable[[Engine], None]
+    ) -> None:
+        for engine in next_to_start(engines):
+            engine.begin(*words)
+        for engine in engines:
+            engine.start(*words)
+            attach(engine)
 
     def _snapshot(self, policy: Policy) -> Snapshot:
-        return Snapshot(policy, self._full_weights, host=self._serving[0])
-
-    def _check_alive(self) -> None:
-        for engine in self.engines:
-            engine.check_alive()
+        return Snapshot(policy, self._full_weights, host=self.engines[0])
 
 
 def worst(proofs: Sequence[Proof]) -> Mapping[str, float]:
     """The metrics of the engine that is furthest from the policy; none where nothing was compared."""
     return max(proofs, key=lambda proof: proof.diff_abs_mean).metrics() if proofs else {}
+
+
+class RankZeroDeployment:
+    """The `Deployment` of a run with several processes, each of which has an `inner` of its own around the same
+    servers.
+
+    Rank 0's inner deployment alone starts servers and pushes; those of the others follow. An error on rank 0 is raised
+    on all.
+
+    Args:
+        lead: see `Sharding.lead`.
+    """
+
+    def __init__(self, inner: Deployment, ranks: Ranks, lead: Callable[[Callable[[], Any]], Any]) -> None:
+        self._inner = inner
+        self._ranks = ranks
+        self._lead = lead
+
+    @property
+    def client(self) -> RolloutClient:
+        """This process's own."""
+        return self._inner.client
+
+    @property
+    def is_frozen(self) -> bool:
+        """See `Deployment.is_frozen`."""
+        return self._inner.is_frozen
+
+    def connect(self, policy: Policy) -> None:
+        """See `Deployment.connect`."""
+        self._lead(lambda: self._inner.connect(policy))
+        self._follow()
+
+    def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
+        """See `Deployment.push`. Every process's client then asks for the same weights."""
+        report = self._lead(lambda: self._inner.push(policy, version=version, amid_requests=amid_requests))
+        self._follow()
+        return report
+
+    def check_served(self) -> None:
+        """See `Deployment.check_served`."""
+        self._ranks.on_main(self._inner.check_served)
+
+    def recover(self, policy: Policy, *, version: int) -> SyncReport:
+        """See `Deployment.recover`."""
+        report = self._lead(lambda: self._inner.recover(policy, version=version))
+        self._follow()
+        return report
+
+    def metrics(self) -> Metrics:
+        """See `Deployment.metrics`. What this process has sampled."""
+        return self._inner.metrics()
+
+    def close(self) -> None:
+        """See `Deployment.close`. Uses no collectives: processes may end at different times."""
+        self._inner.close()
+
+    def _follow(self) -> None:
+        state = self._ranks.broadcast(self._inner.state)
+        if not self._ranks.is_main:
+            self._inner.follow(state)

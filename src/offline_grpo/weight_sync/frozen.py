@@ -6,9 +6,8 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 
 from offline_grpo.engine.engine import ServerEngine
-from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot
-from offline_grpo.weight_sync.strategy import Staged, WeightSync
+from offline_grpo.weight_sync.strategy import Staged, SyncRequirements, WeightSync
 
 log = logging.getLogger(__name__)
 

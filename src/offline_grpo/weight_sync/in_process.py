@@ -7,9 +7,8 @@ from typing import Any
 
 from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import ConfigError
-from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot
-from offline_grpo.weight_sync.strategy import Staged, WeightSync
+from offline_grpo.weight_sync.strategy import Staged, SyncRequirements, WeightSync
 
 
 class InProcess(WeightSync):

@@ -24,11 +24,12 @@ from offline_grpo.engine.vllm import LORA_KERNELS
 from offline_grpo.errors import EngineDied, EngineError, reason_of
 from offline_grpo.weight_sync.proof import prove_base
 from offline_grpo.weight_sync.reload import StagedFolder
-from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
-from offline_grpo.weight_sync.strategy import STARTED_ANEW, ServerSync, foreign_write
+from offline_grpo.weight_sync.strategy import STARTED_ANEW, ServerSync, SyncRequirements, foreign_write
 
-MANY_FOLDERS = 8
+KEPT_FOLDERS = 4
+"""vLLM reads an adapter again whose room it has needed, and dies of a missing one. Requests of environments and of other
+processes are not counted here, so the last folders stay for them."""
 
 
 @dataclass(kw_only=True)
@@ -79,17 +80,7 @@ class LoraHotswap(ServerSync):
             while len(names) > 2:
                 with contextlib.suppress(NotFound):  # somebody has started the server anew, or unloaded it
                     engine.control.unload_adapter(names.pop(0))
-        self._remove_folders(staged)
-
-    def _remove_folders(self, staged: StagedFolder) -> None:
-        """Of adapters that nobody asks for. A server would die of a missing one, because vLLM reads an adapter again
-        whose room it has needed, and requests of environments and of other processes are not counted here: the last
-        ones stay."""
-        try:
-            has_room = shutil.disk_usage(staged.folder).free > MANY_FOLDERS * staged.num_bytes
-        except FileNotFoundError:  # with its server, which has died
-            return
-        for old in self._names[: -(MANY_FOLDERS if has_room else 2)]:
+        for old in self._names[:-KEPT_FOLDERS]:
             if not any(engine.client.num_asked[old] for engine in self._loaded):
                 for engine in self._loaded:
                     shutil.rmtree(engine.server.scratch / old, ignore_errors=True)

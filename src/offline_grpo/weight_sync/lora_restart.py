@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offline_grpo.weight_sync.lora_hotswap import lora_requirements
-from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.restart import Restart, StagedStart
 from offline_grpo.weight_sync.snapshot import Snapshot
+from offline_grpo.weight_sync.strategy import SyncRequirements
 
 ADAPTER = "policy-adapter"
 

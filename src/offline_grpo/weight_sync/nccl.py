@@ -16,8 +16,8 @@ from offline_grpo.engine.background import in_background
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.ports import address_towards, choose_port
 from offline_grpo.errors import ConfigError
-from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Named, Snapshot, gpu_uuid
+from offline_grpo.weight_sync.strategy import SyncRequirements
 from offline_grpo.weight_sync.weight_transfer import WeightTransfer
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from transformers import LogitsProcessorList
 
 from offline_grpo.engine.control import ServedBits
 from offline_grpo.engine.engine import AsksServer, ServerEngine
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
 from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.generation.sampler import filters
-from offline_grpo.generation.transformers_client import sampling_state
 from offline_grpo.model.load import context_length
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.batch import build_batch
@@ -59,7 +56,6 @@ class Answers:
     tag: str | None
     bits: ServedBits | None
     sampled: Sequence[Rollout]
-    sampling: SamplingParams
 
 
 def ask(engine: ServerEngine, prompts: Sequence[Sequence[int]], *, is_tagged: bool) -> Answers:
@@ -71,7 +67,7 @@ def ask(engine: ServerEngine, prompts: Sequence[Sequence[int]], *, is_tagged: bo
         is_tagged: see `ServerSync.is_tagged`.
     """
     tag, bits = (engine.control.served_tag(), engine.control.served_bits()) if is_tagged else (None, None)
-    return Answers(tag, bits, *sample_probe(engine.client, prompts, engine.sampling))
+    return Answers(tag, bits, sample_probe(engine.client, prompts, engine.sampling.temperature))
 
 
 def compare(
@@ -88,7 +84,7 @@ def compare(
         average.
     """
     unequal, num_compared = _compare_bits(snapshot, answers.bits)
-    difference = probe_difference(snapshot.policy, answers.sampled, answers.sampling)
+    difference = probe_difference(snapshot.policy, answers.sampled)
     diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
     num_equal = num_compared - len(unequal)
     says = (
@@ -156,61 +152,25 @@ def probe_prompts(policy: Policy) -> list[list[int]]:
     ).tolist()
 
 
-def sample_probe(
-    client: AsksServer, prompts: Sequence[Sequence[int]], sampling: SamplingParams
-) -> tuple[list[Rollout], SamplingParams]:
-    """A completion of each prompt, and what was asked for.
+def sample_probe(client: AsksServer, prompts: Sequence[Sequence[int]], temperature: float) -> list[Rollout]:
+    """A completion of each prompt, by a request that does not wait behind rollouts that are sampled ahead.
 
-    Args:
-        sampling: what the server is asked for in the run: it must return the logprobs of that distribution.
+    The whole softmax at the run's temperature: greedy completions have the logprobs of temperature 1.
     """
     requests = [SamplingRequest(tuple(prompt), 1, seed) for seed, prompt in enumerate(prompts)]
-    if sampling.temperature > 0 and client.logprobs_are_filtered:
-        sampling = replace(sampling, max_new_tokens=PROBE_TOKENS, stop=())
-    else:
-        sampling = SamplingParams(
-            PROBE_TOKENS, sampling.temperature or 1.0
-        )  # greedy completions have the logprobs of temperature 1
-    completions = client.generate_now(
-        requests, sampling
-    )  # not behind rollouts that are sampled ahead: the loop waits for it
-    unscored = Score(0.0, False, {})
-    rollouts = [
+    sampling, unscored = SamplingParams(PROBE_TOKENS, temperature or 1.0), Score(0.0, False, {})
+    completions = client.generate_now(requests, sampling)
+    return [
         Rollout.of_one_turn(request.prompt_ids, completion, temperature=sampling.temperature, text="", score=unscored)
         for request, [completion] in zip(requests, completions, strict=True)
     ]
-    return rollouts, sampling
 
 
-def probe_difference(policy: Policy, rollouts: Sequence[Rollout], sampling: SamplingParams) -> torch.Tensor:
+def probe_difference(policy: Policy, rollouts: Sequence[Rollout]) -> torch.Tensor:
     """Trainer minus server logprob, in nats, of each token that the server has sampled: [N]."""
     batch = build_batch(rollouts, mask_truncated=False)
     ours = policy.logprobs(batch.to(policy.device)).cpu()[batch.completion_mask]
-    if not sampling.is_full_softmax:
-        ours = torch.cat([filtered_logprobs(policy, rollout, sampling) for rollout in rollouts])
     return ours - batch.rollout_logprobs[batch.completion_mask]
-
-
-@torch.no_grad()
-def filtered_logprobs(policy: Policy, rollout: Rollout, sampling: SamplingParams) -> torch.Tensor:
-    """The policy's logprobs [N] of a rollout's sampled tokens after penalty, temperature, top-k and top-p, in nats.
-
-    A sampled token always counts as one that the filters keep: at their edge rounding decides.
-    """
-    token_ids = torch.tensor([rollout.token_ids], device=policy.device)  # [1, L]
-    first = token_ids.shape[1] - rollout.num_sampled
-    with sampling_state(policy.causal_lm):
-        logits = policy.causal_lm(input_ids=token_ids, use_cache=False).logits[:, first - 1 : -1].float()  # [1, N, V]
-    all_filters, without_cuts = (
-        LogitsProcessorList(filters(s)) for s in (sampling, replace(sampling, top_p=1.0, top_k=0))
-    )
-    logprobs = []
-    for step, token in enumerate(token_ids[0, first:]):
-        before = token_ids[:, : first + step]
-        scores, whole = (chain(before, logits[:, step].clone())[0] for chain in (all_filters, without_cuts))  # type: ignore[arg-type]  # [V]
-        scores[token] = whole[token]
-        logprobs.append(scores.log_softmax(-1)[token])
-    return torch.stack(logprobs).cpu()
 
 
 def _compare_bits(snapshot: Snapshot, served: ServedBits | None) -> tuple[list[str], int]:

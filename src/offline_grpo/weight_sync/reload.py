@@ -14,9 +14,8 @@ from pathlib import Path
 from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import ConfigError
-from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
-from offline_grpo.weight_sync.strategy import PausingSync, Staged
+from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements
 
 LOCATIONS = ("memory", "disk")
 
@@ -48,15 +47,9 @@ class Reload(PausingSync):
     @property
     def requires(self) -> SyncRequirements:
         """See `WeightSync.requires`."""
-        in_flight = (
-            f"weight_sync.pause_mode={self.pause_mode}: SGLang loads weights only where no request is in flight; set "
-            "weight_sync.pause_mode=abort"
-        )
-        return replace(
-            super().requires,
-            engines=("vLLM", "SGLang"),
-            refused={} if self.pause_mode == "abort" else {"SGLang": in_flight},
-        )
+        fix = "SGLang loads weights only where no request is in flight; set weight_sync.pause_mode=abort"
+        refused = {} if self.pause_mode == "abort" else {"SGLang": ("weight_sync.pause_mode", self.pause_mode, fix)}
+        return replace(super().requires, engines=("vLLM", "SGLang"), refused=refused)
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:

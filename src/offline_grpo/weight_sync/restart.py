@@ -12,9 +12,8 @@ from typing import Any
 
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import next_to_start
-from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
-from offline_grpo.weight_sync.strategy import ServerSync, Staged
+from offline_grpo.weight_sync.strategy import ServerSync, Staged, SyncRequirements
 
 MODEL = "model"
 """A link to the newest weights, from which servers are started: vLLM files what it compiles under the path of its

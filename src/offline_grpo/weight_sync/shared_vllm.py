@@ -28,9 +28,8 @@ from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.bridge import Bridge
-from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot, gpu_uuid, this_run, weights_tag
-from offline_grpo.weight_sync.strategy import PausingSync, Staged, foreign_write
+from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements, foreign_write
 
 log = logging.getLogger(__name__)
 

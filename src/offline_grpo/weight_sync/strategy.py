@@ -6,17 +6,52 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.weight_sync.proof import Proof, ask, compare, probe_prompts
-from offline_grpo.weight_sync.requirements import SyncRequirements
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 
 PAUSE_MODES = ("keep", "wait", "abort")
 STARTED_ANEW = "the server was started anew and has none of the weights pushed to it."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncRequirements:
+    """What a strategy needs of the rest of a run.
+
+    Args:
+        engines: the `engine_name` of every kind of server that it can update; empty: the client must sample from
+            the trained module.
+        refused: kinds of server that its present settings rule out, each with the key, its value and what to do.
+        moves: "full" for all weights of the model, "lora" for adapters alone; "any" where trainer and engine share
+            them; "nothing" where the engine keeps the weights that it has.
+        max_lora_rank: of the adapters that a server which the run starts makes room for; None where no adapters move.
+        own_server: the run must have started the server.
+        one_engine: it cannot serve several engines at once.
+        gpu: weights travel from GPU to GPU alone.
+        placement: GPUs of a server that the run starts: the "same" as the first training process's, any "other"
+            than the training processes', or "any".
+        server_args, env: what the server needs on its command line and in its environment.
+        in_flight: of "keep", "wait" and "abort" that which a push does to requests that run; empty: there must be none.
+        shares_weights: the policy's parameters become the server's memory: the policy is loaded on the CPU, and
+            moved by `attach`.
+    """
+
+    engines: tuple[str, ...]
+    refused: Mapping[str, tuple[str, object, str]] = field(default_factory=dict)
+    moves: Literal["full", "lora", "any", "nothing"] = "full"
+    max_lora_rank: int | None = None
+    own_server: bool = False
+    one_engine: bool = False
+    gpu: bool = False
+    placement: Literal["same", "other", "any"] = "any"
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    in_flight: tuple[str, ...] = ()
+    shares_weights: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint, state_of
@@ -17,26 +15,10 @@ from offline_grpo.checkpoint.files import (
     verified_state,
 )
 from offline_grpo.checkpoint.pretrained import find_model
-from offline_grpo.checkpoint.state import FILE, read_state
 from offline_grpo.errors import CheckpointError
 from offline_grpo.train.milestones import Watch
 
 STATE = state_of(3, milestones={"keep_best": Watch("pass@1", 0.5, 2, 0.4, 1)}, source={"queue": [1, 2.5, "x", None]})
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    assert read_state(make_checkpoint(tmp_path / "my_best", STATE)) == STATE
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 5}', '{"format": 5, "counters": {"x": 1}}'])
-def test_a_state_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "iter_003", STATE)
-    (folder / FILE).write_text(content)
-    with pytest.raises(CheckpointError, match=r"resume=.*iter_003: its trainer/state.json is damaged \("):
-        read_state(folder)
-    (folder / FILE).write_text('{"format": 4}')
-    with pytest.raises(CheckpointError, match="written in format 4, this version reads format 5"):
-        read_state(folder)
 
 
 @pytest.fixture
@@ -69,23 +51,6 @@ DAMAGE = {
     "cut short": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes and was written with"),
     "gone": (lambda path: path.unlink(), "cannot be read"),
 }
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["model.safetensors", "sub/vocab.txt"])
-def test_damage_is_named_with_its_file(damage, name, checkpoint):
-    do, words = DAMAGE[damage]
-    do(checkpoint / name)
-    found = find_damage(checkpoint)
-    assert found is not None
-    assert name in found
-    assert words in found
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"files": {"a": 1}}'])
-def test_a_damaged_manifest_is_damage(content, checkpoint):
-    (checkpoint / MANIFEST).write_text(content)
-    assert find_damage(checkpoint) is not None
 
 
 def test_a_model_to_start_from_may_have_more_files_but_no_damage(checkpoint, tmp_path):
@@ -123,12 +88,3 @@ def test_the_newest_sound_checkpoint_is_used_and_the_damaged_ones_are_named(run,
     for name, key in ((run / "checkpoints" / "iter_002", "resume"), (run, "MODEL")):
         with pytest.raises(CheckpointError, match=rf"{key}=.*iter_002: is damaged"):
             verified_state(name) if key == "resume" else find_model(str(name))
-
-
-def test_without_a_sound_one_it_is_one_line(run):
-    for path in (run / "checkpoints").glob("iter_*/model.safetensors"):
-        flip(path)
-    with pytest.raises(CheckpointError, match=r"iter_002: is damaged: .*; no checkpoint in .* is sound$"):
-        newest_sound(run / "checkpoints")
-    shutil.rmtree(run / "checkpoints")
-    assert newest_sound(run / "checkpoints") is None

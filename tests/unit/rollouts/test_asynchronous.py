@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from factories import compose_config, strategy
+from factories import compose_config
 from omegaconf import OmegaConf
 
 from offline_grpo.errors import ConfigError, EngineDied
@@ -16,7 +16,6 @@ from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
 from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score, ServedWeights
-from offline_grpo.weight_sync.requirements import check_in_flight
 
 PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": str(i)},), str(i)) for i in range(40)]
 PROBLEMS_PER_ITERATION = 3
@@ -277,16 +276,6 @@ def test_what_cannot_work_is_refused(changes, message, served):
         return
     with pytest.raises(ConfigError, match=message):
         Asynchronous.check(typed(config))
-
-
-@pytest.mark.parametrize(("option", "in_flight"), [("lora_hotswap", "abort"), ("restart", "keep"), ("reload", None)])
-def test_what_a_push_does_to_requests_is_what_was_asked_for(option, in_flight):
-    sync = strategy(option)
-    if in_flight is None:
-        check_in_flight(sync.name, sync.requires, "keep")
-        return
-    with pytest.raises(ConfigError, match=f"rollouts.in_flight={in_flight}: weight_sync={option}"):
-        check_in_flight(sync.name, sync.requires, in_flight)
 
 
 def test_weight_sync_follows_the_source():

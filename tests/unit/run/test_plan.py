@@ -65,6 +65,11 @@ REFUSED = {
     "resume=/no/such/run": "resume=/no/such/run",
     f"{FOUND} weight_sync=restart": "generation.base_url=http://127.0.0.1:1: weight_sync=restart starts",
     f"{OWN} weight_sync=lora_hotswap model/lora=default model.lora.r=32": "weight_sync.server_args.max_lora_rank=16",
+    f"{OWN} weight_sync=lora_hotswap": "weight_sync=lora_hotswap: moves LoRA adapters and the policy has none",
+    f"{OWN} weight_sync=reload model/lora=default": "weight_sync=reload: moves all weights",
+    f"{OWN} weight_sync=restart mode=async": "rollouts.in_flight=keep: weight_sync=restart sends no weights",
+    "generation=sglang_server weight_sync=nccl": "weight_sync=nccl: is for a vLLM server",
+    "generation=sglang_server weight_sync=reload": "weight_sync.pause_mode=keep: SGLang loads weights only",
     f"{FOUND} weight_sync=ipc model.device=cpu": "model.device=cpu",
     "eval.weight_sync=none": "eval.weight_sync=none",
     "weight_sync=none": "weight_sync=none",
@@ -166,7 +171,6 @@ SERVED = "generation=vllm_server weight_sync"
         (f"{SERVED}=shared_vllm", "weight_sync=shared_vllm"),
         ("train/optimizer=adafactor", "train.optimizer="),
         ("train.optimizer.offload=true", "train.optimizer="),
-        (f"{SERVED}=reload eval.top_k=5 eval.do_sample=true", "train.sharding=fsdp2"),
     ],
 )
 def test_what_needs_whole_weights_is_refused_where_they_are_spread(override, start):

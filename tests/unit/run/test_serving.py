@@ -24,10 +24,10 @@ from offline_grpo.run import serving
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.plan import make_plan
 from offline_grpo.run.serving import check_found_servers, loads_onto_servers_gpu, starts_before_the_policy
+from offline_grpo.weight_sync.deployment import RankZeroDeployment
 from offline_grpo.weight_sync.frozen import Frozen
 from offline_grpo.weight_sync.in_process import InProcess
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
-from offline_grpo.weight_sync.rank_zero import RankZeroDeployment
 from offline_grpo.weight_sync.reload import Reload
 
 DEAD = "http://127.0.0.1:1"

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from factories import make_completion, make_rollout
 
 from offline_grpo.train.batch import build_batch, microbatches, share_of_rank, split_updates, totals_of, with_advantages
@@ -66,13 +65,6 @@ def test_updates_cover_every_sequence_once():
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_shares_of_the_processes_are_disjoint_complete_and_alike():
-    lengths = [3, 9, 4, 1, 7, 7, 2]
-    shares = [share_of_rank(range(7), lengths, rank=r, world_size=3) for r in range(3)]
-    assert sorted(s for share in shares for s in share) == list(range(7))
-    assert [lengths[s] for s in shares[0]] == sorted((lengths[s] for s in shares[0]), reverse=True)
-
-
 @pytest.mark.parametrize("num_processes", [2, 4, 8])
 def test_the_busiest_process_has_at_most_a_tenth_more_tokens_than_the_mean(num_processes: int) -> None:
     draw = random.Random(0)
@@ -91,9 +83,3 @@ def test_token_budget_counts_padding_where_rows_are_padded():
     assert microbatches(order, lengths, batch_size=None, max_tokens=20, padded=False) == [[0, 1, 2, 3]]
     assert microbatches(order, lengths, batch_size=None, max_tokens=20, padded=True) == [[0, 1], [2, 3]]
     assert microbatches(order, lengths, batch_size=None, max_tokens=4, padded=True) == [[0], [1], [2], [3]]
-
-
-def test_moving_keeps_everything():
-    batch = example().to(torch.device("cpu"))
-    assert batch.sequence_lengths == (3, 3)
-    assert batch.ref_logprobs is None

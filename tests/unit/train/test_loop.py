@@ -125,15 +125,6 @@ def evaluation_of(engine: Engine, sample: Callable[[], Any] = lambda: [GROUP]) -
     return Evaluation(evaluator=evaluator, deployment=engine, before_training=False, is_due=lambda _: True)  # type: ignore[arg-type]
 
 
-def test_an_evaluation_brings_its_own_engine_back() -> None:
-    training, own = Engine(), Engine()
-    own.losses = [EngineDied("started anew")]
-    evaluation = evaluation_of(own)
-    assert make_loop(training, evaluation)._evaluate(evaluation, 0) == {"pass@1": 0.5, "scoring/num_failed": 0}
-    assert own.calls == [PUSH, "check_served", RECOVER, "check_served"]
-    assert training.calls == []
-
-
 def test_a_second_death_or_other_weights_end_the_run() -> None:
     engine = Engine(2)
     with pytest.raises(EngineDied):
@@ -148,17 +139,6 @@ def test_a_second_death_or_other_weights_end_the_run() -> None:
     with pytest.raises(EngineError, match="something else"):
         sampled(make_loop(engine), engine, lambda: ["groups"])
     assert engine.calls == ["check_served"]
-
-
-def test_a_frozen_engine_has_version_0_everywhere() -> None:
-    engine = Engine()
-    engine.is_frozen = True
-    loop = make_loop(engine)
-    metrics = loop._push(force=True)
-    assert (metrics["sync/version"], metrics["sync/frozen"]) == (0, 1)
-    engine.losses = [EngineDied("gone")]
-    assert sampled(loop, engine, lambda: ["groups"]) == ["groups"]
-    assert [call for call in engine.calls if call[0] == "changed"] == [("changed", 0)] * 2
 
 
 def test_every_third_opportunity_to_push_is_taken_and_an_evaluation_begins_anew() -> None:

@@ -38,16 +38,6 @@ def test_gradient_does_not_depend_on_the_microbatches(tmp_path, token_batch, los
     assert part_metrics == pytest.approx(whole_metrics, abs=1e-5)
 
 
-def test_gradient_accumulation_is_one_batch_of_k_times_the_size(tmp_path, token_batch):
-    whole, _ = gradient_and_metrics(make_updater(tmp_path), token_batch)
-    accumulated, metrics = gradient_and_metrics(
-        make_updater(tmp_path, updates_per_iteration=None, grad_accum_steps=4, batch_size=3), token_batch
-    )
-    assert metrics["num_updates"] == 1
-    for name, gradient in whole.items():
-        assert torch.allclose(gradient, accumulated[name], atol=1e-6), name
-
-
 def test_first_update_on_fresh_rollouts_has_ratio_one(tmp_path, token_batch):
     metrics = make_updater(tmp_path).run(token_batch, iteration=0)
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
@@ -62,15 +52,6 @@ def test_old_logprobs_are_those_before_the_first_update(tmp_path, token_batch):
     assert metrics["num_updates"] == 3
     assert metrics["ratio_mean"] != pytest.approx(1.0, abs=1e-3)  # later epochs have moved away from it
     assert not torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-2)
-
-
-def test_old_logprobs_do_not_depend_on_the_microbatches(tmp_path, token_batch):
-    whole, in_parts = (
-        make_updater(tmp_path, epochs=2, batch_size=size).score(token_batch).old_logprobs
-        for size in (token_batch.num_sequences, 1)
-    )
-    assert whole.abs().sum() > 0
-    assert torch.allclose(whole, in_parts, atol=1e-5)
 
 
 def test_an_update_without_a_token_to_train_on_is_left_out(tmp_path, token_batch):
@@ -119,18 +100,6 @@ def test_a_ratio_to_the_sampler_clips_stale_rollouts_in_a_single_update(tmp_path
     assert metrics["clip_frac"] == pytest.approx(num_clipped / int(token_batch.completion_mask.sum()))
 
 
-@pytest.mark.parametrize(("in_reward", "num_passes"), [(False, 2), (True, 3)])
-def test_a_ratio_to_the_sampler_needs_no_scoring_pass(tmp_path, token_batch, in_reward, num_passes):
-    placement = {"kl_placement": "reward", "kl_coef": 0.1} if in_reward else {}
-    passes = []
-    for updater in (make_updater(tmp_path, epochs=2), to_the_sampler(make_updater(tmp_path, epochs=2), **placement)):
-        calls = []
-        updater.policy.causal_lm.get_decoder().register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        updater.run(updater.score(token_batch), iteration=0)
-        passes.append(len(calls))
-    assert passes == [3, num_passes]
-
-
 @pytest.mark.parametrize(("advantage", "is_applied"), [(1.0, True), (-1.0, False)])
 def test_a_ratio_beyond_all_bounds_counts_where_the_formula_has_a_gradient(
     tmp_path, token_batch, advantage, is_applied
@@ -160,14 +129,6 @@ def test_effective_sample_size_does_not_depend_on_the_microbatches(tmp_path, tok
     assert 0.1 < expected < 0.9
 
 
-def test_updates_leave_the_batch_as_it_was(tmp_path, token_batch):
-    tensors = ("token_ids", "advantages", "rollout_logprobs", "old_logprobs", "completion_mask")
-    before = {name: getattr(token_batch, name).clone() for name in tensors}
-    make_updater(tmp_path, epochs=2).run(token_batch, iteration=0)
-    for name, value in before.items():
-        assert torch.equal(getattr(token_batch, name), value), name
-
-
 def test_learning_rate_follows_the_schedule_from_its_first_update(tmp_path, token_batch):
     updater = make_updater(tmp_path, warmup_steps=2, schedule="linear")
     assert [updater.run(token_batch, iteration=i)["lr"] for i in range(4)] == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
@@ -195,14 +156,6 @@ def test_non_finite_updates_are_refused_counted_and_end_the_run(tmp_path, token_
         updater.run(bad, iteration=1)
     saved = torch.load(tmp_path / "failed_batch_iter_001.pt", weights_only=True)
     assert torch.equal(saved["token_ids"], token_batch.token_ids)
-
-
-def test_a_good_update_in_between_starts_the_count_again(tmp_path, token_batch):
-    updater = make_updater(tmp_path)
-    bad = replace(token_batch, advantages=token_batch.advantages * math.inf)
-    for iteration, batch in enumerate([bad, token_batch, bad, token_batch]):
-        updater.run(batch, iteration=iteration)
-    assert (updater.counters.num_updates, updater.counters.num_refused, updater.counters.version) == (4, 2, 2)
 
 
 def test_fp16_scales_its_loss_and_the_others_do_not(tmp_path, token_batch):
@@ -258,10 +211,3 @@ def test_passes_that_only_keep_others_company_change_nothing(tmp_path, token_bat
     assert padded_metrics == plain_metrics
     for name, gradient in plain.items():
         assert torch.equal(gradient, padded[name]), name
-
-
-def test_a_process_without_sequences_makes_its_passes_too(tmp_path, token_batch):
-    updater = make_updater(tmp_path)
-    updater.sharding = EveryProcessMakes(updater.ranks)
-    passes = list(updater._passes([], [4, 2], token_batch))
-    assert passes == [([4], False)] * 3

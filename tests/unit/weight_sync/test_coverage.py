@@ -52,14 +52,6 @@ def test_another_shape(compare: bool, parameters: dict[str, nn.Parameter], views
     assert refused(parameters, views, compare=compare) == "a: [4, 2] float32 in the trainer, [8] float32 in the server"
 
 
-@pytest.mark.parametrize("compare", [True, False])
-def test_another_dtype(compare: bool, parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
-    views["c"] = views["c"].to(torch.bfloat16)
-    assert (
-        refused(parameters, views, compare=compare) == "c: [2, 2] float32 in the trainer, [2, 2] bfloat16 in the server"
-    )
-
-
 def test_other_values(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
     """One element in its last bit, and two rows exchanged: what packed or permuted weights look like."""
     views["b"][1] = torch.nextafter(views["b"][1], torch.tensor(9.0))

@@ -11,9 +11,7 @@ from inside_vllm import (
     FusedModel,
     MergedColumnParallelLinear,
     QKVParallelLinear,
-    VocabParallelEmbedding,
     Weighted,
-    WithLoRA,
     make_worker,
 )
 from torch import nn
@@ -55,24 +53,11 @@ def test_queries_keys_and_values_of_grouped_attention() -> None:
     assert {entry["name"]: entry["shape"] for entry in layout(qkv)}["k.bias"] == [2]
 
 
-def test_merged_columns_of_unequal_sizes() -> None:
-    assert places(Model(MergedColumnParallelLinear(4, [5, 3, 2]), "gate", "up", "extra")) == {
-        "gate.weight": ("fused.weight", 0, 5),
-        "up.weight": ("fused.weight", 5, 3),
-        "extra.weight": ("fused.weight", 8, 2),
-    }
-
-
 @pytest.mark.parametrize("layer", [QKVParallelLinear(4, 2, heads=2, kv_heads=1), MergedColumnParallelLinear(4, [4, 4])])
 @pytest.mark.parametrize("names", [(), ("fused",)])
 def test_a_layer_that_is_fused_in_the_checkpoint_too_stays_whole(layer: nn.Module, names: tuple[str, ...]) -> None:
     """Phi-3 has one qkv_proj in its files, and GPT-NeoX one query_key_value that vLLM has no mapping for."""
     assert places(Model(layer, *names)) == {"fused.weight": ("fused.weight", 0, 8)}
-
-
-def test_padding_of_the_vocabulary_is_left_out() -> None:
-    [entry] = layout(Model(VocabParallelEmbedding(10, 16, 4)))
-    assert entry == {"name": "fused.weight", "tensor": "fused.weight", "row": 0, "rows": 10, "shape": [10, 4]}
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -89,10 +74,6 @@ def test_a_whole_model(wrapped: bool) -> None:
         covered[tensor] += rows
     vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
     assert covered == {name: 10 if name in vocabulary else len(parameter) for name, parameter in plain.items()}
-
-
-def test_adapters_are_no_parameters_of_the_checkpoint() -> None:
-    assert places(Model(WithLoRA(Weighted(4, 4)))) == {"fused.weight": ("fused.weight", 0, 4)}
 
 
 def test_the_state_has_every_parameter_apart() -> None:
@@ -135,22 +116,6 @@ def test_the_tag_is_forgotten_when_anybody_loads_weights() -> None:
         assert worker.grpo_tag() == ""
     worker.grpo_set_tag("7 of run 8")
     assert worker.grpo_tag() == "7 of run 8"
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "reason"),
-    [
-        ("parallel_config__world_size", 2, r"spreads its weights over 2 processes"),
-        ("model_config__quantization", "fp8", r"quantises its weights \(fp8\)"),
-        ("model_config__use_mla", True, r"latent attention"),
-        ("model_config__enable_sleep_mode", True, r"sleep mode"),
-        ("cache_config__cpu_offload_gb", 4, r"cpu_offload_gb"),
-    ],
-)
-def test_weights_that_cannot_be_shared(setting: str, value: Any, reason: str) -> None:
-    assert make_worker(FusedModel()).grpo_describe()["refusals"] == []
-    [refusal] = make_worker(FusedModel(), **{setting: value}).grpo_describe()["refusals"]
-    assert reason.replace("\\", "") in refusal
 
 
 def test_only_what_is_in_the_models_dtype_has_a_fingerprint() -> None:

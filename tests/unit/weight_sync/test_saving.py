@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from offline_grpo.errors import EngineError
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.saving import save_adapter, save_policy
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
@@ -64,31 +63,3 @@ def test_an_adapter_for_a_server_is_the_one_that_peft_saves(name: str, tmp_path:
         "base_model_name_or_path",
         "auto_mapping",
     }
-
-
-def test_weights_replace_what_was_there(tmp_path: Path) -> None:
-    policy = make_policy(make_qwen2(), build_char_tokenizer(64))
-    (tmp_path / "push").mkdir()
-    (tmp_path / "push" / "old").touch()
-    save_weights(Snapshot(policy, full_weights, None), tmp_path / "push")
-    assert {path.name for path in (tmp_path / "push").iterdir()} >= {
-        "model.safetensors",
-        "config.json",
-        "tokenizer.json",
-    }
-    assert not (tmp_path / "push" / "old").exists()
-
-
-def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = make_policy(make_qwen2(), build_char_tokenizer(64))
-
-    def save(folder: str, **_: Any) -> None:
-        Path(folder).mkdir()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(policy.model, "save_pretrained", save)
-    with pytest.raises(
-        EngineError, match=r"cannot be saved to .*push \(.*No space left on device\); make room there: /dev/shm"
-    ):
-        save_weights(Snapshot(policy, full_weights, None), tmp_path / "push")
-    assert not (tmp_path / "push").exists()

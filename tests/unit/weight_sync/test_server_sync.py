@@ -3,13 +3,11 @@ writes down what it is asked."""
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +19,7 @@ from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmControl
-from offline_grpo.errors import ConfigError, EngineDied, EngineError
-from offline_grpo.generation.sglang_client import SglangClient
+from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
@@ -33,9 +29,6 @@ from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, room_for
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 from offline_grpo.weight_sync.strategy import ServerSync, Staged
-
-FULL = ["reload", "restart", "shared_vllm", "ipc", "nccl"]
-LORA = ["lora_hotswap", "lora_restart"]
 
 
 @pytest.fixture
@@ -117,19 +110,6 @@ def push_events(version: int, engines: int = 1) -> list[str]:
     return [f"stage {version}", *[f"deliver {version}"] * engines, "clean up", *[f"verify {version}"] * engines]
 
 
-def test_a_push_stages_once_for_all_engines(policy: Policy, client: VllmClient, tmp_path: Path) -> None:
-    sync = recorder()
-    with ScriptedServer(lambda _: Reply({"version": "0.32.0"})) as other_web:
-        server = Server(base_url=other_web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-        other = VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
-        deployment = deploy(sync, client, other)
-        deployment.connect(policy)
-        assert deployment.push(policy, version=3).version == 3
-        deployment.close()
-    assert sync.events == ["attach", "attach", *push_events(3, engines=2)]
-    assert client.weights == other.weights == deployment.client.weights == ServedWeights(3, "adapter")
-
-
 @pytest.mark.parametrize(("option", "path"), [("reload", "/collective_rpc"), ("lora_hotswap", "/v1/load_lora_adapter")])
 def test_all_servers_load_at_the_same_time(option: str, path: str, policy: Policy, tmp_path: Path) -> None:
     """Neither answers before both were asked."""
@@ -178,57 +158,6 @@ def test_what_was_pushed_last_is_what_must_be_served(policy: Policy, client: Vll
         assert not isinstance(error.value, EngineDied)
 
 
-class Started(Server):
-    """A managed server that writes down its starts and stops. `is_dead` says whether it has ended."""
-
-    is_managed = True
-    events: list[Any]
-    is_dead = False
-
-    def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
-        self.events.append((self.key, "start", model, dict(args or {})))
-        self.is_dead = False
-
-    def stop(self) -> None:
-        self.events.append((self.key, "stop"))
-
-    def check_alive(self, *, grace_s: float = 0.0) -> None:
-        if self.is_dead:
-            raise EngineDied("the server has ended")
-
-
-def test_only_what_died_is_started_again(policy: Policy, web: ScriptedServer, tmp_path: Path) -> None:
-    sync = recorder()
-    clients = []
-    for key in ("first", "second"):
-        server = Started(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path, key=key)
-        server.events = sync.events
-        clients.append(
-            VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
-        )
-    deployment = deploy(sync, *clients)
-    deployment.connect(policy)
-    assert sync.events == [
-        event for key in ("first", "second") for event in ((key, "start", "base/model", {}), "attach")
-    ]
-    engine: Any = deployment.engines[1]
-    engine.control.is_paused = True  # it died in the middle of a push
-    clients[1].server.is_dead = True
-    sync.events.clear()
-    deployment.recover(policy, version=6)
-    tokenizer = policy.tokenizer.name_or_path
-    assert sync.events == [
-        ("second", "stop"),
-        ("second", "start", tokenizer, {}),
-        "reattach",
-        *push_events(6, engines=2),
-    ]
-    assert not engine.control.is_paused
-    sync.events.clear()
-    deployment.close()
-    assert sync.events == [("second", "stop"), ("first", "stop")]
-
-
 def test_an_external_server_gets_the_weights_again_if_it_has_none(
     policy: Policy, client: VllmClient, web: ScriptedServer
 ) -> None:
@@ -270,110 +199,15 @@ def test_a_failure_that_another_engine_died_of_is_a_death(
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("rank", "room", "is_refused"), [(16, 16, False), (17, 16, True), (64, 32, True), (64, 64, False)]
-)
-def test_room_for_adapters(rank: int, room: int, is_refused: bool, web: ScriptedServer, tmp_path: Path) -> None:
-    sync = strategy("lora_hotswap", f"weight_sync.server_args.max_lora_rank={room}")
-    server = Started(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-    server.events = []
-    client = VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
-    with (
-        pytest.raises(
-            ConfigError, match=rf"^weight_sync\.server_args\.max_lora_rank={room}: the adapters have rank {rank}; "
-        )
-        if is_refused
-        else nullcontext()
-    ):
-        deploy(sync, client).connect(with_adapters(rank))
-
-
 @pytest.mark.parametrize(("rank", "room"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128)])
 def test_room_that_a_server_should_have(rank: int, room: int) -> None:
     assert room_for(rank) == room
 
 
-@pytest.mark.parametrize("version", ["0.24.1", "0.33.0", "1.0.0", "dev"])
-def test_another_vllm(version: str, web: ScriptedServer, client: VllmClient, policy: Policy) -> None:
-    web.script = lambda request: Reply({"version": version} if request.path == "/version" else {})
-    for key in ("generation.base_url", "eval.base_url"):
-        client.server.key = key
-        with pytest.raises(
-            ConfigError, match=rf"vLLM {version} answers there, and versions 0\.25 to 0\.32 are supported; see {key}$"
-        ):
-            deploy(recorder(), client).connect(policy)
-
-
-@pytest.mark.parametrize("version", ["0.25.0", "0.32.0+cpu", "0.30.1rc1.dev3"])
-def test_supported_vllm(version: str, web: ScriptedServer, client: VllmClient, policy: Policy) -> None:
-    web.script = lambda request: Reply({"version": version} if request.path == "/version" else {})
-    deploy(recorder(), client).connect(policy)
-
-
 STOCK, ADAPTERS, DEVELOPMENT = set[str](), {"/v1/load_lora_adapter"}, {"/v1/load_lora_adapter", "/collective_rpc"}
 
 
-@pytest.mark.parametrize(
-    ("moves", "routes", "extension", "lack"),
-    [
-        ("full", STOCK, False, "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"),
-        ("full", ADAPTERS, False, "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"),
-        (
-            "full",
-            DEVELOPMENT,
-            False,
-            "has no worker extension (--worker-extension-cls; URL/collective_rpc: status 500: no grpo_tag)",
-        ),
-        ("full", DEVELOPMENT, True, None),
-        (
-            "lora",
-            STOCK,
-            False,
-            "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)",
-        ),
-        ("lora", ADAPTERS, False, None),
-        ("nothing", STOCK, False, None),
-    ],
-)
-def test_what_a_found_vllm_lacks(
-    moves: str, routes: set[str], extension: bool, lack: str | None, web: ScriptedServer, client: VllmClient
-) -> None:
-    """As FastAPI answers: 404 where there is no route, 405 to GET where there is one for POST."""
-
-    def script(request: Request) -> Reply:
-        if request.path not in routes:
-            return Reply({"detail": "Not Found"}, status=404)
-        if request.method == "GET":
-            return Reply({"detail": "Method Not Allowed"}, status=405)
-        return Reply({"results": [None]}) if extension else Reply({"error": {"message": "no grpo_tag"}}, status=500)
-
-    web.script = script
-    found = client.control(client.server).lacks(moves)
-    assert found == (lack and lack.replace("URL", web.base_url))
-
-
-def test_a_server_that_wants_a_key_does_not_lack_endpoints(web: ScriptedServer, client: VllmClient) -> None:
-    web.script = lambda _: Reply({"error": "Unauthorized"}, status=401)
-    with pytest.raises(EngineError, match="load_lora_adapter: status 401"):
-        client.control(client.server).lacks("lora")
-
-
 # Pausing
-
-
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_pause_mode(mode: str, web: ScriptedServer, client: VllmClient) -> None:
-    control = client.control(client.server)
-    assert isinstance(control, VllmControl)
-    control.pause(mode)
-    control.pause(mode)  # it is
-    assert control.is_paused
-    control.resume()
-    assert not control.is_paused
-    assert [(request.path, request.query) for request in web.requests] == [
-        ("/pause", {"mode": [mode], "clear_cache": ["true"]}),
-        ("/resume", {}),
-    ]
 
 
 def test_shared_weights_are_fenced_before_the_server_goes_on(
@@ -405,16 +239,6 @@ def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmC
     assert control.is_paused
 
 
-def test_a_server_goes_on_if_nothing_was_written(web: ScriptedServer, client: VllmClient) -> None:
-    def check() -> None:
-        raise EngineError("somebody else")
-
-    control = client.control(client.server)
-    with pytest.raises(EngineError):
-        control.load_weights("/some/folder", tag="4", pause_mode="keep", check=check)
-    assert [request.path for request in web.requests] == ["/pause", "/resume"]
-
-
 def test_a_server_that_a_failed_push_left_paused_is_not_checked_again(web: ScriptedServer, client: VllmClient) -> None:
     """It has no tag then, because of that push and of nobody else, and must not go on with half of the weights."""
     control, is_failing, checks = client.control(client.server), True, []
@@ -430,42 +254,11 @@ def test_a_server_that_a_failed_push_left_paused_is_not_checked_again(web: Scrip
     assert web.requests[-1].path == "/resume"
 
 
-def test_weights_are_loaded_in_a_pause(web: ScriptedServer, client: VllmClient) -> None:
-    control = client.control(client.server)
-    control.load_weights("/some/folder", tag="4", pause_mode="wait")
-    assert [request.path for request in web.requests] == [
-        *("/pause", "/collective_rpc", "/reset_prefix_cache", "/collective_rpc", "/resume"),
-    ]
-    assert web.requests[0].query["mode"] == ["wait"]
-    assert [request.body["method"] for request in web.requests if request.body and "method" in request.body] == [
-        "reload_weights",
-        "grpo_set_tag",
-    ]
-
-
-def test_a_failed_call_asks_whether_the_server_died(
-    web: ScriptedServer, client: VllmClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    control = client.control(client.server)
-    web.script = lambda _: Reply({"error": "no"}, status=500)
-    with pytest.raises(EngineError, match="status 500: no") as error:
-        control.set_tag("1")
-    assert not isinstance(error.value, EngineDied)
-
-    def check_alive(*, grace_s: float = 0.0) -> None:
-        assert grace_s > 0
-        raise EngineDied("the server has ended (signal 9)")
-
-    monkeypatch.setattr(client.server, "check_alive", check_alive)
-    with pytest.raises(EngineDied):
-        control.set_tag("1")
-
-
 def test_adapters_get_new_names_and_old_ones_go(
     client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The adapter of requests in flight keeps its files; the one before it does not. Both keep their names."""
-    monkeypatch.setattr(lora_hotswap, "MANY_FOLDERS", 2)
+    monkeypatch.setattr(lora_hotswap, "KEPT_FOLDERS", 2)
     monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
     deployment = deploy(strategy("lora_hotswap"), client)
     policy = with_adapters(8)
@@ -487,82 +280,6 @@ def test_adapters_get_new_names_and_old_ones_go(
     assert [request.body for request in web.requests[-2:]] == [
         {"lora_name": name} for name in names[2:]
     ]  # whose folders go
-
-
-@pytest.mark.parametrize(("free", "kept"), [(10**9, 5), (1000, 2)])
-def test_folders_of_adapters_stay_for_requests_that_are_not_counted(
-    free: int, kept: int, client: VllmClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As far as there is room for them: those of other processes of the run, and of environments."""
-    monkeypatch.setattr(lora_hotswap, "MANY_FOLDERS", 5)
-    monkeypatch.setattr(lora_hotswap.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
-    deployment, policy = deploy(strategy("lora_hotswap"), client), with_adapters(8)
-    deployment.connect(policy)
-    policy.make_masters()
-    for version in range(7):
-        deployment.push(policy, version=version)
-    assert len(list(client.server.scratch.iterdir())) == kept
-
-
-def test_every_server_has_its_own_files_of_an_adapter(
-    client: VllmClient, web: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of one that dies go with it, and vLLM reads an adapter again whose room it has needed."""
-    monkeypatch.setattr(lora_hotswap, "MANY_FOLDERS", 2)
-    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF] * 2)
-    with ScriptedServer(web.script) as other_web:
-        server = Server(base_url=other_web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-        other = VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
-        deployment, policy = deploy(strategy("lora_hotswap"), client, other), with_adapters(8)
-        deployment.connect(policy)
-        policy.make_masters()
-        for version in range(3):
-            deployment.push(policy, version=version)
-        folders = [
-            Path(request.body["lora_path"]) for request in other_web.requests if request.path == "/v1/load_lora_adapter"
-        ]
-        assert [folder.parent for folder in folders] == [server.scratch] * 3
-        assert sorted(server.scratch.iterdir()) == sorted(folders[1:])
-        shutil.rmtree(client.server.scratch)
-        assert {path.name for path in folders[-1].iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
-        deployment.close()
-        other.close()
-        server.stop()
-
-
-def test_a_push_of_an_adapter_that_failed_leaves_no_folder_for_ever(
-    client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lora_hotswap, "MANY_FOLDERS", 2)
-    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
-    deployment, policy, script = deploy(strategy("lora_hotswap"), client), with_adapters(8), web.script
-    deployment.connect(policy)
-    policy.make_masters()
-    web.script = lambda request: Reply({}, status=500) if request.path == "/v1/load_lora_adapter" else script(request)
-    for version in range(3):
-        with pytest.raises(EngineError):
-            deployment.push(policy, version=version)
-    web.script = script
-    deployment.push(policy, version=3)
-    assert len(list(client.server.scratch.iterdir())) == 2
-
-
-def test_a_server_that_was_started_anew_without_the_extension_gets_its_adapter_again(
-    client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
-    deployment, policy, script = deploy(strategy("lora_hotswap"), client), with_adapters(8), web.script
-    deployment.connect(policy)
-    policy.make_masters()
-    deployment.push(policy, version=0)
-    web.script = lambda request: (
-        Reply({"detail": "Not Found"}, status=404) if request.path == "/collective_rpc" else script(request)
-    )
-    with pytest.raises(EngineDied, match="was started anew"):
-        deployment.check_served()
-    deployment.recover(policy, version=0)
-    deployment.check_served()
 
 
 def test_adapters_come_back_to_a_server_that_takes_nothing_else(
@@ -604,10 +321,3 @@ def test_adapters_come_back_to_a_server_that_takes_nothing_else(
     [[completion]] = generate(client, [[4]], SamplingParams(1), group_size=1, seeds=[0])
     assert completion.versions == (3,)
     deployment.check_served()
-
-
-def test_sglang_needs_a_strategy_that_knows_it(tmp_path: Path, policy: Policy) -> None:
-    server = Server(base_url="http://127.0.0.1:1", api_key=None, launcher=None, log_dir=tmp_path)
-    client = SglangClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
-    with pytest.raises(ConfigError, match="moves weights to a vLLM server"):
-        deploy(recorder(), client).connect(policy)

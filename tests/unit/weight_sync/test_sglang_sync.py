@@ -15,7 +15,7 @@ from scripted_server import ScriptedServer
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.errors import EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
@@ -79,29 +79,6 @@ def train(policy: Policy) -> None:
     policy.masters.publish()
 
 
-def test_every_restart_is_from_one_path(
-    policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM compiles anew for every other one."""
-    paths: list[str] = []
-    start = client.server.start
-    monkeypatch.setattr(client.server, "start", lambda model, **args: (paths.append(model), start(model, **args)))
-    sync = deploy(strategy("restart"), client)
-    sync.connect(policy)
-    train(policy)
-    for version in range(2):
-        sync.push(policy, version=version)
-        with torch.no_grad():
-            policy.trained_parameters()["model.norm.weight"].mul_(2)
-    assert len(paths) == 3
-    assert paths[0] == policy.causal_lm.name_or_path
-    assert paths[1] == paths[2]
-    served = client.server.log_dir / "served"
-    assert {path.name for path in served.iterdir()} == {"model", "2"}, "older weights are deleted"
-    sync.close()
-    assert not served.exists()
-
-
 @pytest.mark.parametrize(("option", "overrides"), [("restart", ()), ("reload", ("weight_sync.pause_mode=abort",))])
 def test_weights_and_version_arrive(
     option: str, overrides: tuple[str, ...], policy: Policy, client: SglangClient, fake: FakeSglang
@@ -158,24 +135,3 @@ def test_a_push_of_somebody_else_is_found(policy: Policy, client: SglangClient, 
         sync.push(policy, version=1, amid_requests=True)
     assert (fake.loaded, fake.is_paused) == (loaded, False)
     assert sync.push(policy, version=1).version == 1
-
-
-def test_another_version_is_found(
-    policy: Policy, client: SglangClient, fake: FakeSglang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync = deploy(strategy("restart"), client)
-    sync.connect(policy)
-    monkeypatch.setattr(type(client.control(client.server)), "set_tag", lambda *_: None)
-    with pytest.raises(EngineError, match="the server has version None"):
-        sync.push(policy, version=0)
-
-
-@pytest.mark.parametrize("option", ["shared_vllm", "ipc", "nccl", "lora_hotswap", "lora_restart"])
-def test_what_cannot_serve_sglang_is_refused(option: str, policy: Policy, client: SglangClient) -> None:
-    with pytest.raises(ConfigError, match=rf"^weight_sync={option}: moves weights to a vLLM server; [^\n]*$"):
-        deploy(strategy(option), client).connect(policy)
-
-
-def test_reload_needs_its_pause_mode(policy: Policy, client: SglangClient) -> None:
-    with pytest.raises(ConfigError, match=r"weight_sync\.pause_mode=keep: .*set weight_sync\.pause_mode=abort"):
-        deploy(strategy("reload"), client).connect(policy)

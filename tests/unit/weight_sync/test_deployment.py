@@ -1,0 +1,295 @@
+"""A deployment: of several engines, and of several processes, of which the first moves the weights."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engines import full_weights
+
+from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.generation.spread import SpreadClient
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.types import SamplingParams, ServedWeights
+from offline_grpo.weight_sync.deployment import Deployment, RankZeroDeployment
+from offline_grpo.weight_sync.proof import Proof
+from offline_grpo.weight_sync.snapshot import Snapshot
+from offline_grpo.weight_sync.strategy import Staged, SyncRequirements
+
+POLICY: Any = SimpleNamespace(lora_rank=None)
+
+
+class FakeServer:
+    """What a deployment sees of a server process. Tests say when it dies."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.base_url, self.is_managed = name, True
+        self.gpus: list[int] | None = None
+        self._calls = calls
+        self.pid: int | None = None
+        self.has_ended = False
+
+    def begin(self, model: str, *, args: Any) -> None:
+        self._calls.append(f"begin {self.base_url}")
+        self.has_ended = False
+
+    def start(self, model: str, *, args: Any) -> None:
+        self._calls.append(f"start {self.base_url}")
+        self.check_alive()
+
+    def stop(self) -> None:
+        self._calls.append(f"stop {self.base_url}")
+
+    def watch(self, pid: int | None) -> None:
+        self._calls.append(f"watch {pid}")
+
+    def check_alive(self) -> None:
+        if self.has_ended:
+            raise EngineDied(f"{self.base_url} has ended.")
+
+
+class Client:
+    engine_name = "vLLM"
+    batch_size = 4
+
+    def __init__(self, server: FakeServer) -> None:
+        self.server = server
+        self.weights = ServedWeights()
+
+    def control(self, _: Any) -> Any:
+        return SimpleNamespace(check_version=lambda: "1.0")
+
+    def close(self) -> None: ...
+
+
+class Sync:
+    """Notes what it is told to do, and has the requirements of a test."""
+
+    name = "noted"
+    interval = 1
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.requires = SyncRequirements(engines=("vLLM",))
+        self.served: dict[str, Exception] = {}
+        self.replaced: dict[str, int] = {}
+
+    def start_model(self, _: Any) -> str:
+        return "model"
+
+    recovery_model = start_model
+
+    def start_args(self, _: Any) -> Mapping[str, Any]:
+        return {}
+
+    def attach(self, engine: ServerEngine, _: Any) -> None:
+        self._note("attach", engine)
+
+    def reattach(self, engine: ServerEngine, _: Any) -> None:
+        self._note("reattach", engine)
+
+    def detach(self, engine: ServerEngine) -> None:
+        self._note("detach", engine)
+
+    @contextmanager
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
+        self.calls.append(f"stage {version}")
+        yield Staged(version=version, name=f"adapter-{version}", num_tensors=2, num_bytes=8)
+
+    def deliver(self, engines: Sequence[ServerEngine], staged: Staged) -> float:
+        self.replaced = {engine.server.base_url: version for engine, version in staged.replaces.items()}
+        for engine in engines:
+            self._apply(engine)
+        return 0.0
+
+    def _apply(self, engine: ServerEngine) -> None:
+        self._note("apply", engine)
+        engine.check_alive()
+
+    def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
+        for engine in engines:
+            self._prove(engine)
+        return []
+
+    def _prove(self, engine: ServerEngine) -> None:
+        self._note("verify", engine)
+
+    def check_served(self, engine: ServerEngine, version: int) -> None:
+        self._note("asked", engine)
+        engine.check_alive()
+        if engine.server.base_url in self.served:
+            raise self.served[engine.server.base_url]
+
+    def _note(self, what: str, engine: ServerEngine) -> None:
+        self.calls.append(f"{what} {engine.server.base_url}")
+
+
+class Lab:
+    """Engines a, b and c, connected and pushed to."""
+
+    def __init__(self, names: str = "abc", gpus: Mapping[str, list[int]] | None = None) -> None:
+        self.calls: list[str] = []
+        self.sync: Any = Sync(self.calls)
+        self.servers = {name: FakeServer(name, self.calls) for name in names}
+        for name, own in (gpus or {}).items():
+            self.servers[name].gpus = own
+        clients: list[Any] = [Client(server) for server in self.servers.values()]  # type: ignore[arg-type]
+        self.deployment = Deployment(
+            [ServerEngine(client, SamplingParams(1)) for client in clients], self.sync, full_weights
+        )
+        self.deployment.connect(POLICY)
+        self.of_connect = list(self.calls)
+        self.push(1)
+
+    def push(self, version: int, **options: bool) -> list[str]:
+        """The calls that it makes."""
+        self.calls.clear()
+        self.deployment.push(POLICY, version=version, **options)
+        return list(self.calls)
+
+    def check(self) -> list[str]:
+        self.calls.clear()
+        self.deployment.check_served()
+        return list(self.calls)
+
+    @property
+    def asked(self) -> str:
+        """The engines that get requests."""
+        assert isinstance(self.deployment.client, SpreadClient)
+        return "".join(client.server.base_url for client in self.deployment.client.serving)
+
+
+def of_push(version: int, names: str) -> list[str]:
+    return [f"stage {version}", *(f"apply {name}" for name in names), *(f"verify {name}" for name in names)]
+
+
+def test_servers_start_side_by_side() -> None:
+    assert Lab("ab").of_connect == ["begin a", "begin b", "start a", "attach a", "start b", "attach b"]
+
+
+def test_servers_on_one_gpu_start_one_after_the_other() -> None:
+    """While one starts it measures what it takes of the GPU."""
+    lab = Lab(gpus={"a": [0], "b": [0], "c": [1]})
+    begun = ["begin a", "begin c"]  # a real server's `start` begins what has not begun
+    assert lab.of_connect == [*begun, "start a", "attach a", "start b", "attach b", "start c", "attach c"]
+
+
+def test_what_others_sample_counts_and_the_next_push_starts_the_dead_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, asked = Lab(), []
+    monkeypatch.setattr(lab.servers["a"], "stop", lambda: asked.append(lab.asked))
+    lab.servers["a"].has_ended = True
+    assert lab.check() == ["asked b", "asked c"]
+    assert lab.push(2, amid_requests=True) == ["begin a", "start a", "reattach a", *of_push(2, "abc")]
+    assert asked == ["bc"]  # meanwhile
+    assert lab.sync.replaced == {"b": 1, "c": 1}  # a has only the weights that it started from
+    assert lab.asked == "abc"
+    assert lab.check() == ["asked a", "asked b", "asked c"]
+    assert lab.deployment.metrics()["engines/num_restarts"] == 1
+
+
+def test_after_a_death_in_a_push_all_get_the_weights_again() -> None:
+    lab = Lab()
+    apply = lab.sync._apply
+
+    def dies(engine: ServerEngine) -> None:
+        lab.servers["b"].has_ended = True
+        apply(engine)
+
+    lab.sync._apply = dies
+    with pytest.raises(EngineDied, match=r"^b has ended\.$"):
+        lab.push(2)
+    lab.sync._apply = apply
+    lab.calls.clear()
+    lab.deployment.recover(POLICY, version=2)
+    assert lab.calls == ["stop b", "begin b", "start b", "reattach b", *of_push(2, "abc")]
+
+
+def test_where_all_have_died_the_run_recovers() -> None:
+    lab = Lab("ab")
+    for server in lab.servers.values():
+        server.has_ended = True
+    with pytest.raises(EngineDied, match=r"^a has ended\.$"):
+        lab.check()
+
+
+def test_a_strategy_that_starts_all_servers_starts_the_dead_too() -> None:
+    lab = Lab()
+    lab.sync.requires = SyncRequirements(engines=("vLLM",), own_server=True)
+    lab.sync._apply = lambda engine: lab.calls.append(f"anew {engine.server.base_url}")
+    lab.servers["a"].has_ended = True
+    assert [call for call in lab.push(2) if call.startswith(("anew", "begin"))] == ["anew a", "anew b", "anew c"]
+
+
+def test_every_engine_that_serves_must_have_what_was_pushed() -> None:
+    lab = Lab()
+    lab.sync.served["c"] = EngineError("another run's")
+    with pytest.raises(EngineError):
+        lab.check()
+
+
+# Several processes
+
+
+class FirstOfTwo:
+    """Messages of the first process, as they pass to the second: pickled."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+
+    def ranks(self, rank: int) -> Any:
+        position = 0
+
+        def broadcast(value: Any) -> Any:
+            nonlocal position
+            if rank == 0:
+                self.messages.append(pickle.dumps(value))
+            position += 1
+            return pickle.loads(self.messages[position - 1])
+
+        ranks = SimpleNamespace(is_main=rank == 0, broadcast=broadcast)
+        ranks.on_main = lambda action: Ranks.on_main(ranks, action)  # type: ignore[arg-type]
+        return ranks
+
+
+@pytest.fixture
+def two() -> tuple[list[Lab], list[RankZeroDeployment]]:
+    labs, wire = [Lab("a"), Lab("a")], FirstOfTwo()
+    labs[0].servers["a"].pid = 4711
+    all_ranks = [wire.ranks(rank) for rank in range(2)]
+    return labs, [
+        RankZeroDeployment(lab.deployment, ranks, ranks.on_main) for lab, ranks in zip(labs, all_ranks, strict=True)
+    ]
+
+
+def test_the_first_process_moves_weights_and_the_others_follow(
+    two: tuple[list[Lab], list[RankZeroDeployment]],
+) -> None:
+    labs, deployments = two
+    for lab in labs:
+        lab.calls.clear()
+    reports = [deployment.push(POLICY, version=7) for deployment in deployments]
+    assert reports[0] == reports[1]
+    assert labs[0].calls == of_push(7, "a")
+    assert labs[1].calls == ["watch 4711"]
+    assert [each.client.weights for each in deployments] == [ServedWeights(7, "adapter-7")] * 2
+
+
+@pytest.mark.parametrize("name", ["push", "check_served", "recover"])
+def test_an_error_of_the_first_is_raised_on_all(
+    name: str, two: tuple[list[Lab], list[RankZeroDeployment]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labs, deployments = two
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise EngineDied("the server has ended")
+
+    monkeypatch.setattr(labs[0].deployment, name, fail)
+    arguments: dict[str, Any] = {} if name == "check_served" else {"policy": POLICY, "version": 1}
+    for deployment in deployments:
+        with pytest.raises(EngineDied, match="the server has ended"):
+            getattr(deployment, name)(**arguments)
