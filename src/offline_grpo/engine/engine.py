@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from offline_grpo.engine.control import ServerControl
 from offline_grpo.engine.http import Refused
@@ -21,7 +21,6 @@ class AsksServer(RolloutClient, Protocol):
 
     server: Server
     num_asked: Counter[str]
-    logprobs_are_filtered: ClassVar[bool]
 
     @staticmethod
     def control(server: Server) -> ServerControl:

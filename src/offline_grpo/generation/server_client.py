@@ -54,8 +54,6 @@ class ServerClient(Streaming):
 
     engine_name: ClassVar[str | None]
     path: str
-    logprobs_are_filtered: ClassVar[bool] = True
-    """Whether logprobs are those after top-p, top-k and penalty, as a `Completion` should have them."""
 
     def __init__(
         self,

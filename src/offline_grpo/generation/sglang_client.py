@@ -24,7 +24,6 @@ class SglangClient(ServerClient):
 
     engine_name: ClassVar[str | None] = "SGLang"
     path = "/generate"
-    logprobs_are_filtered = False
 
     @staticmethod
     def control(server: Server) -> SglangControl:
