@@ -19,7 +19,7 @@ from factories import compose_config
 from safetensors.torch import load_file
 
 from offline_grpo.engine.background import in_background
-from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.errors import ConfigError
 from offline_grpo.report import plots
 from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.rollouts.atropos import source as atropos
@@ -73,12 +73,8 @@ def test_environments_learn_what_the_trainer_wants(api: RunApi) -> None:
     assert source.state_dict() == {"registration": found["group"]}
     told = api.post("/register-env", {"max_token_length": 64, "desired_name": "x", "weight": 1.0, "group_size": 2})
     assert told["status"] == "success", "the trainer has polled"
-    assert (told["checkpoint_dir"], told["starting_step"], told["checkpoint_interval"], told["num_steps"]) == (
-        "/runs/first",
-        4,
-        3,
-        10,
-    )
+    names = ("checkpoint_dir", "starting_step", "checkpoint_interval", "num_steps")
+    assert [told[name] for name in names] == ["/runs/first", 4, 3, 10]
 
 
 def test_batches_that_were_formed_at_once_are_trained_oldest_first(api: RunApi) -> None:
@@ -166,38 +162,20 @@ def test_a_group_of_which_no_batch_can_be_made_is_explained(
     source = started(api)
     fields = {"env_id": api.register_environment(size)} if is_registered else {}
     api.send(*(group(*[([1], [2])] * size, **fields) for _ in range(4)))
-    with pytest.raises(
-        ConfigError, match=rf"the queue of {api.url} has a group of {size} sequences, and no batch of 4 .* can be made"
-    ):
+    with pytest.raises(ConfigError, match=rf"has a group of {size} sequences, and no batch of 4 .* can be made"):
         source.next(0)
-
-
-def test_an_api_that_is_not_there() -> None:
-    with pytest.raises(
-        EngineError,
-        match=r"rollouts.url=http://127.0.0.1:9: Atropos API not reachable for 0.1 s \(rollouts.connect_timeout_s\)",
-    ):
-        make_source("http://127.0.0.1:9", connect_timeout_s=0.1).start(0, None)
 
 
 def test_a_batch_is_filled_up_where_groups_are_dropped(api: RunApi, caplog: pytest.LogCaptureFixture) -> None:
     source = started(api)
-    wrong = [
-        pair(1, scores=[0.0]),
-        pair(2, env_id=3),
-        pair(3),
-        group(([5] * 31, [6, 7]), ([5], [6])),
-        group(([5], [31]), ([5], [6])),
-        pair(4),
-    ]
-    api.send(*wrong)
+    long, foreign = group(([5] * 31, [6, 7]), ([5], [6])), group(([5], [31]), ([5], [6]))
+    api.send(pair(1, scores=[0.0]), pair(2, env_id=3), pair(3), long, foreign, pair(4))
     assert texts(source.next(0)) == ["8 2 2", "8 3 2"]
     assert source.metrics()["rollouts/num_dropped_malformed"] == 1
     api.send(pair(5), pair(6))
     assert texts(source.next(1)) == ["8 4 2", "8 5 2"]
-    assert {name: value for name, value in source.metrics().items() if name.startswith("rollouts/") and value} == {
-        "rollouts/num_dropped_vocabulary": 1
-    }, "the long one was dropped for the first iteration"
+    dropped = {name: value for name, value in source.metrics().items() if name.startswith("rollouts/") and value}
+    assert dropped == {"rollouts/num_dropped_vocabulary": 1}, "the long one was dropped for the first iteration"
     assert caplog.text.count("dropped a group") == 3
 
 

@@ -591,7 +591,7 @@ def test_a_run_changes_with(key: str, run: Laboratory) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["task", "generation", "weight_sync", "train.loss", "train.optimizer", "model.tiny", "logger.json"]
+    "key", ["task", "generation", "weight_sync", "train.loss", "train.advantage", "train.optimizer", "logger.json"]
 )
 def test_another_target_is_looked_for(key: str, run: Laboratory) -> None:
     trace = run(f"{key}._target_=offline_grpo.nowhere.Nothing")
