@@ -47,12 +47,8 @@ def compile_blocks(model: Any) -> int:
     import torch._dynamo.config as dynamo  # which takes a second
 
     dynamo.recompile_limit = MAX_GRAPHS
-    dynamo.specialize_float = (
-        True  # or each block makes tensors of its norms' epsilons and its adapters' scales whenever it runs
-    )
-    logging.getLogger("torch._dynamo").setLevel(
-        logging.ERROR
-    )  # what it says about what it cannot compile helps nobody here
+    dynamo.specialize_float = True  # or blocks make tensors of norms' epsilons and adapters' scales whenever they run
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     blocks = _blocks(model)
     for block in blocks:
         block.compile(dynamic=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 
 
 def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device") -> torch.device:
@@ -15,23 +17,12 @@ def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device
     """
     if device == "auto":
         device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"{key}={device}: no device of that name; use auto, cpu, cuda or cuda:N") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{key}={device}: models run on CPUs and CUDA devices only; use auto, cpu, cuda or cuda:N")
+    require(re.fullmatch(r"cpu|cuda(:\d+)?", device) is not None, key, device, "use auto, cpu, cuda or cuda:N")
+    resolved = torch.device(device)
     if resolved.type == "cuda":
         count = torch.cuda.device_count()
-        if (resolved.index or 0) >= count:
-            has = (
-                f"this machine has {count} CUDA device{'s' if count != 1 else ''}"
-                if count
-                else "this machine has no CUDA device"
-            )
-            raise ConfigError(
-                f"{key}={device}: {has}; use {'cuda:0 to cuda:' + str(count - 1) if count else key + '=cpu'}"
-            )
+        fix = f"this machine has {count} CUDA devices, numbered from 0; {key}=cpu uses none"
+        require((resolved.index or 0) < count, key, device, fix)
     return resolved
 
 

@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 
 
 def parse_layer_indices(text: str, num_layers: int, *, key: str) -> list[int]:
@@ -18,17 +18,9 @@ def parse_layer_indices(text: str, num_layers: int, *, key: str) -> list[int]:
     indices: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None:
-            raise ConfigError(
-                f"{key}={text}: {part.strip()!r} is neither an index nor a range; write for example 20-31 or 0-3,28-31"
-            )
-        first, last = int(match[1]), int(match[2] or match[1])
-        if first > last:
-            raise ConfigError(f"{key}={text}: the range {part.strip()} runs backwards; write {last}-{first}")
-        if last >= num_layers:
-            raise ConfigError(
-                f"{key}={text}: the model has {num_layers} blocks, 0-{num_layers - 1}; there is no block {last}"
-            )
+        first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, -1)
+        require(first <= last, key, text, "write indices and ranges, for example 20-31 or 0-3,28-31")
+        require(last < num_layers, key, text, f"the model has {num_layers} blocks, 0-{num_layers - 1}")
         indices.update(range(first, last + 1))
     return sorted(indices)
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from offline_grpo import hub
-from offline_grpo.errors import ConfigError, reason_of
+from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.device import make_current, resolve_device
@@ -45,10 +45,7 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     """
     if not os.path.exists(model_id) and not hub.is_model_id(model_id):
         raise ConfigError(f"{key}={model_id}: no such folder; give a local model folder or a Hugging Face id")
-    has_adapter, has_config = (
-        os.path.exists(os.path.join(model_id, name)) for name in ("adapter_config.json", "config.json")
-    )
-    if has_adapter and not has_config:
+    if not (Path(model_id) / "config.json").exists() and (Path(model_id) / "adapter_config.json").exists():
         fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
         raise ConfigError(f"{key}={model_id}: is a peft adapter, and no whole model; {fix}")
     try:
@@ -125,16 +122,10 @@ def load_policy(
     home = torch.device("cpu") if shares_weights else device
     make_current(home)
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
-    model = prepare(
-        model,
-        config,
-        train_layer_indices=train_layer_indices,
-        gradient_checkpointing=gradient_checkpointing,
-        adapter=adapter,
-    )
-    scoring = Scoring(
-        model, layouts_for(layout, device, dtype)[0], head, logits=measure_logit_transform(unwrapped(model))
-    )
+    training = {"train_layer_indices": train_layer_indices, "gradient_checkpointing": gradient_checkpointing}
+    model = prepare(model, config, **training, adapter=adapter)
+    first = layouts_for(layout, device, dtype)[0]
+    scoring = Scoring(model, first, head, logits=measure_logit_transform(unwrapped(model)))
     if not shares_weights:
         settle_layout(scoring, layout, device)
         settle_compile(scoring, config.compile, device)
@@ -189,15 +180,12 @@ def prepare(
     num_layers = model.config.get_text_config().num_hidden_layers
     trained: LanguageModel = model
     if config.lora is not None:
-        if train_layer_indices is not None:
-            raise ConfigError(
-                f"train.train_layer_indices={train_layer_indices}: with LoRA choose blocks by model.lora.layer_indices"
-            )
+        fix = "with LoRA choose blocks by model.lora.layer_indices"
+        require(train_layer_indices is None, "train.train_layer_indices", train_layer_indices, fix)
         trained = with_lora(model, config.lora, num_layers, adapter)
     elif train_layer_indices is not None:
-        train_only_blocks(
-            model, parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices"), num_layers
-        )
+        indices = parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices")
+        train_only_blocks(model, indices, num_layers)
     if gradient_checkpointing:
         trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         _disable_dropout_of_checkpointed(model)
@@ -222,10 +210,8 @@ def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
     softcap = getattr(model_config.get_text_config(), SDPA_HAS_NO, None)
     if wanted == "auto":
         return "eager" if softcap is not None else None
-    if wanted == "sdpa" and softcap is not None:
-        raise ConfigError(
-            f"model.attn_implementation=sdpa: leaves out the model's {SDPA_HAS_NO}={softcap}; use auto or eager"
-        )
+    fix = f"leaves out the model's {SDPA_HAS_NO}={softcap}; use auto or eager"
+    require(wanted != "sdpa" or softcap is None, "model.attn_implementation", wanted, fix)
     return wanted
 
 
@@ -254,10 +240,8 @@ def load_causal_lm(
     settings = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
     model, info = AutoModelForCausalLM.from_pretrained(model_id, **settings, **trust)  # pyright: ignore[reportGeneralTypeIssues]
     if info["missing_keys"]:
-        raise ConfigError(
-            f"{key}={model_id}: has no weights for {min(info['missing_keys'])}, which transformers would draw at "
-            "random; it is damaged, or no causal language model: take another copy"
-        )
+        missing = min(info["missing_keys"])
+        raise ConfigError(f"{key}={model_id}: has no weights for {missing}, which would be random; take another copy")
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
 
 

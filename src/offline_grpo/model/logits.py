@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +30,8 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
     """The language-model head."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ConfigError(
-            f"model.train_id={model.name_or_path}: {type(model).__name__} has no linear head; choose another model"
-        )
+        fix = "choose another model"
+        raise ConfigError(f"model.train_id={model.name_or_path}: {type(model).__name__} has no linear head; {fix}")
     return head
 
 
@@ -75,10 +72,8 @@ def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_i
         and (before == 1 or output_embeddings(model).bias is None)
     )
     if not is_known or after <= 0 or before <= 0:
-        raise ConfigError(
-            f"{key}={model.name_or_path}: {type(model).__name__} changes its logits in a way that the loss head "
-            "cannot follow (it knows factors and tanh soft-caps); choose another model"
-        )
+        fault = "changes its logits in a way that the loss head has not (factors and tanh soft-caps)"
+        raise ConfigError(f"{key}={model.name_or_path}: {type(model).__name__} {fault}; choose another model")
     return LogitTransform(after * before, None if cap is None else cap / before)
 
 
@@ -97,18 +92,11 @@ def _run_with(model: PreTrainedModel, hidden: Tensor, z: Tensor) -> tuple[Tensor
         return z.expand(*x.shape[:-1], len(z))
 
     hook = decoder_of(model).register_forward_hook(decoder_returns)
+    head: Any = output_embeddings(model)
+    head.forward = head_returns
     try:
-        with _replaced_forward(output_embeddings(model), head_returns):
-            logits = model(input_ids=torch.tensor([[1]], device=model.device), use_cache=False).logits[0, -1]
+        logits = model(input_ids=torch.tensor([[1]], device=model.device), use_cache=False).logits[0, -1]
     finally:
         hook.remove()
+        del head.forward
     return seen[0].float(), logits.float()
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward

@@ -172,7 +172,7 @@ class MasterWeights:
         names, differ = [], []
         for name, working in self._working.items():
             if self.parameters[name] is not working:
-                # In chunks, for small temporaries; most parameters are one, because calls cost more than the comparison.
+                # In chunks, for small temporaries; most parameters are one, because calls cost more than comparisons.
                 small = working.numel() <= CHUNK_ELEMENTS
                 ours, theirs = (
                     [t] if small else t.flatten().split(CHUNK_ELEMENTS) for t in (working, self.values[name])

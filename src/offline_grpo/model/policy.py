@@ -68,9 +68,7 @@ class Policy:
         if not has_adapters(self.model):
             return None
         config: Any = self.model.peft_config[ADAPTER]
-        return max(
-            [config.r, *config.rank_pattern.values()]
-        )  # experts that are one tensor with two parts have twice the rank
+        return max([config.r, *config.rank_pattern.values()])  # experts of two parts in one tensor have twice the rank
 
     def make_masters(self, *, offload: bool = False) -> MasterWeights:
         """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`.
@@ -92,10 +90,7 @@ class Policy:
     @property
     def masters(self) -> MasterWeights:
         """What the optimizer steps on; only after `make_masters`."""
-        if self._masters is None:
-            raise RuntimeError(
-                "the policy has no masters yet: call policy.make_masters() once its weight sync is connected"
-            )
+        assert self._masters is not None, "call policy.make_masters() once its weight sync is connected"
         return self._masters
 
     def become_shared(self, *, before_publish: Callable[[], None]) -> None:

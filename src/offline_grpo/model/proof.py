@@ -113,31 +113,22 @@ def settle_compile(
     model = scoring.causal_lm
     batch = _batch(len(scoring.output.weight), device, _groups(model, device))
     expected = _alone(scoring, batch)
-    started, num_blocks, fault = time.monotonic(), 0, None
+    started, num_blocks, name = time.monotonic(), 0, type(model).__name__
+    setting = f"model.compile={str(requested).lower()}"
     try:
         num_blocks = compile_blocks(model)
-    except ConfigError as error:
-        fault = str(error)
-    else:
         fault = _fault(scoring, batch, expected)
-    seconds = time.monotonic() - started
+    except ConfigError as error:  # no list of blocks
+        fault = str(error)
     if fault is None:
-        log.info(
-            "model.compile=%s: compiled the %d blocks of %s in %.0f s", str(requested).lower(), num_blocks, key, seconds
-        )
+        log.info("%s: compiled the %d blocks of %s in %.0f s", setting, num_blocks, key, time.monotonic() - started)
         return
     if num_blocks:
         uncompile_blocks(model)
     if requested is True:
-        raise ConfigError(
-            f"model.compile=true: does not work with {type(model).__name__} ({key}), {fault}; use auto or false"
-        )
-    log.warning(
-        "model.compile=auto: not compiled, because %s does not work then: %s; the memory plan may have counted on "
-        "compiled blocks: set model.compile=false if memory runs out",
-        type(model).__name__,
-        fault,
-    )
+        raise ConfigError(f"{setting}: does not work with {name} ({key}), {fault}; use auto or false")
+    fix = "if memory runs out, set model.compile=false, which the memory plan counts with"
+    log.warning("%s: not compiled, because %s does not work then: %s; %s", setting, name, fault, fix)
 
 
 def _groups(model: PreTrainedModel, device: torch.device) -> Sequence[Group]:
@@ -151,9 +142,8 @@ def _batch(vocab_size: int, device: torch.device, groups: Sequence[Group]) -> To
     generator = torch.Generator().manual_seed(0)
 
     def draw(num_tokens: int) -> Tensor:
-        return torch.randint(
-            min(8, vocab_size // 2), vocab_size, (num_tokens,), generator=generator
-        )  # the first ids are often special
+        first = min(8, vocab_size // 2)  # the first ids are often special
+        return torch.randint(first, vocab_size, (num_tokens,), generator=generator)
 
     sequences: list[Tensor] = []
     is_completion: list[Tensor] = []
@@ -190,10 +180,8 @@ def _alone(scoring: Scoring, batch: TokenBatch) -> _Result:
             ids, mask = batch.token_ids[start:end], batch.completion_mask[start:end]
             logits = scoring.causal_lm(input_ids=ids[None], use_cache=False).logits[0]  # [L, V]
             found = logits[:-1].float().log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[mask[1:]]
-            for total, gradient in zip(
-                gradients, _gradients(found @ weights[start:end][mask], parameters), strict=True
-            ):
-                total += gradient
+            found_gradients = _gradients(found @ weights[start:end][mask], parameters)
+            gradients = [total + gradient for total, gradient in zip(gradients, found_gradients, strict=True)]
             logprobs.append(found.detach())
     return _Result(torch.cat(logprobs), gradients)
 
@@ -223,9 +211,8 @@ def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None
     """What is wrong with `scoring.layout`, None if nothing is."""
     try:
         found = _packed(scoring, batch)
-        scored = scoring.logprobs(batch)[
-            batch.completion_mask
-        ]  # without gradients, for which compiled blocks have code of their own
+        # without gradients, for which compiled blocks have code of their own
+        scored = scoring.logprobs(batch)[batch.completion_mask]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever an architecture raises when it is called in a way that it does not know
@@ -275,8 +262,5 @@ def _weights(batch: TokenBatch) -> Tensor:
 def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     if not parameters:
         return []
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [
-        torch.zeros_like(p, dtype=torch.float32) if g is None else g.float()
-        for g, p in zip(found, parameters, strict=True)
-    ]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return [gradient.float() for gradient in found]

@@ -63,9 +63,8 @@ class Scoring(nn.Module):
         Args:
             entropy_requires_grad: if False the entropy is a metric, without gradient.
         """
-        with torch.accelerator.device_index(
-            self.device.index
-        ):  # Triton kernels run on the current GPU, and a reference may have another
+        # Triton kernels run on the current GPU, and a reference may have another.
+        with torch.accelerator.device_index(self.device.index):
             hidden = self.layout.hidden_states(decoder_of(self.causal_lm), batch)  # [T, H]
             output = self.output
             at = batch.completion_positions  # [N]

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 from offline_grpo.model.device import resolve_device
+
+KEY = "placement.engine_devices"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Who wants which device.
+    """The devices that a configuration asks for.
 
     Args:
         trainer: `model.device`.
@@ -46,11 +48,9 @@ def check_devices(devices: Devices) -> None:
     """
     reference_gpu(devices)
     server_gpus(devices)
-    if not trainer_gpus(devices.trainer, devices.num_processes) and devices.needs_gpu:
-        raise ConfigError(
-            f"model.device={devices.trainer}: weight_sync={devices.strategy} moves weights from GPU to GPU, and "
-            "training is on the CPU; use weight_sync=shared_vllm or reload there"
-        )
+    is_possible = bool(trainer_gpus(devices.trainer, devices.num_processes)) or not devices.needs_gpu
+    fix = f"weight_sync={devices.strategy} moves weights from GPU to GPU, and training is on the CPU"
+    require(is_possible, "model.device", devices.trainer, f"{fix}; use weight_sync=shared_vllm or reload there")
 
 
 def trainer_gpus(device: str, num_processes: int) -> list[int]:
@@ -71,16 +71,13 @@ def reference_gpu(devices: Devices) -> int | None:
 
     Raises:
         ConfigError: a device that this machine has not; or several training processes, each of which has a reference of
-        its own.
+            its own.
     """
     if devices.reference is None:
         return None
     device = resolve_device(devices.reference, key="model.ref_device")
-    if devices.num_processes > 1:
-        raise ConfigError(
-            f"model.ref_device={devices.reference}: {devices.num_processes} processes train, and each has a reference "
-            "beside its model; use model.ref_device=null, or train in one process"
-        )
+    fix = f"{devices.num_processes} processes train, each with a reference beside its model; use model.ref_device=null"
+    require(devices.num_processes == 1, "model.ref_device", devices.reference, fix)
     gpu = None if device.type == "cpu" else device.index or 0
     return None if gpu in trainer_gpus(devices.trainer, 1) else gpu
 
@@ -95,36 +92,24 @@ def server_gpus(devices: Devices) -> list[list[int] | None]:
     if num_servers == 0:
         return []
     trainers, num_gpus = trainer_gpus(devices.trainer, devices.num_processes), torch.cuda.device_count()
-    gpus = engine_gpus(
-        configured,
-        devices.rule,
-        name=devices.strategy,
-        trainers=trainers,
-        num_gpus=num_gpus,
-        num_wanted=num_servers * each,
-    )
+    rule, name = devices.rule, devices.strategy
+    gpus = engine_gpus(configured, rule, name=name, trainers=trainers, num_gpus=num_gpus, num_wanted=num_servers * each)
     if gpus is None and (num_servers == 1 or num_gpus == 0):
         return [None] * num_servers
     if gpus is None:
         gpus = list(range(num_gpus)[: num_servers * each])
-    elif configured is None and devices.rule == "same":
+    elif configured is None and rule == "same":
         gpus = gpus * num_servers  # there is no other GPU for them
-    setting, size = _setting(configured), len(gpus) // num_servers
-    if num_servers > 1 and (len(gpus) % num_servers or size < each):
-        raise ConfigError(
-            f"{setting}: {len(gpus)} GPUs cannot be shared out among placement.num_engines={num_servers} servers with "
-            f"{each} each (engine.args.tensor_parallel_size); name {num_servers * each}, or start fewer servers. A GPU "
-            "that is named several times has several servers"
-        )
+    value, size = _value(configured), len(gpus) // num_servers
+    fix = f"{len(gpus)} GPUs cannot be shared out among {num_servers} servers (placement.num_engines) with {each} each"
+    is_even = len(gpus) % num_servers == 0 and size >= each
+    require(num_servers == 1 or is_even, KEY, value, f"{fix} (engine.args.tensor_parallel_size)")
     shares = [gpus[i * size : (i + 1) * size] for i in range(num_servers)]
     for share in shares:
-        if len(set(share)) < len(share):
-            raise ConfigError(f"{setting}: one server would have {share}; name each GPU once for each server")
-        if devices.rule == "same" and trainers and trainers[0] not in share:
-            raise ConfigError(
-                f"{setting}: weight_sync={devices.strategy} needs every server on the trainer's GPU {trainers[0]}; use "
-                "placement.engine_devices=null, or weight_sync=nccl"
-            )
+        fix = f"one server would have {share}; name each GPU once for each server"
+        require(len(set(share)) == len(share), KEY, value, fix)
+        if rule == "same" and trainers:
+            _check_same(trainers[0] in share, value, name, trainers[0])
     return [*shares]
 
 
@@ -150,35 +135,30 @@ def engine_gpus(
     Raises:
         ConfigError: GPUs that do not exist or break the rule.
     """
-    setting = _setting(configured)
-    if not all(0 <= gpu < num_gpus for gpu in configured or ()):
-        raise ConfigError(
-            f"{setting}: this machine has {num_gpus} GPUs, numbered from 0; name some of them, or use "
-            "placement.engine_devices=null"
-        )
+    value = _value(configured)
+    exist = all(0 <= gpu < num_gpus for gpu in configured or ())
+    require(exist, KEY, value, f"this machine has {num_gpus} GPUs, numbered from 0; name some of them, or use null")
     if not trainers:
         return None if configured is None else list(configured)
     free = [gpu for gpu in range(num_gpus) if gpu not in trainers]
     if configured is None:
-        if rule == "other" and not free:
-            raise ConfigError(
-                f"{setting}: weight_sync={name} needs a GPU for the server that no process trains on, and all "
-                f"{num_gpus} of this machine are trained on; use weight_sync=shared_vllm, or fewer training processes"
-            )
+        fix = f"weight_sync={name} needs a GPU for the server that no process trains on; use weight_sync=shared_vllm"
+        require(rule != "other" or bool(free), KEY, value, fix)
         return [trainers[0]] if rule == "same" or not free else free[:num_wanted]
-    if rule == "same" and trainers[0] not in configured:
-        raise ConfigError(
-            f"{setting}: weight_sync={name} needs the server on the trainer's GPU {trainers[0]}; use "
-            "placement.engine_devices=null, or weight_sync=nccl"
-        )
+    if rule == "same":
+        _check_same(trainers[0] in configured, value, name, trainers[0])
     shared = sorted(set(configured) & set(trainers))
-    if rule == "other" and shared:
+    if rule == "other":
         fix = f"placement.engine_devices={free[:1]}" if free else "weight_sync=shared_vllm"
-        raise ConfigError(
-            f"{setting}: weight_sync={name} needs other GPUs for the server; GPU {shared[0]} is trained on; use {fix}"
-        )
+        fix = f"weight_sync={name} needs other GPUs for the server; GPU {shared[:1]} is trained on; use {fix}"
+        require(not shared, KEY, value, fix)
     return list(configured)
 
 
-def _setting(configured: Sequence[int] | None) -> str:
-    return f"placement.engine_devices={'null' if configured is None else list(configured)}"
+def _check_same(is_same: bool, value: object, name: str, gpu: int) -> None:
+    fix = f"weight_sync={name} needs every server on the trainer's GPU {gpu}; use null, or weight_sync=nccl"
+    require(is_same, KEY, value, fix)
+
+
+def _value(configured: Sequence[int] | None) -> object:
+    return "null" if configured is None else list(configured)

@@ -96,5 +96,5 @@ def test_weights_that_are_not_there_are_not_drawn_at_random(tmp_path: Path) -> N
     ZOO["gpt2"].build().save_pretrained(str(tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"n_layer": 3}))
-    with pytest.raises(ConfigError, match=r"model.ref_id=.*: has no weights for .*draw at random"):
+    with pytest.raises(ConfigError, match=r"model.ref_id=.*: has no weights for .*which would be random"):
         load_causal_lm(str(tmp_path), "auto", torch.device("cpu"), None, key="model.ref_id")

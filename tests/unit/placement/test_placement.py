@@ -54,8 +54,8 @@ def test_a_list_is_used_as_it_is(rule, trainers, configured):
     [
         ("any", [0], [2], 2, "this machine has 2 GPUs"),
         ("same", [0], [1], 2, "on the trainer's GPU 0; use .*null"),
-        ("other", [0, 1], [1, 2], 4, r"GPU 1 is trained on; use placement.engine_devices=\[2\]"),
-        ("other", [0], [0], 1, "GPU 0 is trained on; use weight_sync=shared_vllm"),
+        ("other", [0, 1], [1, 2], 4, r"GPU \[1\] is trained on; use placement.engine_devices=\[2\]"),
+        ("other", [0], [0], 1, r"GPU \[0\] is trained on; use weight_sync=shared_vllm"),
     ],
 )
 def test_what_cannot_be_is_refused(rule, trainers, configured, num_gpus, message):

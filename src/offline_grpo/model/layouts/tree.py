@@ -118,10 +118,8 @@ def prefix_trees(batch: TokenBatch) -> PrefixTrees | None:
 @lru_cache(maxsize=16)
 def _grown(token_bytes: bytes, mask_bytes: bytes, lengths: tuple[int, ...]) -> PrefixTrees | None:
     """Kept, because the policy is trained on the batches that the reference has scored, in each epoch again."""
-    token_ids, is_completion = (
-        np.frombuffer(token_bytes, np.int64).tolist(),
-        np.frombuffer(mask_bytes, np.bool_).tolist(),
-    )
+    token_ids = np.frombuffer(token_bytes, np.int64).tolist()
+    is_completion = np.frombuffer(mask_bytes, np.bool_).tolist()
     trees: dict[tuple[int, ...], _Tree] = {}
     row_of_prompt: dict[tuple[int, ...], int] = {}
     rows: list[int] = []

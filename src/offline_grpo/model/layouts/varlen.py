@@ -114,9 +114,7 @@ def _attention(
     if cu_seq_lens_q is None:
         raise ValueError("variable-length attention needs cu_seq_lens_q: this model drops the arguments of its decoder")
     others["attention_mask"] = attention_mask
-    unknown = sorted(
-        name for name, value in others.items() if name not in HARMLESS and value is not None and value is not False
-    )
+    unknown = sorted(n for n, value in others.items() if n not in HARMLESS and value is not None and value is not False)
     if unknown:
         raise ValueError(f"variable-length attention has no {', '.join(unknown)}")
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, heads, D]
@@ -129,10 +127,8 @@ def _torch_kernel(
     """`torch.nn.attention.varlen`, which is FlashAttention 2."""
     from torch.nn.attention.varlen import varlen_attn
 
-    how: dict[str, Any] = {
-        "scale": scale,
-        "window_size": (-1 if window is None else window - 1, 0),
-    }  # to the left, besides itself
+    # the window is to the left, besides the token itself
+    how: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         how["enable_gqa"] = True
     elif (heads_per_kv := q.shape[1] // k.shape[1]) > 1:
