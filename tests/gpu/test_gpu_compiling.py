@@ -68,7 +68,7 @@ def test_the_kept_head_is_right(kept_bytes: int, softcap: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], ["train.gradient_checkpointing=true"], ["model/lora=default"]], ids=["full", "recomputed", "lora"]
+    "overrides", [["train.gradient_checkpointing=true"], ["model/lora=default"]], ids=["recomputed", "lora"]
 )
 def test_a_run_trains_with_compiled_blocks(tmp_path, overrides: list[str]) -> None:
     small = ["train.iterations=2", "eval.enabled=false", "train.precision=bf16", "train.lr=1e-4"]

@@ -238,7 +238,7 @@ def test_sampling(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
     assert len(capsys.readouterr().out.strip()) <= 1
     for words, message in (
         ([base, "  "], "PROMPT: is empty"),
-        ([base, "x", "--device=mps"], "--device=mps: models run on CPUs and CUDA devices only"),
+        ([base, "x", "--device=mps"], "--device=mps: use auto, cpu, cuda or cuda:N"),
         ([base, "x", "-n", "0"], "-n=0: must be at least 1"),
         ([base, "x", "--temperature=-1"], "--temperature=-1.0: must be a number, 0 or more"),
         ([base, "x", "--temperature=nan"], "--temperature=nan: must be a number, 0 or more"),

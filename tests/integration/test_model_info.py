@@ -77,16 +77,7 @@ def test_the_page_fits_a_terminal_and_json_says_the_same(tmp_path: Path, capsys:
     model_info.run([name, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["presets"][0]["override"] == "train.train_layer_indices=1"
-    assert [fit["name"] for fit in found["fits"]] == [
-        *(
-            "full, AdamW",
-            "full, AdamW offload",
-            "full, 8-bit AdamW",
-            "full, Adafactor",
-            "last 25%, AdamW",
-            "LoRA r=16, AdamW",
-        )
-    ]
+    assert [fit["name"] for fit in found["fits"]][-2:] == ["last 25%, AdamW", "LoRA r=16, AdamW"]
     assert all(fit["room_frac"]["80"] == 0.92 for fit in found["fits"])  # everything fits, up to vLLM's own share
     info, _ = look_at(name, trust=False)
     large = Fit("full, AdamW", (), 143.2, {24: None, 40: None, 80: None, 141: 0.31})

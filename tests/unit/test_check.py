@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -54,7 +53,7 @@ def test_gpus_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monkey
     assert check.presets([first])[-1][0].endswith("experiment=gsm8k_qwen2_5_1_5b")
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo 'NVIDIA-SMI has failed'", "echo 'GPU, [N/A], [N/A], 1'"])
+@pytest.mark.parametrize("script", ["exit 9", "echo 'NVIDIA-SMI has failed'"])
 def test_a_driver_that_fails_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     put_on_path(tmp_path, monkeypatch, script)
     assert check.find_gpus() == []
@@ -87,19 +86,3 @@ def test_it_fits_one_screen_and_imports_no_torch_without_a_gpu(tmp_path: Path) -
     assert len(lines) <= 23
     assert max(len(line) for line in lines) <= 80
     assert lines[-1] == "  uv run run_grpo.py   # tiny model, CPU or GPU"
-
-
-def test_json_has_findings_and_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {one["name"] for one in told["findings"]} >= {
-        "Python",
-        "torch",
-        "vLLM",
-        "SGLang",
-        "disk",
-        "Hub",
-        "W&B",
-    }
-    assert told["presets"][0] == "uv run run_grpo.py"
-    assert "torch" in told["packages"]

@@ -204,15 +204,3 @@ def test_dropout_in_the_code_of_a_block_stays_off(checkpointing: bool) -> None:
     prepare_for_gradients(scoring.model)
     scoring(batch_of_prompts()).logprobs.sum().backward()
     assert len(calls) == 1 + checkpointing
-
-
-def test_scoring_without_gradient_leaves_each_module_in_its_mode() -> None:
-    """Checkpointed blocks are in train mode inside a model that is not."""
-    scoring = make_scoring(ZOO["llama"].build())
-    settings = ModelConfig("llama", None, "cpu", "auto", "auto", None, "auto", None, trust_remote_code=False)
-    prepare(scoring.causal_lm, settings, train_layer_indices=None, gradient_checkpointing=True)
-    prepare_for_gradients(scoring.model)
-    modes = [module.training for module in scoring.model.modules()]
-    scoring.logprobs(batch_of_prompts())
-    assert [module.training for module in scoring.model.modules()] == modes
-    assert len(set(modes)) == 2

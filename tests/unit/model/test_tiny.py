@@ -1,10 +1,8 @@
 import math
-import random
 import re
 from dataclasses import replace
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
@@ -116,17 +114,6 @@ def test_slower_of_two_builders_keeps_what_the_faster_one_made(tmp_path):
     folder = prepare_tiny_model(SMALL, TASK, tmp_path, progress=build_the_same_elsewhere)
     assert (folder / "mark").exists()
     assert list(tmp_path.iterdir()) == [folder]
-
-
-def _states():
-    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
-
-
-def test_random_state_of_the_caller_is_untouched(tmp_path):
-    set_seed(5)
-    before = _states()
-    prepare(tmp_path)
-    assert _states() == before
 
 
 def test_same_seed_same_weights_whatever_the_callers_random_state(tmp_path, built):

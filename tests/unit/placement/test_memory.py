@@ -160,6 +160,9 @@ def test_shared_weights_are_the_servers():
     (device,) = predicted(*SERVED, "weight_sync=shared_vllm")
     assert "policy weights" not in parts(device)
     assert parts(device)["fp32 masters"] == about(4 * NUM_WEIGHTS)
+    _, second = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1])
+    assert parts(second)["policy weights"] == about(2 * NUM_WEIGHTS), "the first process alone shares them"
+    assert not second.server
     (in_fp32,) = predicted(*SERVED, "weight_sync=shared_vllm", "train.precision=fp32")
     assert parts(in_fp32)["fp32 masters"] == about(4 * NUM_WEIGHTS)
     assert parts(in_fp32)["server: weights"] == about(4 * NUM_WEIGHTS)
@@ -210,21 +213,6 @@ def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch
     for name, text in {"max": limit, "current": "500", "stat": "anon 3\ninactive_file 100"}.items():
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
     assert available_bytes(tmp_path) == expected
-
-
-def test_only_the_first_process_shares_the_servers_weights():
-    first, second = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1])
-    assert "policy weights" not in parts(first)
-    assert parts(second)["policy weights"] == about(2 * NUM_WEIGHTS)
-    assert not second.server
-
-
-def test_a_server_on_its_own_gpu_leaves_the_trainers_alone():
-    first, second = predicted(*SERVED, "weight_sync=nccl", engine_gpus=[1])
-    assert (first.gpu, second.gpu) == (0, 1)
-    assert not first.server
-    assert not second.trainer
-    assert set(parts(second)) == {"server: weights", "server: KV cache and the rest", "server: CUDA context"}
 
 
 def test_a_reference_elsewhere_leaves_the_trainers_gpu():
