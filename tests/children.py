@@ -177,11 +177,6 @@ def run_in_children(count: int, output_dir: Path, *overrides: str, kill: Kill | 
     return in_group(count, _child, str(output_dir), list(overrides), kill, {}, False)
 
 
-def in_one(target: Callable[..., None], *args: Any) -> int:
-    """Call `target(*args)` in a process of its own. Returns its exit code."""
-    return _exit_codes([child_process(target, *args)])[0]
-
-
 def in_group(count: int, target: Callable[..., None], *args: Any) -> list[int]:
     """Call `target(*args)` in `count` processes, with the environment by which `torch.distributed` finds the others."""
     port = choose_port("127.0.0.1", None, key="-")
@@ -222,7 +217,9 @@ def run_command(
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as outputs:
         arguments = (str(folder), str(script), list(words), outputs, draws)
-        codes = in_group(count, _command, *arguments) if count > 1 else [in_one(_command, *arguments)]
+        codes = (
+            in_group(count, _command, *arguments) if count > 1 else _exit_codes([child_process(_command, *arguments)])
+        )
         out, err = (Path(outputs, name).read_text() for name in ("out", "err"))
     return subprocess.CompletedProcess([str(script), *words], max(codes), out, err)
 

@@ -10,7 +10,7 @@ import pytest
 from children import SMALL, Kill, metrics_of, printed, run_in_child, start_in_child, weights_of
 
 WORDS = (*SMALL, "checkpoint.save_interval=1", "checkpoint.keep_last_k=2", "checkpoint.keep_best=pass@1")
-QUICK, ALL = 1, 20
+QUICK, ALL = 1, 12
 
 
 @pytest.fixture(scope="module")
@@ -47,31 +47,15 @@ def test_killed_at_a_random_moment_and_resumed(seed, undisturbed, cache, tmp_pat
     assert content(fresh if fresh.exists() else killed) == content(expected)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_after_the_last_commit_nothing_is_trained_again_however_often_the_command_is_repeated(
-    number, undisturbed, cache, tmp_path
-):
+def test_after_the_last_commit_nothing_is_trained_again(undisturbed, cache, tmp_path):
     day = tmp_path / "outputs" / "2026-01-01"
     run, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
-    kill = Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 4, "after", number=number)
-    assert run_in_child(run, cache, *WORDS, kill=kill) == (0 if number == signal.SIGINT else -signal.SIGKILL), printed(
-        run
-    )
-    assert (run / "report.png").exists() == (number == signal.SIGINT)
+    kill = Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 4, "after")
+    assert run_in_child(run, cache, *WORDS, kill=kill) == -signal.SIGKILL, printed(run)
     for _ in range(2):
         assert run_in_child(fresh, cache, "resume=auto", *WORDS) == 0, printed(fresh)
         assert not fresh.exists()
         assert content(run) == content(undisturbed[0])
-    said = printed(fresh)
-    assert (
-        len(
-            re.findall(
-                r"^finished: 4 of 4 iterations; longer: .* train.iterations=8 .*; anew: leave resume out$",
-                said,
-                re.MULTILINE,
-            )
-        )
-        == 2
-    )
-    assert len(re.findall("^pass@1", said, re.MULTILINE)) == 2
-    assert "loading the model" not in said
+    assert len(re.findall("^finished: 4 of 4 iterations; longer: ", printed(fresh), re.MULTILINE)) == 2
+    assert len(re.findall("^pass@1", printed(fresh), re.MULTILINE)) == 2
+    assert "loading the model" not in printed(fresh)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "run_grpo.py"
 REFUSED = r"^error: {key}: process {pid} on \S+ writes to {folder}; stop it with `kill -INT {pid}`, or start in another"
 WORDS = (*SMALL, "model.tiny.warm_start_steps=0", "checkpoint.save_interval=1")
-PAIRS = 6
+PAIRS = 3
 WAITS = "+logger.waits._target_=children.Waits"
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import config_of, state_of
 from factories import compose_config
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from offline_grpo.run import resume_record
 from offline_grpo.run.config import as_plain, typed
@@ -78,12 +76,3 @@ def test_a_run_whose_last_evaluation_was_cut_short_is_not_finished(tmp_path: Pat
     point.run_dir.metrics.mkdir()
     (point.run_dir.metrics / "train_iter_009.json").touch()
     assert not is_finished(point, "eval.enabled=false", "train.iterations=11")
-
-
-@pytest.mark.parametrize("name", ["true", "jürgen's run"])
-def test_the_command_names_the_folder_as_hydra_reads_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    word = shlex.split(resume_record.command(tmp_path / name))[-1]
-    assert OverridesParser.create().parse_override(word).value() == name

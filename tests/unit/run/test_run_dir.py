@@ -112,7 +112,7 @@ def test_changes_are_named_by_key(tmp_path, monkeypatch):
     assert changed_keys(saved, {**saved, "task": {"path": str(tmp_path / "rows.jsonl")}}) == {}, "the same file"
 
 
-@pytest.mark.parametrize("folder", [".", "run1", "../beside", "../../far/beside"])
+@pytest.mark.parametrize("folder", [".", "../../far/beside"])
 def test_only_untouched_folders_are_discarded(folder, tmp_path, monkeypatch):
     """Nor the one in which a run was started, nor those above it."""
     here = tmp_path / "above" / "here"

@@ -13,7 +13,6 @@ import pytest
 from offline_grpo.errors import EngineError, StopRequested
 from offline_grpo.run import signals
 from offline_grpo.run.app import ended_whole
-from offline_grpo.run.log_outputs import kept_for_log
 from offline_grpo.run.signals import StopSignal
 
 
@@ -60,13 +59,6 @@ def test_a_signal_stops_at_once_and_says_so(number, exit_code, name, said):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_before_the_log_of_the_run_is_there_the_line_goes_to_the_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("offline_grpo"), "handlers", [])  # those of the tests
-    with kept_for_log(), StopSignal.listening(), pytest.raises(StopRequested):
-        send(signal.SIGTERM)
-    assert capsys.readouterr().err == "SIGTERM: stopping\n"
-
-
 def test_held_work_is_waited_for_and_named(said):
     with StopSignal.listening() as stop, stop.held("this iteration"):
         send(signal.SIGINT)
@@ -104,13 +96,6 @@ def test_the_second_signal_ends_the_process_but_not_the_same_one_passed_on(monke
             send(signal.SIGINT)
 
 
-def test_one_handler_serves_the_process():
-    with StopSignal.listening() as outer, StopSignal.listening() as inner:
-        assert inner is outer
-    with StopSignal.listening() as later:
-        assert later is not outer
-
-
 def test_an_ignored_signal_stays_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with StopSignal.listening() as stop, stop.held("it"):
@@ -134,13 +119,3 @@ def test_a_signal_does_not_change_the_exit_code_of_a_process_that_is_ending():
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_ctrl_c_before_anything_listens_is_one_line():
-    program = (
-        "import os, signal; signal.signal(2, signal.default_int_handler)\n"
-        "from offline_grpo.run.signals import end_at_once; end_at_once(); os.kill(os.getpid(), 2)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr.split("\n") == ["", "stopped before the run began; nothing was saved", ""]
