@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offline_grpo.errors import GrpoError
 from offline_grpo.logger import completed_iterations
 from offline_grpo.types import Metrics
 
@@ -101,19 +100,12 @@ class History:
 
 
 def load_history(run_dir: Path) -> History:
-    """Read `run_dir/metrics/*.json`. Missing iterations are skipped; a run without metrics gives an empty history.
-
-    Raises:
-        GrpoError: a file is not JSON.
-    """
+    """Read `run_dir/metrics/*.json`. Missing iterations are skipped; a run without metrics gives an empty history."""
     records: dict[str, dict[int, Metrics]] = {"train": {}, "eval": {}}
     for path in (run_dir / "metrics").glob("*.json"):
         if match := FILE_NAME.fullmatch(path.name):
             iteration = -1 if match["iteration"] is None else int(match["iteration"])
-            try:
-                records[match["name"]][iteration] = json.loads(path.read_bytes())
-            except ValueError as error:
-                raise GrpoError(f"{path}: is not JSON ({error}); delete it, or restore the run folder") from error
+            records[match["name"]][iteration] = json.loads(path.read_bytes())
     return History(run_dir, train=dict(sorted(records["train"].items())), evals=dict(sorted(records["eval"].items())))
 
 

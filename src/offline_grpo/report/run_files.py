@@ -37,7 +37,7 @@ def choices_of(run_dir: Path) -> dict[str, str]:
 
 
 def changes_of(run_dir: Path) -> dict[str, str]:
-    """Dotted key -> `0.001 until iteration 6, then 0.0001`, of what a resume changed; not of keys that follow others."""
+    """Dotted key -> `0.001 until iteration 6, then 0.0001`, of what a resume changed; not of keys that follow."""
     path = run_dir / ".hydra" / "starts.yaml"
     starts = (read_yaml(path) if path.is_file() else None) or []
     steps: dict[str, list[tuple[int, Any, Any]]] = {}

@@ -151,7 +151,7 @@ class Configuration:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95% of the mean over seeds, or of one run over problems; None without a spread, or if a seed was run twice."""
+        """95% of the mean over seeds, or of one run over problems; None without a spread, or if a seed was repeated."""
         if len(self.counted) == 1:
             return self.counted[0].interval
         values = np.array([run.final_pass_at_1 for run in self.counted], dtype=np.float64)
@@ -162,7 +162,7 @@ class Configuration:
 
 
 def configurations(runs: Sequence[Run]) -> list[Configuration]:
-    """Group runs by all settings but NOT_COMPARED, best mean pass@1 first; unfinished, then unmeasured ones last."""
+    """Group runs by all settings but NOT_COMPARED, best pass@1 first; unfinished, then unmeasured ones last."""
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in sorted(runs, key=lambda run: by_number(run.name)):
         groups.setdefault(tuple(sorted(_compared(run.settings).items())), []).append(run)
