@@ -18,39 +18,10 @@ from typing import Any
 from scripted_server import Reply, Request
 
 VOCABULARY = 12
-SAMPLING_FIELDS = {
-    *(
-        "max_new_tokens",
-        "stop",
-        "stop_token_ids",
-        "stop_regex",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-    ),
-    *(
-        "presence_penalty",
-        "repetition_penalty",
-        "min_new_tokens",
-        "n",
-        "json_schema",
-        "regex",
-        "ebnf",
-        "structural_tag",
-        "ignore_eos",
-    ),
-    *(
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "no_stop_trim",
-        "custom_params",
-        "stream_interval",
-        "logit_bias",
-    ),
-    "sampling_seed",
-}
+SAMPLING_FIELDS = """max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty
+presence_penalty repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos
+skip_special_tokens
+spaces_between_special_tokens no_stop_trim custom_params stream_interval logit_bias sampling_seed"""
 
 
 def logits_after(token_ids: list[int]) -> list[float]:
@@ -189,21 +160,11 @@ class FakeSglang:
             "finish_reason": reason,
             "prompt_tokens": len(prompt),
             "weight_version": self.weight_version,
-            "num_retractions": 0,
-            "reasoning_tokens": 0,
             "completion_tokens": len(tokens),
-            "cached_tokens": 0,
-            "cached_tokens_details": None,
-            "dp_rank": None,
-            "e2e_latency": 0.01,
         }
         if returns_logprobs:
             triples = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
-            meta |= {
-                "input_token_logprobs": [],
-                "output_token_logprobs": triples,
-                "output_token_logprobs_length": len(triples),
-            }
+            meta |= {"output_token_logprobs": triples, "output_token_logprobs_length": len(triples)}
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
 
@@ -217,7 +178,7 @@ def penalised(logits: list[float], prompt: list[int], tokens: list[int], penalty
 
 def verify(settings: dict[str, Any]) -> None:
     """SamplingParams.verify."""
-    unknown = set(settings) - SAMPLING_FIELDS
+    unknown = set(settings) - set(SAMPLING_FIELDS.split())
     if unknown:
         raise ValueError(f"Unexpected keyword argument '{unknown}'")
     if not 0 < settings["top_p"] <= 1:

@@ -21,7 +21,6 @@ from engines import (
     CPU,
     PROMPTS,
     Where,
-    distance,
     load,
     make_client,
     num_running,
@@ -236,22 +235,6 @@ def asking_all_the_time(server: Server) -> Iterator[list[dict[str, Any]]]:
         yield answers
         is_over = True
         asking.result()
-
-
-@pytest.mark.slow
-def test_others_may_ask_for_more_logprobs_at_the_same_time(server: Server, model_folder: Path, where: Where) -> None:
-    """Then vLLM gives every request of their steps as many, and the engine ends where ours cannot take that."""
-    with ThreadPoolExecutor(1) as thread:
-        asking = thread.submit(generated, server, path="/generate_tokens", prompt=IDS, max_tokens=1500, ignore_eos=True)
-        wait_until(lambda: num_running(server) == 1 or asking.done())
-        wide = completed(
-            server, prompt={"prompt_token_ids": PROMPTS[0]}, logprobs=3, max_tokens=5, ignore_eos=True, model="policy"
-        )
-        assert not asking.done()
-        [choice] = asking.result()["choices"]
-    assert len(wide[0]["token_ids"]) == 5
-    found = Completion(tuple(choice["token_ids"]), tuple(choice["logprobs"]), FinishReason.LENGTH, (0,) * 1500)
-    assert distance(load(model_folder, where), [found], PROMPTS[1:2]) < where.tolerance_nats
 
 
 @pytest.mark.parametrize("option", [pytest.param("reload", marks=pytest.mark.slow), "shared_vllm", "lora_hotswap"])

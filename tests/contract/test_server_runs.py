@@ -201,36 +201,6 @@ def test_a_stock_server_is_refused_before_a_model_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow  # a start of a server
-def test_the_command_of_a_refusal_starts_a_right_server(
-    stock: ScriptedServer, model_folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "server.txt").touch()  # else the folder goes with the refused run
-    with pytest.raises(ConfigError) as refused:
-        run(tmp_path / "refused", model_folder, *at(stock.base_url), "weight_sync=shared_vllm")
-    stock.close()  # its port is free for the right one
-    cpu = " --enforce-eager --distributed-executor-backend uni --kv-cache-memory-bytes 67108864"
-    cpu += " --max-num-batched-tokens 32768"
-    command = str(refused.value).partition("Start one that has it: ")[2].replace(" --gpu-memory-utilization 0.45", cpu)
-    command = command.replace(sys.executable, preloaded_python(tmp_path))
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "server.txt").open("wb") as output:
-        right = subprocess.Popen(
-            f"exec env {command}", shell=True, env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        deadline = time.monotonic() + 240
-        while not Server(base_url=stock.base_url, api_key=None, launcher=None, log_dir=tmp_path).api.answers("/health"):
-            assert time.monotonic() < deadline, (tmp_path / "server.txt").read_text()
-            assert right.poll() is None, (tmp_path / "server.txt").read_text()
-            time.sleep(0.5)
-        found = run(tmp_path / "run", model_folder, *at(stock.base_url), "weight_sync=shared_vllm", *TWO)
-        assert found["train_iter_001.json"]["sync/num_tensors_proven"] == 28
-    finally:
-        right.terminate()
-        right.wait()
-
-
 @pytest.mark.slow
 def test_a_frozen_server_is_asked_and_never_touched(
     stock: ScriptedServer,

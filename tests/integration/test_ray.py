@@ -113,11 +113,7 @@ def test_a_machine_is_lost_and_another_one_is_found(cluster: Any, model: Path, t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["placement.address=127.0.0.1:1"],
-            r"^placement.address=127.0.0.1:1: no Ray cluster .*refused\); start one with `ray start",
-        ),
-        (["placement.address=here"], r"^placement.address=here: no Ray cluster"),
+        (["placement.address=127.0.0.1:1"], r"^placement.address=127.0.0.1:1: no Ray cluster .*refused\); start one"),
         (
             ["placement.address=local", "+placement.ray_init.num_cpu=3"],
             r"^placement.address=local, ray_init=.*: no Ray cluster \(.*num_cpu",
@@ -146,14 +142,9 @@ def test_without_ray_the_extra_is_named(model: Path, tmp_path: Path, monkeypatch
     ("words", "message"),
     [
         (["+placement.ray_init.num_cpus=2"], "placement.ray_init={'num_cpus': 2}: acts with placement=ray alone"),
-        (["placement=ray", "placement.engine_devices=[1]"], "placement.engine_devices=[1]: are this machine's"),
         (
             ["placement=ray", "weight_sync=shared_vllm"],
             "placement.address=auto: weight_sync=shared_vllm needs a server on the trainer's",
-        ),
-        (
-            ["placement=ray", "weight_sync=ipc"],
-            "placement.address=auto: weight_sync=ipc needs a server on the trainer's own GPU",
         ),
     ],
 )

@@ -197,15 +197,11 @@ def test_what_the_server_aborts_is_asked_for_again(lab: Lab, monkeypatch: pytest
     assert others == [first, first]
 
 
-@pytest.mark.parametrize("is_watched", [True, False])
-def test_what_a_push_aborts_waits_for_the_push_alone(
-    is_watched: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_push_aborts_waits_for_the_push_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was in flight comes back at once, from a server that might be ending, and is computed again when the
     push has ended.
     """
     monkeypatch.setattr(server_client, "GRACE_S", 60.0)
-    lab.handle.is_watched = is_watched
     new, all_in_flight = ServedWeights(4), threading.Barrier(8)
 
     def script(_: Request) -> Reply:

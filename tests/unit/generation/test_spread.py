@@ -127,24 +127,6 @@ def test_all_dead(lab: Lab) -> None:
     assert len(lab.spread.serving) == 1
 
 
-def test_a_server_that_is_started_again_leaves_what_was_open_to_the_others(lab: Lab) -> None:
-    """The deployment takes it out and closes its connections, while other threads sample."""
-
-    def held_until_it_ends(request: Request) -> Reply:  # what is sent at the moment of the end finds nobody
-        return lab.hold(1)(request) if request.number < BATCH_SIZE else Reply(cut="silence")
-
-    lab.script(echo, held_until_it_ends, echo)
-    answers = in_background(lambda: lab.all(60))
-    lab.webs[1].wait_until(lambda: lab.webs[1].num_active == BATCH_SIZE)
-    lab.spread.serving = [lab.clients[0], lab.clients[2]]
-    lab.clients[1].close()
-    assert answers.result(10) == {i: i for i in range(60)}
-    lab.webs[1].script = echo
-    lab.spread.serving = lab.clients
-    assert lab.all(60) == {i: i for i in range(60)}
-    assert lab.num_asked[1] > BATCH_SIZE
-
-
 def test_what_was_sent_to_a_server_that_only_starts_is_asked_of_the_others(lab: Lab) -> None:
     """Its process lives, so a request that was on its way when it was taken out fails like one to a server that is not
     there.

@@ -74,9 +74,9 @@ def answers_of_two_calls(client: Slow) -> list[object]:
     return told
 
 
-@pytest.fixture(params=[1, 3])
-def num_at_once(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+@pytest.fixture
+def num_at_once() -> int:
+    return 3
 
 
 @pytest.fixture
