@@ -108,7 +108,8 @@ def checked(score: object) -> Score:
     for name, value in (("reward", score.reward), *score.parts.items(), *score.measured.items()):
         if not (isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST):  # no NaN is
             raise ScoreError(f"the task's score has {name}={value!r:.80}; it must be finite, at most {LARGEST:g}")
-    return replace(score, is_correct=bool(score.is_correct))  # JSON knows no numpy
+    is_plain = isinstance(score.is_correct, bool)
+    return score if is_plain else replace(score, is_correct=bool(score.is_correct))  # JSON knows no numpy
 
 
 async def _awaited(score: Awaitable[Score]) -> Score:

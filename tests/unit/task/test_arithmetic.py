@@ -31,15 +31,6 @@ def test_every_pair_is_in_exactly_one_split():
     assert 0.1 < len(held_out) / len(everything) < 0.3
 
 
-def test_no_held_out_problem_has_its_mirror_image_in_training():
-    task = make()
-    train, held_out = set(ids(task, Split.TRAIN)), ids(task, Split.EVAL)
-    assert held_out
-    for problem_id in held_out:
-        a, op, b = problem_id.replace("+", " + ").replace("-", " - ").split()
-        assert f"{b}{op}{a}" not in train
-
-
 def test_order_and_split_never_change():
     """Recorded runs refer to problems by their place in the order."""
     assert ids(make(max_operand=99, operations=["+"]), Split.EVAL)[:3] == ["6+96", "88+80", "9+61"]

@@ -14,108 +14,84 @@ from offline_grpo.types import Problem, Split
 
 LEAST, LESS = "at least", "less than"
 
-CASES = {  # kind: arguments, texts that follow, texts that do not
-    "keywords:existence": ({"keywords": ["gull", "c++"]}, ["A Gull wrote C++."], ["a gull", "c++", "gul l c+"]),
-    "keywords:frequency": (
-        {"keyword": "star", "frequency": 2, "relation": LEAST},
-        ["Star star", "starstar"],
-        ["star", "a sta r star"],
-    ),
-    "keywords:forbidden_words": ({"forbidden_words": ["cold", "ice"]}, ["coldness, nice"], ["so Cold!", "ICE"]),
-    "keywords:letter_frequency": (
-        {"letter": "E", "let_frequency": 3, "let_relation": LESS},
-        ["ee", "x"],
-        ["eEe", "e e e e"],
-    ),
-    "language:response_language": (
-        {"language": "de"},
-        ["Das Wetter ist heute schön."],
-        ["The weather is fine today.", "1 2 3", "\ud800"],
-    ),
-    "length_constraints:number_sentences": (
-        {"num_sentences": 2, "relation": LEAST},
-        ["One. Two.", "Ah! So it is"],
-        ["One", "One, two: three."],
-    ),
-    "length_constraints:number_paragraphs": (
-        {"num_paragraphs": 2},
-        ["a *** b", "***a\n***\nb***"],
-        ["a", "a\n\nb", "a *** *** b", "a***b***c"],
-    ),
-    "length_constraints:number_words": (
-        {"num_words": 3, "relation": LESS},
-        ["two words", "one-two"],
-        ["one two three", "a-b-c"],
-    ),
-    "length_constraints:nth_paragraph_first_word": (
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Often"},
-        ["a\n\noften b", 'a\n\n"Often," he', "a\nb\n\noften"],
-        ["often", "often\n\na", "a\n\noften\n\nb", "a\n\noftentimes", "\n\nb\n\noften"],
-    ),
-    "detectable_content:number_placeholders": (
-        {"num_placeholders": 2},
-        ["[a] [b c]", "[][]"],
-        ["[a]", "[a\n] [b]", "[[a]"],
-    ),
-    "detectable_content:postscript": (
-        {"postscript_marker": "P.S."},
-        ["bye\nP.S. more", "p. s. x"],
-        ["PS more", "P.P.S"],
-    ),
-    "detectable_format:number_bullet_lists": (
-        {"num_bullets": 2},
-        ["* a\n* b", "- a\ntext\n  * b"],
-        ["* a", "** a\n** b", "* a\n* b\n- c"],
-    ),
-    "detectable_format:constrained_response": (
-        {},
-        ["My answer is no.", "Well. My answer is maybe."],
-        ["no", "my answer is no."],
-    ),
-    "detectable_format:number_highlighted_sections": (
-        {"num_highlights": 2},
-        ["*a* *b*", "**a b**\n*c*"],
-        ["*a*", "** **", "*a\n* b"],
-    ),
-    "detectable_format:multiple_sections": (
-        {"section_spliter": "Part", "num_sections": 2},
-        ["Part 1 a Part 2 b", "Part1Part\n2"],
-        ["Part 1", "part 1 part 2", "Part one Part two"],
-    ),
-    "detectable_format:json_format": (
-        {},
-        ['{"a": 1}', "```json\n[1]\n```", "```\n2\n```"],
-        ["a: 1", '{"a": 1} or so', "[" * 10**5, "9" * 5000],
-    ),
-    "detectable_format:title": ({}, ["<<a>>", "x <<<a b>>> y"], ["<a>", "<<a\n>>", "<<>>", ">>a<<"]),
-    "combination:two_responses": (
-        {},
-        ["a******b", "******a******b******"],
-        ["a", "a******a", "a******b******c", "a************b"],
-    ),
-    "combination:repeat_prompt": ({"prompt_to_repeat": "Why so? "}, ["  why so? Because."], ["Because. Why so?"]),
-    "startend:end_checker": (
-        {"end_phrase": "That is all."},
-        ["So, THAT is all. ", '"Hm. That is all."'],
-        ["That is all. Or", "all."],
-    ),
-    "startend:quotation": ({}, ['"a"', ' "a" b "c" '], ["a", '"', '"a', "'a'"]),
-    "change_case:capital_word_frequency": (
-        {"capital_frequency": 2, "capital_relation": LEAST},
-        ["STOP it NOW", "U.S.A. A-B", "DON'T GO"],
-        ["STOP it", "STOP-IT now", "Stop It", "1 2 3"],
-    ),
-    "change_case:english_capital": (
-        {},
-        ["THE CAT SAT ON THE MAT AND SLEPT"],
-        ["THE CAT Sat", "DIE KATZE SCHLIEF AUF DER MATTE", "123"],
-    ),
-    "change_case:english_lowercase": (
-        {},
-        ["the cat sat on the mat and slept"],
-        ["The cat sat", "die katze schlief auf der matte", "123"],
-    ),
-    "punctuation:no_comma": ({}, ["a; b"], ["a, b"]),
+ARGUMENTS = {
+    "keywords:existence": {"keywords": ["gull", "c++"]},
+    "keywords:frequency": {"keyword": "star", "frequency": 2, "relation": LEAST},
+    "keywords:forbidden_words": {"forbidden_words": ["cold", "ice"]},
+    "keywords:letter_frequency": {"letter": "E", "let_frequency": 3, "let_relation": LESS},
+    "language:response_language": {"language": "de"},
+    "length_constraints:number_sentences": {"num_sentences": 2, "relation": LEAST},
+    "length_constraints:number_paragraphs": {"num_paragraphs": 2},
+    "length_constraints:number_words": {"num_words": 3, "relation": LESS},
+    "length_constraints:nth_paragraph_first_word": {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Often"},
+    "detectable_content:number_placeholders": {"num_placeholders": 2},
+    "detectable_content:postscript": {"postscript_marker": "P.S."},
+    "detectable_format:number_bullet_lists": {"num_bullets": 2},
+    "detectable_format:number_highlighted_sections": {"num_highlights": 2},
+    "detectable_format:multiple_sections": {"section_spliter": "Part", "num_sections": 2},
+    "combination:repeat_prompt": {"prompt_to_repeat": "Why so? "},
+    "startend:end_checker": {"end_phrase": "That is all."},
+    "change_case:capital_word_frequency": {"capital_frequency": 2, "capital_relation": LEAST},
+}
+FOLLOWING = {
+    "keywords:existence": ["A Gull wrote C++."],
+    "keywords:frequency": ["Star star", "starstar"],
+    "keywords:forbidden_words": ["coldness, nice"],
+    "keywords:letter_frequency": ["ee", "x"],
+    "language:response_language": ["Das Wetter ist heute schön."],
+    "length_constraints:number_sentences": ["One. Two.", "Ah! So it is"],
+    "length_constraints:number_paragraphs": ["a *** b", "***a\n***\nb***"],
+    "length_constraints:number_words": ["two words", "one-two"],
+    "length_constraints:nth_paragraph_first_word": ["a\n\noften b", 'a\n\n"Often," he', "a\nb\n\noften"],
+    "detectable_content:number_placeholders": ["[a] [b c]", "[][]"],
+    "detectable_content:postscript": ["bye\nP.S. more", "p. s. x"],
+    "detectable_format:number_bullet_lists": ["* a\n* b", "- a\ntext\n  * b"],
+    "detectable_format:constrained_response": ["My answer is no.", "Well. My answer is maybe."],
+    "detectable_format:number_highlighted_sections": ["*a* *b*", "**a b**\n*c*"],
+    "detectable_format:multiple_sections": ["Part 1 a Part 2 b", "Part1Part\n2"],
+    "detectable_format:json_format": ['{"a": 1}', "```json\n[1]\n```", "```\n2\n```"],
+    "detectable_format:title": ["<<a>>", "x <<<a b>>> y"],
+    "combination:two_responses": ["a******b", "******a******b******"],
+    "combination:repeat_prompt": ["  why so? Because."],
+    "startend:end_checker": ["So, THAT is all. ", '"Hm. That is all."'],
+    "startend:quotation": ['"a"', ' "a" b "c" '],
+    "change_case:capital_word_frequency": ["STOP it NOW", "U.S.A. A-B", "DON'T GO"],
+    "change_case:english_capital": ["THE CAT SAT ON THE MAT AND SLEPT"],
+    "change_case:english_lowercase": ["the cat sat on the mat and slept"],
+    "punctuation:no_comma": ["a; b"],
+}
+OTHERS = {
+    "keywords:existence": ["a gull", "c++", "gul l c+"],
+    "keywords:frequency": ["star", "a sta r star"],
+    "keywords:forbidden_words": ["so Cold!", "ICE"],
+    "keywords:letter_frequency": ["eEe", "e e e e"],
+    "language:response_language": ["The weather is fine today.", "1 2 3", "\ud800"],
+    "length_constraints:number_sentences": ["One", "One, two: three."],
+    "length_constraints:number_paragraphs": ["a", "a\n\nb", "a *** *** b", "a***b***c"],
+    "length_constraints:number_words": ["one two three", "a-b-c"],
+    "length_constraints:nth_paragraph_first_word": [
+        "often",
+        "often\n\na",
+        "a\n\noften\n\nb",
+        "a\n\noftentimes",
+        "\n\nb\n\noften",
+    ],
+    "detectable_content:number_placeholders": ["[a]", "[a\n] [b]", "[[a]"],
+    "detectable_content:postscript": ["PS more", "P.P.S"],
+    "detectable_format:number_bullet_lists": ["* a", "** a\n** b", "* a\n* b\n- c"],
+    "detectable_format:constrained_response": ["no", "my answer is no."],
+    "detectable_format:number_highlighted_sections": ["*a*", "** **", "*a\n* b"],
+    "detectable_format:multiple_sections": ["Part 1", "part 1 part 2", "Part one Part two"],
+    "detectable_format:json_format": ["a: 1", '{"a": 1} or so', "[" * 10**5, "9" * 5000],
+    "detectable_format:title": ["<a>", "<<a\n>>", "<<>>", ">>a<<"],
+    "combination:two_responses": ["a", "a******a", "a******b******c", "a************b"],
+    "combination:repeat_prompt": ["Because. Why so?"],
+    "startend:end_checker": ["That is all. Or", "all."],
+    "startend:quotation": ["a", '"', '"a', "'a'"],
+    "change_case:capital_word_frequency": ["STOP it", "STOP-IT now", "Stop It", "1 2 3"],
+    "change_case:english_capital": ["THE CAT Sat", "DIE KATZE SCHLIEF AUF DER MATTE", "123"],
+    "change_case:english_lowercase": ["The cat sat", "die katze schlief auf der matte", "123"],
+    "punctuation:no_comma": ["a, b"],
 }
 
 
@@ -124,14 +100,14 @@ def make(option="ifeval_sample", **settings):
 
 
 def test_all_kinds_of_the_paper_are_there():
-    assert (CASES.keys(), len(CASES)) == (CHECKS.keys(), 25)
+    assert FOLLOWING.keys() == OTHERS.keys() == CHECKS.keys()
+    assert len(CHECKS) == 25
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", CHECKS)
 def test_texts_that_follow_an_instruction_and_texts_that_do_not(kind):
-    arguments, following, others = CASES[kind]
-    assert [follows(text, kind, arguments) for text in following] == [True] * len(following)
-    assert [follows(text, kind, arguments) for text in [*others, "", " \n"]] == [False] * (len(others) + 2)
+    assert all(follows(text, kind, ARGUMENTS.get(kind, {})) for text in FOLLOWING[kind])
+    assert not any(follows(text, kind, ARGUMENTS.get(kind, {})) for text in [*OTHERS[kind], "", " \n"])
 
 
 @pytest.mark.parametrize(
@@ -208,16 +184,6 @@ def test_every_kind_of_instruction_is_measured():
     }
 
 
-def test_what_torchrl_rewards_can_be_set():
-    task = make(answer_tag="answer", answer_bonus=0.1, think_bonus=0.05)
-    both = problem(NO_COMMA, QUOTED)
-    assert task.score(both, '<think>well, so</think><answer>"fine"</answer>').reward == pytest.approx(1.15)
-    twice = task.score(both, '<think>a</think><think>b</think><answer>"fine"</answer><answer>a, b</answer>')
-    assert twice.reward == pytest.approx(1.0)  # the first block is judged, and neither bonus is given
-    assert task.score(both, '"fine"').reward == 0  # no block
-    assert task.score(both, "<answer>" + '"fine"').reward == 0  # not closed
-
-
 def test_the_small_set_has_every_kind():
     task = make()
     problems = [*task.problems(Split.TRAIN), *task.problems(Split.EVAL)]
@@ -261,7 +227,7 @@ def test_no_text_takes_long():
     long = 10_000
     pieces = ("a", "*", "[", "<<", "a. ", "(((a ", "\n", " \n -", "{", "P.", "Part1", "字。", "\"'")
     texts = [piece * long for piece in pieces]
-    instructions = [(kind, arguments) for kind, (arguments, _, _) in CASES.items()]
+    instructions = [(kind, ARGUMENTS.get(kind, {})) for kind in CHECKS]
     start = time.monotonic()
     for text in texts:
         make().score(problem(*instructions), text)

@@ -7,7 +7,6 @@ import pytest
 from factories import compose_config, make_group
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
 from offline_grpo.run.task_data import build_task
@@ -124,24 +123,6 @@ def test_metrics_are_there_for_each_task_and_the_whole():
     assert {name: len(own) for name, own in by_task(groups).items()} == {"a": 2, "b": 2}
     trained = rollout_metrics(groups)
     assert (trained["reward_mean"], trained["task/a/reward_mean"], trained["task/b/reward_mean"]) == (0.5, 0.75, 0.25)
-    evaluator = PassAtKEvaluator(
-        **dict.fromkeys(("task", "codec"), None),
-        problems=[group.problem for group in groups],
-        sampling=type("S", (), {"temperature": 1.0})(),
-        ks=[1],
-        replicates=2,
-        seed_base=1,
-        bootstrap_samples=10,
-        rank=0,
-        world_size=1,
-    )
-    metrics = evaluator.metrics(groups, cycle=0)
-    assert (metrics["reward_mean_all"], metrics["task/a/reward_mean_all"], metrics["task/b/reward_mean_all"]) == (
-        0.5,
-        0.75,
-        0.25,
-    )
-    assert (metrics["tasks"], metrics["task/b/tasks"]) == (4, 2)
 
 
 def test_a_run_may_follow_the_metric_of_one_task():

@@ -1,11 +1,7 @@
 """Held-out problems that training has in almost the same words are found; those of a template are not."""
 
 import pytest
-from factories import compose_config
 
-from offline_grpo.run.config import typed
-from offline_grpo.run.describe import describe_data
-from offline_grpo.run.task_data import TaskData, task_data
 from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
 from offline_grpo.types import Problem
 
@@ -61,17 +57,3 @@ def test_signs_are_words():
     sums = "Work out 12 + 7 - 3 + 9 - 4 + 8 - 6 + 5 and write it down"
     products = sums.replace("+", "*").replace("-", "/")
     assert near_duplicates([problem("t", products)], [problem("e", sums)]) == []
-
-
-def test_a_run_says_so():
-    """Generators of word problems make the same story with other numbers."""
-    data = task_data(
-        typed(compose_config("task=reasoning_gym", "task.name=gsm_symbolic", "task.num_train=600", "eval.num_ids=50"))
-    )
-    assert data.near_duplicates
-    lines = [line for line in describe_data(data, 1) if "almost the same" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith(
-        f"{len(data.near_duplicates)} held-out problems are almost the same as a training problem, such as eval-"
-    )
-    assert not [line for line in describe_data(TaskData(data.task, data.train, []), 1) if "almost" in line]

@@ -123,13 +123,6 @@ def test_problems_are_a_lazy_sequence():
         problems[10**9]
 
 
-def test_splits_share_neither_prompt_nor_id():
-    task = make_sat(max_solution_frac=0.05)
-    train, evaluation = (task.problems(split)[:300] for split in Split)
-    assert len({p.problem_id for p in (*train, *evaluation)}) == 600
-    assert len({p.messages[-1]["content"] for p in (*train, *evaluation)}) == 600
-
-
 @pytest.mark.parametrize(("difficulty", "frac"), [(None, 0.05), (None, 1 / 32), (0.0, 1 / 16), (0.6, 0.01)])
 def test_hard_problems_have_solutions_but_few(difficulty, frac):
     for problem in make_sat(difficulty, max_solution_frac=frac).problems(Split.TRAIN)[1000:1040]:
