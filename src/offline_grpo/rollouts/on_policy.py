@@ -112,11 +112,10 @@ class OnPolicy(Source):
         return replace(group, rollouts=tuple(rollouts))
 
     def _others(self, iteration: int) -> list[tuple[Problem, int]]:
-        """Draws for groups to be replaced: the i-th group of the iteration takes every `problems_per_iteration`-th,
-        from i on.
+        """Draws for groups to be replaced: the i-th group takes every `problems_per_iteration`-th, from i on.
 
-        The same for all processes, and made from the iteration alone, so that a checkpoint need not say how many were
-        used. Problems of the iteration itself are left out, and no other comes twice.
+        They depend on the iteration alone, so processes agree and a checkpoint needs none of it. Problems of the
+        iteration itself are left out, and no other comes twice.
         """
         first = iteration * self.problems_per_iteration
         own = {self._index_at(first + i) for i in range(self.problems_per_iteration)}

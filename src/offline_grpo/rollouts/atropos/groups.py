@@ -19,9 +19,7 @@ NOT_TRAINED = -100
 
 @dataclass(frozen=True, slots=True)
 class LazyText:
-    """Text that is made when `str` asks for it: of the many completions of an iteration a few are read. Pickled, it is
-    text.
-    """
+    """Text that is made when `str` asks for it: few completions are read. Pickled, it is text."""
 
     decode: Callable[[Sequence[int]], str]
     token_ids: Sequence[int]
@@ -103,12 +101,11 @@ class GroupReader:
             raise UnusableGroup("images", "it comes with images, which the model would not see")
         logprobs = _given(group.inference_logprobs)
         if logprobs is None and group.tokens:
-            raise MissingLogprobs(
-                "GRPO requires inference_logprobs for importance sampling! The groups of environment "
-                f"{'unknown' if group.env_id is None else group.env_id} have none: let it sample with "
-                f"server_type=vllm through its "
-                "managed server, and put inference_logprobs of the managed server's nodes into its groups"
+            about = f"The groups of environment {'unknown' if group.env_id is None else group.env_id} have none"
+            fix = (
+                "let it sample with server_type=vllm through its managed server, and send its nodes' inference_logprobs"
             )
+            raise MissingLogprobs(f"GRPO requires inference_logprobs for importance sampling! {about}: {fix}")
         ref_logprobs, advantages, overrides = map(_given, (group.ref_logprobs, group.advantages, group.overrides))
         rows = (group.tokens, group.masks, group.scores, logprobs or [], ref_logprobs, overrides)
         if {len(row) for row in rows if row is not None} != {count}:

@@ -1,6 +1,4 @@
-"""Recorded rollouts in the forms of other tools: lines of JSON, a folder of `datasets`, groups as Atropos' API takes
-them.
-"""
+"""Recorded rollouts for other tools: lines of JSON, a folder of `datasets`, groups as Atropos' API takes them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Reads stores: those of runs, single files of them, and folders of `datasets`.
-
-for shard in shards_of(Path("outputs/DATE/TIME"), key="PATH"):
-    shard.origin                       # which model, tokenizer, weights and configuration
-    table = shard.table()              # a row per completion; rows.py says what the columns mean
-    shard.table(["iteration", "reward"])
-    groups_of(table, group_rows(table).values())   # the same as typed objects
-"""
+"""Reads stores: those of runs, single files of them, and folders of `datasets`."""
 
 from __future__ import annotations
 
@@ -98,8 +91,7 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
     Args:
         path: a run folder, its `rollouts/`, a file of it, or a folder of `datasets`.
         key: the setting that named it, for messages.
-        phase, iteration: only files of "train" or "eval", only of this iteration. A folder of `datasets` may hold
-        others.
+        phase, iteration: only files of "train" or "eval", only of this iteration. Folders of `datasets` may hold more.
 
     Raises:
         ConfigError: there is no store, or nothing of what was asked for.

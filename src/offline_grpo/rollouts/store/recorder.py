@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 class Recorder(RunListener):
     """Writes `rollouts/iter_000.parquet`, ... and, for evaluations, `rollouts/eval_init.parquet`, ...
 
-    A file is complete or absent, and the same again if a resumed run repeats the iteration: no other file is ever
-    touched. It is written in a thread, beside the updates. `log` waits for it: as the first of a run's listeners, the
-    store has every iteration that has metrics.
+    A file is complete or absent, and the same again if a resumed run repeats the iteration. It is written in a thread,
+    beside the updates. `log` waits for it: as the first listener, the store has every iteration that has metrics.
 
     Args:
         origin: what all files have in common.

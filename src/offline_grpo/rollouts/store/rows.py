@@ -110,9 +110,7 @@ def _problem(group: RolloutGroup) -> dict[str, Any]:
 
 
 def _json(value: object) -> str:
-    """JSON without escapes for halves of surrogate pairs, which its readers refuse: its strings have what `utf8` makes
-    of them.
-    """
+    """JSON with escaped escapes for halves of surrogate pairs, as `utf8` makes them: readers refuse plain ones."""
     return _HALVES.sub(lambda half: f"\\\\u{ord(half[0]):04x}", _ENCODER.encode(value))
 
 
@@ -147,21 +145,16 @@ def first_sampled(rollout: Rollout) -> int:
 
 
 def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGroup]:
-    """The groups that are made of these rows each: what `table_of` was given, with logprobs in float32.
-
-    Raises:
-        ConfigError: a group has several problems, as in tables of several records that were joined.
-    """
+    """The groups of these rows. Raises ConfigError if one has several problems, as in records that were joined."""
     rows = [list(row) for row in rows]
     members = iter(table.take([index for row in rows for index in row]).to_pylist())
     return [_group([next(members) for _ in row]) for row in rows]
 
 
 def group_rows(table: pa.Table) -> dict[tuple[int, str, int], list[int]]:
-    """The rows of each group, by iteration, phase and number, in the order in which the groups begin.
+    """The rows of each group, by iteration, phase and number, in the order of the table.
 
-    Raises:
-        ConfigError: a group's rows are apart. In two records that were joined, equal numbers are different groups.
+    Raises ConfigError if a group's rows are apart: in records that were joined, equal numbers are different groups.
     """
     rows: dict[tuple[int, str, int], list[int]] = {}
     keys = zip(*(table[name].to_pylist() for name in ("iteration", "phase", "group")), strict=True)

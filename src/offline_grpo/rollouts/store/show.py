@@ -34,11 +34,7 @@ _ROWS, _BINS = 20, 5
 
 
 def show_groups(console: Console, shard: Shard, table: pa.Table, count: int, *, full: bool) -> None:
-    """Print the first `count` groups of a checked table, those with differing rewards first.
-
-    Args:
-        full: whole completions, and all of each group.
-    """
+    """Print the first `count` groups, those with differing rewards first; `full`: whole and all completions."""
     tokenizer = None if shard.origin is None else tokenizer_of(shard.origin.model)
     rewards = table["reward"].to_pylist()
     newest = max(table["iteration"].to_pylist())  # a folder of `datasets` has all
@@ -63,9 +59,7 @@ def _prompt(row: Mapping[str, Any], *, full: bool) -> Iterator[Table]:
 
 
 def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) -> Table:
-    """Reward, advantage and why it ended; below it the completion, token by token where the tokenizer is on this
-    machine.
-    """
+    """Reward, advantage and why it ended; then the completion, token by token if this machine has the tokenizer."""
     parts = {} if row["parts"] is None else from_json(row["parts"])
     facts = [f"reward {row['reward']:.3f}"]
     facts += [f"{visible(name)} {value:.3g}" for name, value in parts.items() if len(parts) > 1]
@@ -92,9 +86,7 @@ def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) 
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
-    """The text of each token; a character that several tokens make up comes with the last of them, and the others are
-    empty.
-    """
+    """The text of each token; a character of several tokens comes with the last of them, and the others are empty."""
     before, start = 0, 0  # tokens in between are decoded again: how a token reads depends on the one before
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[before:end], skip_special_tokens=False)
@@ -134,9 +126,7 @@ def tokenizer_of(model: str) -> Tokenizer | None:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of R completions, in the order of the record: `columns` [R] each, and whether the rewards of each group
-    differ.
-    """
+    """Of R completions in order: `columns` [R] each, and whether the rewards of each group differ."""
 
     columns: dict[str, np.ndarray]
     has_signal: list[bool]
