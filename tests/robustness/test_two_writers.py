@@ -97,10 +97,8 @@ def test_of_two_that_start_at_once_one_trains(seed, alone, cache, tmp_path):
     more = [[], []]
     if kind != "folder":
         killed = day / "00"
-        assert (
-            run_in_child(killed, cache, *WORDS, mishaps={("train", 2): partial(signal.raise_signal, signal.SIGKILL)})
-            == -signal.SIGKILL
-        ), printed(killed)
+        kill = {("train", 2): partial(signal.raise_signal, signal.SIGKILL)}
+        assert run_in_child(killed, cache, *WORDS, mishaps=kill) == -signal.SIGKILL, printed(killed)
         more = [["resume=auto" if kind == "auto" else f"resume={killed}"]] * 2
     processes = []
     for number, (folder, words) in enumerate(zip(folders, more, strict=True)):
@@ -114,9 +112,8 @@ def test_of_two_that_start_at_once_one_trains(seed, alone, cache, tmp_path):
         assert "finished: 4 of 4 iterations" in said
     else:
         assert codes == [0, 2], said
-        assert re.search(
-            r"^error: \S+: (process \d+ on \S+ writes to \S+|there is a run in this folder);", said, re.MULTILINE
-        ), said
+        refused = r"^error: \S+: (process \d+ on \S+ writes to \S+|there is a run in this folder);"
+        assert re.search(refused, said, re.MULTILINE), said
     [run] = [path for path in day.iterdir() if (path / "metrics").is_dir()]
     assert metrics_of(run) == metrics_of(alone)
     assert weights_of(run) == weights_of(alone)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from offline_grpo.errors import StopRequested
 from offline_grpo.run import launch
@@ -113,13 +113,9 @@ class StopSignal:
     def check(self) -> None:
         """Raise StopRequested if a signal has arrived."""
         if self.number is not None:
-            self.raise_now(self.number)
-
-    def raise_now(self, number: int) -> NoReturn:
-        """Raise StopRequested for this signal, which may have come to another process of the run."""
-        if self._line is not None:
-            self._line.join(timeout=1)  # so that the next line comes after it
-        raise StopRequested(number)
+            if self._line is not None:
+                self._line.join(timeout=1)  # so that the next line comes after it
+            raise StopRequested(self.number)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.number is None:
