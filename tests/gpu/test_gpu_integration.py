@@ -155,9 +155,7 @@ def test_two_servers_on_one_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory dies with it, and the trainer's parameters were that memory: what was trained goes on in the memory of
-    the next.
-    """
+    """Its memory dies with it, which the trainer's parameters were; they continue in the memory of the next."""
     deaths = kill_engines(monkeypatch, at_push=6)
     server = ("generation=vllm_server", "weight_sync=shared_vllm", *SMALL_SERVER)
     run = (

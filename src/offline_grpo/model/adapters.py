@@ -26,7 +26,7 @@ else:
 
 
 ADAPTER = "default"
-"""What peft calls the one that is trained."""
+"""peft's name of the one that is trained."""
 
 
 def has_adapters(model: LanguageModel) -> TypeGuard[PeftModel]:

@@ -19,7 +19,7 @@ TORCH_NAMES = {
     "float16": "float16",
     "half": "float16",
 }
-"""What torch calls a format that `train.precision` (fp32, bf16, fp16) or a server's `dtype` names."""
+"""torch's name of a format that `train.precision` (fp32, bf16, fp16) or a server's `dtype` names."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

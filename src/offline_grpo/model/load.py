@@ -201,8 +201,8 @@ def build_on_meta(model_config: PretrainedConfig, *, trust_remote_code: bool = F
 
 
 def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
-    """What `model.attn_implementation=WANTED` is for this model; None is transformers' own choice, sdpa where the
-    architecture has it.
+    """The attention that `model.attn_implementation=WANTED` means here; None is transformers' own choice, sdpa where
+    the architecture has it.
 
     Raises:
         ConfigError: sdpa would leave out something that the model computes.

@@ -78,9 +78,7 @@ def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_i
 
 
 def _run_with(model: PreTrainedModel, hidden: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """What the model gives to its head if its decoder returns `hidden` [H], and the logits [V] it makes of the head's
-    output `z` [V].
-    """
+    """The head's input if the decoder returns `hidden` [H], and the logits [V] made of the head's output `z` [V]."""
     seen: list[Tensor] = []
 
     def decoder_returns(module: nn.Module, args: Any, output: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 CHUNK_ELEMENTS = 1 << 24
-"""What is compared at once: few launches on a GPU, and temporaries of at most 48 MiB for 16-bit weights."""
+"""Compared at once: few launches on a GPU, and temporaries of at most 48 MiB for 16-bit weights."""
 
 SMALL_ELEMENTS = 1 << 20
 """Of parameters up to this size, such as norms and LoRA adapters, gradients are added together: the host takes longer
@@ -157,7 +157,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the model's weights, in place: whoever shares their memory sees the update."""
+        """Round the masters into the model's weights, in place: all that share their memory see the update."""
         if self._before_publish is not None:
             self._before_publish()
         pairs = [(w, self.values[name]) for name, w in self._working.items() if w is not self.parameters[name]]
@@ -200,7 +200,7 @@ class MasterWeights:
 
 
 def _base_of(masters: Sequence[nn.Parameter]) -> Tensor | None:
-    """What the gradients of all of these are views of, if that is one tensor."""
+    """The tensor that the gradients of all of these are views of, if it is one."""
     bases = [None if master.grad is None else master.grad._base for master in masters]
     return bases[0] if all(base is bases[0] for base in bases) else None
 

@@ -89,7 +89,7 @@ class Policy:
 
     @property
     def masters(self) -> MasterWeights:
-        """What the optimizer steps on; only after `make_masters`."""
+        """The optimizer steps on them; only after `make_masters`."""
         assert self._masters is not None, "call policy.make_masters() once its weight sync is connected"
         return self._masters
 
@@ -113,7 +113,7 @@ class Policy:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def trained_here(self) -> list[Tensor]:
-        """What this process has of them: all, or of sharded ones its parts."""
+        """Those of this process: all, or of sharded ones its parts."""
         return [getattr(p, "to_local", lambda p=p: p)() for p in self.trained_parameters().values()]
 
     @property

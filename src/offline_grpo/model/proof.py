@@ -208,7 +208,7 @@ def _modes_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None:
-    """What is wrong with `scoring.layout`, None if nothing is."""
+    """The fault of `scoring.layout`, None if it has none."""
     try:
         found = _packed(scoring, batch)
         # without gradients, for which compiled blocks have code of their own
@@ -229,7 +229,7 @@ def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None
 
 
 def _tolerances(model: PreTrainedModel) -> tuple[float, float]:
-    """What the errors of logprobs and of gradients may be."""
+    """The largest errors allowed of logprobs and of gradients."""
     growth = math.sqrt(max(1.0, model.config.get_text_config().num_hidden_layers / SHALLOW_BLOCKS))
     return LOGPROB_TOLERANCE[model.dtype] * growth, GRADIENT_TOLERANCE[model.dtype] * growth
 

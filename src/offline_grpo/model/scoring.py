@@ -93,7 +93,7 @@ class Scoring(nn.Module):
 
 @dataclass(frozen=True)
 class BaseScoring:
-    """What an adapted policy scores with its LoRA adapters switched off: so it is its own reference."""
+    """An adapted policy with its LoRA adapters switched off: so it is its own reference."""
 
     adapted: Scoring
 

@@ -58,7 +58,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the model's generation config and the tokenizer call end of sequence."""
+    """The ids of end of sequence, of the model's generation config and of the tokenizer."""
     configured = config.eos_token_id if config is not None else None
     ids = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
     return sorted({token for token in ids if isinstance(token, int)})

@@ -53,7 +53,7 @@ class Ranks:
         return gather_object(list(share))
 
     def gather_results(self, action: Callable[[], Sequence[T]]) -> list[T]:
-        """What `action` returns on all processes, rank 0's first. A GrpoError of one process is raised on all: none
+        """The results of `action` on all processes, rank 0's first. A GrpoError of one process is raised on all: none
         waits for ever.
         """
         outcomes = self.gather([_attempt(action)])

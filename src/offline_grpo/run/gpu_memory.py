@@ -309,7 +309,7 @@ def largest_microbatch(request: MemoryRequest) -> Microbatch:
 
 
 def _activations_bytes(request: MemoryRequest, sizes: Sizes) -> int:
-    """What a microbatch holds beyond weights, masters, gradients and state when it holds most: in the loss head, or in
+    """A microbatch's bytes beyond weights, masters, gradients and state when it holds most: in the loss head, or in
     the backward pass of the last block.
     """
     microbatch, config = largest_microbatch(request), request.model_config.get_text_config()
@@ -351,7 +351,7 @@ def _widths(config: Any) -> tuple[int, int, int, int]:
 
 
 def _block_bytes_per_token(request: MemoryRequest, sizes: Sizes, row_tokens: int) -> int:
-    """What a block keeps for its backward pass, for each token: the inputs and outputs of its matrix products and of
+    """Bytes that a block keeps for its backward pass, per token: the inputs and outputs of its matrix products and of
     attention.
 
     A norm that is not compiled keeps its input and its result in fp32 too, and the MLP its activations.

@@ -89,8 +89,8 @@ def predicted_total(config, recompute, prompt_tokens, *overrides):
 
 
 def test_the_plan_is_within_10_per_cent_of_what_benchmarks_measured():
-    """`memory_plan.json` is older than compiled blocks and the kept head: those are switched off. Its rows of LoRA are left
-    out, because they measured layers of peft that no run has any more.
+    """`memory_plan.json` is older than compiled blocks and the kept head: those are switched off. Its rows of LoRA are
+    left out, because they measured layers of peft that no run has any more.
     """
     found = {}
     plan = json.loads((MEASURED / "memory_plan.json").read_text())

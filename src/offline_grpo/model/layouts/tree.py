@@ -95,7 +95,7 @@ class PrefixTrees:
     columns: Tensor  # [T]
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """What is added to attention scores, [R, 1, L, L]: 0 for a node and its ancestors, the smallest number
+        """Added to attention scores, [R, 1, L, L]: 0 for a node and its ancestors, the smallest number
         elsewhere.
         """
         num_rows, length = self.token_ids.shape

@@ -34,7 +34,7 @@ class Varlen:
 
     pads = False
     kernel: ClassVar[str] = VARLEN
-    """What transformers knows it by; see `register`."""
+    """Its name in transformers; see `register`."""
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ConfigError where the kernel does not run."""
