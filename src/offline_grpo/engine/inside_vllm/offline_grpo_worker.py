@@ -104,15 +104,12 @@ class WorkerExtension:
 
     def grpo_describe(self) -> dict[str, Any]:
         """Who and what this worker is, and why its weights cannot be shared, if so."""
-        config = self.vllm_config
         device = next(_model(self).parameters()).device
         return {
             "pid": os.getpid(),
             "device": device.type,
             "gpu_uuid": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
-            "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "world_size": int(config.parallel_config.world_size),
-            "refusals": list(_refusals(config)),
+            "refusals": list(_refusals(self.vllm_config)),
         }
 
     def grpo_layout(self) -> list[dict[str, Any]]:
