@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
+import time
 import warnings
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
@@ -22,10 +24,16 @@ from offline_grpo.types import Problem, Score
 MAX_CONCURRENT = 64
 """How many async scores are awaited at a time: what they ask, such as a server with another model, has limits too."""
 
+SLOW_S = 10.0
+"""A score that takes longer is named in a warning, once in a process: an async one while it is still awaited."""
+
 LARGEST = 1e30
 """Of a reward: the spread of larger ones is beyond what numbers can be, and nothing would be learnt without a word."""
 
 _SHOWN_CHARS = 200
+_has_warned = False
+
+log = logging.getLogger(__name__)
 
 
 class Judgement:
@@ -41,14 +49,17 @@ class Judgement:
     def __init__(self, task: Task, problem: Problem, text: str) -> None:
         self._problem, self._text = problem, text
         self._future: Future[Score] | None = None
+        began_s = time.monotonic()
         try:
             score = task.score(problem, text)
             if inspect.isawaitable(score):
-                self._future = asyncio.run_coroutine_threadsafe(_awaited(score), _loop())
+                self._future = asyncio.run_coroutine_threadsafe(_awaited(score, problem, text), _loop())
             else:
                 self._score = checked(score)
         except (Exception, SystemExit) as error:  # whatever code of the user's own raises
             raise _named(error, problem, text) from error
+        if time.monotonic() - began_s > SLOW_S:
+            _warn_of_slow_score(problem, text)
 
     @property
     def is_done(self) -> bool:
@@ -112,11 +123,13 @@ def checked(score: object) -> Score:
     return score if is_plain else replace(score, is_correct=bool(score.is_correct))  # JSON knows no numpy
 
 
-async def _awaited(score: Awaitable[Score]) -> Score:
+async def _awaited(score: Awaitable[Score], problem: Problem, text: str) -> Score:
+    warning = asyncio.get_running_loop().call_later(SLOW_S, _warn_of_slow_score, problem, text)
     try:
         async with _room():
             return await score
     finally:
+        warning.cancel()
         if inspect.iscoroutine(score):  # cancelled before it was awaited, perhaps
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # so are the coroutines that it has
                 score.close()
@@ -141,6 +154,14 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 @cache
 def _room() -> asyncio.Semaphore:
     return asyncio.Semaphore(MAX_CONCURRENT)
+
+
+def _warn_of_slow_score(problem: Problem, text: str) -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        about = about_completion(problem, text)
+        log.warning("a score takes more than %.0f s (it, or those that its worker scores before it): %s", SLOW_S, about)
 
 
 def _named(error: BaseException, problem: Problem, text: str) -> ScoreError:

@@ -21,13 +21,12 @@ def isolated(
     num_processes: int = 1,
     on_cluster: bool = False,
 ) -> Task:
-    """The task, scored below a process that starts now, or the task itself where it may be scored here.
+    """The task, scored in processes that `stack` ends, or the task itself where it may be scored here.
 
     Args:
         folder: its file `scoring.log` gets what the code that scores prints; None: that is thrown away.
-        stack: ends the processes.
         num_processes: that share the workers, each with at least one.
-        on_cluster: below such a process on each machine of the Ray cluster instead.
+        on_cluster: on each machine of the Ray cluster.
     """
     settings = config.scoring
     if settings.workers == 0 or getattr(task, "scores_safely", False):

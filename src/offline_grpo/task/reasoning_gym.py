@@ -103,8 +103,9 @@ class ReasoningGym:
         items = self._items(Split(split), self._level(Split(split), int(index)))
         item = items[int(index)]
         if not any(item["question"] in message["content"] for message in problem.messages):
-            fix = "it depends on how Python orders sets; set PYTHONHASHSEED=0 in the environment of the run"
-            raise ScoreError(f"task.name={self.name}: made again, problem {problem.problem_id} is another one: {fix}")
+            about = f"task.name={self.name}: made again to be scored, problem {problem.problem_id}"
+            fix = "set PYTHONHASHSEED=0 in the environment of the run, if it depends on the order of sets"
+            raise ScoreError(f"{about} is not the one that was asked; {fix}")
         try:
             correctness = float(items.score_answer(answer, item))
         except Exception:  # whatever a scorer raises at an answer that it cannot read

@@ -41,6 +41,16 @@ def judge(task: Any, text: str) -> Score:
     return Judgement(task, PROBLEM, text).result()
 
 
+def test_a_slow_score_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(judging, "SLOW_S", 0.1)
+    monkeypatch.setattr(judging, "_has_warned", False)
+    judge(SimpleNamespace(score=lambda *_: Score(1.0, True, {})), "quick")
+    for _ in range(2):
+        judge(Slow(), "the slow one")
+    [message] = caplog.messages
+    assert message.endswith("train-3, completion 'the slow one'")
+
+
 @pytest.mark.parametrize("reward", [math.nan, -1e200, "1"])
 def test_a_reward_with_which_nothing_can_be_computed_is_refused(reward: Any) -> None:
     task = SimpleNamespace(score=lambda *_: Score(reward, True, {}))

@@ -118,4 +118,6 @@ def test_a_problem_that_is_made_again_differently_is_not_scored():
     task = make("task.name=polynomial_multiplication", "task.system_prompt=Think.", "task.num_train=4")
     problem, earned = in_a_process("0")
     assert (earned, in_a_process("0", problem)[1]) == (1.1, 1.1)
-    assert re.search("problem train-0 is another one: .*set PYTHONHASHSEED=0 ", in_a_process("1", problem)[1])
+    assert re.search(
+        "problem train-0 is not the one that was asked; set PYTHONHASHSEED=0 ", in_a_process("1", problem)[1]
+    )
