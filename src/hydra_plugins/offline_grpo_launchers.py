@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from traceback import print_exception
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -218,7 +219,12 @@ def _run_one(
         of_run.hydra.job.num = number
     HydraConfig.instance().set_config(of_run)
     try:
-        return run_job(function, of_run, "hydra.sweep.dir", "hydra.sweep.subdir", context)
+        result = run_job(function, of_run, "hydra.sweep.dir", "hydra.sweep.subdir", context)
+        if result.status is JobStatus.FAILED:
+            print_exception(error := result._return_value)
+            # the sweep's process gets no traceback, and may not be able to build an error of this class
+            result.return_value = RuntimeError(f"{type(error).__name__}: {error}")
+        return result
     except SystemExit as error:  # a run that was stopped; Ray would take it for a crash
         return _failed(overrides, f"the run has ended with exit code {error.code}")
 
