@@ -53,7 +53,7 @@ from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.offload import OffloadedAdamW
 from offline_grpo.train.optimizer import is_offloaded
-from offline_grpo.train.sharding import sharding_of
+from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def assemble(
             ranks.on_main(server.wait_for_memory)
     with progress.step("load model", f"loading the model {checkpoint or model_id}"):
         policy = _policy(plan, model_id, checkpoint, ranks, recompute)
-    sharding = sharding_of(config.train.sharding, ranks)
+    sharding = _sharding(config.train.sharding, ranks)
     sharding.prepare(policy)
     training, evaluation = deployments(plan, servers, policy, sharding, start.run_dir.path, ranks)
     for deployment in dict.fromkeys((training, evaluation)):
@@ -163,6 +163,14 @@ def _begin_servers(start: Start, model_id: str, stack: ExitStack, devices: Devic
         for server in next_to_start(servers):
             ranks.on_main(lambda server=server: server.begin(model))
     return servers
+
+
+def _sharding(name: str, ranks: Ranks) -> Sharding:
+    if name == "none" or ranks.world_size == 1:  # a single process has nobody to share with
+        return Replicas(ranks)
+    from offline_grpo.train.fsdp2 import FullyShardedPolicy  # which takes a second
+
+    return FullyShardedPolicy(ranks)
 
 
 def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks, recompute: float) -> Policy:

@@ -10,7 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 from offline_grpo.eval.pass_at_k import metric_names
 from offline_grpo.run.config import key_of
 from offline_grpo.run.engine_spec import EngineSpec
-from offline_grpo.train.milestones import watched_metrics
 from offline_grpo.train.optimizer import AdamW
 
 if TYPE_CHECKING:
@@ -23,11 +22,7 @@ OF_CLUSTER = ("placement=", "placement.address=")
 
 
 def problems(plan: Plan) -> Iterator[str]:
-    """Every problem of a plan, as `KEY=VALUE: what to do`.
-
-    Raises:
-        ConfigError: a metric that no evaluation measures.
-    """
+    """Every problem of a plan, as `KEY=VALUE: what to do`."""
     config = plan.config
     adapted = config.model.lora is not None and config.model.ref_id in (None, config.model.train_id)
     if adapted and config.model.ref_device is not None:
@@ -77,7 +72,7 @@ def _of_weight_sync(plan: Plan) -> Iterator[Rule]:
         can = needs.in_flight[0]
         fix = f"weight_sync={sync.name} does {can} (weight_sync.pause_mode, which follows this key); use {can}"
     else:
-        fix = f"weight_sync={sync.name} sends no weights while requests run; use reload, ipc, nccl, or with LoRA lora_hotswap"
+        fix = f"weight_sync={sync.name} sends no weights while requests run; use reload, or with LoRA lora_hotswap"
     yield in_flight is not None and in_flight not in needs.in_flight, "rollouts.in_flight", in_flight, fix
 
 
@@ -134,12 +129,18 @@ def _of_sharding(plan: Plan) -> Iterator[Rule]:
 
 
 def _of_metrics(plan: Plan) -> Iterator[Rule]:
-    names = metric_names(plan.config.eval.ks, plan.config.eval.replicates)
+    config, plain = plan.config, metric_names(plan.config.eval.ks, plan.config.eval.replicates)
     tasks = sorted({problem.task for problem in plan.data.held_out} - {""})
-    watched = watched_metrics(plan.config, [*names, *(f"task/{task}/{name}" for task in tasks for name in names)])
+    names = [*plain, *(f"task/{task}/{name}" for task in tasks for name in plain)]
+    stop_when = config.train.stop_when.metric if config.train.stop_when.is_active else None
     is_frozen = plan.eval_weight_sync.requires.moves == "nothing"
+    watched = {"checkpoint.keep_best": config.checkpoint.keep_best, "train.stop_when.metric": stop_when}
     for key, metric in watched.items():
-        yield is_frozen, key, metric, "evaluations ask a server that gets no weights (weight_sync=none)"
+        if metric is not None:
+            yield not config.eval.enabled, key, metric, "nothing is measured with eval.enabled=false"
+            fix = f"no such evaluation metric; choose one of {', '.join(names)}"
+            yield metric.removeprefix("-") not in names, key, metric, fix
+            yield is_frozen, key, metric, "evaluations ask a server that gets no weights (weight_sync=none)"
 
 
 def idle_overrides(overrides: Sequence[str], cfg: DictConfig, plan: Plan) -> Iterator[str]:

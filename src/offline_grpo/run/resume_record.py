@@ -22,7 +22,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.run.config import fresh_schedule, key_of, quoted
 from offline_grpo.run.run_dir import ResumePoint, RunDir, changed_keys
 from offline_grpo.settings import RunConfig, StopWhenConfig, planned_updates
-from offline_grpo.train.milestones import early_stop_reason, stopping_settings
+from offline_grpo.train.milestones import early_stop_reason
 
 FIXED = {
     "model.train_id": "its weights are those of another model",
@@ -110,12 +110,14 @@ def describe(point: ResumePoint, config: RunConfig) -> list[str]:
 def describe_finished(point: ResumePoint, config: RunConfig) -> str:
     """That a run is finished, how it is made longer, and how another one is started."""
     stop_when = config.train.stop_when
-    further = [f"train.stop_when.{name}=null" for name in stopping_settings(point.state.milestones, stop_when)]
+    early = early_stop_reason(point.state.milestones, stop_when)
+    alone = {"threshold": replace(stop_when, patience=None), "patience": replace(stop_when, threshold=None)}
+    limits = [name for name, one in alone.items() if early_stop_reason(point.state.milestones, one) is not None]
+    further = [f"train.stop_when.{name}=null" for name in limits]
     if point.num_done >= config.train.iterations:
         further.append(f"train.iterations={2 * config.train.iterations}")
         if point.state.lr_schedule.kind != "constant":
             further.append(f"train.lr={config.train.lr:g}")
-    early = early_stop_reason(point.state.milestones, stop_when)
     why = f": {early}" if early is not None else ""
     if point.changes:
         why += "; changed to no effect: " + ", ".join(f"{key}={new}" for key, (_, new) in point.changes.items())

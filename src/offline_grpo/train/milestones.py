@@ -5,11 +5,10 @@ This module imports no torch: whether a run is finished must be known before any
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from offline_grpo.errors import require
-from offline_grpo.settings import RunConfig, StopWhenConfig
+from offline_grpo.settings import StopWhenConfig
 
 
 @dataclass
@@ -86,15 +85,8 @@ class Milestones:
         if limit is not None and not watch.is_better(limit, watch.last):
             return f"{watch.key}={watch.last:.4g} has reached train.stop_when.threshold={limit:g}"
         if patience is not None and watch.num_since_best >= patience:
-            when = (
-                "before training"
-                if watch.best_iteration == -1
-                else f"after iteration {(watch.best_iteration or 0) + 1}"
-            )
-            count = f"{watch.num_since_best} evaluation{'s' if watch.num_since_best > 1 else ''}"
-            return (
-                f"no better {watch.key} than {watch.best:.4g} ({when}) in {count}, train.stop_when.patience={patience}"
-            )
+            best = f"{watch.best:.4g} (after iteration {(watch.best_iteration or 0) + 1})"
+            return f"no better {watch.key} than {best} in train.stop_when.patience={patience} evaluations"
         return None
 
     def early_end(self, iteration: int, num_iterations: int) -> dict[str, float]:
@@ -123,35 +115,3 @@ def early_stop_reason(saved: Mapping[str, Watch], stop_when: StopWhenConfig) -> 
     milestones = Milestones(None, stop_when)
     milestones.load_state_dict(saved)
     return milestones.stop_reason
-
-
-def stopping_settings(saved: Mapping[str, Watch], stop_when: StopWhenConfig) -> list[str]:
-    """Those of `threshold` and `patience` that would stop that run alone: without all of these it continues."""
-    alone = {
-        "threshold": replace(stop_when, patience=None),
-        "patience": replace(stop_when, threshold=None),
-    }
-    return [name for name, config in alone.items() if early_stop_reason(saved, config) is not None]
-
-
-def watched_metrics(config: RunConfig, names: Sequence[str]) -> dict[str, str]:
-    """The evaluation metrics that `checkpoint.keep_best` and `train.stop_when` follow, by their keys.
-
-    Args:
-        names: what an evaluation measures.
-
-    Raises:
-        ConfigError: no evaluation will measure one.
-    """
-    watched = {"checkpoint.keep_best": config.checkpoint.keep_best} if config.checkpoint.keep_best is not None else {}
-    if config.train.stop_when.is_active:
-        watched["train.stop_when.metric"] = config.train.stop_when.metric
-    for key, metric in watched.items():
-        require(config.eval.enabled, key, metric, "nothing is measured with eval.enabled=false")
-        require(
-            metric.removeprefix("-") in names,
-            key,
-            metric,
-            f"no such evaluation metric; choose one of {', '.join(names)}",
-        )
-    return watched

@@ -22,17 +22,10 @@ def is_offloaded(factory: OptimizerFactory) -> bool:
 
 
 def check_settings(optimizer: Any) -> None:
-    """Raise ConfigError unless the settings that an optimizer has are in their ranges: torch would, but once the model
-    is loaded.
-    """
-    settings = vars(optimizer)
-    require(settings["lr"] > 0, "train.optimizer.lr", settings["lr"], "must be above 0")
-    require(
-        settings["weight_decay"] >= 0, "train.optimizer.weight_decay", settings["weight_decay"], "must be 0 or more"
-    )
-    for name in ("beta1", "beta2"):
-        require(0 <= settings.get(name, 0) < 1, f"train.optimizer.{name}", settings.get(name), "a number in [0, 1)")
-    require(settings.get("eps", 0) >= 0, "train.optimizer.eps", settings.get("eps"), "must be 0 or more")
+    """Raise ConfigError for a setting out of its range: torch would, but once the model is loaded."""
+    for name, value in vars(optimizer).items():
+        is_good = {"lr": value > 0, "beta1": 0 <= value < 1, "beta2": 0 <= value < 1}.get(name, value >= 0)
+        require(is_good, f"train.optimizer.{name}", value, "lr is above 0, a beta in [0, 1), anything else 0 or more")
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -79,14 +79,6 @@ def gpu_memory(device: torch.device, card_bytes: int) -> dict[str, float]:
     return peaks
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Operations per second of a GPU; None for one that is not in the table, and for a CPU."""
-    if device.type != "cuda":
-        return None
-    words = torch.cuda.get_device_name(device)
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
-
-
 def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> float:
     """Operations of a forward and a backward pass over these sequences, prompts included.
 
@@ -117,6 +109,12 @@ def _active_share(config: Any) -> float:
         None,
     )
     return getattr(config, "num_experts_per_tok", None) / total if total else 1.0
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Operations per second of a GPU; None for one that is not in the table, and for a CPU."""
+    words = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
 
 
 def utilisation(flops: float, seconds: float, device: torch.device, num_devices: int) -> dict[str, float]:

@@ -11,20 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from offline_grpo.interfaces import Sharding
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 
 T = TypeVar("T")
-
-
-def sharding_of(name: str, ranks: Ranks) -> Sharding:
-    """The one that `train.sharding` names. A single process has nobody to share with."""
-    if name == "none" or ranks.world_size == 1:
-        return Replicas(ranks)
-    from offline_grpo.train.fsdp2 import FullyShardedPolicy  # which takes a second
-
-    return FullyShardedPolicy(ranks)
 
 
 @dataclass

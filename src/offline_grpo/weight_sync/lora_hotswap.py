@@ -28,8 +28,8 @@ from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
 from offline_grpo.weight_sync.strategy import STARTED_ANEW, ServerSync, SyncRequirements, foreign_write
 
 KEPT_FOLDERS = 4
-"""vLLM reads an adapter again whose room it has needed, and dies of a missing one. Requests of environments and of other
-processes are not counted here, so the last folders stay for them."""
+"""vLLM reads an adapter again whose room it has needed, and dies of a missing one. Requests of environments and of
+other processes are not counted here, so the last folders stay for them."""
 
 
 @dataclass(kw_only=True)

@@ -47,27 +47,14 @@ class Proof:
         }
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What a server says of its weights: their tag and bits, where it notes any, and what it samples after fixed
-    prompts.
-    """
-
-    tag: str | None
-    bits: ServedBits | None
-    sampled: Sequence[Rollout]
+Answers = tuple[str | None, ServedBits | None, Sequence[Rollout]]
+"""A server's tag and bits, where it notes any, and what it samples after fixed prompts."""
 
 
 def ask(engine: ServerEngine, prompts: Sequence[Sequence[int]], *, is_tagged: bool) -> Answers:
-    """The server's part of a proof. It touches nothing of the policy's, so several servers can be asked at the same
-    time.
-
-    Args:
-        prompts: see `probe_prompts`.
-        is_tagged: see `ServerSync.is_tagged`.
-    """
+    """The server's part of a proof. It touches nothing of the policy's: several servers can be asked at a time."""
     tag, bits = (engine.control.served_tag(), engine.control.served_bits()) if is_tagged else (None, None)
-    return Answers(tag, bits, sample_probe(engine.client, prompts, engine.sampling.temperature))
+    return tag, bits, sample_probe(engine.client, prompts, engine.sampling.temperature)
 
 
 def compare(
@@ -83,8 +70,9 @@ def compare(
         EngineError: another version, a tensor with other bits, or logprobs further apart than `tolerance_nats` on
         average.
     """
-    unequal, num_compared = _compare_bits(snapshot, answers.bits)
-    difference = probe_difference(snapshot.policy, answers.sampled)
+    tag, bits, sampled = answers
+    unequal, num_compared = _compare_bits(snapshot, bits)
+    difference = probe_difference(snapshot.policy, sampled)
     diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
     num_equal = num_compared - len(unequal)
     says = (
@@ -92,10 +80,8 @@ def compare(
         f"{f'; {num_equal} of {num_compared} tensors equal bit for bit' if num_compared else ''}"
     )
     mismatch = f"[MISMATCH] {engine.server.base_url}: {says}"
-    if is_tagged and answers.tag != weights_tag(version):
-        raise EngineError(
-            f"{mismatch}; the server has version {answers.tag}: something else pushes to it, or it was restarted"
-        )
+    if is_tagged and tag != weights_tag(version):
+        raise EngineError(f"{mismatch}; the server has version {tag}: something else pushes to it, or it was restarted")
     if unequal:
         raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
     if not diff_abs_mean <= tolerance_nats:

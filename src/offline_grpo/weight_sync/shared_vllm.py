@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -211,14 +210,6 @@ def check_coverage(parameters: dict[str, Any], views: dict[str, Tensor], *, comp
             problems.append(f"{name}: {_kind(parameter)} in the trainer, {_kind(view)} in the server")
         elif compare and not torch.equal(view, parameter.data.to(view.device)):
             problems.append(f"{name}: other values than the trainer's")
-    spans = sorted(
-        (v.data_ptr(), v.data_ptr() + v.nbytes, name)
-        for name, v in views.items()
-        if name in parameters and v.is_contiguous()
-    )
-    problems += [
-        f"{b}: shares the server's memory of {a}" for (_, end, a), (start, _, b) in pairwise(spans) if start < end
-    ]
     covered = {view.data_ptr() for name, view in views.items() if name in parameters}
     problems += [
         f"{name}: the trainer has no such parameter"
