@@ -95,6 +95,12 @@ def test_a_new_run_does_not_mix_with_another(fresh):
     write_records(fresh, "metrics/train_iter_000.json", "metrics/eval_init.json", "metrics/mine.json")
     with pytest.raises(ConfigError, match=r"^hydra.run.dir=.*: there is a run in this folder; resume=auto continues"):
         found(None, fresh)
+    run_dir.release(fresh.path)
+    descriptor = another(fresh.path)
+    with pytest.raises(ConfigError, match="process 4711 on node7 writes to"):
+        found("auto", fresh)
+    assert len(list(fresh.metrics.iterdir())) == 3, "nothing is deleted without the lock"
+    os.close(descriptor)
     assert found("auto", fresh) is None
     assert [path.name for path in fresh.metrics.iterdir()] == ["mine.json"]
     write_records(fresh, "metrics/train_iter_000.json", "report.png")  # finished, without checkpoints
