@@ -140,7 +140,7 @@ def find_damage(checkpoint: Path, *, of_model: bool = False) -> str | None:
                 return f"{name} has changed since it was written"
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         return f"{MANIFEST} cannot be read ({reason_of(error)})"
     return None
 

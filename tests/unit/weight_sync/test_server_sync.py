@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engines import deploy, full_weights
-from factories import generate, make_policy, make_qwen2, strategy
+from factories import make_policy, make_qwen2, strategy
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
@@ -25,7 +25,7 @@ from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams, ServedWeights
 from offline_grpo.weight_sync import lora_hotswap
-from offline_grpo.weight_sync.lora_hotswap import LoraHotswap, room_for
+from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 from offline_grpo.weight_sync.strategy import ServerSync, Staged
@@ -199,11 +199,6 @@ def test_a_failure_that_another_engine_died_of_is_a_death(
 # What is refused
 
 
-@pytest.mark.parametrize(("rank", "room"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128)])
-def test_room_that_a_server_should_have(rank: int, room: int) -> None:
-    assert room_for(rank) == room
-
-
 STOCK, ADAPTERS, DEVELOPMENT = set[str](), {"/v1/load_lora_adapter"}, {"/v1/load_lora_adapter", "/collective_rpc"}
 
 
@@ -280,44 +275,3 @@ def test_adapters_get_new_names_and_old_ones_go(
     assert [request.body for request in web.requests[-2:]] == [
         {"lora_name": name} for name in names[2:]
     ]  # whose folders go
-
-
-def test_adapters_come_back_to_a_server_that_takes_nothing_else(
-    client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One without the worker extension, which cannot say that it was started anew."""
-    served = {"policy"}
-
-    def script(request: Request) -> Reply:
-        body = request.body or {}
-        match request.path:
-            case "/version" | "/health":
-                return Reply({"version": "0.32.0"})
-            case "/v1/models":
-                return Reply({"data": [{"id": name} for name in served]})
-            case "/v1/load_lora_adapter" if request.method == "POST":
-                served.add(body["lora_name"])
-                return Reply({})
-            case "/generate_tokens" if body["model"] in served:
-                choice = {"token_ids": [5], "logprobs": [-1.0], "finish_reason": "length"}
-                return Reply({"prompt_token_ids": [4], "choices": [choice]})
-            case "/generate_tokens":
-                return Reply({"error": "model: not served"}, status=400)
-        return Reply({"detail": "Not Found"}, status=404)
-
-    web.script = script
-    monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
-    deployment, policy = deploy(strategy("lora_hotswap"), client), with_adapters(8)
-    deployment.connect(policy)
-    policy.make_masters()
-    deployment.push(policy, version=3)
-    served.clear()
-    with pytest.raises(
-        EngineDied,
-        match=rf"^{web.base_url}: the server has lost the adapter {client.weights.name}: it was started anew",
-    ):
-        generate(client, [[4]], SamplingParams(1), group_size=1, seeds=[0])
-    deployment.recover(policy, version=3)
-    [[completion]] = generate(client, [[4]], SamplingParams(1), group_size=1, seeds=[0])
-    assert completion.versions == (3,)
-    deployment.check_served()

@@ -37,15 +37,10 @@ def sizes(lengths: list[int], max_bytes: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        ([], []),
-        ([3], [[3]]),
         ([4, 6], [[4, 6]]),
         ([4, 7], [[4], [7]]),
-        ([10, 10], [[10], [10]]),
         ([1, 50, 1, 1], [[1], [50], [1, 1]]),
-        ([50], [[50]]),
         ([5, 5, 5, 5, 5], [[5, 5], [5, 5], [5]]),
-        ([0, 10, 0], [[0, 10, 0]]),
     ],
 )
 def test_buckets(lengths: list[int], expected: list[list[int]]) -> None:
