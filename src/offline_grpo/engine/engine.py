@@ -43,8 +43,6 @@ class Engine:
     """Those that a server which the run starts may see; None: all, or none."""
     found_at: str | None = None
     """The URL of a server that the run does not start; None where it starts one, or needs none."""
-    is_ready = True
-    """See `Server.is_ready`."""
     has_lost_weights = False
     """Whether a server that the run started has ended, or a server that was found was started anew since its weights
     were tagged."""
@@ -102,10 +100,6 @@ class ServerEngine(Engine):
 
     def check_alive(self) -> None:
         self.server.check_alive()
-
-    @property
-    def is_ready(self) -> bool:  # type: ignore[override]
-        return self.server.is_ready
 
     @property
     def gpus(self) -> Sequence[int] | None:  # type: ignore[override]

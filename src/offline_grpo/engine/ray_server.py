@@ -22,7 +22,7 @@ from offline_grpo.engine.ports import is_loopback, reachable
 from offline_grpo.engine.process import POLL_S, PROGRESS_INTERVAL_S
 from offline_grpo.engine.ray_actor import Room, connect, result_of
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, EngineDied, EngineError, GrpoError
+from offline_grpo.errors import ConfigError, EngineDied, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -198,17 +198,6 @@ class RayServer(Server):
         seconds = time.monotonic() - self._began_s
         log.info("a server is ready on %s, at %s, after %.0f s", self._machine, self.base_url, seconds)
         self._begun = self._began_s = None
-
-    @property
-    def is_ready(self) -> bool:
-        """See `Server.is_ready`."""
-        try:
-            if not self._has_place():
-                return False
-            self._result(self._begun, STOP_S)
-            return self._ask("is_ready")
-        except GrpoError:
-            return True  # `start` says what is wrong
 
     def check_healthy(self) -> None:
         """See `Server.check_healthy`."""

@@ -275,13 +275,13 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def next_to_start(waiting: Iterable[E], starting: Iterable[Any] = ()) -> list[E]:
-    """Servers or engines that may start beside each other and beside those that start already: they share no GPU.
+def next_to_start(waiting: Iterable[E]) -> list[E]:
+    """Servers or engines that may start beside each other: they share no GPU.
 
     A vLLM server that starts measures how much memory it takes, and takes for its own what another one allocates
     meanwhile.
     """
-    taken = {gpu for server in starting for gpu in server.gpus or ()}
+    taken: set[int] = set()
     chosen = []
     for server in waiting:
         gpus = set(server.gpus or ())
