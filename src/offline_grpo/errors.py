@@ -107,7 +107,7 @@ def require(condition: bool, key: str, value: object, fix: str) -> None:
 
 @contextmanager
 def ending_with_reader() -> Iterator[None]:
-    """Inside, the end of the program that reads the output, such as `head`, ends this one with the exit code of SIGPIPE."""
+    """If the reader of the output, such as `head`, ends, this process ends with the exit code of SIGPIPE."""
     try:
         yield
         sys.stdout.flush()

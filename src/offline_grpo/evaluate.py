@@ -27,8 +27,9 @@ from offline_grpo.run.config import key_of
 from offline_grpo.run.log_outputs import ToTerminal
 
 EPILOG = """
-Values with commas make several sets of problems: task=arithmetic,gsm8k. The settings of a checkpoint are those of its run; what the command
-line says comes on top. With several models, each is compared with the first one on the same problems.
+Values with commas make several sets of problems: task=arithmetic,gsm8k. The settings of a checkpoint are those of its
+run; what the command line says comes on top. With several models, each is compared with the first one on the same
+problems.
 """
 
 REFRESH_PER_S = 4.0

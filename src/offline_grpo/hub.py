@@ -1,4 +1,4 @@
-"""Asks whether the Hugging Face Hub can be reached, before libraries that would try again for a minute or more need it."""
+"""Asks whether the Hugging Face Hub can be reached, before libraries try again for a minute."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def need_model(name: str, key: str) -> None:
     if is_model_id(name):
         from huggingface_hub import try_to_load_from_cache
 
-        fix = f"no folder has that name either; give one, set a proxy (HTTPS_PROXY), or run `hf download {name}` where there is a network"
+        fix = f"give a folder, set a proxy (HTTPS_PROXY), or run `hf download {name}` where there is a network"
         _need(f"{key}={name}", isinstance(try_to_load_from_cache(name, "config.json"), str), fix)
 
 

@@ -108,7 +108,7 @@ def step(name: str, message: str) -> Iterator[None]:
 
 
 def report(done: int, total: int, unit: str) -> None:
-    """`done` of `total` "completions", "microbatches", ... of the phase are done; `total` 0: of nobody knows how many."""
+    """`done` of `total` "completions", "microbatches", ... of the phase are done; `total` 0: unknown."""
     if (run := _current.get()) is not None:
         for listener in run.listeners:
             listener.progress(done, total, unit)

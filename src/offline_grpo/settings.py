@@ -33,6 +33,11 @@ def check_url(key: str, url: str | None) -> None:
     require(is_good, key, url, fix)
 
 
+def check(settings: object, key: str, is_good: bool, fix: str) -> None:
+    """`require` for a setting of this group; the last part of `key` is the attribute's name."""
+    require(is_good, key, getattr(settings, key.rpartition(".")[2]), fix)
+
+
 @dataclass
 class LoraConfig:
     r: int
@@ -42,15 +47,10 @@ class LoraConfig:
     layer_indices: str | None
 
     def __post_init__(self) -> None:
-        require(self.r > 0, "model.lora.r", self.r, "the rank must be at least 1")
-        require(self.alpha > 0, "model.lora.alpha", self.alpha, "must be above 0; with 0 the adapter does nothing")
-        require(0 <= self.dropout < 1, "model.lora.dropout", self.dropout, "a probability in [0, 1)")
-        require(
-            bool(self.target_modules),
-            "model.lora.target_modules",
-            self.target_modules,
-            "name at least one module, or [all-linear]",
-        )
+        check(self, "model.lora.r", self.r > 0, "the rank must be at least 1")
+        check(self, "model.lora.alpha", self.alpha > 0, "must be above 0; with 0 the adapter does nothing")
+        check(self, "model.lora.dropout", 0 <= self.dropout < 1, "a probability in [0, 1)")
+        check(self, "model.lora.target_modules", bool(self.target_modules), "name at least one, or [all-linear]")
 
 
 @dataclass
@@ -68,15 +68,9 @@ class ModelConfig:
     ref_device: str | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.train_id is not None or self.tiny is not None,
-            "model.train_id",
-            None,
-            "name a Hugging Face id or a local folder",
-        )
-        require(
-            self.compile in ("auto", True, False), "model.compile", self.compile, "must be one of auto, true, false"
-        )
+        has_model = self.train_id is not None or self.tiny is not None
+        check(self, "model.train_id", has_model, "name a Hugging Face id or a local folder")
+        check(self, "model.compile", self.compile in ("auto", True, False), "must be one of auto, true, false")
 
 
 @dataclass
@@ -92,17 +86,12 @@ class DataConfig:
     penalize_length_if_solved: bool
 
     def __post_init__(self) -> None:
-        require(
-            self.problems_per_iteration > 0,
-            "data.problems_per_iteration",
-            self.problems_per_iteration,
-            "must be at least 1",
-        )
+        check(self, "data.problems_per_iteration", self.problems_per_iteration > 0, "must be at least 1")
         fix = "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more"
-        require(self.rollouts_per_problem > 1, "data.rollouts_per_problem", self.rollouts_per_problem, fix)
-        require(self.train_seed_start >= 0, "data.train_seed_start", self.train_seed_start, "must be 0 or more")
+        check(self, "data.rollouts_per_problem", self.rollouts_per_problem > 1, fix)
+        check(self, "data.train_seed_start", self.train_seed_start >= 0, "must be 0 or more")
         is_count = self.num_train_seeds is None or self.num_train_seeds > 0
-        require(is_count, "data.num_train_seeds", self.num_train_seeds, "null or at least 1")
+        check(self, "data.num_train_seeds", is_count, "null or at least 1")
 
 
 @dataclass
@@ -112,9 +101,8 @@ class StopWhenConfig:
     patience: int | None
 
     def __post_init__(self) -> None:
-        require(
-            self.patience is None or self.patience > 0, "train.stop_when.patience", self.patience, "null, or at least 1"
-        )
+        is_count = self.patience is None or self.patience > 0
+        check(self, "train.stop_when.patience", is_count, "null, or at least 1")
 
     @property
     def is_active(self) -> bool:
@@ -152,63 +140,41 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("iterations", "epochs", "max_bad_updates"):
-            require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "must be at least 1")
+            check(self, f"train.{name}", getattr(self, name) > 0, "must be at least 1")
         for name in ("weight_decay", "warmup_steps", "kl_coef"):
-            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must be 0 or more")
-        require(0 < self.lr < inf, "train.lr", self.lr, "must be above 0 and finite")
+            check(self, f"train.{name}", getattr(self, name) >= 0, "must be 0 or more")
+        check(self, "train.lr", 0 < self.lr < inf, "must be above 0 and finite")
         is_iteration = self.profile is None or 0 < self.profile <= self.iterations
-        require(
-            is_iteration,
-            "train.profile",
-            self.profile,
-            f"an iteration, from 1 to train.iterations={self.iterations}, or null",
-        )
-        require(
-            self.grad_clip > 0, "train.grad_clip", self.grad_clip, "must be above 0; use inf to switch clipping off"
-        )
-        options = {
-            "schedule": ("constant", "linear", "cosine"),
-            "precision": ("fp32", "bf16", "fp16"),
-            "sharding": ("none", "fsdp2"),
-        }
-        for name, known in options.items():
-            require(
-                getattr(self, name) in known, f"train.{name}", getattr(self, name), f"must be one of {', '.join(known)}"
-            )
-        recompute = self.gradient_checkpointing
-        require(
-            recompute in ("auto", True, False),
-            "train.gradient_checkpointing",
-            recompute,
-            "must be one of auto, true, false",
-        )
+        fix = f"an iteration, from 1 to train.iterations={self.iterations}, or null"
+        check(self, "train.profile", is_iteration, fix)
+        check(self, "train.grad_clip", self.grad_clip > 0, "must be above 0; use inf to switch clipping off")
+        for name, known in (
+            ("schedule", ("constant", "linear", "cosine")),
+            ("precision", ("fp32", "bf16", "fp16")),
+            ("sharding", ("none", "fsdp2")),
+        ):
+            check(self, f"train.{name}", getattr(self, name) in known, f"must be one of {', '.join(known)}")
+        is_known = self.gradient_checkpointing in ("auto", True, False)
+        check(self, "train.gradient_checkpointing", is_known, "must be one of auto, true, false")
         fix = "its loss scaling is not spread (train.sharding=fsdp2); use bf16 or fp32"
-        require(self.precision != "fp16" or self.sharding != "fsdp2", "train.precision", self.precision, fix)
+        check(self, "train.precision", self.precision != "fp16" or self.sharding != "fsdp2", fix)
         self._check_batch_arithmetic()
 
     def _check_batch_arithmetic(self) -> None:
+        is_one = (self.batch_size is None) != (self.tokens_per_microbatch is None)
         other = f"train.tokens_per_microbatch (={self.tokens_per_microbatch})"
         fix = f"set exactly one of train.batch_size (sequences per microbatch) and {other}; null switches one off"
-        require(
-            (self.batch_size is None) != (self.tokens_per_microbatch is None), "train.batch_size", self.batch_size, fix
-        )
-        require(
-            (self.updates_per_iteration is None) != (self.grad_accum_steps is None),
-            "train.grad_accum_steps",
-            self.grad_accum_steps,
-            f"set exactly one of train.grad_accum_steps and train.updates_per_iteration "
-            f"(={self.updates_per_iteration}): each sets "
-            "the number of sequences per update; null switches one off",
-        )
-        fix = (
-            "counts microbatches of train.batch_size sequences; with train.tokens_per_microbatch use "
-            "train.updates_per_iteration"
-        )
+        check(self, "train.batch_size", is_one, fix)
+        is_one = (self.updates_per_iteration is None) != (self.grad_accum_steps is None)
+        other = f"train.updates_per_iteration (={self.updates_per_iteration})"
+        fix = f"set exactly one of train.grad_accum_steps and {other}: each sets the number of sequences per update"
+        check(self, "train.grad_accum_steps", is_one, fix)
         is_counted = self.grad_accum_steps is None or self.batch_size is not None
-        require(is_counted, "train.grad_accum_steps", self.grad_accum_steps, fix)
+        fix = "counts microbatches of train.batch_size sequences; use train.updates_per_iteration with a token budget"
+        check(self, "train.grad_accum_steps", is_counted, fix)
         for name in ("batch_size", "tokens_per_microbatch", "grad_accum_steps", "updates_per_iteration"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"train.{name}", value, "must be at least 1, or null")
+            check(self, f"train.{name}", value is None or value > 0, "must be at least 1, or null")
 
 
 @dataclass
@@ -241,39 +207,24 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         for name in ("interval", "batch_size", "replicates", "bootstrap_samples", "max_new_tokens"):
-            require(getattr(self, name) > 0, f"eval.{name}", getattr(self, name), "must be at least 1")
+            check(self, f"eval.{name}", getattr(self, name) > 0, "must be at least 1")
         is_number = type(self.num_ids) is int and self.num_ids > 0
-        require(
-            is_number or self.num_ids in (None, "all"),
-            "eval.num_ids",
-            self.num_ids,
-            "must be at least 1, all, or null for at most 256",
-        )
+        fix = "must be at least 1, all, or null for at most 256"
+        check(self, "eval.num_ids", is_number or self.num_ids in (None, "all"), fix)
         check_url("eval.base_url", self.base_url)
-        require(self.timeout_s > 0, "eval.timeout_s", self.timeout_s, "must be above 0")
-        require(self.max_retries >= 0, "eval.max_retries", self.max_retries, "must be 0 or more")
-        require(self.tolerance_nats > 0, "eval.tolerance_nats", self.tolerance_nats, "must be above 0")
+        check(self, "eval.timeout_s", self.timeout_s > 0, "must be above 0")
+        check(self, "eval.max_retries", self.max_retries >= 0, "must be 0 or more")
+        check(self, "eval.tolerance_nats", self.tolerance_nats > 0, "must be above 0")
         fix = "must be null (push the policy) or none (send no weights)"
-        require(self.weight_sync in (None, "none"), "eval.weight_sync", self.weight_sync, fix)
-        require(self.location in ("memory", "disk"), "eval.location", self.location, "must be one of memory, disk")
-        require(
-            self.replicates == 1 or (self.do_sample and self.temperature != 0),
-            "eval.replicates",
-            self.replicates,
-            "greedy decoding (eval.do_sample=false, or a temperature of 0: generation's is eval's too) draws one "
-            "completion over and over; "
-            "use eval.replicates=1 eval.ks=[1]",
-        )
-        require(min(self.ks, default=0) > 0, "eval.ks", self.ks, "name at least one k, and none below 1")
-        require(
-            self.bootstrap_samples <= 100_000,
-            "eval.bootstrap_samples",
-            self.bootstrap_samples,
-            "must be at most 100000",
-        )
-        for k in self.ks:
-            fix = f"pass@{k} needs at least {k} replicates and eval.replicates={self.replicates}; raise it or drop {k}"
-            require(k <= self.replicates, "eval.ks", self.ks, fix)
+        check(self, "eval.weight_sync", self.weight_sync in (None, "none"), fix)
+        check(self, "eval.location", self.location in ("memory", "disk"), "must be one of memory, disk")
+        draws = self.do_sample and self.temperature != 0
+        fix = "greedy decoding draws one completion over and over; use eval.replicates=1 eval.ks=[1]"
+        check(self, "eval.replicates", self.replicates == 1 or draws, fix)
+        check(self, "eval.bootstrap_samples", self.bootstrap_samples <= 100_000, "must be at most 100000")
+        check(self, "eval.ks", min(self.ks, default=0) > 0, "name at least one k, and none below 1")
+        fix = f"pass@k needs at least k replicates and eval.replicates={self.replicates}; raise it or lower k"
+        check(self, "eval.ks", max(self.ks) <= self.replicates, fix)
 
 
 @dataclass
@@ -285,21 +236,13 @@ class CheckpointConfig:
     format: str
 
     def __post_init__(self) -> None:
-        require(self.format in ("full", "sharded"), "checkpoint.format", self.format, "must be one of full, sharded")
-        require(
-            self.save_interval >= 0,
-            "checkpoint.save_interval",
-            self.save_interval,
-            "every N iterations, or 0 for the last one only",
-        )
-        kept = self.keep_last_k
-        require(kept == "all" or (self.num_kept or 0) > 0, "checkpoint.keep_last_k", kept, "must be at least 1, or all")
-        require(
-            self.enabled or self.keep_best is None,
-            "checkpoint.keep_best",
-            self.keep_best,
-            "checkpoint.enabled=false saves none",
-        )
+        check(self, "checkpoint.format", self.format in ("full", "sharded"), "must be one of full, sharded")
+        fix = "every N iterations, or 0 for the last one only"
+        check(self, "checkpoint.save_interval", self.save_interval >= 0, fix)
+        is_good = self.keep_last_k == "all" or (self.num_kept or 0) > 0
+        check(self, "checkpoint.keep_last_k", is_good, "must be at least 1, or all")
+        is_good = self.enabled or self.keep_best is None
+        check(self, "checkpoint.keep_best", is_good, "checkpoint.enabled=false saves none")
 
     @property
     def num_kept(self) -> int | None:
@@ -319,24 +262,17 @@ class PlacementConfig:
     num_trainers: int = 1
 
     def __post_init__(self) -> None:
-        require(self.num_engines > 0, "placement.num_engines", self.num_engines, "must be at least 1")
-        require(
-            self.engine_devices != [],
-            "placement.engine_devices",
-            self.engine_devices,
-            "null, or a list of GPUs such as [1]",
-        )
-        require(self.trainer in ("here", "ray"), "placement.trainer", self.trainer, "must be one of here, ray")
-        require(
-            self.trainer == "here" or self.address is not None, "placement.trainer", self.trainer, "add placement=ray"
-        )
-        fix = "acts with placement=ray alone; leave it out"
+        check(self, "placement.num_engines", self.num_engines > 0, "must be at least 1")
+        check(self, "placement.engine_devices", self.engine_devices != [], "null, or a list of GPUs such as [1]")
+        check(self, "placement.trainer", self.trainer in ("here", "ray"), "must be one of here, ray")
+        uses_ray = self.address is not None
+        check(self, "placement.trainer", self.trainer == "here" or uses_ray, "add placement=ray")
         for name in ("ray_init", "score_on_cluster"):
-            value = getattr(self, name)
-            require(self.address is not None or not value, f"placement.{name}", value, fix)
+            is_good = uses_ray or not getattr(self, name)
+            check(self, f"placement.{name}", is_good, "acts with placement=ray alone; leave it out")
         fix = "at least 1, and more with placement.trainer=ray alone; on this machine, accelerate launch starts several"
         is_number = self.num_trainers == 1 or (self.num_trainers > 1 and self.trainer == "ray")
-        require(is_number, "placement.num_trainers", self.num_trainers, fix)
+        check(self, "placement.num_trainers", is_number, fix)
 
 
 @dataclass
@@ -347,18 +283,12 @@ class ScoringConfig:
     stop_at_failed_frac: float | None
 
     def __post_init__(self) -> None:
-        require(self.workers >= 0, "scoring.workers", self.workers, "must be 0 (score in the run's process) or more")
-        require(0 < self.timeout_s < inf, "scoring.timeout_s", self.timeout_s, "must be above 0 and finite")
-        require(
-            self.memory_mib >= 128,
-            "scoring.memory_mib",
-            self.memory_mib,
-            "must be at least 128: Python and a task need that",
-        )
-        frac = self.stop_at_failed_frac
-        require(
-            frac is None or 0 < frac <= 1, "scoring.stop_at_failed_frac", frac, "a fraction above 0, up to 1, or null"
-        )
+        check(self, "scoring.workers", self.workers >= 0, "must be 0 (score in the run's process) or more")
+        check(self, "scoring.timeout_s", 0 < self.timeout_s < inf, "must be above 0 and finite")
+        fix = "must be at least 128: Python and a task need that"
+        check(self, "scoring.memory_mib", self.memory_mib >= 128, fix)
+        is_good = self.stop_at_failed_frac is None or 0 < self.stop_at_failed_frac <= 1
+        check(self, "scoring.stop_at_failed_frac", is_good, "a fraction above 0, up to 1, or null")
 
 
 @dataclass

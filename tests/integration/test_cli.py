@@ -245,29 +245,6 @@ def test_bf16_steps_on_masters_that_its_checkpoints_hold(tmp_path: Path, cache: 
     assert_resumes_equal(tmp_path, run_dir, *overrides)
 
 
-def test_token_budgets_train_as_whole_batches_do(tmp_path: Path, cache: str) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run_in_child(whole, cache, *ONE_ITERATION) == 0, printed(whole)
-    assert run_in_child(cut, cache, *ONE_ITERATION, "train.batch_size=null", "train.tokens_per_microbatch=25") == 0, (
-        printed(cut)
-    )
-    assert "in microbatches of up to 25 tokens" in printed(cut)
-    expected, found = metrics_of(whole)["train_iter_000.json"], metrics_of(cut)["train_iter_000.json"]
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert found["grad_norm"] > 0
-
-
-def test_kl_in_the_reward_leaves_the_loss_without_a_kl_term(tmp_path: Path, cache: str) -> None:
-    run_dir = tmp_path / "run"
-    overrides = ("train.loss.kl_placement=reward", "train.kl_coef=0.5", "train.iterations=2", "train.lr=0.01")
-    assert run_in_child(run_dir, cache, *SMALL, *overrides) == 0, printed(run_dir)
-    first, second = (metrics_of(run_dir)[f"train_iter_00{i}.json"] for i in range(2))
-    assert first["kl_penalty_mean"] == pytest.approx(0, abs=1e-6)  # the policy is the reference still
-    assert second["kl_penalty_mean"] > 0.01
-    assert first["loss_kl"] == second["loss_kl"] == 0
-    assert second["kl_divergence"] > 0
-
-
 def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     load = assemble.load_reference

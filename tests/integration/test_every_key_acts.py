@@ -23,24 +23,22 @@ import pytest
 import torch
 import yaml
 from atropos_api import settings_effect as atropos_effect
-from factories import CONF, compose_config, make_group, prompt_of, sampled
+from factories import CONF, compose_config, prompt_of, sampled
 from laboratory import Laboratory, Trace
-from recorded import ORIGIN, replay_effect, write_store
+from recorded import replay_effect, write_store
 from serving_effects import Asked, ask, assembled, make_policy
 from transformers import Qwen2Config
 
 from offline_grpo.engine import ray_actor
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.scoring import cluster, pool
-from offline_grpo.logger import output_console
-from offline_grpo.logger.samples import Samples
 from offline_grpo.placement.devices import server_gpus
 from offline_grpo.run import gpu_memory, ray_trainers, serving
 from offline_grpo.run.build import build, resolve
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.isolate import isolated
-from offline_grpo.run.plan import listeners, make_plan
+from offline_grpo.run.plan import make_plan
 from offline_grpo.run.task_data import SourceRuntime, source_node
 from offline_grpo.types import SamplingParams
 
@@ -118,7 +116,6 @@ def calls(name: str) -> View:
     return lambda run: run.calls[name]
 
 
-DIVERGES = "train.lr=1e30 train.epochs=3"
 LENIENT = "generation.allow_truncated_sampling=true"
 FILTERED = f"generation.repetition_penalty=1.5 {LENIENT}"  # the sampler's probabilities then differ from the trainer's
 BRIEF = "train.iterations=1 eval.enabled=false checkpoint.enabled=false data.problems_per_iteration=1"
@@ -139,33 +136,12 @@ GREEDY_BASE = "eval.replicates=1 eval.ks=[1]"
 RUNS: dict[str, Acts] = {
     "seed": Acts("seed=1", samples, keeps=lambda run: run.start["model.norm.weight"].tolist()),
     "num_threads": Acts("num_threads=2", lambda run: run.num_threads, base=BRIEF, to=2),
-    "resume": Acts(
-        "resume=@done", lambda run: run.iterations, base="train.iterations=3 train.schedule=constant", to=[2]
-    ),
-    "cache_dir": Acts("cache_dir=@elsewhere", lambda run: run.model_dir.parent.name, base=QUICK, to="elsewhere"),
-    "model.train_id": Acts("model.train_id=@model", lambda run: run.model_dir.name),
     "model.ref_id": Acts("model.ref_id=@model", metric("kl_divergence"), keeps=samples),
-    "model.ref_device": Acts("model.ref_device=cuda:99", error),
-    "model.attn_implementation": Acts("model.attn_implementation=eager", calls("sdpa"), to=0),
     "model.compile": Acts("model.compile=true", calls("compile"), base=BRIEF, to=4),  # blocks of policy and reference
     "model.head.tile_width": Acts("model.head.tile_width=1", calls("product")),
-    "model.lora": Acts(
-        "model/lora=default", lambda run: "checkpoints/iter_001/adapter_config.json" in run.files, to=True
-    ),
-    "model.tiny": Acts("model.tiny=null", error, to="model.train_id=None: name a Hugging Face id or a local folder"),
-    "model.tiny.num_layers": Acts("model.tiny.num_layers=1", weights, base=QUICK),
-    "model.tiny.max_position_embeddings": Acts(
-        "model.tiny.max_position_embeddings=12",
-        error,
-        base=QUICK,
-        to="generation.max_new_tokens=8: with the longest prompt of 7 tokens that is beyond the model's context of 12; "
-        "use generation.max_new_tokens=5 or less",
-    ),
-    "model.tiny.seed": Acts("model.tiny.seed=1", weights, base=QUICK),
     "task.operations": Acts('task.operations=["-"]', prompts, base="model.train_id=@model"),
     "task.prompt_template": Acts('task.prompt_template="{a}{op}{b}=?"', prompts, base="model.train_id=@model"),
     "task.format_weight": Acts("task.format_weight=0.25", metric("reward_mean", "train_iter_000.json"), keeps=samples),
-    "scoring.workers": Acts("scoring.workers=0", error, base=SCORED),
     "scoring.timeout_s": Acts(
         "scoring.timeout_s=0.2", metric("scoring/num_failed_timeout", FIRST), f"{SCORED} {GOES_ON}", to=2
     ),
@@ -173,121 +149,69 @@ RUNS: dict[str, Acts] = {
         "scoring.memory_mib=128", metric("scoring/num_failed_memory", FIRST), f"{SCORED} {GOES_ON}", to=2
     ),
     "scoring.stop_at_failed_frac": Acts(GOES_ON, error, base=SCORED, to=""),
-    "data.problems_per_iteration": Acts("data.problems_per_iteration=6", lambda run: len(run.groups[0]), to=6),
-    "data.rollouts_per_problem": Acts("data.rollouts_per_problem=3", lambda run: len(run.groups[0][0].rollouts), to=3),
-    "data.train_seed_start": Acts("data.train_seed_start=1", lambda run: prompts(run)[0][0], base="data.shuffle=false"),
     "data.num_train_seeds": Acts(
         "data.num_train_seeds=4", lambda run: len({str(p) for group in prompts(run) for p in group}), to=4
     ),
     "data.shuffle": Acts("data.shuffle=false", prompts),
     "rollouts.record": Acts("rollouts.record=false", recorded, to=set(), keeps=weights),
     "data.resample_zero_signal": Acts(RESAMPLED, metric("num_groups_replaced"), base="task.format_weight=0"),
-    "data.max_resamples": Acts(
-        "data.max_resamples=1", metric("num_groups_replaced"), base=f"task.format_weight=0 {RESAMPLED}"
-    ),
     "data.penalize_length_if_solved": Acts(
         "data.penalize_length_if_solved=true", metric("reward/length", FIRST), SOLVED, keeps=prompts
     ),
     "data.soft_overlong_tokens": Acts("data.soft_overlong_tokens=7", metric("reward/overlong"), keeps=prompts),
     "generation.batch_size": Acts("generation.batch_size=3", calls("decode"), keeps=samples),
-    "generation.max_new_tokens": Acts(
-        "generation.max_new_tokens=1", lambda run: max(len(ids) for _, ids in samples(run)), to=1
-    ),
     "generation.temperature": Acts("generation.temperature=0.3", samples, keeps=prompts),
     "generation.top_p": Acts("generation.top_p=0.5", samples, base=LENIENT),
     "generation.stop": Acts('generation.stop=["1"]', samples, keeps=prompts),
-    "generation.allow_truncated_sampling": Acts(LENIENT, error, base="generation.top_k=2", to=""),
-    "train.iterations": Acts("train.iterations=1", lambda run: run.iterations, to=[0]),
     "train.stop_when.metric": Acts(
         "train.stop_when.metric=-pass@1", lambda run: run.iterations, "train.stop_when.threshold=2", to=[0]
     ),
-    "train.stop_when.threshold": Acts("train.stop_when.threshold=0", lambda run: run.iterations, to=[0]),
     "train.stop_when.patience": Acts("train.stop_when.patience=1", lambda run: run.iterations, FLAT, to=[0]),
-    "train.updates_per_iteration": Acts("train.updates_per_iteration=1", metric("num_updates"), to=1),
     "train.epochs": Acts("train.epochs=2", metric("num_updates"), to=4),
-    "train.batch_size": Acts("train.batch_size=3", calls("forward"), keeps=samples),
-    "train.tokens_per_microbatch": Acts(
-        "train.tokens_per_microbatch=30",
-        calls("forward"),
-        base="train.batch_size=null train.tokens_per_microbatch=4096",
-    ),
     "train.grad_accum_steps": Acts(
         "train.grad_accum_steps=2",
         metric("num_updates"),
         base="train.updates_per_iteration=null train.batch_size=4 train.grad_accum_steps=1",
         to=2,
     ),
-    "train.lr": Acts("train.lr=0.001", weights),
     "train.weight_decay": Acts("train.weight_decay=0.5", weights),
-    "train.warmup_steps": Acts("train.warmup_steps=4", metric("lr"), to=0.02),
     "train.schedule": Acts("train.schedule=constant", metric("lr"), to=0.02),
     "train.grad_clip": Acts("train.grad_clip=0.01", weights, keeps=samples),
-    "train.kl_coef": Acts("train.kl_coef=0.5", metric("loss_kl")),
-    "train.entropy_coef": Acts("train.entropy_coef=0.1", metric("loss_entropy")),
     "train.precision": Acts("train.precision=bf16", lambda run: run.dtype, to="torch.bfloat16"),
-    "train.sharding": Acts(
-        "train.sharding=fsdp2",
-        error,
-        base="train.precision=fp16",
-        to="train.precision=fp16: its loss scaling is not spread (train.sharding=fsdp2); use bf16 or fp32",
-    ),
     "train.gradient_checkpointing": Acts("train.gradient_checkpointing=true", calls("sdpa"), keeps=weights),
     "train.train_layer_indices": Acts("train.train_layer_indices=1", moved, to={"model.layers.1"}),
     "train.mask_truncated": Acts("train.mask_truncated=true", metric("loss_pg"), base="generation.max_new_tokens=1"),
     "train.drop_zero_signal_groups": Acts(
         "train.drop_zero_signal_groups=true", metric("num_groups_trained"), base="task.format_weight=0"
     ),
-    "train.max_bad_updates": Acts(
-        "train.max_bad_updates=1", lambda run: run.error[:18], base=DIVERGES, to="1 updates in a row"
-    ),
     "train.profile": Acts(
         "train.profile=1", lambda run: "profile/iter_000.json.gz" in run.files, to=True, keeps=weights
     ),
     "train.loss.clip_low": Acts("train.loss.clip_low=0", metric("clip_low_frac"), base="train.epochs=2"),
-    "train.loss.clip_high": Acts("train.loss.clip_high=0", metric("clip_high_frac")),
     "train.loss.ratio_reference": Acts(
         "train.loss.ratio_reference=rollout",
         metric("ratio_mean"),
         base=f"{FILTERED} train.loss.importance_correction=none",
     ),
-    "train.loss.kl_estimator": Acts("train.loss.kl_estimator=k1", metric("kl_divergence")),
     "train.loss.kl_importance_weight": Acts("train.loss.kl_importance_weight=false", metric("loss_kl")),
     "train.loss.importance_correction": Acts(
         "train.loss.importance_correction=none", metric("importance_weight_mean"), FILTERED, to=1
     ),
     "train.loss.importance_cap": Acts("train.loss.importance_cap=1.01", metric("importance_weight_mean"), FILTERED),
-    "train.optimizer.lr": Acts("train.optimizer.lr=0.001", metric("lr")),
     "train.optimizer.offload": Acts("train.optimizer.offload=true", calls("host"), keeps=weights),
-    "eval.enabled": Acts("eval.enabled=false", evaluated, to=set()),
-    "eval.eval_first": Acts("eval.eval_first=false", evaluated, to={"eval_iter_000.json", "eval_iter_001.json"}),
     "eval.interval": Acts("eval.interval=2", evaluated, to={"eval_init.json", "eval_iter_001.json"}),
-    "eval.num_ids": Acts("eval.num_ids=6", metric("tasks", "eval_init.json"), to=6),
     "eval.id_seed_start": Acts("eval.id_seed_start=4", answers),
-    "eval.ids": Acts("eval.ids=[7]", metric("tasks", "eval_init.json"), to=1),
-    "eval.replicates": Acts("eval.replicates=3", lambda run: len(answers(run)), to=12),
-    "eval.ks": Acts("eval.ks=[1]", metric("pass@2", "eval_init.json"), to=None),
     "eval.bootstrap_samples": Acts(
         "eval.bootstrap_samples=50", metric("reward_mean_all_high", "eval_iter_001.json"), keeps=answers
     ),
     "eval.do_sample": Acts("eval.do_sample=false", answers, base=GREEDY_BASE, keeps=samples),
     "eval.temperature": Acts("eval.temperature=0.1", answers, keeps=samples),
-    "eval.max_new_tokens": Acts("eval.max_new_tokens=1", lambda run: max(map(len, answers(run))), keeps=samples, to=1),
     "eval.stop": Acts('eval.stop=["4"]', answers, keeps=samples),
     "checkpoint.enabled": Acts("checkpoint.enabled=false", checkpoints, to=set()),
     "checkpoint.save_interval": Acts("checkpoint.save_interval=0", checkpoints, to={"iter_001"}),
-    "checkpoint.keep_last_k": Acts("checkpoint.keep_last_k=1", checkpoints, to={"iter_001"}),
-    "checkpoint.format": Acts(
-        "checkpoint.format=sharded",
-        error,
-        to="checkpoint.format=sharded: nothing is spread over processes; use full, or train.sharding=fsdp2",
-    ),
     "checkpoint.keep_best": Acts(
         "checkpoint.keep_best=pass@1", checkpoints, "checkpoint.save_interval=0", to={"iter_000", "iter_001"}
     ),
-    "samples.per_iteration": Acts(
-        "samples.per_iteration=0", lambda run: {name for name in run.files if "samples" in name}, to=set()
-    ),
-    "model.lora.dropout": Acts("model.lora.dropout=0.5", weights, base=LORA, keeps=samples),
     "model.lora.target_modules": Acts("model.lora.target_modules=[q_proj]", adapted, base=LORA, to=QUERIES),
     "model.lora.layer_indices": Acts(
         "model.lora.layer_indices=1", lambda run: {name[0] for name in adapted(run)}, base=LORA, to={"1"}
@@ -321,19 +245,12 @@ ATROPOS: dict[str, tuple[str, str]] = {
     # setting of rollouts=atropos: changed to, on top of
     "url": ("@there", "rollouts.url=@here"),
     "problems_per_iteration": ("6", "rollouts.url=@here"),
-    "group_size": ("4", "rollouts.url=@here"),
     "max_token_len": ("64", "rollouts.url=@here"),
-    "correct_threshold": ("5", "rollouts.url=@here"),
-    "num_steps": ("5", "rollouts.url=@here"),
-    "save_checkpoint_interval": ("7", "rollouts.url=@here"),
-    "wandb_project": ("mine", "rollouts.url=@here"),
-    "poll_s": ("0.2", "rollouts.url=@here"),
     "connect_timeout_s": ("0.02", "rollouts.connect_timeout_s=0.01"),
     "restart_timeout_s": ("0.02", "rollouts.restart_timeout_s=0.01 rollouts.url=@gone"),
     "start_api": ("true", "rollouts.connect_timeout_s=0.01"),
     "environment": ("sleep", "rollouts.url=@here"),
 }
-FOREIGN = replace(ORIGIN, tokenizer="f" * 64)
 
 
 AHEAD: dict[str, str] = {
@@ -350,14 +267,9 @@ REPLAY: dict[str, tuple[str, str]] = {
     "path": ("@shorter", ""),
     "problems_per_iteration": ("3", ""),
     "shuffle": ("true", ""),
-    "seed": ("1", "rollouts.shuffle=true"),
     "iterations": ("[1,2]", ""),
-    "versions": ("[2,9]", ""),
     "rewards": ("[0.25,0.35]", ""),
-    "finish_reasons": ("[stop]", ""),
     "rescore": ("true", ""),
-    "skip_damaged": ("true", "rollouts.path=@damaged"),
-    "any_model": ("true", "rollouts.path=@foreign"),
 }
 
 
@@ -447,28 +359,11 @@ def evaluation_sync_effect(overrides: str) -> Any:
     return assembled(plan, make_policy(), Path("/nowhere"), ranks)[1]._strategy
 
 
-def printed_samples(overrides: str) -> str:
-    with output_console().capture() as printed:
-        [listener] = [
-            x for x in listeners(typed(compose_config(*overrides.split())), Path("/nowhere")) if isinstance(x, Samples)
-        ]
-        replace(listener, per_iteration=0).rollouts("eval", [make_group(("a", 0.0))], advantages=None, iteration=0)
-    return printed.get()
-
-
-def kept_tiles(overrides: str) -> float:
-    """How much the loss head may keep on a GPU."""
-    head: Any = make_plan(typed(compose_config(*overrides.split()))).head
-    return head.kept_gib
-
-
 OWN_SERVER = "generation=vllm_server weight_sync=reload engine.api_key=ours"  # else each run makes one up
 EVAL_SERVER = "eval.backend=vllm_server eval.base_url=@here"
 ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "engine": (launcher_effect, OWN_SERVER, "engine=sglang"),
     "model.trust_remote_code": (launcher_effect, OWN_SERVER, "model.trust_remote_code=true"),
-    "model.head.kept_gib": (kept_tiles, "", "model.head.kept_gib=0"),
-    "samples.on_console": (printed_samples, "", "samples.on_console=1"),
     "placement.num_engines": (
         placement_effect,
         f"{OWN_SERVER} placement.check_memory=false placement.engine_devices=[0,1]",
@@ -482,15 +377,8 @@ ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "placement.address": (cluster_effect, f"{OWN_SERVER} placement=ray", "placement.address=local"),
     "placement.score_on_cluster": (scorers_effect, "placement=ray", "placement.score_on_cluster=true"),
     "placement.trainer": (trainers_effect, "placement=ray", "placement.trainer=ray"),
-    "placement.num_trainers": (trainers_effect, "placement=ray placement.trainer=ray", "placement.num_trainers=2"),
     "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),
-    "eval.backend": (evaluation_effect, EVAL_SERVER, "eval.backend=sglang_server"),
-    "eval.base_url": (evaluation_effect, EVAL_SERVER, "eval.base_url=@there"),
-    "eval.weight_sync": (evaluation_sync_effect, EVAL_SERVER, "eval.weight_sync=none"),
     "eval.batch_size": (evaluation_effect, EVAL_SERVER, "eval.batch_size=1"),
-    "eval.timeout_s": (evaluation_effect, EVAL_SERVER, "eval.timeout_s=0.03"),
-    "eval.max_retries": (evaluation_effect, EVAL_SERVER, "eval.max_retries=0"),
-    "eval.tolerance_nats": (evaluation_sync_effect, EVAL_SERVER, "eval.tolerance_nats=0.01"),
     "eval.location": (evaluation_sync_effect, EVAL_SERVER, "eval.location=disk"),
 }
 """Key: what sees it, on top of which overrides, its change."""
@@ -545,6 +433,7 @@ def in_conf() -> Iterator[tuple[type | None, str]]:
 
 READ_OTHERWISE = {
     "record",
+    "in_flight",
     *(f"{what}_{how}_weight" for what in ("prompt", "instruction") for how in ("strict", "loose")),
 }
 """Settings that the run reads for any source, or whose names are put together."""
@@ -585,19 +474,7 @@ def test_a_run_changes_with(key: str, run: Laboratory) -> None:
     assert row.sees(before) != row.sees(after)
     assert row.to is ... or row.sees(after) == row.to
     assert row.keeps is None or row.keeps(before) == row.keeps(after)
-    assert after.error == "" or row.sees is error or row.base == DIVERGES
-    is_own = key == "scoring.workers"  # then the error is that of the user's function
-    assert row.sees is not error or row.to is not ... or is_own or after.error.startswith(key)
-
-
-@pytest.mark.parametrize(
-    "key", ["task", "generation", "weight_sync", "train.loss", "train.advantage", "train.optimizer", "logger.json"]
-)
-def test_another_target_is_looked_for(key: str, run: Laboratory) -> None:
-    trace = run(f"{key}._target_=offline_grpo.nowhere.Nothing")
-    assert trace.error.startswith(f"{key}._target_=offline_grpo.nowhere.Nothing: cannot be imported")
-    assert "No module named 'offline_grpo.nowhere'" in trace.error
-    assert trace.files == set()
+    assert after.error == ""
 
 
 @cache
@@ -621,15 +498,6 @@ def test_a_client_of_a_server_changes_with(option: str, name: str) -> None:
     assert sees(before) != sees(after)
     assert (before.error == "") is (name != "allow_truncated_sampling")
     assert (after.error == "") is (name not in ("timeout_s", "max_retries"))
-
-
-@pytest.mark.slow
-def test_equal_clients_ask_equally() -> None:
-    """Else the differences above would prove nothing."""
-    for option in ("vllm_server", "sglang_server"):
-        common = f"generation={option} weight_sync=reload weight_sync.pause_mode=abort generation.base_url=@here"
-        assert ask(common) == ask(common)
-        assert ask(common).max_active == 4
 
 
 @pytest.mark.slow
@@ -666,16 +534,10 @@ def test_sampling_ahead_changes_with(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with the stores `here`, `shorter`, `damaged` and `foreign`."""
+    """Folders with the stores `here` and `shorter`."""
     folder = tmp_path_factory.mktemp("stores")
-    for name, count, origin in (
-        ("here", 4, ORIGIN),
-        ("shorter", 3, ORIGIN),
-        ("damaged", 4, ORIGIN),
-        ("foreign", 4, FOREIGN),
-    ):
-        write_store(folder / name, iterations=count, origin=origin)
-    (folder / "damaged" / "rollouts" / "iter_001.parquet").write_bytes(b"")
+    for name, count in (("here", 4), ("shorter", 3)):
+        write_store(folder / name, iterations=count)
     return folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -128,29 +127,6 @@ def test_the_table_fits_80_columns(
     assert lines[-1] == f"files  {folder.relative_to(tmp_path)}"
 
 
-def test_sets_may_differ_in_their_k(
-    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    evaluate.run([str(trained[1]), "eval.ks=[1],[1,4]", "eval.num_ids=2", f"--out={tmp_path}/out"])
-    [heading, first, second] = capsys.readouterr().out.splitlines()[2:5]
-    assert re.findall(r"pass@\d", heading) == ["pass@1", "pass@4"]
-    assert [line.split()[0] + " " + str(line.count("[0")) for line in (first, second)] == [
-        "eval.ks=[1] 1",
-        "eval.ks=[1,4] 2",
-    ]
-
-
-def test_a_terminal_shows_how_far_a_set_is(
-    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(evaluate, "REFRESH_PER_S", 200.0)
-    evaluate.run([str(trained[1]), "eval.num_ids=8", "generation.batch_size=8", f"--out={tmp_path}/out"])
-    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().err)
-    assert "load A" in shown
-    assert re.search(r"A on arithmetic  \d+/32 completions  ", shown)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -161,11 +137,6 @@ def test_a_terminal_shows_how_far_a_set_is(
             "generation.temperature=0.5,1: sets of problems can differ in task and eval alone",
         ),
         (["@base", "train.lr=3"], "train.lr=3: acts in training alone, and nothing is trained here; leave it out"),
-        (["@base", "train/loss=dapo"], "train/loss=dapo: acts in training alone"),
-        (
-            ["@base", "eval.base_url=http://127.0.0.1:1"],
-            "eval.base_url=http://127.0.0.1:1: evaluations that are no part of a run",
-        ),
         (
             ["@base", "@base", "generation=vllm_server", "generation.base_url=http://127.0.0.1:1"],
             "that server has one model and 2 are named",
@@ -174,10 +145,7 @@ def test_a_terminal_shows_how_far_a_set_is(
             ["@run", "generation=vllm_server", "generation.base_url=http://127.0.0.1:1"],
             "MODEL is a LoRA adapter, and that server",
         ),
-        (["@base", "eval.num_ids=0"], "eval.num_ids=0"),
         (["@base", "--out", "here", "eval.num_ids=0"], "eval.num_ids=0"),
-        (["@base", f"train.precision_of={'x' * 300}"], "x: acts in training alone"),
-        (["@base", f"--out={'x' * 300}"], "xxx: cannot be made (File name too long)"),
     ],
 )
 def test_refusals_leave_nothing(
@@ -236,16 +204,5 @@ def test_sampling(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     sample.run([base, "1+2=", "--raw", GREEDY, "--max-new-tokens=1"])
     assert len(capsys.readouterr().out.strip()) <= 1
-    for words, message in (
-        ([base, "  "], "PROMPT: is empty"),
-        ([base, "x", "--device=mps"], "--device=mps: use auto, cpu, cuda or cuda:N"),
-        ([base, "x", "-n", "0"], "-n=0: must be at least 1"),
-        ([base, "x", "--temperature=-1"], "--temperature=-1.0: must be a number, 0 or more"),
-        ([base, "x", "--temperature=nan"], "--temperature=nan: must be a number, 0 or more"),
-        ([base, "x", "--raw", "--system=y"], "--system: there are no messages with --raw"),
-        ([base, "1" * 600], "--max-new-tokens=-"),
-        ([base, "1", "--max-new-tokens=9999"], "--max-new-tokens=9999: must be 1 to"),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            sample.run(words)
-        assert message in str(refused.value)
+    with pytest.raises(ConfigError, match=r"--max-new-tokens=9999: must be 1 to"):
+        sample.run([base, "1", "--max-new-tokens=9999"])

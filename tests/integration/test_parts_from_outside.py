@@ -133,19 +133,6 @@ FILES = {
         _target_: mine.stored.Stored
         advantage: 0.5
         """,
-    "mine/fragile.py": '''
-        """A logger that works until its server is gone."""
-
-        from offline_grpo.interfaces import RunListener
-
-
-        class Fragile(RunListener):
-            is_gone = True
-
-            def log(self, name, metrics, *, iteration):
-                if self.is_gone and iteration == 1:
-                    raise ConnectionError("no server")
-        ''',
     "mine/copying.py": '''
         """An engine in this process with a copy of the weights, and what keeps it current."""
 
@@ -277,32 +264,6 @@ def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, 
     assert state["source"] == {"num_calls": 6}
     problems = make_plan(typed(compose_config(search_path, "rollouts=stored"))).data.train
     assert problems is None, "no problems are made for a source that needs none"
-
-
-def test_a_logger_that_raises_ends_the_run_and_costs_no_other_a_record(
-    search_path: str, cache: str, tmp_path: Path
-) -> None:
-    """The run ends as it does wherever metrics cannot be written: the checkpoint of that iteration does not count, and
-    is made again.
-    """
-    saving = (
-        "train.iterations=2",
-        "checkpoint.enabled=true",
-        "checkpoint.save_interval=1",
-        "eval.enabled=true",
-        "eval.interval=1",
-    )
-    run, words = tmp_path / "run", (*RUN, cache, *saving, "+logger.fragile._target_=mine.fragile.Fragile")
-    with pytest.raises(ConnectionError, match="no server"):
-        app.run(compose_config(*words), run)
-    whole = metrics_of(run)
-    assert set(whole) == {"eval_init.json", *(f"{name}_iter_00{i}.json" for name in ("train", "eval") for i in (0, 1))}
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["iter_000"]
-    from mine import fragile  # pyright: ignore[reportMissingImports]
-
-    fragile.Fragile.is_gone = False
-    app.run(compose_config(*words, f"resume={run}"), tmp_path / "fresh")
-    assert metrics_of(run) == whole
 
 
 COPIES = ("generation=copying", "weight_sync=copying", "train.schedule=constant", "train.lr=1e-2")

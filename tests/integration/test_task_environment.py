@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from factories import compose_with_hydra
 from omegaconf import OmegaConf
 
@@ -88,7 +87,7 @@ def test_a_group_has_the_servers_tokens_and_logprobs_and_the_tasks_scores(make):
     assert "stop" not in request
 
 
-@pytest.mark.parametrize(("room", "expected"), [(0, None), (1, 1), (5, 5), (100, 8)])
+@pytest.mark.parametrize(("room", "expected"), [(0, None), (5, 5)])
 def test_the_trainers_limit_is_kept(make, room, expected):
     environment = make()
     problem = environment.run(environment.get_next_item())
@@ -109,15 +108,14 @@ def test_problems_are_those_of_a_run_in_its_order_from_where_the_trainer_is(make
     assert len(environment._held_out) == 5
 
 
-@pytest.mark.parametrize("option", sorted(path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")))
+@pytest.mark.parametrize("option", ["gsm8k", "mixture"])
 def test_any_task_is_served(make, tmp_path, option):
     rows = [{"prompt": f"Say {i}.", "question": f"What is {i}?", "answer": f"#### {i}"} for i in range(20)]
-    rows = [row | {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]} for row in rows]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[split == "test" :: 2]))
-    local = f"path={tmp_path} name=null" if option in ("dataset", "gsm8k", "ifeval", "math") else ""
-    local += " prompt_field=question answer_field=answer" if option == "math" else ""
-    local += "+task@task.tasks.a=arithmetic +task@task.tasks.b=sat" if option == "mixture" else ""
+    local = (
+        f"path={tmp_path} name=null" if option == "gsm8k" else "+task@task.tasks.a=arithmetic +task@task.tasks.b=sat"
+    )
     environment = make(task=option, task_overrides=f"{local} data.num_train_seeds=5 eval.num_ids=3")
     group, _ = environment.run(environment.collect_trajectories(environment.run(environment.get_next_item())))
     assert len(group["scores"]) == 8
@@ -138,11 +136,6 @@ def test_evaluation_asks_every_held_out_problem_once(make, tmp_path, capsys):
     assert f"eval/percent_correct={correct:.4g}" in capsys.readouterr().out
     stored = json.loads((tmp_path / "eval" / "metrics.json").read_text())
     assert stored["results"]["all"]["eval/reward_mean"] == pytest.approx(0.1 + correct)
-
-
-def test_a_server_that_wants_no_key_gets_something_for_one(make):
-    """OpenAI's client, by which environments ask, refuses to have none."""
-    make(key="")
 
 
 def test_the_key_comes_from_the_environment_and_is_not_in_what_is_printed(make):
@@ -173,22 +166,3 @@ def test_task_sampling_and_group_size_are_those_of_the_run_that_starts_it(make, 
     assert environment._run.task["difficulty"] == 0.1
     assert make(task_overrides="difficulty=0.9")._run.task["difficulty"] == 0.9
     shutil.rmtree(tmp_path / ".hydra")
-
-
-@pytest.mark.parametrize(("name", "port"), [("shared", 1), ("lora", 2)])
-def test_the_files_for_zero_shot_maths_have_the_seeds_settings(module, name, port):
-    given = yaml.safe_load((ROOT / "environments" / "configs" / f"math_zero_{name}.yaml").read_text())
-    config = module["TaskConfig"](**given["env"])
-    assert set(given["env"]) <= set(module["TaskConfig"].model_fields)
-    assert (config.task, config.tokenizer_name, config.wandb_name) == (
-        "gsm8k",
-        "Qwen/Qwen3-4B-Instruct-2507",
-        f"math-zero-{name}-env",
-    )
-    assert (config.rollout_server_url, given["openai"]["base_url"]) == (
-        f"http://localhost:800{port}",
-        f"http://localhost:900{port}/v1",
-    )
-    assert (config.max_token_length, config.group_size, config.batch_size) == (8192, 8, 64)
-    assert (config.total_steps, config.steps_per_eval, config.max_num_workers_per_node) == (120, 20, 24)
-    assert config.use_wandb

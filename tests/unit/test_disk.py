@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from offline_grpo.disk import OwnFolder, matching, sweep, write_whole
+from offline_grpo.disk import OwnFolder, sweep, write_whole
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
@@ -31,21 +31,6 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(
         write_whole(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_who_may_read_it(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        write_whole(tmp_path / "shared", "x")
-        write_whole(tmp_path / "private", "x", is_private=True)
-    finally:
-        os.umask(before)
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("shared", "private")] == [0o644, 0o600]
-
-
-def test_text_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
-    write_whole(tmp_path / "a", "3 − 1 = 2\n")
-    assert (tmp_path / "a").read_bytes() == "3 − 1 = 2\n".encode()
 
 
 def run_and_kill(code: str, folder: Path) -> None:
@@ -77,22 +62,6 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file()] == [kept]
     assert not hidden.exists()
     assert of_another.exists()
-
-
-@pytest.mark.parametrize(
-    "pattern", ["*/*", "*/*/checkpoints/.writing_*", ".*.unfinished", "*/.writing_*", "*/*/multirun.yaml"]
-)
-def test_what_matches_is_what_pathlib_finds(pattern: str, tmp_path: Path) -> None:
-    for name in (
-        "a/b/checkpoints/.writing_1",
-        ".a/.b/checkpoints/.writing_1",
-        "a/.writing_2",
-        ".x.unfinished",
-        "[c]/d/multirun.yaml",
-    ):
-        (tmp_path / name).mkdir(parents=True)
-    assert sorted(matching(tmp_path, pattern)) == sorted(tmp_path.glob(pattern)) != []
-    assert matching(tmp_path / "none", pattern) == []
 
 
 def test_a_folder_that_goes_while_it_is_swept_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from factories import compose_config, make_qwen2
 from huggingface_hub import constants
-from scripted_server import Reply, ScriptedServer
 
 from offline_grpo import hub
-from offline_grpo.checkpoint.pretrained import find_model
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.load import read_model_config
 from offline_grpo.run.config import typed
@@ -64,20 +62,6 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -
             hub.need_model("some/model", "MODEL")
 
 
-def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ScriptedServer(lambda _: Reply()) as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.base_url)
-        for name in ("some/model", "other/model"):
-            hub.need_model(name, "MODEL")
-        assert len(server.requests) == 1
-
-
-def test_a_proxy_that_is_no_url_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "foo://bar")
-    monkeypatch.setenv("NO_PROXY", "")
-    assert "foo://bar" in (hub.unreachable() or "")
-
-
 def test_what_the_cache_has_is_loaded_without_the_hub(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = empty_cache / "hub" / "models--some--model"
     make_qwen2().save_pretrained(folder / "snapshots" / ("a" * 40))
@@ -98,13 +82,3 @@ def test_nobody_asks_where_nothing_is_downloaded(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.need_model("some/model", "MODEL")
     hub.need_dataset("some/rows", "task.path", "")
-
-
-@pytest.mark.parametrize("name", ["x" * 300, f"some/{'x' * 300}", "two words"])
-def test_what_is_no_id_is_not_asked_for(name: str) -> None:
-    """A name may be longer than that of any file."""
-    hub.need_model(name, "MODEL")
-    with pytest.raises(
-        ConfigError, match=f"^MODEL={name}: no such folder; give a local model folder or a Hugging Face id"
-    ):
-        find_model(name)

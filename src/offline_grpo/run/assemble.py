@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer
 from offline_grpo.checkpoint.files import check_model_folder
 from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.engine.server import Server, next_to_start
-from offline_grpo.errors import ConfigError, reason_of, require
+from offline_grpo.errors import require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source
 from offline_grpo.loss.base import reward_penalty
@@ -69,9 +68,8 @@ def assemble(
     """
     ranks, config = start.ranks, start.plan.config
     plan = _with_isolated_scoring(start.plan, start.run_dir.path, stack, ranks)
-    if (
-        plan.engine.launcher is not None and config.placement.address is None
-    ):  # each machine of a cluster checks its own
+    # each machine of a cluster checks its own
+    if plan.engine.launcher is not None and config.placement.address is None:
         plan.engine.launcher.check_installed()
     devices = plan.devices(ranks.world_size)
     check_devices(devices)
@@ -202,7 +200,7 @@ def _is_multiple(number: int, interval: int) -> bool:
 
 
 def _model_id(plan: Plan, ranks: Ranks) -> str:
-    """The model to train: a folder or hub id, or the tiny model, built by the first process if it is not in the cache."""
+    """The model to train: a folder, a hub id, or the tiny model, which the first process builds if it is missing."""
     config = plan.config
     for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
         if name is not None:
@@ -211,23 +209,11 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
         return config.model.train_id
     tiny = build(config.model.tiny, key="model.tiny")
     for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
-        fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={tiny.max_position_embeddings}"
-        require(
-            sampling.max_new_tokens < tiny.max_position_embeddings,
-            f"{key}.max_new_tokens",
-            sampling.max_new_tokens,
-            fix,
-        )
-
-    def prepare() -> str:
-        try:
-            return str(tiny.prepare(plan.data.task, Path(config.cache_dir).resolve(), show_progress=True))
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                f"cache_dir={config.cache_dir}: the tiny model cannot be kept there ({reason_of(error)})"
-            ) from error
-
-    return ranks.on_main(prepare)
+        room = tiny.max_position_embeddings
+        fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={room}"
+        require(sampling.max_new_tokens < room, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
+    cache = Path(config.cache_dir).resolve()
+    return ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache, show_progress=True)))
 
 
 def _check_model(plan: Plan, model_id: str) -> tuple[int, int]:
@@ -243,8 +229,7 @@ def _check_model(plan: Plan, model_id: str) -> tuple[int, int]:
     tokenizer = load_tokenizer(model_id, trust_remote_code=config.trust_remote_code)
     if tokenizer.chat_template is None:
         log.warning(
-            "model.train_id=%s: has no chat template, so a prompt is the plain contents of its messages, line by line; use an instruct "
-            "model, or put a chat_template.jinja beside the model",
+            "model.train_id=%s: has no chat template, so a prompt is the plain contents of its messages, line by line",
             model_id,
         )
     return check_prompts(plan, model_id, tokenizer, model_config)

@@ -14,12 +14,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.run.config import sweep_hint
 
-logging.getLogger("hydra.utils").setLevel(
-    logging.CRITICAL
-)  # it logs the errors in several lines; `resolve` reports them in one
+# it logs in several lines what `resolve` reports in one
+logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
 
 
 def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **runtime: Any) -> Any:
@@ -61,15 +60,13 @@ def resolve(node: Mapping[str, Any], key: str) -> Any:
         raise ConfigError(f"{key}={node}: needs a _target_, the dotted path of the component's class")
     if os.getcwd() not in sys.path:  # a script's own folder is, and a console script has neither
         sys.path.append(os.getcwd())
+    name = node["_target_"]
     try:
-        target = hydra.utils.get_object(node["_target_"])
+        target = hydra.utils.get_object(name)
     except (ImportError, ValueError, AttributeError, InstantiationException) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{key}._target_={node['_target_']}: cannot be imported ({reason}); give the dotted path of a class"
-        ) from error
-    if not callable(target):
-        raise ConfigError(f"{key}._target_={node['_target_']}: is not a class or function")
+        fix = f"cannot be imported ({' '.join(str(error).split())}); give the dotted path of a class"
+        raise ConfigError(f"{key}._target_={name}: {fix}") from error
+    require(callable(target), f"{key}._target_", name, "is not a class or function")
     return target
 
 
@@ -80,32 +77,22 @@ def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name in parameters if name not in given_at_runtime]
-    for name in settings:
-        if name in parameters and name in given_at_runtime:
-            raise ConfigError(
-                f"{key}.{name}={settings[name]}: the run itself gives {target.__name__} this argument; leave it out"
-            )
-        if name not in parameters and not takes_any:
-            raise ConfigError(
-                f"{key}.{name}={settings[name]}: {target.__name__} has no such setting; it has {', '.join(known) or 'none'}"
-            )
+    for name, value in settings.items():
+        fix = f"the run itself gives {target.__name__} this argument; leave it out"
+        require(name not in parameters or name not in given_at_runtime, f"{key}.{name}", value, fix)
+        fix = f"{target.__name__} has no such setting; it has {', '.join(known) or 'none'}"
+        require(name in parameters or takes_any, f"{key}.{name}", value, fix)
     for name, parameter in parameters.items():
         is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if (
-            parameter.default is parameter.empty
-            and not is_variadic
-            and name not in settings
-            and name not in given_at_runtime
-        ):
+        is_needed = parameter.default is parameter.empty and not is_variadic
+        if is_needed and name not in settings and name not in given_at_runtime:
             raise ConfigError(f"{key}.{name}: {target.__name__} needs it and it is not set")
-    # for dataclasses, use the class's hints: those of __init__ are resolved in the subclass's module, not where a field
-    # is defined
+    # a dataclass's own hints: those of its __init__ are resolved in the subclass's module, not where a field is defined
     hints = get_type_hints(target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target)
     for name, value in settings.items():
         if name in hints and not fits(value, hints[name]):
-            raise ConfigError(
-                f"{key}.{name}={value!r}: expected {describe(hints[name])}, got {type(value).__name__}{sweep_hint(f'{key}.{name}', value)}"
-            )
+            fix = f"expected {describe(hints[name])}, got {type(value).__name__}{sweep_hint(f'{key}.{name}', value)}"
+            raise ConfigError(f"{key}.{name}={value!r}: {fix}")
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested, ending_with_reader
 from offline_grpo.run import config, launch
-from offline_grpo.run.hints import empty_group, no_such_key
+from offline_grpo.run.help import empty_group, no_such_key
 from offline_grpo.run.signals import StopSignal, ignore_from_now_on
 
 SHOWS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -88,7 +88,7 @@ def say(line: str) -> None:
 def explain(error: BaseException) -> str:
     """An error of Hydra or OmegaConf about the command line as one line, with a hint where there is one."""
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: is not an override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE, quoted for the shell"
+        return f"{error.override}: is not an override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE"
     if isinstance(error, MissingConfigException):
         return _no_such_option(error)
     cause: BaseException = error

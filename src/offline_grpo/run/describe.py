@@ -18,8 +18,8 @@ def describe_data(data: TaskData, problems_per_iteration: int) -> list[str]:
     if near := data.near_duplicates:
         closest = max(near, key=lambda each: each.share)
         lines.append(
-            f"{len(near):,} held-out problems are almost the same as a training problem, such as {closest.held_out_id} and "
-            f"{closest.train_id} ({closest.share:.0%} of its sequences of 8 words): evaluations reward memory there"
+            f"{len(near):,} held-out problems are almost the same as a training problem, such as {closest.held_out_id} "
+            f"and {closest.train_id} ({closest.share:.0%} of its sequences of 8 words): evaluations reward memory there"
         )
     if num_train is not None and problems_per_iteration > num_train:
         lines.append(f"data.problems_per_iteration={problems_per_iteration} is more: an iteration repeats problems")
@@ -51,9 +51,10 @@ def describe_batches(plan: Plan) -> tuple[str, str]:
     sequences = data.problems_per_iteration * data.rollouts_per_problem
     updates = plan.config.planned_updates
     return (
-        f"each iteration: {data.problems_per_iteration} problems x {data.rollouts_per_problem} rollouts = {sequences} sequences, "
-        f"{train.iterations * sequences:,} in all",
-        f"{_updates(updates)} of about {sequences * train.epochs // updates} sequences, in microbatches of up to {per_microbatch}",
+        f"each iteration: {data.problems_per_iteration} problems x {data.rollouts_per_problem} rollouts = "
+        f"{sequences} sequences, {train.iterations * sequences:,} in all",
+        f"{_updates(updates)} of about {sequences * train.epochs // updates} sequences, in microbatches of up to "
+        f"{per_microbatch}",
     )
 
 
@@ -68,9 +69,8 @@ def describe_staleness(plan: Plan) -> str | None:
         return None
     age = f"{interval - 1} iteration{'s' if interval > 2 else ''}"
     return (
-        f"weight_sync.interval={interval}: rollouts may be sampled with weights up to {age} old, and the clip does not limit that, "
-        "because its ratio is to the policy at the start of the iteration (train.loss.ratio_reference=old); to clip it, use "
-        "train.loss.ratio_reference=rollout train.loss.importance_correction=none"
+        f"weight_sync.interval={interval}: rollouts may be sampled with weights up to {age} old, and the clip does not "
+        "limit that; to clip it, use train.loss.ratio_reference=rollout train.loss.importance_correction=none"
     )
 
 
@@ -80,6 +80,6 @@ def describe_warmup(config: RunConfig) -> str | None:
     if train.warmup_steps < num_updates:
         return None
     return (
-        f"train.warmup_steps={train.warmup_steps}: the run makes {_updates(num_updates)}, so the learning rate still rises at "
-        f"their end, to {num_updates / train.warmup_steps * train.lr:.2g}"
+        f"train.warmup_steps={train.warmup_steps}: the run makes {_updates(num_updates)}, so the learning rate still "
+        f"rises at their end, to {num_updates / train.warmup_steps * train.lr:.2g}"
     )

@@ -200,13 +200,9 @@ def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str
         if name is None:
             fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0"
             raise ConfigError(f"generation.temperature=0: {fix}")
-        raise ConfigError(
-            f"generation.{name}={getattr(sampling, name)}: training on filtered samples biases the policy ratio, "
-            f"because the "
-            f"trainer scores tokens under the whole distribution; set generation.{name}={getattr(off, name):g}, "
-            f"or say that "
-            "you mean it with generation.allow_truncated_sampling=true"
-        )
+        fix = f"set it to {getattr(off, name):g}, or say that you mean it with generation.allow_truncated_sampling=true"
+        why = "training on filtered samples biases the policy ratio"
+        raise ConfigError(f"generation.{name}={getattr(sampling, name)}: {why}; {fix}")
     client = {name: value for name, value in node.items() if name not in names and name != "allow_truncated_sampling"}
     return sampling, client
 

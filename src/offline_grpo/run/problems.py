@@ -99,14 +99,9 @@ def _of_cluster(plan: Plan) -> Iterator[Rule]:
     devices = placement.engine_devices
     fix = "are this machine's, and with placement=ray the cluster gives each server its GPUs; leave it at null"
     yield devices is not None, "placement.engine_devices", devices, fix
-    fix = (
-        f"weight_sync={sync.name} needs a server on the trainer's own GPU; use nccl, or reload, or with LoRA "
-        f"lora_hotswap"
-    )
+    fix = f"weight_sync={sync.name} needs a server on the trainer's GPU; use nccl, reload, or with LoRA lora_hotswap"
     yield sync.requires.placement == "same", "placement.address", placement.address, fix
-    fix = (
-        "rollouts=atropos gives its environments one address, and a server in a cluster may move; use placement=default"
-    )
+    fix = "rollouts=atropos gives its environments one address, and a server may move; use placement=default"
     yield plan.config.rollouts.get("url") is not None, "placement.address", placement.address, fix
 
 
@@ -114,17 +109,10 @@ def _of_sharding(plan: Plan) -> Iterator[Rule]:
     train, sync = plan.config.train, plan.weight_sync
     if train.sharding != "fsdp2":
         return
-    fix = (
-        "the server shares whole weights, and train.sharding=fsdp2 spreads them over the processes; use "
-        "weight_sync=nccl "
-        "(a GPU of its own for the server), ipc (the same GPU) or reload"
-    )
+    fix = "the server shares whole weights, and train.sharding=fsdp2 spreads them; use nccl, ipc or reload"
     yield sync.requires.shares_weights, "weight_sync", sync.name, fix
     is_other = type(plan.optimizer) is not AdamW or plan.optimizer.offload
-    fix = (
-        "train.sharding=fsdp2 spreads the state of torch's AdamW alone; use train/optimizer=adamw "
-        "train.optimizer.offload=false"
-    )
+    fix = "train.sharding=fsdp2 spreads the state of torch's AdamW alone; use train/optimizer=adamw without offload"
     yield is_other, "train.optimizer", train.optimizer["_target_"], fix
 
 
@@ -158,11 +146,7 @@ def idle_overrides(overrides: Sequence[str], cfg: DictConfig, plan: Plan) -> Ite
         for override in overrides:
             key = key_of(override)
             if key.startswith("data.") and key != "data.resample_zero_signal" and f"${{{key}}}" not in read:
-                yield (
-                    f"{override}: this source does not read it, so it would do nothing; leave it out, or see "
-                    f"conf/rollouts for "
-                    "the source's own settings"
-                )
+                yield f"{override}: this source does not read it, so it would do nothing; see conf/rollouts for its own"
 
 
 def _uses_cluster(plan: Plan) -> bool:
@@ -175,7 +159,4 @@ def _without_own_server(overrides: Sequence[str], engine: EngineSpec, *, uses_cl
     where = "the run starts no server" if url is None else f"the server at generation.base_url={url} runs already"
     for setting in (override.lstrip("+~") for override in overrides):
         if setting.startswith(OF_OWN_SERVER if uses_cluster else (*OF_OWN_SERVER, *OF_CLUSTER)):
-            yield (
-                f"{setting}: {where}, so this would do nothing; leave it out, or let the run start a server "
-                "(generation=vllm_server generation.base_url=null)"
-            )
+            yield f"{setting}: {where}, so this would do nothing; leave it out, or set generation.base_url=null"

@@ -1,6 +1,4 @@
-"""What the prompts of a run are in the model's tokens: known to it, with room for a completion, and how long. No
-weights are read.
-"""
+"""Checks the prompts of a run in the model's tokens, before weights are read."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Sequence
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.load import context_length
 from offline_grpo.model.text import encode
 from offline_grpo.run.plan import Plan
@@ -47,25 +45,18 @@ def check_prompts(
         if context is not None:
             _check_lengths(key, chosen, lengths, sampling.max_new_tokens, context)
         for problem, prompt in zip(chosen, prompts, strict=True):
-            if max(prompt, default=0) >= vocab_size:
-                raise ConfigError(
-                    f"model.train_id={model_id}: its tokenizer gives token {max(prompt)} for problem "
-                    f"{problem.problem_id}, and the model "
-                    f"has {vocab_size} (config.json: vocab_size); the two do not belong together, take another "
-                    f"copy of the model"
-                )
+            found_token = f"its tokenizer gives token {max(prompt, default=0)} for problem {problem.problem_id}"
+            fix = f"{found_token}, and the model has {vocab_size} (config.json: vocab_size); take another copy of it"
+            require(max(prompt, default=0) < vocab_size, "model.train_id", model_id, fix)
             if tokenizer.unk_token_id in prompt:
                 unreadable.append(problem.messages[-1]["content"])
         found += lengths
     if unreadable:
         log.warning(
-            "model.train_id=%s: its tokenizer does not know some characters of %d prompts, such as %r, and the "
-            "model reads %s for each; "
-            "use another model",
+            "model.train_id=%s: its tokenizer lacks characters of %d prompts, such as %r; use another model",
             model_id,
             len(unreadable),
             unreadable[0][:60],
-            tokenizer.unk_token,
         )
     return min(found, default=0), max(found, default=0)
 
@@ -76,15 +67,10 @@ def _check_lengths(
     longest = max(lengths, default=0)
     if longest + max_new_tokens <= context:
         return
-    if longest < context:
-        raise ConfigError(
-            f"{key}.max_new_tokens={max_new_tokens}: with the longest prompt of {longest} tokens that is beyond "
-            f"the model's context of "
-            f"{context}; use {key}.max_new_tokens={context - longest} or less"
-        )
+    name = f"{key}.max_new_tokens"
+    excess = f"with the longest prompt of {longest} tokens that is beyond the model's context of {context}"
+    require(longest >= context, name, max_new_tokens, f"{excess}; use {name}={context - longest} or less")
     num_too_long, named = sum(length >= context for length in lengths), problems[lengths.index(longest)].problem_id
-    raise ConfigError(
-        f"model.train_id: the prompt of problem {named} has {longest} tokens, and the model's context is "
-        f"{context}; leave out the "
-        f"{num_too_long} of {len(lengths)} problems that are as long, or use a model with a longer context"
-    )
+    fix = f"leave out the {num_too_long} of {len(lengths)} problems that are as long, or use a model with more"
+    excess = f"the prompt of problem {named} has {longest} tokens, and the model's context is {context}"
+    raise ConfigError(f"model.train_id: {excess}; {fix}")

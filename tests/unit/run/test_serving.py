@@ -14,20 +14,17 @@ from fake_sglang import FakeSglang
 from scripted_server import Reply, Request, ScriptedServer
 from serving_effects import assembled, make_policy
 
-from offline_grpo.engine.sglang import SglangLauncher
-from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.run import serving
-from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
 from offline_grpo.run.serving import check_found_servers, loads_onto_servers_gpu, starts_before_the_policy
 from offline_grpo.weight_sync.deployment import RankZeroDeployment
 from offline_grpo.weight_sync.frozen import Frozen
 from offline_grpo.weight_sync.in_process import InProcess
-from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
 from offline_grpo.weight_sync.reload import Reload
 
 DEAD = "http://127.0.0.1:1"
@@ -60,30 +57,11 @@ def test_the_settings_of_training_are_passed_on(backend: str, kind: type, num_pr
     assert (client.timeout_s, client.max_retries) == (7, 0)
 
 
-def test_the_tolerance_of_another_strategy_is_passed_on(tmp_path: Path) -> None:
-    # shared_vllm has no location
-    chosen = f"generation=vllm_server generation.base_url={DEAD} {TUNED} eval.base_url={OTHER}"
-    _, full = evaluation(chosen, tmp_path)
-    assert isinstance(full, Reload)
-    assert (full.tolerance_nats, full.location) == (0.4, "memory")
-    _, lora = evaluation(f"{chosen} weight_sync=lora_hotswap model/lora=default", tmp_path, with_adapters=True)
-    assert isinstance(lora, LoraHotswap)
-    assert lora.tolerance_nats == 0.4
-
-
 def test_the_settings_of_evaluations_come_before_those_of_training(tmp_path: Path) -> None:
     own = "eval.batch_size=3 eval.timeout_s=9 eval.max_retries=2"
     client, _ = evaluation(f"{SERVED} {TUNED} eval.base_url={OTHER} {own}", tmp_path)
     assert isinstance(client, VllmClient)
     assert (client.batch_size, client.timeout_s, client.max_retries) == (3, 9, 2)
-
-
-def test_training_in_process_has_none_of_them(tmp_path: Path) -> None:
-    client, sync = evaluation(f"eval.backend=vllm_server eval.base_url={DEAD}", tmp_path)
-    assert isinstance(client, VllmClient)
-    assert isinstance(sync, Reload)
-    assert (client.timeout_s, client.max_retries) == (600, 5)
-    assert (sync.tolerance_nats, sync.location) == (0.1, "memory")
 
 
 class Echo(TransformersClient):
@@ -148,8 +126,6 @@ def test_what_training_samples_from_is_shared(overrides: str, tmp_path: Path) ->
         (f"eval.backend=vllm_server eval.base_url={DEAD}", Reload),
         (f"eval.backend=vllm_server eval.base_url={DEAD} eval.weight_sync=none", Frozen),
         (f"generation=vllm_server generation.base_url={DEAD} weight_sync=none eval.base_url={OTHER}", Frozen),
-        (f"generation=vllm_server generation.base_url={DEAD} weight_sync=none eval.backend=transformers", InProcess),
-        (f"generation=vllm_server generation.base_url={DEAD} weight_sync=none model/lora=default", Frozen),
     ],
 )
 def test_who_gets_no_weights(overrides: str, kind: type, tmp_path: Path) -> None:
@@ -214,13 +190,6 @@ def test_a_server_that_environments_cannot_call() -> None:
         check_found_servers(plan, "some/model")
 
 
-@pytest.mark.parametrize(("option", "launcher"), [("vllm", VllmLauncher), ("sglang", SglangLauncher)])
-def test_the_command_of_a_refusal_has_the_settings_of_the_runs_own_servers(option: str, launcher: Any) -> None:
-    engine = as_plain(compose_config(f"generation={option}_server"))["engine"]
-    for name in ("args", "env"):
-        assert launcher.essentials[name].items() <= engine[name].items()
-
-
 MANAGED = "generation=vllm_server model.device=cpu"
 
 
@@ -255,9 +224,6 @@ def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:
         ("shared_vllm", [0], [0], False),  # the policy waits on the CPU
         ("reload", [0], [0], True),
         ("reload", [1], [0], False),
-        ("reload", None, [0], True),
-        ("reload", None, [], False),  # on the CPU
-        ("lora_hotswap", [0], [0], True),
     ],
 )
 def test_a_policy_is_loaded_onto_a_gpu_that_a_server_uses(
@@ -274,8 +240,6 @@ def test_a_policy_is_loaded_onto_a_gpu_that_a_server_uses(
     [
         ("vllm_server", "reload", True, True),  # says when it has measured the GPU's memory
         ("sglang_server", "reload", True, False),
-        ("sglang_server", "reload", False, True),
-        ("vllm_server", "lora_hotswap", True, True),
         ("vllm_server", "lora_restart", False, False),  # the adapter is on the command line
     ],
 )
