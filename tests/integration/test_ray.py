@@ -65,7 +65,7 @@ def lose_a_machine(cluster: Any, folder: Path) -> None:
 
 @pytest.mark.slow  # four starts of a server, and of a cluster
 def test_a_machine_is_lost_and_another_one_is_found(cluster: Any, model: Path, tmp_path: Path) -> None:
-    """The next push starts the lost server elsewhere; the run draws what it draws without Ray and leaves nothing there."""
+    """The next push starts the lost server elsewhere; the run draws what it draws without Ray, and leaves nothing."""
     import ray
 
     expected, folder = tmp_path / "expected", tmp_path / "run"
