@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 10.0
 """How often machines are looked for that have joined the cluster."""
+AGAIN_S = 60.0
+"""A lost machine is not asked again before: Ray may take this long to see that it is lost."""
 MAX_LOST = 3
 """So many machines may be lost with a completion before it counts as one that kills them."""
 
@@ -53,7 +55,7 @@ class _Machine:
     name: str
     actor: Any
     num_open: int = 0
-    is_lost: bool = False
+    lost_s: float | None = None
 
 
 class ClusterScorers:
@@ -98,9 +100,11 @@ class ClusterScorers:
             except RayTaskError as error:
                 raise error.cause from None
             except RayActorError:
-                if not self._is_closed and not machine.is_lost:
-                    log.warning("machine %s of the Ray cluster has gone; others score its completions", machine.name)
-                machine.is_lost = True
+                if not self._is_closed and machine.lost_s is None:
+                    log.warning(
+                        "the machine %s of the Ray cluster has gone; its completions are scored on others", machine.name
+                    )
+                machine.lost_s = time.monotonic()
             finally:
                 machine.num_open -= 1
         return failed("crashed", f"({MAX_LOST} machines of the Ray cluster were lost while they scored it)")
@@ -126,18 +130,18 @@ class ClusterScorers:
         return min(machines, key=lambda machine: machine.num_open)
 
     def _live(self) -> list[_Machine]:
-        return [machine for machine in self._machines.values() if not machine.is_lost]
+        return [machine for machine in self._machines.values() if machine.lost_s is None]
 
     def _look(self) -> None:
         """Start an actor on every machine with CPU cores that has none."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._looked_s = time.monotonic()
+        self._looked_s = now = time.monotonic()
         is_any_left = bool(self._live())
         for node in ray.nodes():
             known = self._machines.get(node["NodeID"])
-            is_new = known is None or (known.is_lost and not is_any_left)
+            is_new = known is None or (known.lost_s is not None and (not is_any_left or now - known.lost_s > AGAIN_S))
             if is_new and node["Alive"] and node["Resources"].get("CPU"):
                 there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 # of no CPU core as Ray counts them: those are for servers, and scoring is short
