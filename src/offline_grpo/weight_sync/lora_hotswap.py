@@ -21,7 +21,7 @@ from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.http import NotFound, Refused
 from offline_grpo.engine.vllm import LORA_KERNELS
-from offline_grpo.errors import EngineDied, EngineError, reason_of
+from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.weight_sync.proof import prove_base
 from offline_grpo.weight_sync.reload import StagedFolder
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
@@ -143,10 +143,7 @@ def _link(folder: Path, other: Path) -> None:
         except OSError:  # some file systems that machines share have no hard links
             shutil.copyfile(source, target)
 
-    try:
-        shutil.copytree(folder, other, copy_function=link)
-    except OSError as error:
-        raise EngineError(f"the adapter cannot be copied from {folder} to {other} ({reason_of(error)})") from error
+    shutil.copytree(folder, other, copy_function=link)
 
 
 def lora_requirements(server_args: Any) -> SyncRequirements:
