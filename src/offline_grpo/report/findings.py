@@ -13,6 +13,8 @@ import numpy as np
 
 from offline_grpo.report.figures import SILENT
 from offline_grpo.report.history import History, count
+from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.samples import highest_reward
 
 LEAST_ITERATIONS = 10
 """In fewer, noise looks like a trend."""
@@ -79,6 +81,7 @@ def _failures(history: History) -> Iterator[Finding]:
     if died > 0:
         text = f"servers died and were brought back: {died:.0f}"
         yield Finding("train/sync/num_recoveries", text, "the ends of server_*.log say why they died")
+    yield from _never_right(history)
     updates = values("num_updates")
     if len(updates) > 0 and updates.sum() == 0 and refused == 0:
         masked = values("num_groups_masked").sum() > 0
@@ -124,6 +127,20 @@ def _trends(history: History) -> Iterator[Finding]:
         text = f"completions get longer, and not better: {length} tokens, success rate {success}"
         advice = "train/loss=dapo or dr_grpo, a lower generation.max_new_tokens"
         yield Finding("train/completion_tokens_mean", text, advice)
+
+
+def _never_right(history: History) -> Iterator[Finding]:
+    """Of a task whose own reward decides what is right."""
+    config = history.run_dir / ".hydra" / "config.yaml"
+    least = (read_yaml(config).get("task") or {}).get("correct_threshold") if config.is_file() else None
+    solved = history.series("eval", "pass@1").values
+    if least is None or not len(solved) or solved.max() > 0 or history.series("train", "success_rate").values.any():
+        return
+    best = highest_reward(history.run_dir)
+    seen = "" if best is None else f": highest reward seen {best:.3g}"
+    text = f"pass@1 is 0 because no reward reached task.correct_threshold={least:g}{seen}"
+    advice = "see in samples/ what the reward pays for; a lower task.correct_threshold, if that is right"
+    yield Finding("eval/pass@1", text, advice)
 
 
 def _mismatch(history: History) -> Iterator[Finding]:

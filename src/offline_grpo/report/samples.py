@@ -48,6 +48,12 @@ def _of_run(folder: Path, budget: int) -> Iterator[dict[str, Any]]:
                 yield _sample(line, line["prompt"] or [], line["num_tokens"], pieces)
 
 
+def highest_reward(folder: Path) -> float | None:
+    """Of all recorded completions of training; None where nothing is on record."""
+    shards = _shards_of(folder, "train")
+    return max((float(max(shard.table(["reward"])["reward"].to_pylist())) for shard in shards), default=None)
+
+
 def _shards_of(folder: Path, phase: str) -> list[Shard]:
     from offline_grpo.rollouts.store.reader import shards_of  # pyarrow
 

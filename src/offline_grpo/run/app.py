@@ -17,7 +17,7 @@ from offline_grpo.interfaces import RunListener
 from offline_grpo.run import launch, resume_record
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness, describe_warmup
-from offline_grpo.run.environment import record_start
+from offline_grpo.run.environment import describe_untested, record_start
 from offline_grpo.run.log_outputs import kept_for_log, log_to
 from offline_grpo.run.plan import Start, listeners, make_plan
 from offline_grpo.run.run_dir import (
@@ -142,7 +142,7 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
                 log.info(line)
             num_all = sum(parameter.numel() for parameter in loop.policy.model.parameters())
             log.info("training %s of %s parameters", f"{loop.policy.num_trainable:,}", f"{num_all:,}")
-            for warning in (describe_staleness(plan), describe_warmup(config)):
+            for warning in (describe_untested(), describe_staleness(plan), describe_warmup(config)):
                 if warning is not None:
                     log.warning(warning)
             if start.resume is not None:

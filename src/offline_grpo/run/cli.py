@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested, ending_with_reader
 from offline_grpo.run import config, launch
-from offline_grpo.run.help import empty_group, no_such_key
+from offline_grpo.run.hints import empty_group, no_such_key
 from offline_grpo.run.signals import StopSignal, ignore_from_now_on
 
 SHOWS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.dtypes import TORCH_NAMES
 from offline_grpo.redaction import flat
-from offline_grpo.run.help import no_such_key
+from offline_grpo.run.hints import no_such_key
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.schedule import LrSchedule
 

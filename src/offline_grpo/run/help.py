@@ -1,8 +1,7 @@
-"""The text of `--help`, from the comments in the files of `conf/`, and hints on keys that do not exist."""
+"""The text of `--help`: every group, option and key of `conf/`, explained by the comments in the files themselves."""
 
 from __future__ import annotations
 
-import difflib
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import require
 
 WIDTH = 80
 UNEXPLAINED = ("defaults", "hydra", "_target_")
@@ -154,31 +153,3 @@ def _about(path: Path) -> str:
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     is_of_key = end < len(lines) and re.match(r"(?!defaults|_target_)\w+: ", lines[end])
     return "" if is_of_key else " ".join(line.lstrip("# ") for line in lines[:end])
-
-
-def known_keys(conf: Path) -> list[str]:
-    """Every group, and every key that a file of `conf/` explains."""
-    found = [key.name for key in keys(conf / "config.yaml", "")]
-    for group, options in groups(conf).items():
-        paths = [conf / group / f"{option}.yaml" for option in options]
-        found += [group, *(key.name for path in paths for key in all_keys(path, group.replace("/", ".") + "."))]
-    return found
-
-
-def empty_group(key: str, conf: Path) -> str | None:
-    """The hint about a setting below a group that has no option by default; None for any other."""
-    chosen = defaults(conf)
-    for group, options in groups(conf).items():
-        if group not in chosen and key.startswith(group.replace("/", ".") + "."):
-            return f"{key}: {group} is empty here; add {' or '.join(f'{group}={option}' for option in options)}"
-    return None
-
-
-def no_such_key(key: str, conf: Path) -> ConfigError:
-    """The error about a key that does not exist; names the one that was probably meant."""
-    known = known_keys(conf)
-    if key in known:
-        return ConfigError(f"{key}: the chosen options have no such key; `--help {key}` names those that have it")
-    similar = difflib.get_close_matches(key, [k for k in known if not key.startswith(f"{k}.")], n=1, cutoff=0.7)
-    hint = f"did you mean {similar[0]}?" if similar else "`--help` lists all, `--help GROUP` some"
-    return ConfigError(f"{key}: no such key; {hint}")

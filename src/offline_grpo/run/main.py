@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
 from offline_grpo.run import cli, config, launch, resume, resume_record, sweeps
-from offline_grpo.run.help import empty_group
+from offline_grpo.run.hints import empty_group
 from offline_grpo.run.run_dir import discard_fresh
 from offline_grpo.run.signals import StopSignal
 

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_folders import make_run
 
 from offline_grpo.report.findings import LEAST_ITERATIONS, find, shared
-from offline_grpo.report.history import History
+from offline_grpo.report.history import History, load_history
 
 HEALTHY = (
     {"reward_mean": (0.3, 0.8), "reward_std": (0.5, 0.4), "success_rate": (0.3, 0.8)}
@@ -82,6 +83,14 @@ def test_servers_that_were_lost_are_counted_over_all_starts_of_a_run() -> None:
     for metrics, *counts in zip(run.train.values(), (1, 2, 0, 0, 1), (0, 0, 0, 1, 1), strict=True):
         metrics |= dict(zip(("sync/num_recoveries", "engines/num_restarts"), counts, strict=True))
     assert observations(run) == ["servers died and were brought back: 4"]
+
+
+def test_a_threshold_that_no_reward_reaches_is_named_with_the_highest_reward(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", iterations=2, solved=0, success_rate=0.0)
+    config = run / ".hydra" / "config.yaml"
+    config.write_text(config.read_text() + "task: {correct_threshold: 1.5}\n")
+    [finding] = find(load_history(run))
+    assert finding.observation.startswith("pass@1 is 0 because no reward reached task.correct_threshold=1.5")
 
 
 def test_findings_of_several_runs_are_said_once() -> None:

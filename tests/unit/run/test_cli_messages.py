@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from offline_grpo.run import cli
+from offline_grpo.run import cli, config
+from offline_grpo.run.hints import OF_OTHER_TRAINERS, known_keys
 from offline_grpo.run.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -54,6 +55,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("eval.num_id=1", r"eval\.num_id: no such key; did you mean eval\.num_ids\?"),
         ("train/los=dapo", r"train/los: no such key; did you mean train/loss\?"),
         ("+train.foo=1", r"train\.foo: no such key; .*"),
+        ("epsilon=0.1", r"epsilon: no such key; the setting is train\.loss\.clip_low"),
+        ("actor_rollout_ref.rollout.n=4", r".*rollout\.n: no such key; the setting is data\.rollouts_per_problem"),
         ("model.lora.r=32", r"model\.lora\.r: model/lora is empty here; add model/lora=default"),
         ("engine.args.max_model_len=9", r"engine\.args\..*: engine is empty here; add engine=sglang or engine=vllm"),
         ("model=hf model.tiny.hidden_size=3", r"model\.tiny\.hidden_size: the chosen options have no such key; .*"),
@@ -74,6 +77,11 @@ def test_a_refusal_is_one_line_and_leaves_nothing(command: Command, tmp_path: Pa
     assert code == 2
     assert re.fullmatch(f"error: {message}\n", err), err
     assert [path.name for path in tmp_path.iterdir()] == ["afile"]
+
+
+def test_every_key_that_a_hint_names_exists() -> None:
+    known = [*known_keys(config.folder()), "hydra.run.dir"]
+    assert not set(OF_OTHER_TRAINERS.values()) - set(known)
 
 
 def test_a_reader_that_has_ended_ends_the_command_quietly(

@@ -1,12 +1,14 @@
 """The record of what a run was started by."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
 
 import torch
 
+from offline_grpo.run import environment
 from offline_grpo.run.environment import git_state, record_start
 
 
@@ -42,3 +44,13 @@ def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path
     assert git_state(foreign) is None
     (code / "module.py").write_text("a = 2\n")
     assert git_state(code) == {"commit": commit, "dirty": True}
+
+
+def test_a_version_that_is_newer_than_tested_is_named(monkeypatch):
+    assert environment.describe_untested() is None
+    monkeypatch.setattr(
+        environment, "versions", lambda: {"offline-grpo": "1", "transformers": "99.0", "torch": "2.11.0+cu130"}
+    )
+    assert re.fullmatch(
+        r"not tested with these versions: transformers 99.0 \(tested: .*<\d.*\)", str(environment.describe_untested())
+    )

@@ -1,0 +1,108 @@
+"""Which key somebody may have meant who typed one that does not exist."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.run.help import all_keys, defaults, groups, keys
+
+OF_OTHER_TRAINERS = {
+    # Shorter forms, and former names
+    "iterations": "train.iterations",
+    "loss": "train/loss",
+    "lora": "model/lora",
+    "lr": "train.lr",
+    "optimizer": "train/optimizer",
+    "packing": "model.layout",
+    # TRL's GRPOConfig
+    "beta": "train.kl_coef",
+    "dataset_name": "task.path",
+    "epsilon": "train.loss.clip_low",
+    "epsilon_high": "train.loss.clip_high",
+    "eval_steps": "eval.interval",
+    "gradient_accumulation_steps": "train.grad_accum_steps",
+    "learning_rate": "train.lr",
+    "lora_alpha": "model.lora.alpha",
+    "lora_r": "model.lora.r",
+    "loss_type": "train/loss",
+    "lr_scheduler_type": "train.schedule",
+    "mask_truncated_completions": "train.mask_truncated",
+    "max_completion_length": "generation.max_new_tokens",
+    "max_grad_norm": "train.grad_clip",
+    "max_steps": "train.iterations",
+    "model_name_or_path": "model.train_id",
+    "num_generations": "data.rollouts_per_problem",
+    "num_iterations": "train.epochs",
+    "optim": "train/optimizer",
+    "output_dir": "hydra.run.dir",
+    "per_device_train_batch_size": "train.batch_size",
+    "report_to": "logger",
+    "resume_from_checkpoint": "resume",
+    "reward_funcs": "task.reward",
+    "scale_rewards": "train/advantage",
+    "save_steps": "checkpoint.save_interval",
+    "save_total_limit": "checkpoint.keep_last_k",
+    "use_vllm": "generation",
+    "vllm_gpu_memory_utilization": "engine.args.gpu_memory_utilization",
+    "vllm_mode": "weight_sync",
+    "vllm_server_base_url": "generation.base_url",
+    # verl
+    "clip_ratio": "train.loss.clip_low",
+    "clip_ratio_high": "train.loss.clip_high",
+    "clip_ratio_low": "train.loss.clip_low",
+    "default_local_dir": "hydra.run.dir",
+    "entropy_coeff": "train.entropy_coef",
+    "kl_loss_coef": "train.kl_coef",
+    "max_response_length": "generation.max_new_tokens",
+    "model.path": "model.train_id",
+    "optim.lr": "train.lr",
+    "ppo_epochs": "train.epochs",
+    "ppo_max_token_len_per_gpu": "train.tokens_per_microbatch",
+    "ppo_micro_batch_size_per_gpu": "train.batch_size",
+    "resume_mode": "resume",
+    "rollout.gpu_memory_utilization": "engine.args.gpu_memory_utilization",
+    "rollout.n": "data.rollouts_per_problem",
+    "save_freq": "checkpoint.save_interval",
+    "test_freq": "eval.interval",
+    "total_epochs": "train.iterations",
+    "train_batch_size": "data.problems_per_iteration",
+}
+"""A key of another trainer, or the end of one -> the key or the group that does the same here."""
+
+
+def known_keys(conf: Path) -> list[str]:
+    """Every group, and every key that a file of `conf/` explains."""
+    found = [key.name for key in keys(conf / "config.yaml", "")]
+    for group, options in groups(conf).items():
+        paths = [conf / group / f"{option}.yaml" for option in options]
+        found += [group, *(key.name for path in paths for key in all_keys(path, group.replace("/", ".") + "."))]
+    return found
+
+
+def empty_group(key: str, conf: Path) -> str | None:
+    """The hint about a setting below a group that has no option by default; None for any other."""
+    chosen = defaults(conf)
+    for group, options in groups(conf).items():
+        if group not in chosen and key.startswith(group.replace("/", ".") + "."):
+            return f"{key}: {group} is empty here; add {' or '.join(f'{group}={option}' for option in options)}"
+    return None
+
+
+def no_such_key(key: str, conf: Path) -> ConfigError:
+    """The error about a key that does not exist; names the one that was probably meant."""
+    words = re.split("[./]", key)
+    ends = (".".join(words[place:]) for place in range(len(words)))
+    renamed = next((OF_OTHER_TRAINERS[end] for end in ends if end in OF_OTHER_TRAINERS), None)
+    if renamed is not None:
+        return ConfigError(f"{key}: no such key; the setting is {renamed}")
+    known = known_keys(conf)
+    if key in known:
+        return ConfigError(f"{key}: the chosen options have no such key; `--help {key}` names those that have it")
+    similar = difflib.get_close_matches(key, [k for k in known if not key.startswith(f"{k}.")], n=1, cutoff=0.7)
+    return ConfigError(
+        f"{key}: no such key; "
+        + (f"did you mean {similar[0]}?" if similar else "`--help` lists all, `--help GROUP` some")
+    )
