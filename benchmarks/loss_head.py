@@ -46,8 +46,10 @@ TRL_TILE_WIDTH = 32768
 BASELINE = "materialised"
 HEAD = TiledHead(tile_width=None)
 CLAIMS = {
-    "cpu": "On a CPU, logprob and entropy with gradients need at most 0.6 of the time and 0.3 of the memory of materialised logits.",
-    "cuda": "On an H100, 8192 logprobs of 151936 tokens, with an entropy that is a metric, take at most 55 ms and 4 GiB.",
+    "cpu": "On a CPU, logprob and entropy with gradients need at most 0.6 of the time and 0.3 of the memory of "
+    "materialised logits.",
+    "cuda": "On an H100, 8192 logprobs of 151936 tokens, with an entropy that is a metric, take at most 55 ms "
+    "and 4 GiB.",
 }
 TARGETS = {
     "cpu": [Target("time_ratio", "<=", 0.6), Target("memory_ratio", "<=", 0.3)],
@@ -122,7 +124,7 @@ HEADS = {
 
 
 def backward(head: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """One forward and backward pass. Returns logprobs [N] and entropy [N]; the gradients are left in the leaf tensors."""
+    """One forward and backward pass. Returns logprobs [N] and entropy [N]; gradients are in the leaf tensors."""
     inputs.hidden.grad = inputs.weight.grad = None
     logprobs, entropy = head(inputs)
     loss = -logprobs.mean() - (ENTROPY_COEF * entropy.mean() if entropy.requires_grad else 0.0)

@@ -220,7 +220,8 @@ def main() -> None:
             return
         write_result(
             f"h100/model_sizes_{args.size}" + (f"_server_{args.server_gib:g}" if args.server_gib else ""),
-            claim="The shape of Llama-3.1-8B trains in full on one GPU of 80 GB, below 76 GiB, and the plan is within 10% of the peak.",
+            claim="The shape of Llama-3.1-8B trains in full on one GPU of 80 GB, below 76 GiB, and the plan is "
+            "within 10% of the peak.",
             targets=[Target("largest_peak_gib", "<=", 76), Target("largest_error", "<=", 0.10)],
             settings=vars(args),
             measured=measured

@@ -107,12 +107,14 @@ def main() -> None:
     m = Measured.read()
     best, worst = train_s(m, 2)
     print(
-        f"training on two GPUs: {2 * TOKENS / worst:,.0f} to {2 * TOKENS / best:,.0f} tokens/s; measured {2 * TOKENS / m.train_2_s:,.0f}"
+        f"training on two GPUs: {2 * TOKENS / worst:,.0f} to {2 * TOKENS / best:,.0f} tokens/s; measured "
+        f"{2 * TOKENS / m.train_2_s:,.0f}"
     )
     assert best <= m.train_2_s <= worst, "the model does not hold where it can be checked"
     print(f"a push to one server: {m.push_s:.2f} s, of which the link {m.weights_bytes / m.link_bytes_s:.3f} s\n")
     print(
-        "| GPUs | that train | that sample | sampling, s | training, s | push, s | iteration, s | thousand tokens/s | efficiency |"
+        "| GPUs | that train | that sample | sampling, s | training, s | push, s | iteration, s | thousand "
+        "tokens/s | efficiency |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for num_gpus in (2, 4, 8, 16, 64, 256, 1000):

@@ -160,7 +160,8 @@ def main() -> None:
     targets = [Target(f"{args.arms[-1]}_{last}_efficiency", ">=", 0.9), Target(f"most_loaded_{last}", "<=", 1.1)]
     write_result(
         args.out,
-        claim="FSDP2 on N GPUs trains at least 0.9 N times the tokens per second of one GPU, and shares skewed lengths out evenly",
+        claim="FSDP2 on N GPUs trains at least 0.9 N times the tokens per second of one GPU, and shares skewed "
+        "lengths out evenly",
         targets=targets,
         settings={key: value for key, value in vars(args).items() if key not in ("arm", "inside")},
         measured=measured,

@@ -107,7 +107,7 @@ def fastest(try_one: Callable[..., Trial], candidates: Sequence[dict[str, Any]])
 
 
 def give_memory_back() -> None:
-    """Free what is in cycles of references, as trainers are, and return memory that the C library holds to the system."""
+    """Free what is in cycles of references, and return memory that the C library holds to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -176,7 +176,8 @@ def push(arm: Arm, version: int) -> dict[str, float]:
     report = arm.deployment.push(arm.policy, version=version)
     whole = time.perf_counter() - started - report.proof_seconds
     print(
-        f"{arm.name} version {version}: {whole:.4f} s, paused {report.paused_seconds:.4f} s, proof {report.proof_seconds:.3f} s",
+        f"{arm.name} version {version}: {whole:.4f} s, paused {report.paused_seconds:.4f} s, proof "
+        f"{report.proof_seconds:.3f} s",
         flush=True,
     )
     return {
@@ -324,7 +325,8 @@ def allocated_mib() -> float:
 def table() -> str:
     """The results of all strategies as Markdown."""
     lines = [
-        "| weight_sync | GPU | seconds per push | server stands still, s | tokens/s, one stream | 256 at once | trainer, MiB | results |",
+        "| weight_sync | GPU | seconds per push | server stands still, s | tokens/s, one stream | 256 at once | "
+        "trainer, MiB | results |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted(RESULTS.rglob("weight_sync_*.json"), key=lambda path: path.name):

@@ -38,7 +38,7 @@ os.environ["HF_HUB_OFFLINE"] = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With xdist, files are handed out in their order; by number of tests, the long ones of few tests would come last."""
+    """With xdist, files are handed out in this order; by number of tests, long ones of few tests would come last."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
     # Without compiled files every process that a test starts would compile torch or vLLM again, which takes longer than

@@ -3,9 +3,10 @@
     python tests/same_numbers.py record FOLDER [SCENARIO ...] --root OTHER_CHECKOUT
     python tests/same_numbers.py compare FOLDER [SCENARIO ...]
 
-`record` runs the scenarios with the checkout at --root (by default this one, and its .venv) and keeps their metrics in FOLDER;
-`compare` runs them again and exits with 1 where a number differs. Numbers are of one machine: record on the one that compares.
-The groups that Atropos serves and the store that is replayed are kept in FOLDER, so that both checkouts get the same ones.
+`record` runs the scenarios with the checkout at --root (by default this one, and its .venv) and keeps their metrics in
+FOLDER; `compare` runs them again and exits with 1 where a number differs. Numbers are of one machine: record on the one
+that compares. The groups that Atropos serves and the store that is replayed are kept in FOLDER, so that both checkouts
+get the same ones.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def test_every_option_composes_and_fits_its_component():
     "overrides",
     [
         "seed=3 generation=vllm_server +engine.args.x=1 +engine.env.A=b train/loss=dapo train.lr=0.5",
-        "train.lr=0.5 model/lora=default model.lora.r=4 experiment=smoke logger=[json] ~task.format_weight eval.ks=[1,2] train.lr=2",
+        "train.lr=0.5 model/lora=default model.lora.r=4 experiment=smoke logger=[json] ~task.format_weight "
+        "eval.ks=[1,2] train.lr=2",
     ],
 )
 def test_the_tests_compose_as_hydra_does(overrides):

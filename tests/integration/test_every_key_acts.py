@@ -119,7 +119,10 @@ def calls(name: str) -> View:
 LENIENT = "generation.allow_truncated_sampling=true"
 FILTERED = f"generation.repetition_penalty=1.5 {LENIENT}"  # the sampler's probabilities then differ from the trainer's
 BRIEF = "train.iterations=1 eval.enabled=false checkpoint.enabled=false data.problems_per_iteration=1"
-SCORED = f"{BRIEF} data.rollouts_per_problem=2 model.train_id=@model task=dataset task.path=@rows task.reward=bad_rewards:expensive"
+SCORED = (
+    f"{BRIEF} data.rollouts_per_problem=2 model.train_id=@model task=dataset task.path=@rows "
+    f"task.reward=bad_rewards:expensive"
+)
 SCORED += " data.num_train_seeds=null"
 SOLVED = SCORED.replace("expensive", "vowels task.correct_threshold=0")
 RESAMPLED = "data.resample_zero_signal=true"

@@ -107,12 +107,14 @@ FILES = {
 
             def next(self, iteration):
                 self.calls.append(("next", iteration))
-                return [RolloutGroup(None, (self.rollout(1.0), self.rollout(-1.0)), ((self.advantage,) * 7, (-self.advantage,) * 7))]
+                advantages = ((self.advantage,) * 7, (-self.advantage,) * 7)
+                return [RolloutGroup(None, (self.rollout(1.0), self.rollout(-1.0)), advantages)]
 
             def rollout(self, reward):
                 sampled = (False, False, True, True, False, False, True)
                 score = Score(reward, reward > 0, {})
-                return Rollout((5, 6, 7, 8, 9, 10, 11), sampled, (-2.0,) * 7, (0,) * 7, 1.0, FinishReason.STOP, "", score)
+                tokens, logprobs = tuple(range(5, 12)), (-2.0,) * 7
+                return Rollout(tokens, sampled, logprobs, (0,) * 7, 1.0, FinishReason.STOP, "", score)
 
             def weights_changed(self, version):
                 self.calls.append(("weights_changed", version))

@@ -72,7 +72,7 @@ def versions() -> dict[str, str]:
 
 
 def describe_untested() -> str | None:
-    """A line about installed packages that are outside the versions which `pyproject.toml` asks for, None without one."""
+    """A line about installed packages whose versions `pyproject.toml` does not ask for, None without one."""
     installed = versions()
     required = (
         [Requirement(text) for text in metadata.requires("offline-grpo") or ()] if "offline-grpo" in installed else []

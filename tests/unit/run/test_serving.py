@@ -195,7 +195,7 @@ MANAGED = "generation=vllm_server model.device=cpu"
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_server_of_the_run_has_a_key_that_nobody_else_knows(kind: str, tmp_path: Path) -> None:
-    """It is another one for each run, one for all processes of a run, in no command line and in nothing that is shown."""
+    """It is another one for each run, one for all processes of a run, and in nothing that is shown."""
     overrides = f"generation={kind}_server model.device=cpu".split()
     first, second = (make_plan(typed(compose_config(*overrides))).engine for _ in range(2))
     assert first.api_key is not None
