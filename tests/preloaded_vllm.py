@@ -31,7 +31,14 @@ SEEN_BY_LIBRARIES = {"OMP_NUM_THREADS"}
 CAN_CHANGE = {
     *("PYTHONPATH", "TMPDIR"),  # `have` does what they change
     *("LINES", "COLUMNS"),  # for help texts
-    *("PWD", "PYTEST_CURRENT_TEST", "PATH", "VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH"),  # read only where all are copied
+    *(
+        "PWD",
+        "OLDPWD",
+        "PYTEST_CURRENT_TEST",
+        "PATH",
+        "VIRTUAL_ENV",
+        "UV_RUN_RECURSION_DEPTH",
+    ),  # read only where all are copied
 }
 
 

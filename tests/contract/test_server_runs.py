@@ -314,7 +314,8 @@ def test_pushes_to_a_server_that_samples(
         "generation._target_=served_runs.Endless",
     )
     for attempt in range(3):  # on a busy machine the trainer may be the slower one, and no push meet a request
-        found = run(tmp_path / f"run{attempt}", model_folder, *at(server), *ASYNC, *overrides, *few, endless)
+        longer = f"generation.max_new_tokens={300 * 3**attempt}"
+        found = run(tmp_path / f"run{attempt}", model_folder, *at(server), *ASYNC, *overrides, *few, endless, longer)
         assert len(found) == 4
         assert 0 < max(metrics["async/age_max"] for metrics in found.values()) <= 4
         assert all(metrics["async/num_discarded"] == metrics["sync/num_recoveries"] == 0 for metrics in found.values())
