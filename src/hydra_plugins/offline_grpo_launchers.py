@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -57,8 +58,9 @@ class SideBySideLauncher(Launcher):
             log.info("\t#%d : %s", number, " ".join(filter_overrides(overrides)))
         return self._run(jobs)
 
+    @abstractmethod
     def _run(self, jobs: Mapping[int, list[str]]) -> list[JobReturn]:
-        raise NotImplementedError
+        """What each job returned, by its number and overrides."""
 
     def _say_how_to_resume(self, error: Any) -> None:
         from offline_grpo.run import main

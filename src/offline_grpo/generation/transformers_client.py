@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -95,10 +96,11 @@ class TransformersClient:
     def _new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._lm.config.get_text_config(decoder=True))
 
-    def _as_argument(self, cache: Cache) -> dict[str, Cache]:
-        """`cache` by the name that this model's forward has for it."""
+    @cached_property
+    def _cache_name(self) -> str:
+        """What this model's forward calls its cache of keys and values."""
         [name] = CACHE_NAMES & inspect.signature(self._lm.forward).parameters.keys()
-        return {name: cache}
+        return name
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
         """See `RolloutClient.generate`. All requests are taken at once, and those with prompts of like length are
@@ -173,7 +175,7 @@ class TransformersClient:
                 token_ids = lm.generate(
                     token_ids,
                     attention_mask=mask,
-                    **self._as_argument(cache),
+                    **{self._cache_name: cache},
                     generation_config=config,
                     logits_processor=processors,
                     stopping_criteria=ends,
@@ -193,7 +195,7 @@ class TransformersClient:
             attention_mask=mask,
             position_ids=position_ids,
             use_cache=True,
-            **self._as_argument(cache),
+            **{self._cache_name: cache},
         )
 
     def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
