@@ -44,11 +44,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_policy
-from offline_grpo.placement.device_plan import describe
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.config import register, typed
-from offline_grpo.run.gpu_memory import MemoryRequest, needs_reference_copy, predict
+from offline_grpo.run.gpu_memory import MemoryRequest, describe, needs_reference_copy, predict
 from offline_grpo.run.plan import Plan, make_plan
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.batch import build_batch, with_advantages

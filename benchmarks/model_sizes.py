@@ -48,10 +48,9 @@ from offline_grpo.model.load import prepare
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
-from offline_grpo.placement.device_plan import GIB, check, describe
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import make_updater
-from offline_grpo.run.gpu_memory import MemoryRequest, choose_share, predict
+from offline_grpo.run.gpu_memory import GIB, MemoryRequest, check, choose_share, describe, predict
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.sharding import Replicas
 

@@ -157,9 +157,8 @@ def _presets(of_blocks: Sequence[int]) -> Iterator[Preset]:
 
 def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) -> Iterator[Fit]:
     """The memory plan of a run with one GPU, for the longest sequences."""
-    from offline_grpo.placement.device_plan import GIB, room_for_server
     from offline_grpo.run import config as conf
-    from offline_grpo.run.gpu_memory import DEFAULT_SHARE, MemoryRequest, predict
+    from offline_grpo.run.gpu_memory import DEFAULT_SHARE, GIB, MemoryRequest, predict, room_for_server
     from offline_grpo.run.plan import make_plan
 
     conf.register()

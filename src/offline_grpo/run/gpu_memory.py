@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, floor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -35,7 +35,6 @@ from offline_grpo.model.load import (
     prepare,
     read_model_config,
 )
-from offline_grpo.placement.device_plan import GIB, DevicePlan, Part, check, describe
 from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
 from offline_grpo.run.engine_spec import num_shards
 from offline_grpo.run.plan import Plan
@@ -43,27 +42,56 @@ from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit, is_offload
 
 log = logging.getLogger(__name__)
 
+GIB = 2**30
 CONTEXT_BYTES = 3 * GIB // 4  # CUDA context, kernels and cuBLAS workspaces of a process: 0.74 GiB on an H100
 HEAD_TILES_BYTES = GIB // 2  # logits of a tile of the vocabulary, see model/lm_head.py
 LOGITS_COPIES = 5  # float32 [rows, vocabulary] that sampling in process holds at once
 HOST_PROCESS_BYTES = 4 * GIB  # of a process that uses CUDA: libraries, kernels, buffers; a server has two
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks, recomputed; all of them cost a third of the time of an update
 MARGIN = 0.1  # of the activations, which are predicted worst; `choose_share` keeps it free
-CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")  # version 2
 SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
 DEFAULT_SHARE = 0.92  # vLLM's own
 ACTIVATIONS = "activations"
-CONTEXT = "CUDA context"
-GATHERED = "gathered embeddings and blocks"
-SAMPLING = "KV cache of sampling, beyond gradients and activations"
-STATES: dict[type, tuple[float, int]] = {AdamW: (8.0, 0), AdamW8bit: (2 * (1 + 4 / 256), 0), Adafactor: (0.0, 2)}
-"""Bytes of optimizer state per weight, and fp32 copies of the largest parameter that a step makes; an optimizer from
-outside counts as AdamW. 8-bit AdamW has a scale for every 256 weights; Adafactor's rows and columns are few."""
+STATE_BYTES: dict[type, float] = {AdamW: 8.0, AdamW8bit: 2 * (1 + 4 / 256), Adafactor: 0.0}
+"""Optimizer state per weight; an optimizer from outside counts as AdamW. 8-bit AdamW has a scale for every 256 weights;
+Adafactor's rows and columns are few."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Memory on a GPU, the setting (KEY=VALUE) that it follows from, and a fix if it is too much."""
+
+    name: str
+    num_bytes: int
+    setting: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A GPU's parts: those of its training processes, and of its servers weights, the rest of their share, and contexts
+    (empty where it has none). The host has a plan, too, where it holds offloaded state; its `gpu` is None.
+    """
+
+    gpu: int | None
+    total_bytes: int
+    trainer: tuple[Part, ...]
+    server: tuple[Part, ...]
+    num_servers: int = 1  # that `server` adds up
+
+    @property
+    def name(self) -> str:
+        return "the host" if self.gpu is None else f"GPU {self.gpu}"
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.trainer + self.server)
 
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """The prediction depends on the run's configuration, its models, and its GPUs."""
+    """A run's configuration, its models, and its GPUs."""
 
     plan: Plan
     model_config: PretrainedConfig  # of the model to train
@@ -89,8 +117,8 @@ class MemoryRequest:
 def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], num_processes: int) -> float:
     """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
 
-    Returns the share of the blocks that are recomputed (`train.gradient_checkpointing`): without GPUs, `auto`
-    recomputes none.
+    Returns the share of the blocks that are recomputed (`train.gradient_checkpointing`); on the CPU, `auto` recomputes
+    none.
 
     Args:
         prompt_tokens: of the shortest and of the longest prompt.
@@ -139,20 +167,11 @@ class Sizes:
 
     num_weights: int
     num_trained: int
-    largest_trained: int
     block_weights: tuple[int, ...]  # of every block; empty where no list of blocks is found
     first_trained_block: int  # earlier blocks keep no activations
     trains_head: bool
     has_tied_embeddings: bool
     has_qk_norm: bool
-
-
-class Microbatch(NamedTuple):
-    """`num_sequences` rows of `num_tokens` tokens, `num_scored` of which, of all rows, are scored."""
-
-    num_sequences: int
-    num_tokens: int
-    num_scored: int
 
 
 def sizes_of(request: MemoryRequest) -> Sizes:
@@ -166,13 +185,11 @@ def sizes_of(request: MemoryRequest) -> Sizes:
         blocks = list(blocks_of(bare, bare.config.get_text_config().num_hidden_layers)[1])
     except ConfigError:
         blocks = []
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
     embeddings, head = bare.get_input_embeddings().weight, bare.get_output_embeddings().weight
     are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
     return Sizes(
         num_weights=sum(p.numel() for p in model.parameters()),
-        num_trained=sum(trained),
-        largest_trained=max(trained, default=0),
+        num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
         trains_head=head.requires_grad,
@@ -181,8 +198,7 @@ def sizes_of(request: MemoryRequest) -> Sizes:
     )
 
 
-def num_weights(model_config: PretrainedConfig) -> int:
-    """Parameters of the bare model; tied ones once."""
+def _num_weights(model_config: PretrainedConfig) -> int:
     return sum(p.numel() for p in build_on_meta(model_config).parameters())
 
 
@@ -199,17 +215,15 @@ def predict(request: MemoryRequest, sizes: Sizes | None = None) -> list[DevicePl
     num_parts = len(request.trainers) if request.is_sharded else 1  # of which each process has one
     has_fp32_parts = request.is_sharded and model.lora is None  # FSDP2 keeps whole models in fp32
     num_trained = sizes.num_trained if model.lora is not None else ceil(sizes.num_trained / num_parts)
-    weights_bytes = ceil(sizes.num_weights * (4 if has_fp32_parts else dtype.itemsize) / num_parts)
     needs_masters = (dtype != torch.float32 or shares_weights or offload) and not has_fp32_parts
     gradients_bytes = 4 * num_trained
-    state_bytes_per_weight, copies_per_step = STATES.get(type(plan.optimizer), STATES[AdamW])
-    activations = _activations_bytes(request, sizes)
-    step_bytes = 4 * copies_per_step * sizes.largest_trained
+    activations_bytes = _activations_bytes(request, sizes)
+    needed_bytes = activations_bytes
     if len(request.trainers) > 1 and not request.is_sharded:
-        step_bytes = max(step_bytes, 2 * gradients_bytes)  # all gradients as one message, and its copy
+        needed_bytes = max(needed_bytes, 2 * gradients_bytes)  # all gradients as one message, and its copy
     reference_bytes = 0
     if request.reference_config is not None:
-        reference_bytes = ceil(num_weights(request.reference_config) * dtype.itemsize / num_parts)
+        reference_bytes = ceil(_num_weights(request.reference_config) * dtype.itemsize / num_parts)
 
     of_model = f"model.train_id={model.train_id}"
     smaller = "use model/lora=default or a smaller model" if model.lora is None else "choose a smaller model"
@@ -218,42 +232,43 @@ def predict(request: MemoryRequest, sizes: Sizes | None = None) -> list[DevicePl
     if offload:
         of_state, less_state = "train.optimizer.offload=true", f"{smaller}, or a machine with more memory"
     key = "tokens_per_microbatch" if train.tokens_per_microbatch is not None else "batch_size"
+    microbatch = f"train.{key}={getattr(train, key)}"
     less_activations = "lower it, which changes no gradient"
     if not request.recompute:
         less_activations += ", or set train.gradient_checkpointing=true"
+    weights_bytes = ceil(sizes.num_weights * (4 if has_fp32_parts else dtype.itemsize) / num_parts)
     weights = Part("policy weights", weights_bytes, of_model, smaller)
-    gradients = Part("gradients", gradients_bytes, of_model, smaller)
+    state_bytes = int(STATE_BYTES.get(type(plan.optimizer), STATE_BYTES[AdamW]) * num_trained)
     optimizer = [
         Part("fp32 masters", 4 * num_trained * needs_masters, of_state if offload else of_model, smaller),
-        Part("optimizer state", int(state_bytes_per_weight * num_trained), of_state, less_state),
+        Part("optimizer state", state_bytes, of_state, less_state),
     ]
     reference = Part("reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}", "0 loads no reference")
     others = [
         *([] if offload else optimizer),
-        gradients,
+        Part("gradients", gradients_bytes, of_model, smaller),
         *([reference] if request.reference_gpu is None and model.ref_device != "cpu" else []),
-        Part(ACTIVATIONS, max(activations, step_bytes), f"train.{key}={getattr(train, key)}", less_activations),
-        _sampling_part(request, sizes, gradients_bytes + activations),
-        Part(CONTEXT, CONTEXT_BYTES, "model.device=cuda", "train on another GPU"),
+        Part(ACTIVATIONS, needed_bytes, microbatch, less_activations),
+        _sampling_part(request, sizes, gradients_bytes + activations_bytes),
+        Part("CUDA context", CONTEXT_BYTES, "model.device=cuda", "train on another GPU"),
         _gathered_part(request, sizes),
     ]
 
     devices = []
-    of_reference = () if request.reference_gpu is None or not reference.num_bytes else (request.reference_gpu,)
+    of_reference = () if request.reference_gpu is None or not reference_bytes else (request.reference_gpu,)
     for gpu in sorted({*request.trainers, *of_reference, *request.engine_gpus}):
         processes = [process for process, trained_on in enumerate(request.trainers) if trained_on == gpu]
         owners = [process for process in processes if process > 0 or not shares_weights]
         trainer = tuple(part for part in [weights] * len(owners) + others * len(processes) if part.num_bytes > 0)
         if gpu in of_reference:
-            trainer += (reference, Part(CONTEXT, CONTEXT_BYTES, f"model.ref_device=cuda:{gpu}", "use another GPU"))
+            trainer += (reference, Part("CUDA context", CONTEXT_BYTES, f"model.ref_device=cuda:{gpu}", "use another"))
         num_servers = request.engine_gpus.count(gpu)
         served = _server_parts(request, request.total_bytes[gpu], num_servers) if num_servers else ()
         devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))
     if offload:
         num_processes = len(request.trainers) + (2 * plan.engine.num_managed if request.engine_gpus else 0)
         processes = Part("processes", HOST_PROCESS_BYTES * num_processes, of_state, less_state)
-        held = (*optimizer * len(request.trainers), processes)
-        devices.append(DevicePlan(None, available_bytes(), held, ()))
+        devices.append(DevicePlan(None, _available_bytes(), (*optimizer * len(request.trainers), processes), ()))
     return devices
 
 
@@ -261,18 +276,14 @@ def choose_share(request: MemoryRequest) -> tuple[float, list[DevicePlan]]:
     """`train.gradient_checkpointing=auto`: the smallest of `SHARES` whose prediction fits, and that prediction; all
     blocks, where none does.
     """
+
+    def fits(device: DevicePlan) -> bool:
+        activations = sum(part.num_bytes for part in device.trainer if part.name == ACTIVATIONS)
+        return device.needed_bytes + MARGIN * activations <= device.total_bytes
+
     sizes = sizes_of(request)
-    share, devices = SHARES[-1], []
-    for share in SHARES:
-        devices = predict(replace(request, recompute=share), sizes)
-        if all(map(_fits, devices)):
-            break
-    return share, devices
-
-
-def _fits(device: DevicePlan) -> bool:
-    activations = sum(part.num_bytes for part in device.trainer if part.name == ACTIVATIONS)
-    return device.needed_bytes + MARGIN * activations <= device.total_bytes
+    plans = ((share, predict(replace(request, recompute=share), sizes)) for share in SHARES)
+    return next(plan for plan in plans if plan[0] == SHARES[-1] or all(map(fits, plan[1])))
 
 
 def in_words(share: float) -> str:
@@ -280,12 +291,11 @@ def in_words(share: float) -> str:
     return {0.0: "no block", 1.0: "every block"}.get(share, f"{share:.0%} of the blocks")
 
 
-def largest_microbatch(request: MemoryRequest) -> Microbatch:
-    """A process's largest microbatch if every sequence is as long as it may get.
+def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
+    """A process's largest microbatch if every sequence is as long as it may get: its tokens, and how many of them are
+    scored.
 
-    Example: 100 sequences of 600 tokens per update and tokens_per_microbatch=2000 are microbatches of 4 rows of 500
-    tokens. Of these, 1,666 are scored if up to 500 tokens are sampled and the shortest prompts, which may come
-    together, have 100.
+    Example: of 2000 tokens, with up to 500 sampled after prompts of 100 or more, at most 5/6 are scored.
     """
     train, data = request.plan.config.train, request.plan.config.data
     max_new_tokens = request.plan.sampling.max_new_tokens
@@ -296,33 +306,28 @@ def largest_microbatch(request: MemoryRequest) -> Microbatch:
     elif train.updates_per_iteration is not None:
         num_sequences = ceil(num_sequences / train.updates_per_iteration)
     of_process = ceil(num_sequences / len(request.trainers))
-    rows, row_tokens = min(of_process, train.batch_size or of_process), sequence_tokens
-    limit = train.tokens_per_microbatch
-    if limit is not None and rows * sequence_tokens > limit:
-        rows = ceil(limit / sequence_tokens)
-        row_tokens = max(limit, sequence_tokens) // rows  # so that rows of any length add up to the limit
-    num_scored = rows * max(1, min(max_new_tokens, row_tokens - 1))
-    if limit is not None:
-        most = rows * row_tokens * max_new_tokens // (request.prompt_tokens[0] + max_new_tokens)
-        num_scored = min(most, of_process * max_new_tokens)
-    return Microbatch(rows, row_tokens, num_scored)
+    rows, limit = min(of_process, train.batch_size or of_process), train.tokens_per_microbatch
+    if limit is None or rows * sequence_tokens <= limit:
+        return rows * sequence_tokens, rows * max(1, min(max_new_tokens, sequence_tokens - 1))
+    num_tokens = max(limit, sequence_tokens)
+    most = num_tokens * max_new_tokens // (request.prompt_tokens[0] + max_new_tokens)
+    return num_tokens, min(most, of_process * max_new_tokens)
 
 
 def _activations_bytes(request: MemoryRequest, sizes: Sizes) -> int:
     """A microbatch's bytes beyond weights, masters, gradients and state when it holds most: in the loss head, or in
     the backward pass of the last block.
     """
-    microbatch, config = largest_microbatch(request), request.model_config.get_text_config()
-    num_tokens = microbatch.num_sequences * microbatch.num_tokens
+    config = request.model_config.get_text_config()
+    num_tokens, scored = largest_microbatch(request)
     itemsize = request.dtype.itemsize
     hidden_size, vocab_size, num_blocks = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    block = num_tokens * _block_bytes_per_token(request, sizes, microbatch.num_tokens)
+    block = num_tokens * _block_bytes_per_token(request, sizes)
     active = num_blocks - sizes.first_trained_block
     num_recomputed = round(active * request.recompute)
     kept = block * (active - num_recomputed) + num_recomputed * num_tokens * hidden_size * itemsize
 
     head_grad = itemsize * vocab_size * hidden_size if sizes.trains_head else 0
-    scored = microbatch.num_scored
     keeps_tiles = request.dtype == torch.bfloat16 and request.plan.loss.entropy_coef == 0
     kept_gib = getattr(request.plan.head, "kept_gib", 0) if keeps_tiles else 0  # a head from outside keeps nothing
     kept_by_head = min(int(kept_gib * GIB), 2 * scored * vocab_size)
@@ -350,7 +355,7 @@ def _widths(config: Any) -> tuple[int, int, int, int]:
     return heads * head_dim, kv_heads * head_dim, mlp, routed
 
 
-def _block_bytes_per_token(request: MemoryRequest, sizes: Sizes, row_tokens: int) -> int:
+def _block_bytes_per_token(request: MemoryRequest, sizes: Sizes) -> int:
     """Bytes that a block keeps for its backward pass, per token: the inputs and outputs of its matrix products and of
     attention.
 
@@ -368,45 +373,40 @@ def _block_bytes_per_token(request: MemoryRequest, sizes: Sizes, row_tokens: int
     if sizes.has_qk_norm:
         numbers += of_norm * (query + key)
     heads = getattr(config, "num_attention_heads", None) or 0
-    scores_bytes = 0  # flash attention keeps none
-    if attention_of(request.model_config, request.plan.config.model.attn_implementation) == "eager":
-        scores_bytes = heads * row_tokens * (4 if dtype.itemsize == 4 else 4 + dtype.itemsize)
-    elif dtype == torch.float32 and query != key:  # sdpa has no other kernel for fp32 and fewer keys than queries
-        scores_bytes = 4 * heads * row_tokens
-    return numbers * dtype.itemsize + scores_bytes
+    is_eager = attention_of(request.model_config, request.plan.config.model.attn_implementation) == "eager"
+    has_scores = is_eager or (dtype == torch.float32 and query != key)  # sdpa's kernel for fp32 and fewer keys
+    score_bytes = (4 if dtype.itemsize == 4 else 6) * has_scores  # flash attention keeps none
+    row_tokens = _sequence_tokens(request, request.plan.sampling.max_new_tokens)
+    return numbers * dtype.itemsize + heads * row_tokens * score_bytes
 
 
 def _gathered_part(request: MemoryRequest, sizes: Sizes) -> Part:
     """With fsdp2 whole weights: embeddings and head for the length of a pass, and two blocks, because the next one
     comes while one computes. With their gradients, once in fp32 as well, where the weights are trained.
     """
-    setting, fix = "train.sharding=fsdp2", "choose a model with smaller blocks, or train.sharding=none"
-    if not request.is_sharded:
-        return Part(GATHERED, 0, setting, fix)
     itemsize = request.dtype.itemsize
     rest, largest = sizes.num_weights - sum(sizes.block_weights), max(sizes.block_weights, default=0)
     num_bytes = (rest + 2 * largest) * itemsize
     if request.plan.config.model.lora is None:
         num_bytes += (rest + largest) * itemsize + 4 * largest
-    return Part(GATHERED, num_bytes, setting, fix)
+    fix = "choose a model with smaller blocks, or train.sharding=none"
+    return Part("gathered embeddings and blocks", num_bytes * request.is_sharded, "train.sharding=fsdp2", fix)
 
 
 def _sampling_part(request: MemoryRequest, sizes: Sizes, free_bytes: int) -> Part:
     """Sampling in process beyond `free_bytes`, which training has given back by then: gradients and activations."""
     plan = request.plan
     rows = 0 if plan.engine.needs_server else plan.engine.client_node.get("batch_size", 1)
-    setting, fix = f"generation.batch_size={rows}", "lower it, which changes no sample"
-    if not rows:
-        return Part(SAMPLING, 0, setting, fix)
     config: Any = request.model_config.get_text_config()
     itemsize = request.dtype.itemsize
     sequence_tokens = _sequence_tokens(request, max(plan.sampling.max_new_tokens, plan.eval_sampling.max_new_tokens))
     layer_bytes = 2 * rows * sequence_tokens * _widths(config)[1] * itemsize
     needed = layer_bytes * (config.num_hidden_layers + 1)  # a layer's cache is copied when it grows
     needed += LOGITS_COPIES * 4 * rows * config.vocab_size
-    if request.is_sharded:  # in process, from weights that are gathered for it
+    if request.is_sharded and rows:  # in process, from weights that are gathered for it
         needed += sizes.num_weights * itemsize
-    return Part(SAMPLING, max(0, needed - free_bytes), setting, fix)
+    name, setting = "KV cache of sampling, beyond gradients and activations", f"generation.batch_size={rows}"
+    return Part(name, max(0, needed - free_bytes), setting, "lower it, which changes no sample")
 
 
 def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) -> tuple[Part, Part, Part]:
@@ -415,17 +415,14 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     """
     args, dtype = request.plan.server_args, request.plan.server_args.get("dtype")
     served = torch_dtype(dtype) if dtype in TORCH_NAMES else request.dtype  # auto is the model's own
-    weights = num_servers * (num_weights(request.model_config) * served.itemsize // num_shards(args))
+    weights = num_servers * (_num_weights(request.model_config) * served.itemsize // num_shards(args))
     key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
     share_frac = args.get(key) or DEFAULT_SHARE
-    setting, fix = f"engine.args.{key}={share_frac:g}", "lower it"
-    who = "server" if num_servers == 1 else f"{num_servers} servers"
+    setting, who = f"engine.args.{key}={share_frac:g}", "server" if num_servers == 1 else f"{num_servers} servers"
     rest = int(num_servers * total_bytes * share_frac) - weights
-    return (
-        Part(f"{who}: weights", weights, setting, fix),
-        Part(f"{who}: KV cache and the rest", rest, setting, fix),
-        Part(f"{who}: CUDA context", num_servers * CONTEXT_BYTES, setting, fix),
-    )
+    sizes = {"weights": weights, "KV cache and the rest": rest, "CUDA context": num_servers * CONTEXT_BYTES}
+    first, second, third = (Part(f"{who}: {name}", size, setting, "lower it") for name, size in sizes.items())
+    return first, second, third
 
 
 def _sequence_tokens(request: MemoryRequest, max_new_tokens: int) -> int:
@@ -434,16 +431,61 @@ def _sequence_tokens(request: MemoryRequest, max_new_tokens: int) -> int:
     return min(num_tokens, context_length(request.model_config) or num_tokens)
 
 
-def available_bytes(cgroup: Path = CGROUP) -> int:
-    """The host can allocate so much without swapping: the machine, or its control group (a container) if that has less.
-
-    Args:
-        cgroup: of version 2.
+def _available_bytes() -> int:
+    """The host can allocate so much without swapping: the machine, or its control group (a container) if that has
+    less.
     """
-    available = psutil.virtual_memory().available
-    limit = cgroup / "memory.max"
+    available, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
     if limit.exists() and (most := limit.read_text().strip()) != "max":
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        used = int((cgroup / "memory.current").read_text()) - int(stat.get("inactive_file", 0))  # given back if needed
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])  # given back if needed
         available = min(available, int(most) - used)
     return max(available, 0)
+
+
+def describe(devices: Sequence[DevicePlan]) -> list[str]:
+    """A small table: one line per part, in GiB."""
+    lines = []
+    for device in devices:
+        needed, total = _gib(device.needed_bytes), _gib(device.total_bytes)
+        lines.append(f"{device.name}: predicted to hold {needed} of {total} at its fullest")
+        lines += [f"  {part.num_bytes / GIB:8.2f} GiB  {part.name}" for part in device.trainer + device.server]
+    return lines
+
+
+def check(devices: Sequence[DevicePlan]) -> None:
+    """Refuse what cannot fit.
+
+    Raises:
+        ConfigError: names the setting whose change helps most; `placement.check_memory=false` goes without this check.
+    """
+    for device in devices:
+        if device.needed_bytes <= device.total_bytes:
+            continue
+        parts = sorted(device.trainer + device.server, key=lambda part: -part.num_bytes)
+        largest = max(device.trainer or device.server, key=lambda part: part.num_bytes)
+        setting, fix = largest.setting, largest.fix
+        if device.server and (room := room_for_server(device, total_bytes=device.total_bytes)) is not None:
+            setting = device.server[1].setting
+            fix = f"use {setting.partition('=')[0]}={room:.2f} or less"
+        held = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in parts[:4])
+        raise ConfigError(
+            f"{setting}: {device.name} has {_gib(device.total_bytes)} and would have to hold "
+            f"{_gib(device.needed_bytes)} ({held}, ...); {fix}; placement.check_memory=false starts all the same"
+        )
+
+
+def room_for_server(device: DevicePlan, *, total_bytes: int) -> float | None:
+    """The largest share of a GPU of `total_bytes` that each server may have beside the trainer; None if its weights
+    need more.
+    """
+    weights, _, context = device.server
+    trainer_bytes = sum(part.num_bytes for part in device.trainer)
+    room = floor((total_bytes - trainer_bytes - context.num_bytes) / device.num_servers / total_bytes * 100) / 100
+    return (
+        room if device.num_servers * room * total_bytes >= 1.1 * weights.num_bytes else None
+    )  # else hardly any KV cache
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
