@@ -46,8 +46,7 @@ def isolated(path, printed=None, **settings):
 
 def in_workers(make, printed=None, **settings):
     """What `make` returns, in workers."""
-    from offline_grpo.generation.scoring.isolated import IsolatedTask
-    from offline_grpo.generation.scoring.pool import Scorers
+    from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
 
     settings = scoring_config(**settings)
     return IsolatedTask(make(), Scorers(setup_of(make, settings, printed)), settings)
@@ -56,7 +55,7 @@ def in_workers(make, printed=None, **settings):
 def on_cluster(address, path, **settings):
     """A task that this function scores, on the machines of a Ray cluster."""
     from offline_grpo.generation.scoring.cluster import ClusterScorers
-    from offline_grpo.generation.scoring.isolated import IsolatedTask
+    from offline_grpo.generation.scoring.pool import IsolatedTask
 
     settings = scoring_config(**{"workers": 2, "timeout_s": 5.0} | settings)
     setup = setup_of(partial(Task, path), settings)

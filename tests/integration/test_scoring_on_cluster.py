@@ -22,7 +22,7 @@ from ray_machines import machines, wait_until
 from served_runs import assert_same, run
 
 from offline_grpo.errors import ConfigError, ScoreError
-from offline_grpo.generation.scoring.isolated import IsolatedTask
+from offline_grpo.generation.scoring.pool import IsolatedTask
 from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
 
@@ -49,7 +49,6 @@ def hosts() -> list[psutil.Process]:
 def test_all_machines_score_also_when_one_is_lost_and_another_joins(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
     go = tmp_path / "go"
     before = {process.pid for process in hosts()}
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -64,11 +63,12 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
         assert len({each.result().reward for each in under_way}) == 1, "the other one answers all"
         assert sum("has gone" in line for line in caplog.messages) == 1
         cluster.machines.append(cluster.add_node(num_cpus=1))
+        monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
         wait_until(lambda: len(set(scored(task, ["any"] * 24))) == 2)
         for process in hosts():
             if process.pid not in before:
                 process.send_signal(signal.SIGKILL)
-        with pytest.raises(ScoreError, match=r", a machine of the Ray cluster: the processes that score do not work: "):
+        with pytest.raises(ScoreError, match=r", a machine of the Ray cluster: the processes that score do not work "):
             scored(task, ["any"] * 8)
     finally:
         task.close()
@@ -76,9 +76,8 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
 
 
 @pytest.mark.slow
-def test_a_completion_that_costs_machines_does_not_cost_them_all(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_that_costs_machines_does_not_cost_them_all(cluster: Any) -> None:
     """Here it kills what Ray runs on a machine, which then counts as lost."""
-    monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
     task = bad_rewards.on_cluster(cluster.address, "bad_rewards:kills_ray_or_misbehaves")
     try:
         assert scored(task, ["any"]) == ["crashed"]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import threading
-import time
 import warnings
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -24,16 +22,10 @@ from offline_grpo.types import Problem, Score
 MAX_CONCURRENT = 64
 """How many async scores are awaited at a time: what they ask, such as a server with another model, has limits too."""
 
-SLOW_S = 10.0
-"""A score that takes longer is named in a warning, once in a process: an async one while it is still awaited."""
-
 LARGEST = 1e30
 """Of a reward: the spread of larger ones is beyond what numbers can be, and nothing would be learnt without a word."""
 
 _SHOWN_CHARS = 200
-_has_warned = False
-
-log = logging.getLogger(__name__)
 
 
 class Judgement:
@@ -43,54 +35,35 @@ class Judgement:
         text: the completion without special tokens.
 
     Raises:
-        ScoreError: the task raised, or returned no score. `result` raises it where the score is async.
+        ScoreError: the task raised. `result` raises it where the score is async, or no score.
     """
 
     def __init__(self, task: Task, problem: Problem, text: str) -> None:
         self._problem, self._text = problem, text
-        self._future: Future[Score] | None = None
-        began_s = time.monotonic()
         try:
             score = task.score(problem, text)
-            if inspect.isawaitable(score):
-                self._future = asyncio.run_coroutine_threadsafe(_awaited(score, problem, text), _loop())
-            else:
-                self._score = checked(score)
         except (Exception, SystemExit) as error:  # whatever code of the user's own raises
-            raise _named(error, problem, text) from error
-        if time.monotonic() - began_s > SLOW_S:
-            _warn_of_slow_score(problem, text)
-
-    @property
-    def is_done(self) -> bool:
-        return self._future is None or self._future.done()
+            raise self._named(error) from error
+        self.future: Future[Score]
+        if inspect.isawaitable(score):
+            self.future = asyncio.run_coroutine_threadsafe(_awaited(score), _loop())
+        else:
+            self.future = Future()
+            self.future.set_result(score)
 
     def result(self) -> Score:
         """The score, as soon as it is there."""
-        if self._future is None:
-            return self._score
         try:
-            return checked(self._future.result())
+            return checked(self.future.result())
         except (Exception, SystemExit) as error:
-            raise _named(error, self._problem, self._text) from error
+            raise self._named(error) from error
 
-    def cancel(self) -> None:
-        """Give up waiting."""
-        if self._future is not None:
-            self._future.cancel()
-
-
-def as_scored(judgements: Iterable[Judgement]) -> Iterator[Judgement]:
-    """The judgements, each as soon as it is done. Raises ScoreError as `result` does."""
-    by_future: dict[Future[Score], Judgement] = {}
-    for judgement in judgements:
-        if judgement._future is None:
-            yield judgement
-        else:
-            by_future[judgement._future] = judgement
-    for future in as_completed(by_future):
-        by_future[future].result()
-        yield by_future[future]
+    def _named(self, error: BaseException) -> ScoreError:
+        about = about_completion(self._problem, self._text)
+        if isinstance(error, ScoreError):
+            return ScoreError(f"{error}; {about}")
+        fix = "HYDRA_FULL_ERROR=1 shows the traceback"
+        return ScoreError(f"a completion cannot be scored, {told(error)}; {about}; {fix}")
 
 
 def scores_of(judgements: Sequence[Judgement]) -> list[Score]:
@@ -123,13 +96,11 @@ def checked(score: object) -> Score:
     return score if is_plain else replace(score, is_correct=bool(score.is_correct))  # JSON knows no numpy
 
 
-async def _awaited(score: Awaitable[Score], problem: Problem, text: str) -> Score:
-    warning = asyncio.get_running_loop().call_later(SLOW_S, _warn_of_slow_score, problem, text)
+async def _awaited(score: Awaitable[Score]) -> Score:
     try:
         async with _room():
             return await score
     finally:
-        warning.cancel()
         if inspect.iscoroutine(score):  # cancelled before it was awaited, perhaps
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # so are the coroutines that it has
                 score.close()
@@ -154,19 +125,3 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 @cache
 def _room() -> asyncio.Semaphore:
     return asyncio.Semaphore(MAX_CONCURRENT)
-
-
-def _warn_of_slow_score(problem: Problem, text: str) -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        about = about_completion(problem, text)
-        log.warning("a score takes more than %.0f s (it, or those that its worker scores before it): %s", SLOW_S, about)
-
-
-def _named(error: BaseException, problem: Problem, text: str) -> ScoreError:
-    """The error with the problem and the completion that it is about, in one line."""
-    about = about_completion(problem, text)
-    if isinstance(error, ScoreError):
-        return ScoreError(f"{error}; {about}")
-    return ScoreError(f"a completion cannot be scored, {told(error)}; {about}; HYDRA_FULL_ERROR=1 shows the traceback")

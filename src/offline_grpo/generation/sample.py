@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import as_completed
 from contextlib import closing
 from dataclasses import dataclass
 
 from offline_grpo import progress
-from offline_grpo.generation.judging import Judgement, as_scored, scores_of
+from offline_grpo.generation.judging import Judgement, scores_of
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, SamplingParams, SamplingRequest
@@ -53,12 +54,14 @@ def sample_groups(
                 group: list[_Answer] = []
                 waiting.append((index, group))  # so that all are cancelled if this is interrupted
                 for completion in completions:
-                    group.append(_judge(task, codec, problem, completion, sampling))
-                if all(answer.judgement.is_done for answer in group):
+                    text = cut_at_stop(codec.decode(completion.token_ids), sampling.stop)
+                    group.append(_Answer(completion, text, Judgement(task, problem, text)))
+                if all(answer.judgement.future.done() for answer in group):
                     waiting.pop()
                     yield index, _group(problem, prompts[index], group, sampling)
-        slow = [answer.judgement for _, group in waiting for answer in group]
-        for number, _ in enumerate(as_scored(slow), start=1):
+        slow = {answer.judgement.future: answer.judgement for _, group in waiting for answer in group}
+        for number, future in enumerate(as_completed(slow), start=1):
+            slow[future].result()  # an error is raised at once
             progress.report(number, len(slow), "slow completions scored")
         for index, group in waiting:
             yield index, _group(draws[index][0], prompts[index], group, sampling)
@@ -66,7 +69,7 @@ def sample_groups(
     finally:
         for _, group in waiting:
             for answer in group:
-                answer.judgement.cancel()
+                answer.judgement.future.cancel()
 
 
 def sample_in_order(
@@ -89,11 +92,6 @@ class _Answer:
     completion: Completion
     text: str
     judgement: Judgement
-
-
-def _judge(task: Task, codec: TextCodec, problem: Problem, completion: Completion, sampling: SamplingParams) -> _Answer:
-    text = cut_at_stop(codec.decode(completion.token_ids), sampling.stop)
-    return _Answer(completion, text, Judgement(task, problem, text))
 
 
 def _group(

@@ -31,7 +31,7 @@ def isolated(
     settings = config.scoring
     if settings.workers == 0 or getattr(task, "scores_safely", False):
         return task
-    from offline_grpo.generation.scoring.isolated import IsolatedTask
+    from offline_grpo.generation.scoring.pool import IsolatedTask
     from offline_grpo.generation.scoring.worker import Setup
 
     setup = Setup(

@@ -215,7 +215,7 @@ class TaskEnvironment(BaseEnv):
 
     async def _judge(self, problem: Problem, token_ids: Sequence[int]) -> Score:
         judgement = Judgement(self._task, problem, cut_at_stop(self._codec.decode(token_ids), self.config.stop))
-        return judgement.result() if judgement.is_done else await asyncio.to_thread(judgement.result)
+        return judgement.result() if judgement.future.done() else await asyncio.to_thread(judgement.result)
 
 
 @cache

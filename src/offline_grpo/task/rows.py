@@ -6,19 +6,20 @@ import csv
 import hashlib
 import json
 import logging
-import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.hub import need_dataset
-from offline_grpo.task.problems import check_system_prompt, prompt_key
+from offline_grpo.task.problems import check_system_prompt
 from offline_grpo.types import Message, Problem, Split
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ HELD_OUT_SPLITS = ("test", "validation")
 
 _SPLIT_SPEC = re.compile(r"(?P<name>\w[\w.-]*)(?:\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\])?", re.ASCII)
 _SHOWN_CHARS = 120
+_LARGEST = 1e38  # of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,8 @@ def held_out_split(path: str, name: str | None) -> str | None:
     source = _local_source(path)
     if source is None:
         names = _from_hub(path, name, "splits", lambda datasets: datasets.get_dataset_split_names(path, name))
-    elif source.is_file():
-        names = []
     else:
-        names = [split for split in HELD_OUT_SPLITS if _files_of(_data_folder(source, name), split)]
+        names = [] if source.is_file() else [split for split in HELD_OUT_SPLITS if _files_of(source, name, split)]
     return next((split for split in HELD_OUT_SPLITS if split in names), None)
 
 
@@ -87,16 +87,12 @@ def text_field(row: Row, name: str, key: str) -> str:
         ConfigError: the row has no such field, or no text or number in it.
     """
     value = field(row, name, key)
-    # pandas makes floats of integers beside empty cells
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        value = int(value)
-    is_number = isinstance(value, (float, Decimal)) and math.isfinite(value)
-    # 0.00001 and not 1e-05, which no completion has
-    text = format(Decimal(str(value)), "f") if is_number else str(value)
-    # a column of decimals has the same number of digits after the point in each row
-    if isinstance(value, Decimal) and "." in text:
-        text = text.rstrip("0").rstrip(".")
-    if not (is_number or isinstance(value, (str, int))) or not text.strip():
+    if isinstance(value, float) and abs(value) < _LARGEST:
+        narrow = np.float32(value)  # from a column of this type: 0.1, and not 0.10000000149011612
+        value = Decimal(str(narrow if float(narrow) == value else value))
+    # 0.00001 and not 1e-05, which no completion has; 2 and not 2.0, as pandas writes integers beside empty cells
+    text = format(value.normalize(), "f") if isinstance(value, Decimal) else str(value)
+    if not isinstance(value, (str, int, Decimal)) or not text.strip():
         raise ConfigError(f"{row.where} has no text in the field {name!r} ({key}): {shown(row.value)}")
     return text
 
@@ -108,8 +104,7 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
         return text_field(row, name, key)
     messages: list[Message] = []
     for message in value:
-        parts = [message.get(part) for part in ("role", "content")] if isinstance(message, Mapping) else [None]
-        if not all(isinstance(part, str) for part in parts):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(x), str) for x in ("role", "content")):
             fix = "a message must have role and content, both text"
             raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(message)}")
         messages.append({"role": message["role"], "content": message["content"]})
@@ -129,6 +124,12 @@ def field(row: Row, name: str, key: str) -> Any:
     return row.value[name]
 
 
+def shown(value: Any) -> str:
+    """The beginning of a value, for error messages."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
 def _local_source(path: str) -> Path | None:
     """The local file or folder at `path`, or None if `path` is a Hub id."""
     local = Path(path).expanduser()
@@ -140,7 +141,6 @@ def _local_source(path: str) -> Path | None:
 
 
 def _split_files(source: Path, name: str | None, split: str, key: str) -> list[Path]:
-    """The files of a split."""
     if source.is_file():
         if source.suffix not in SUFFIXES:
             raise ConfigError(f"task.path={source} must be a file of the kind {', '.join(SUFFIXES)}, or a folder")
@@ -148,34 +148,25 @@ def _split_files(source: Path, name: str | None, split: str, key: str) -> list[P
             fix = "set, for example, task.train_split='train[:-500]' task.eval_split='train[-500:]'"
             raise ConfigError(f"{key}={split}: task.path={source} is a file, one split called train; {fix}")
         return [source]
-    folder = _data_folder(source, name)
-    files = _files_of(folder, split)
-    if not files:
-        raise ConfigError(f"{key}={split}: the folder {folder} (task.path) has none of {', '.join(_patterns(split))}")
+    if not (files := _files_of(source, name, split)):
+        kinds = ", ".join([*(f"{split}{suffix}" for suffix in SUFFIXES), f"{split}-*.parquet"])
+        raise ConfigError(f"{key}={split}: the folder {source} (task.path) has none of {kinds}")
     return files
 
 
-def _data_folder(source: Path, name: str | None) -> Path:
-    """Where the files of a folder are: in a subfolder named as the configuration, in `data`, or in itself."""
-    candidates = [source / name] if name is not None else [source / "data"]
-    return next((folder for folder in candidates if folder.is_dir()), source)
-
-
-def _patterns(split: str) -> list[str]:
-    return [f"{split}{suffix}" for suffix in SUFFIXES] + [f"{split}-*.parquet"]
-
-
-def _files_of(folder: Path, split: str) -> list[Path]:
-    found = (sorted(folder.glob(pattern)) for pattern in _patterns(split))
-    return next((files for files in found if files), [])
+def _files_of(source: Path, name: str | None, split: str) -> list[Path]:
+    """The files of a split: in a subfolder named as the configuration, in `data`, or in the folder itself."""
+    inner = source / (name or "data")
+    folder = inner if inner.is_dir() else source
+    files = (folder / f"{split}{suffix}" for suffix in SUFFIXES)
+    return [file for file in files if file.exists()][:1] or sorted(folder.glob(f"{split}-*.parquet"))
 
 
 def _hub_rows(path: str, name: str | None, split: str, key: str) -> list[Row]:
-    data = _from_hub(path, name, f"{key}={split}", lambda datasets: datasets.load_dataset(path, name, split=split))
-    kinds = {column: str(getattr(feature, "dtype", "")) for column, feature in (data.features or {}).items()}
-    rows = ({column: as_written([value], kinds.get(column, ""))[0] for column, value in row.items()} for row in data)
-    where = f"task.path={path} ({name}, {split}), row"
-    return [Row(f"{where} {number},", number - 1, row) for number, row in enumerate(rows, start=1)]
+    rows = _from_hub(path, name, f"{key}={split}", lambda datasets: datasets.load_dataset(path, name, split=split))
+    return [
+        Row(f"task.path={path} ({name}, {split}), row {number + 1},", number, row) for number, row in enumerate(rows)
+    ]
 
 
 def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
@@ -191,21 +182,16 @@ def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
         raise ConfigError(f"{about} failed: {reason_of(error)}. Without a network, {fix}") from error
 
 
-def shown(value: Any) -> str:
-    """The beginning of a value, for error messages."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
-
-
 def _file_rows(file: Path) -> Iterator[Row]:
     """The rows of a file, numbered from 0 within it."""
     number = 0
+    read = {".csv": _csv_rows, ".parquet": _parquet_rows}.get(file.suffix, _json_rows)
     try:
-        for number, value in enumerate(_READERS[file.suffix](file), start=1):
+        for number, value in enumerate(read(file), start=1):
             yield Row(f"task.path: {file}, row {number},", number - 1, value)
     except (ValueError, csv.Error) as error:
-        kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else f"valid {file.suffix.removeprefix('.').upper()}"
-        raise ConfigError(f"task.path: {file}, row {number + 1}, is not {kind} ({reason_of(error)})") from error
+        kind = file.suffix.removeprefix(".").upper()
+        raise ConfigError(f"task.path: {file}, row {number + 1}, is not valid {kind} ({reason_of(error)})") from error
 
 
 def _json_rows(file: Path) -> Iterator[Any]:
@@ -221,9 +207,7 @@ def _csv_rows(file: Path) -> Iterator[Any]:
     """A header and rows; every cell is text."""
     csv.field_size_limit(2**31 - 1)  # the module's default of 128 KiB is less than a long prompt
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, strict=True)
-        _refuse_twice(file, reader.fieldnames or ())
-        for value in reader:
+        for value in csv.DictReader(lines, strict=True):
             if None in value or None in value.values():
                 raise csv.Error("not as many cells as the header; commas separate cells")
             yield value
@@ -232,34 +216,7 @@ def _csv_rows(file: Path) -> Iterator[Any]:
 def _parquet_rows(file: Path) -> Iterator[Any]:
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file).read()
-    _refuse_twice(file, table.column_names)
-    columns = [as_written(column.to_pylist(), str(column.type)) for column in table.columns]
-    yield from (dict(zip(table.column_names, values, strict=True)) for values in zip(*columns, strict=True))
-
-
-def _refuse_twice(file: Path, names: Sequence[str]) -> None:
-    """Raise ConfigError for a name of several columns, of which rows would have the last one."""
-    twice = next((name for name in names if name.strip() and names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"task.path: {file} has more than one column {twice!r}; rename or remove all but one")
-
-
-def as_written(values: list[Any], kind: str) -> list[Any]:
-    """Numbers of a narrow column with the digits that they were written with: 0.1, not 0.10000000149."""
-    import numpy
-
-    types = {"float": numpy.float32, "float32": numpy.float32, "halffloat": numpy.float16, "float16": numpy.float16}
-    narrow = types.get(kind)
-    return values if narrow is None else [None if value is None else float(str(narrow(value))) for value in values]
-
-
-_READERS: Mapping[str, Callable[[Path], Iterator[Any]]] = {
-    ".jsonl": _json_rows,
-    ".json": _json_rows,
-    ".csv": _csv_rows,
-    ".parquet": _parquet_rows,
-}
+    yield from parquet.ParquetFile(file).read().to_pylist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,30 +290,19 @@ class RowTask(ABC):
             raise ConfigError(f"task.path={self.path}: has {len(different)} different prompts; it needs 2 or more")
         chosen = set(different[: max(1, round(self.eval_frac * len(different)))])
         held_out: dict[str, Problem] = {}  # each prompt once: copies would count as independent answers
+        left: list[Problem] = []
         for key, problem in zip(hashes, train, strict=True):
             if key in chosen:
                 held_out.setdefault(key, problem)
-        left = [problem for key, problem in zip(hashes, train, strict=True) if key not in chosen]
+            else:
+                left.append(problem)
         counts = len(held_out), len(train), self.eval_frac
         log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", *counts)
-        if copies := len(train) - len(left) - len(held_out):
-            log.info("left out, of training too: %d copies of prompts that are held out", copies)
         return {Split.TRAIN: left, Split.EVAL: list(held_out.values())}
 
     def _load(self, spec: str, split: Split) -> tuple[list[Row], list[Problem]]:
         rows = read_split(self.path, self.name, spec, f"task.{split}_split")
-        problems = [self.problem_of(f"{split}-{row.index}", row) for row in rows]
-        if pairs := _contradictions(problems):
-            text = "%d rows of task.%s_split=%s ask what an earlier row asks and have another answer, such as %s and %s"
-            log.warning(text, len(pairs), split, spec, *pairs[0])
-        return rows, problems
-
-
-def _contradictions(problems: Sequence[Problem]) -> list[tuple[str, str]]:
-    """Ids of problems with the same prompt and other answers: the first one, and each that differs from it."""
-    first: dict[tuple[tuple[str, str], ...], Problem] = {}
-    pairs = ((first.setdefault(prompt_key(problem), problem), problem) for problem in problems)
-    return [(one.problem_id, other.problem_id) for one, other in pairs if one.answer != other.answer]
+        return rows, [self.problem_of(f"{split}-{row.index}", row) for row in rows]
 
 
 def _hash_of(messages: Sequence[Message]) -> str:

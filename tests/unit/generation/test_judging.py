@@ -41,16 +41,6 @@ def judge(task: Any, text: str) -> Score:
     return Judgement(task, PROBLEM, text).result()
 
 
-def test_a_slow_score_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(judging, "SLOW_S", 0.1)
-    monkeypatch.setattr(judging, "_has_warned", False)
-    judge(SimpleNamespace(score=lambda *_: Score(1.0, True, {})), "quick")
-    for _ in range(2):
-        judge(Slow(), "the slow one")
-    [message] = caplog.messages
-    assert message.endswith("train-3, completion 'the slow one'")
-
-
 @pytest.mark.parametrize("reward", [math.nan, -1e200, "1"])
 def test_a_reward_with_which_nothing_can_be_computed_is_refused(reward: Any) -> None:
     task = SimpleNamespace(score=lambda *_: Score(reward, True, {}))
@@ -91,7 +81,7 @@ def test_scores_that_are_cancelled_before_they_are_awaited_are_closed() -> None:
         warnings.simplefilter("always")
         judgements = [Judgement(Nested(), PROBLEM, "any") for _ in range(judging.MAX_CONCURRENT + 8)]
         for judgement in judgements:
-            judgement.cancel()
+            judgement.future.cancel()
         assert judge(Slow(), "later").reward == 1.0
         del judgements, judgement
         gc.collect()

@@ -21,10 +21,9 @@ from offline_grpo.types import Problem
 
 log = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S = 10.0
-"""How often machines are looked for that have joined the cluster."""
-AGAIN_S = 60.0
-"""A lost machine is not asked again before: Ray may take this long to see that it is lost."""
+LOOK_INTERVAL_S = 60.0
+"""How often machines are looked for that have none of our actors: new ones, and lost ones, which Ray may still count
+for as long."""
 MAX_LOST = 3
 """So many machines may be lost with a completion before it counts as one that kills them."""
 
@@ -55,7 +54,6 @@ class _Machine:
     name: str
     actor: Any
     num_open: int = 0
-    lost_s: float | None = None
 
 
 class ClusterScorers:
@@ -74,7 +72,7 @@ class ClusterScorers:
     def __init__(self, address: str, ray_init: Mapping[str, Any], setup: Setup) -> None:
         self._address, self._setup = address, setup
         self._is_ours = connect(address, ray_init)
-        self._machines: dict[str, _Machine] = {}
+        self._machines: dict[str, _Machine] = {}  # by Ray's id of the node
         self._is_closed = False
         self._look()
         if not self._machines:
@@ -85,29 +83,25 @@ class ClusterScorers:
         log.info("scoring on %d machines of the Ray cluster: %s", len(self._machines), names)
 
     async def answer(self, problem: Problem, text: str) -> dict[str, Any]:
-        """See `Scorers.answer`.
-
-        Raises:
-            ScoreError: as there; also if no machine is left.
-        """
+        """See `Scorers.answer`. Raises ScoreError as there, also if no machine is left."""
         from ray.exceptions import RayActorError, RayTaskError
 
         for _ in range(MAX_LOST):
-            machine = self._least_busy()
+            node, machine = self._least_busy()
             machine.num_open += 1
             try:
                 return await machine.actor.answer.remote(problem, text)
             except RayTaskError as error:
                 raise error.cause from None
             except RayActorError:
-                if not self._is_closed and machine.lost_s is None:
-                    log.warning(
-                        "the machine %s of the Ray cluster has gone; its completions are scored on others", machine.name
-                    )
-                machine.lost_s = time.monotonic()
+                if self._machines.get(node) is machine and not self._is_closed:
+                    del self._machines[node]
+                    self._looked_s = time.monotonic()
+                    words = "the machine %s of the Ray cluster has gone; its completions are scored on others"
+                    log.warning(words, machine.name)
             finally:
                 machine.num_open -= 1
-        return failed("crashed", f"({MAX_LOST} machines of the Ray cluster were lost while they scored it)")
+        return failed("crashed", f"{MAX_LOST} machines of the Ray cluster were lost while they scored it")
 
     def close(self) -> None:
         """End all processes of it, on every machine."""
@@ -120,29 +114,23 @@ class ClusterScorers:
         if self._is_ours:
             ray.shutdown()
 
-    def _least_busy(self) -> _Machine:
+    def _least_busy(self) -> tuple[str, _Machine]:
         if self._is_closed:
             raise ScoreError("the run leaves the Ray cluster, so nothing is scored there any more")
-        if not self._live() or time.monotonic() - self._looked_s > LOOK_INTERVAL_S:
+        if not self._machines or time.monotonic() - self._looked_s > LOOK_INTERVAL_S:
             self._look()
-        if not (machines := self._live()):
+        if not self._machines:
             raise ScoreError(f"no machine is left in the Ray cluster at placement.address={self._address} to score on")
-        return min(machines, key=lambda machine: machine.num_open)
-
-    def _live(self) -> list[_Machine]:
-        return [machine for machine in self._machines.values() if machine.lost_s is None]
+        return min(self._machines.items(), key=lambda item: item[1].num_open)
 
     def _look(self) -> None:
         """Start an actor on every machine with CPU cores that has none."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._looked_s = now = time.monotonic()
-        is_any_left = bool(self._live())
+        self._looked_s = time.monotonic()
         for node in ray.nodes():
-            known = self._machines.get(node["NodeID"])
-            is_new = known is None or (known.lost_s is not None and (not is_any_left or now - known.lost_s > AGAIN_S))
-            if is_new and node["Alive"] and node["Resources"].get("CPU"):
+            if node["NodeID"] not in self._machines and node["Alive"] and node["Resources"].get("CPU"):
                 there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 # of no CPU core as Ray counts them: those are for servers, and scoring is short
                 kind = ray.remote(ScoringActor).options(num_cpus=0, scheduling_strategy=there)

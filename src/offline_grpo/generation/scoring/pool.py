@@ -1,28 +1,80 @@
-"""Processes of this machine that score completions and can be killed."""
+"""Processes of this machine that score completions and can be killed, and the task that asks them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from offline_grpo.errors import ScoreError
+from offline_grpo.generation.judging import about_completion
 from offline_grpo.generation.scoring.worker import MESSAGE_BYTES, Setup, failed, frame
-from offline_grpo.types import Problem
+from offline_grpo.interfaces import Task
+from offline_grpo.settings import ScoringConfig
+from offline_grpo.types import Problem, Score, Split
 
-START_S = 300.0
-"""For a worker to build the task: it may import a lot."""
+log = logging.getLogger(__name__)
+
 GRACE_S = 1.0
 """An async score has so much beyond its deadline, which its worker keeps: that may be busy with another one."""
 CLOSE_S = 15.0
+
+
+class Asked(Protocol):
+    """`Scorers` of this machine, or of a cluster (`cluster.py`)."""
+
+    async def answer(self, problem: Problem, text: str) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class IsolatedTask:
+    """A `Task` like `task`, whose `score` is async and asks `scorers`.
+
+    Code that takes longer than `timeout_s`, needs more than `memory_mib`, ends its process or raises costs a score of 0
+    that says so (`Score.failure`), or less, see `judging.scores_of`. The first failure of each cause is logged.
+    """
+
+    def __init__(self, task: Task, scorers: Asked, settings: ScoringConfig) -> None:
+        self._task, self._scorers = task, scorers
+        self._logged: set[str] = set()
+        self._causes = {
+            "timeout": f"took more than {settings.timeout_s:g} s (scoring.timeout_s)",
+            "memory": f"needed more than {settings.memory_mib} MiB (scoring.memory_mib)",
+            "crashed": "killed its process",
+            "raised": "failed",
+        }
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """See `Task.problems`."""
+        return self._task.problems(split)
+
+    async def score(self, problem: Problem, text: str) -> Score:
+        """See `Task.score`. Raises ScoreError as `Scorers.answer` does."""
+        answer = await self._scorers.answer(problem, text)
+        failure = answer.get("failure")
+        if failure is None:
+            return Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
+        if failure not in self._logged:
+            self._logged.add(failure)
+            log.warning(
+                "the code that scores %s; %s. Such completions get the reward 0, or the least of their group if that "
+                "is below 0: scoring/num_failed_%s counts them. %s",
+                *(self._causes[failure], about_completion(problem, text), failure, answer["details"]),
+            )
+        return Score(0.0, False, {}, failure)
+
+    def close(self) -> None:
+        """End all processes that score."""
+        self._scorers.close()
 
 
 @dataclass(eq=False)
@@ -70,7 +122,7 @@ class Scorers:
         self._setup = setup
         self._numbers = count()
         self._num_to_start = setup.num_workers
-        self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()  # one that has ended is replaced when it is taken
+        self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None, or one that has ended: start another
         self._room_alone = asyncio.Semaphore(setup.num_workers)
         self._control, theirs = socket.socketpair()
         with theirs:
@@ -92,7 +144,16 @@ class Scorers:
         Raises:
             ScoreError: no worker can make the task, or the process above them has ended.
         """
-        worker = await self._free_worker()
+        if self._free.empty() and self._num_to_start > 0:
+            self._num_to_start -= 1
+            self._free.put_nowait(None)
+        worker = await self._free.get()
+        if worker is None or not worker.is_alive:
+            try:
+                worker = await self._start(is_shared=True)
+            except BaseException:
+                self._free.put_nowait(None)
+                raise
         answer = await self._ask(worker, problem, text)
         if answer is None:
             # A worker that is killed, or dies, takes all async scores with it that it awaits. Which one is to blame
@@ -115,20 +176,6 @@ class Scorers:
             self._host.kill()  # its workers die with it
             self._host.wait()
 
-    async def _free_worker(self) -> _Worker:
-        if self._free.empty() and self._num_to_start > 0:
-            self._num_to_start -= 1
-            worker = None
-        else:
-            worker = await self._free.get()
-        if worker is not None and worker.is_alive:
-            return worker
-        try:
-            return await self._start(is_shared=True)
-        except BaseException:
-            self._free.put_nowait(None)
-            raise
-
     async def _start(self, *, is_shared: bool) -> _Worker:
         worker = _Worker(next(self._numbers), self._hear, is_shared=is_shared)
         ours, theirs = socket.socketpair()
@@ -139,20 +186,15 @@ class Scorers:
                 raise self._broken("the process that starts them has ended") from error
         worker.transport, _ = await asyncio.get_running_loop().create_connection(lambda: worker, sock=ours)
         try:
-            await asyncio.wait_for(worker.is_ready, START_S)
-        except BaseException as error:
+            await worker.is_ready
+        except BaseException:
             self._end(worker, None)
-            if isinstance(error, TimeoutError):
-                raise self._broken(f"one was not ready after {START_S:.0f} s") from error
             raise
         return worker
 
-    def _broken(self, reason: str, trace: str = "") -> ScoreError:
+    def _broken(self, reason: str) -> ScoreError:
         memory = f"scoring.memory_mib={self._setup.memory_bytes // 2**20} may be too little for what they import"
-        return ScoreError(
-            f"the processes that score do not work: {reason}; {memory}; scoring.workers=0 needs none"
-            + (f"\n{trace}" if trace else "")
-        )
+        return ScoreError(f"the processes that score do not work ({memory}; scoring.workers=0 needs none): {reason}")
 
     def _ask(self, worker: _Worker, problem: Problem, text: str) -> asyncio.Future[dict[str, Any] | None]:
         """The worker's answer; None where it did not answer because of another score. The deadline is kept also where
@@ -172,7 +214,7 @@ class Scorers:
         elif "ready" in answer:
             worker.is_ready.set_result(None)
         elif "broken" in answer:
-            worker.is_ready.set_exception(self._broken(answer["broken"], answer["traceback"]))
+            worker.is_ready.set_exception(self._broken(answer["broken"]))
         elif "awaits" in answer:
             request = worker.pending[answer["number"]]
             request.is_awaited = True
@@ -183,7 +225,7 @@ class Scorers:
                 self._free.put_nowait(worker)
         else:
             self._finish(worker, worker.pending.pop(answer["number"]), answer)
-            if answer["used_up"]:
+            if answer.get("failure") == "memory":
                 self._end(worker, None)
 
     def _finish(self, worker: _Worker, request: _Request, answer: dict[str, Any] | None) -> None:

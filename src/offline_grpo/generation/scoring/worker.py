@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from offline_grpo.errors import ScoreError, reason_of, told
+from offline_grpo.errors import GrpoError, reason_of
 from offline_grpo.generation.judging import checked
 from offline_grpo.interfaces import Task
 from offline_grpo.types import Problem, Score
@@ -40,8 +40,6 @@ PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 8
 """Of a number that stands for a worker: with its end of a connection it asks for one, alone it ends that worker."""
 KILL_S = 10.0
-MAX_CHILDREN = 16
-"""A worker whose scores have left more processes behind is replaced."""
 
 _TRACEBACK_CHARS = 8000
 
@@ -72,9 +70,9 @@ def frame(problem: Problem, text: str, number: int) -> bytes:
     return len(body).to_bytes(8, "big") + body
 
 
-def failed(failure: str, reason: str = "", trace: str = "") -> dict[str, Any]:
+def failed(failure: str, details: str = "") -> dict[str, Any]:
     """The answer in place of a score."""
-    return {"failure": failure, "reason": reason, "traceback": trace}
+    return {"failure": failure, "details": details}
 
 
 def main(control_fd: int) -> None:
@@ -141,7 +139,7 @@ def _work(fd: int, setup: Setup) -> None:
     try:
         task = pickle.loads(setup.make_task)()
     except BaseException as error:  # whatever a user's module does
-        connection.sendall(_line({"broken": told(error), "traceback": _traceback(error)}))
+        connection.sendall(_line({"broken": _details(error)}))
         return
     _Worker(task, setup.timeout_s).serve(connection)
 
@@ -217,16 +215,7 @@ class _Worker:
     def _send(self, number: int, answer: dict[str, Any], pid: int) -> None:
         if os.getpid() != pid:
             os._exit(0)  # the function forked, and this is the copy
-        about = {"number": number, "used_up": answer.get("failure") == "memory" or _has_many_children()}
-        self._writer.write(_line(answer | about))
-
-
-def _has_many_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # none at all, as nearly always, and asking was cheap
-        return False
-    return len(psutil.Process().children(recursive=True)) > MAX_CHILDREN
+        self._writer.write(_line(answer | {"number": number}))
 
 
 def _line(answer: Mapping[str, Any]) -> bytes:
@@ -242,12 +231,10 @@ def _answer(score: object) -> dict[str, Any]:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    if isinstance(error, MemoryError):
-        return failed("memory", trace=_traceback(error))
-    if isinstance(error, ScoreError):  # our own, which names key and value
-        return failed("raised", reason_of(error))
-    return failed("raised", told(error), _traceback(error))
+    return failed("memory" if isinstance(error, MemoryError) else "raised", _details(error))
 
 
-def _traceback(error: BaseException) -> str:
+def _details(error: BaseException) -> str:
+    if isinstance(error, GrpoError):  # our own, which names key and value
+        return reason_of(error)
     return "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
