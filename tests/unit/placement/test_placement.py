@@ -1,6 +1,5 @@
 """Which GPUs the server gets, and what is refused."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,98 +8,75 @@ from factories import compose_config
 from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.placement.devices import Devices, check_devices, engine_gpus, reference_gpu, server_gpus, trainer_gpus
+from offline_grpo.placement.devices import Devices, check_devices, reference_gpu, server_gpus, trainer_gpus
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import check_memory, in_words
 from offline_grpo.run.plan import make_plan
-
-TABLE = [
-    # rule, GPUs of the training processes, GPUs of the machine, GPUs of the server (None: refused)
-    ("same", [1], 4, [1]),
-    ("same", [0, 1], 4, [0]),
-    ("other", [0], 1, None),
-    ("other", [1], 2, [0]),
-    ("other", [0, 1], 4, [2]),
-    ("any", [0], 1, [0]),
-    ("any", [0], 2, [1]),
-    ("any", [0, 1], 2, [0]),
-]
-
-
-@pytest.mark.parametrize(("rule", "trainers", "num_gpus", "expected"), TABLE)
-def test_null_takes_the_gpu_that_the_strategy_needs(rule, trainers, num_gpus, expected):
-    if expected is None:
-        with pytest.raises(ConfigError, match=r"^placement.engine_devices=null: weight_sync=x needs a GPU "):
-            engine_gpus(None, rule, name="x", trainers=trainers, num_gpus=num_gpus)
-    else:
-        assert engine_gpus(None, rule, name="x", trainers=trainers, num_gpus=num_gpus) == expected
-
-
-def test_a_trainer_on_the_cpu_leaves_the_server_all_gpus_or_those_named():
-    assert engine_gpus(None, "any", name="x", trainers=[], num_gpus=2) is None
-    assert engine_gpus([1], "any", name="x", trainers=[], num_gpus=2) == [1]
-
-
-@pytest.mark.parametrize(
-    ("rule", "trainers", "configured"),
-    [("any", [0], [1, 3]), ("other", [0, 1], [3, 2]), ("same", [0, 1], [0])],
-)
-def test_a_list_is_used_as_it_is(rule, trainers, configured):
-    assert engine_gpus(configured, rule, name="x", trainers=trainers, num_gpus=4) == configured
-
-
-@pytest.mark.parametrize(
-    ("rule", "trainers", "configured", "num_gpus", "message"),
-    [
-        ("any", [0], [2], 2, "this machine has 2 GPUs"),
-        ("same", [0], [1], 2, "on the trainer's GPU 0; use .*null"),
-        ("other", [0, 1], [1, 2], 4, r"GPU \[1\] is trained on; use placement.engine_devices=\[2\]"),
-        ("other", [0], [0], 1, r"GPU \[0\] is trained on; use weight_sync=shared_vllm"),
-    ],
-)
-def test_what_cannot_be_is_refused(rule, trainers, configured, num_gpus, message):
-    with pytest.raises(ConfigError, match=rf"^placement.engine_devices={re.escape(str(configured))}: .*{message}"):
-        engine_gpus(configured, rule, name="x", trainers=trainers, num_gpus=num_gpus)
 
 
 def devices_of(monkeypatch, *, num_gpus, trainer="cuda", rule="any", strategy="x", needs_gpu=False, **others):
     """Of a machine that seems to have so many GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    defaults = {"reference": None, "num_processes": 1, "num_servers": 0, "gpus_per_server": 1, "engine_devices": None}
+    defaults = {"reference": None, "num_processes": 1, "num_servers": 1, "gpus_per_server": 1, "engine_devices": None}
     about = {"trainer": trainer, "rule": rule, "strategy": strategy, "needs_gpu": needs_gpu}
     return Devices(**about, **defaults | others)
 
 
 @pytest.mark.parametrize(
-    ("trainer", "num_servers", "each", "configured", "num_gpus", "expected"),
+    ("rule", "trainer", "num_processes", "configured", "num_gpus", "expected"),
     [
-        ("cuda", 2, 2, [1, 2, 1, 2], 3, [[1, 2], [1, 2]]),  # several servers on one GPU
-        ("cuda", 2, 2, [1, 1, 2, 2], 3, None),  # one server would have GPU 1 twice
-        ("cpu", 2, 1, None, 0, [None, None]),  # all on the CPU
-        ("cpu", 1, 1, None, 4, [None]),
-        ("cuda", 1, 2, None, 4, [[1, 2]]),
-        ("cuda", 2, 1, [1, 2, 3, 4], 8, [[1, 2], [3, 4]]),
-        ("cuda", 3, 1, None, 3, None),
-        ("cuda", 2, 1, [1, 2, 3], 4, None),
+        # null takes the GPU that the strategy needs
+        ("same", "cuda:1", 1, None, 4, [1]),
+        ("other", "cuda", 1, None, 1, "null: .* no process trains on; use weight_sync=shared_vllm"),
+        ("other", "auto", 2, None, 4, [2]),
+        ("any", "cuda", 1, None, 1, [0]),
+        ("any", "cuda", 1, None, 2, [1]),
+        ("any", "cpu", 1, None, 2, None),
+        # a list is used as it is
+        ("any", "cpu", 1, [1], 2, [1]),
+        ("other", "auto", 2, [3, 2], 4, [3, 2]),
+        ("same", "auto", 2, [0], 4, [0]),
+        # or refused
+        ("any", "cuda", 1, [2], 2, r"\[2\]: this machine has 2 GPUs"),
+        ("same", "cuda", 1, [1], 2, r"\[1\]: .* on the trainer's GPU \[0\]; use null"),
+        ("other", "auto", 2, [1, 2], 4, r"\[1, 2\]: .* no process trains on; use placement.engine_devices=\[2\]"),
     ],
 )
-def test_gpus_are_shared_out_among_servers(trainer, num_servers, each, configured, num_gpus, expected, monkeypatch):
-    about = {"num_servers": num_servers, "gpus_per_server": each, "engine_devices": configured}
+def test_the_server_gets_the_gpus_that_its_strategy_needs(
+    monkeypatch, rule, trainer, num_processes, configured, num_gpus, expected
+):
+    about = {"num_gpus": num_gpus, "trainer": trainer, "rule": rule, "num_processes": num_processes}
+    devices = devices_of(monkeypatch, **about, engine_devices=configured)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=f"^placement.engine_devices={expected}"):
+            server_gpus(devices)
+    else:
+        assert server_gpus(devices) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("rule", "trainer", "num_servers", "each", "configured", "num_gpus", "expected"),
+    [
+        ("any", "cuda", 2, 2, [1, 2, 1, 2], 3, [[1, 2], [1, 2]]),  # several servers on one GPU
+        ("any", "cuda", 2, 2, [1, 1, 2, 2], 3, None),  # one server would have GPU 1 twice
+        ("any", "cpu", 2, 1, None, 0, [None, None]),
+        ("any", "cuda", 1, 2, None, 4, [[1, 2]]),
+        ("any", "cuda", 3, 1, None, 3, None),
+        ("same", "cuda:1", 2, 1, None, 2, [[1], [1]]),
+        ("same", "cuda:1", 2, 1, [1, 0], 2, None),  # one would not be on the trainer's
+    ],
+)
+def test_gpus_are_shared_out_among_servers(
+    monkeypatch, rule, trainer, num_servers, each, configured, num_gpus, expected
+):
+    about = {"num_servers": num_servers, "gpus_per_server": each, "engine_devices": configured, "rule": rule}
     devices = devices_of(monkeypatch, num_gpus=num_gpus, trainer=trainer, **about)
     if expected is None:
         with pytest.raises(ConfigError, match=r"^placement.engine_devices="):
             server_gpus(devices)
     else:
         assert server_gpus(devices) == expected
-
-
-def test_servers_that_copy_on_the_trainers_gpu_are_all_there(monkeypatch):
-    about = {"num_gpus": 2, "trainer": "cuda:1", "rule": "same", "strategy": "ipc", "num_servers": 2}
-    for configured in (None, [1, 1]):
-        assert server_gpus(devices_of(monkeypatch, **about, engine_devices=configured)) == [[1], [1]]
-    with pytest.raises(ConfigError, match=r"engine_devices=\[1, 0\]: weight_sync=ipc needs every server on .* GPU 1"):
-        server_gpus(devices_of(monkeypatch, **about, engine_devices=[1, 0]))
 
 
 @pytest.mark.parametrize(
@@ -160,15 +136,6 @@ def checked(folder, *overrides):
     plan = make_plan(typed(compose_config("model=hf", f"model.train_id={folder}", "train.precision=bf16", *overrides)))
     check_devices(plan.devices(1))
     return check_memory(plan, folder, prompt_tokens=(20, 20), num_processes=1)
-
-
-def test_the_prediction_is_logged_before_the_run(two_small_gpus, model_folder, caplog):
-    with caplog.at_level("INFO"):
-        checked(model_folder, "generation=vllm_server", "weight_sync=reload")
-    table = "\n".join(caplog.messages)
-    assert "GPU 0: predicted to hold" in table
-    assert "optimizer state" in table.partition("GPU 1")[0]
-    assert "server: weights" in table.partition("GPU 1")[2]
 
 
 def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(two_small_gpus, model_folder):
