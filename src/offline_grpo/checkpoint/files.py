@@ -93,23 +93,19 @@ def check_model_folder(name: str, key: str) -> None:
         )
 
 
-def newest_sound(folder: Path) -> tuple[Path, TrainerState] | None:
-    """The newest checkpoint in a run's `checkpoints` folder whose files are all as they were written; None if there is
-    no checkpoint. A warning names each damaged one.
+def newest_sound(folder: Path) -> tuple[Path, TrainerState]:
+    """The newest checkpoint in a run's `checkpoints` folder whose files are all as they were written. A warning names
+    each damaged one.
 
     Raises:
         CheckpointError: none of them is sound.
     """
-    damaged: CheckpointError | None = None
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
             return checkpoint, verified_state(checkpoint)
         except CheckpointError as error:
             log.warning("%s; looking for an older one", error)
-            damaged = damaged or error
-    if damaged is not None:
-        raise CheckpointError(f"{damaged}; no checkpoint in {folder} is sound")
-    return None
+    raise CheckpointError(f"resume: no checkpoint in {folder} is sound")
 
 
 def write_manifest(checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from offline_grpo import progress
 from offline_grpo.disk import sweep
 from offline_grpo.errors import ConfigError, GrpoError, OutOfMemory, StopRequested, reason_of
 from offline_grpo.interfaces import RunListener
-from offline_grpo.run import launch, resume_record
+from offline_grpo.run import launch, resume
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness, describe_warmup
 from offline_grpo.run.environment import describe_untested, record_start
@@ -27,6 +27,7 @@ from offline_grpo.run.run_dir import (
     discard_after,
     discard_fresh,
     find_resume_point,
+    is_finished,
     released_at_end,
 )
 from offline_grpo.run.signals import StopSignal
@@ -69,13 +70,13 @@ def run(
         run_dir, config = start.run_dir, start.plan.config
         stack.enter_context(told_if_abandoned())
         stack.enter_context(log_to(run_dir.path, start.ranks))
-        if start.resume is not None and resume_record.is_finished(start.resume, start.plain):
-            log.info(resume_record.describe_finished(start.resume, config))
+        if start.resume is not None and is_finished(start.resume.source, start.resume.state, start.plain):
+            log.info(resume.describe_finished(start.resume, config))
             return report(run_dir) if start.ranks.is_main else None
         try:
             return _run(start, cfg, stop, overrides)
         except StopRequested as signal:
-            log.warning("stopped by %s; %s", signal.signal_name, resume_record.where(run_dir))
+            log.warning("stopped by %s; %s", signal.signal_name, resume.where(run_dir))
             signal.is_reported = True
             raise
 
@@ -94,14 +95,14 @@ def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys:
     def find() -> tuple[ResumePoint | None, RunDir]:
         """What the run resumes from, None for a new run, and its folder, which is locked then."""
         point = find_resume_point(config.resume, fresh, plain)
-        point = None if point is None else resume_record.checked(point, config, plain, typed_keys)
+        point = None if point is None else resume.checked(point, config, plain, typed_keys)
         return point, fresh if point is None else point.run_dir
 
     found = find() if launch.num_processes() == 1 else None  # a refusal needs no torch
     with progress.phase("imports and data"):
         ranks = _join(config)
-    resume, run_dir = found or ranks.on_main(find)  # in the group, so that a refusal ends all processes
-    return Start(plan, plain, run_dir, resume, ranks)
+    point, run_dir = found or ranks.on_main(find)  # in the group, so that a refusal ends all processes
+    return Start(plan, plain, run_dir, point, ranks)
 
 
 def _join(config: RunConfig) -> Ranks:
@@ -126,7 +127,7 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
             sweep(run_dir.path)
             stack.callback(sweep, run_dir.path)
             if not (run_dir.path / ".hydra").exists():
-                resume_record.write_configuration(run_dir, cfg, overrides)
+                resume.write_configuration(run_dir, cfg, overrides)
         told: list[RunListener] = []
         ranks.on_main(lambda: told.extend(listeners(config, run_dir.path)))
         for listener in told:
@@ -146,13 +147,13 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
                 if warning is not None:
                     log.warning(warning)
             if start.resume is not None:
-                for line in resume_record.describe(start.resume, config):
+                for line in resume.describe(start.resume, config):
                     log.info(line)
-                if start.resume.has_new_folder:
+                if start.resume.source != run_dir:
                     copy_metrics(start.resume)
                 elif start.resume.changes:
                     discard_after(run_dir, start.resume.state.iteration)
-            resume_record.record(run_dir, cfg, overrides, start.resume)
+            resume.record(run_dir, cfg, overrides, start.resume)
         for listener in loop.listeners:
             listener.start(start.plain, config.train.iterations)
         with stop.held("this iteration"):
@@ -187,7 +188,7 @@ def told_if_out_of_memory(run_dir: RunDir) -> Iterator[None]:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         phase = progress.phase_of(error) or "the start"
-        fix = f"to need less, lower {LESS_MEMORY}; {resume_record.where(run_dir)}"
+        fix = f"to need less, lower {LESS_MEMORY}; {resume.where(run_dir)}"
         raise OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}") from error
 
 

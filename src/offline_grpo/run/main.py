@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
-from offline_grpo.run import cli, config, launch, resume, resume_record, sweeps
+from offline_grpo.run import cli, config, launch, resume, sweeps
 from offline_grpo.run.hints import empty_group
 from offline_grpo.run.run_dir import discard_fresh
 from offline_grpo.run.signals import StopSignal
@@ -76,7 +76,7 @@ def _run(cfg: DictConfig, folder: Path) -> float | None:
 def say_how_to_resume_sweep(error: StopRequested, folder: Path) -> None:
     """Print the command that resumes the sweep in this folder. Hydra keeps no record of a search."""
     is_search = not (folder / sweeps.RECORD).is_file()
-    how = "a search starts anew" if is_search else f"the sweep goes on with: {resume_record.command(folder.resolve())}"
+    how = "a search starts anew" if is_search else f"the sweep goes on with: {resume.command(folder.resolve())}"
     cli.say(how if error.is_reported else f"stopped by {error.signal_name}; {how}")
     error.is_reported = True
 
@@ -98,8 +98,6 @@ def _compose_and_run() -> int:
     launch.start_missing_processes()
     if {"-m", "--multirun"} & set(sys.argv) and (stop := StopSignal.current()) is not None:
         stop.hold("this step of the sweep")
-    if not launch.is_main():
-        sys.argv[1:] = resume.with_override(sys.argv[1:], "hydra.run.dir=.")
     sys.argv[1:] = resume.arguments(sys.argv[1:])
     try:
         hydra.main(version_base="1.3", config_path=str(config.folder()), config_name="config")(job)()

@@ -26,7 +26,6 @@ from hydra.types import RunMode
 from offline_grpo.errors import GrpoError, require
 from offline_grpo.run import launch
 from offline_grpo.run.config import quoted
-from offline_grpo.run.resume import with_override
 from offline_grpo.run.run_dir import release
 from offline_grpo.run.signals import StopSignal
 from offline_grpo.settings import RunConfig
@@ -92,7 +91,7 @@ def _command(folder: Path) -> list[str]:
     typed = [word for word in launch.typed if not word.startswith("hydra.run.dir=")]
     script = Path(sys.argv[0]).absolute()
     command = ["-m", script.parent.name] if script.name == "__main__.py" else [str(script)]
-    return [sys.executable, *command, *with_override(typed, f"hydra.run.dir={quoted(folder.absolute())}")]
+    return [sys.executable, *command, *typed, f"hydra.run.dir={quoted(folder.absolute())}"]
 
 
 class TrainingActor:

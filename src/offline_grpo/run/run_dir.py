@@ -23,20 +23,18 @@ from typing import Any
 from offline_grpo.checkpoint.files import latest_checkpoint, latest_state, newest_sound, verified_state
 from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.disk import matching
-from offline_grpo.errors import CheckpointError, ConfigError
+from offline_grpo.errors import CheckpointError, ConfigError, require
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
+from offline_grpo.settings import StopWhenConfig
+from offline_grpo.train.milestones import early_stop_reason
 from offline_grpo.train.schedule import LrSchedule
 
 LOCK = ".lock"
-NO_RESULTS = {".hydra", "run.log", LOCK, "multirun.yaml", ".submitit", ".failed_jobs"}
-"""What the folder of a run or a sweep has before there is any result."""
-RECORDS = ("metrics", "samples", "rollouts")
-"""Its folders with files for each iteration. Other files there may be anybody's: `hydra.run.dir=.` is allowed."""
-ITERATION = re.compile(r"(?:^|_)(?:iter_(?P<number>\d+)|init)(?=\.|$)")
-"""In the names of those files: `train_iter_004.json`, `eval_init.json`."""
-LOCAL = ("train_id", "ref_id", "path", "cache_dir")
-"""Keys, at any depth, whose values may be paths."""
+NO_RESULTS = {".hydra", "run.log", LOCK, "multirun.yaml", ".submitit", ".failed_jobs"}  # before there is any result
+RECORDS = ("metrics", "samples", "rollouts")  # a run's folders with files for each iteration
+ITERATION = re.compile(r"(?:^|_)(?:iter_(?P<number>\d+)|init)(?=\.|$)")  # train_iter_004.json, eval_init.json
+LOCAL = ("train_id", "ref_id", "path", "cache_dir")  # keys, at any depth, whose values may be paths
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +56,7 @@ class RunDir:
         return self.path / "checkpoints"
 
     def misses_evaluation(self, state: TrainerState) -> bool:
-        """Whether the evaluation after a checkpoint's iteration was cut short: it was due, and the iteration has a
-        record, but the evaluation has none."""
+        """Whether the evaluation after a checkpoint's iteration was cut short: only the iteration has a record."""
         done, settings = state.iteration + 1, state.config["eval"]
         interval = settings["interval"]
         is_due = done == state.config["train"]["iterations"] or (interval > 0 and done % interval == 0)
@@ -80,8 +77,8 @@ class RunDir:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to start from, the folder that the run writes to, and, from `resume_record.checked`, what differs
-    now and the learning rate from here on."""
+    """A checkpoint to start from, the folder that the run writes to, and, from `resume.checked`, what differs now and
+    the learning rate from here on."""
 
     run_dir: RunDir
     checkpoint: Path
@@ -95,18 +92,18 @@ class ResumePoint:
         return self.state.iteration + 1
 
     @property
-    def has_new_folder(self) -> bool:
-        """Whether the checkpoint is an older one of another run, which stays as it is."""
-        return self.checkpoint.parent != self.run_dir.checkpoints
+    def source(self) -> RunDir:
+        """Of the run that wrote the checkpoint: another one than `run_dir` if the checkpoint is not its newest."""
+        return RunDir(self.checkpoint.parent.parent)
 
 
 def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
     """The checkpoint that `resume` refers to, or None to start a new run. Locks the folder that the run will write to.
 
     Args:
-        resume: None; the path of a run folder, which stands for its newest sound checkpoint, or of a checkpoint; or
-            "auto": `fresh` itself if it has a checkpoint, otherwise the newest run with the same configuration and a
-            checkpoint, finished or not. From a checkpoint that is not its run's newest, a new run starts in `fresh`.
+        resume: a run folder, which stands for its newest sound checkpoint; a checkpoint, from which a new run starts in
+            `fresh` if it is not the newest; "auto", for `fresh` itself if it has a checkpoint, else the newest run with
+            the same configuration; or None.
         fresh: the folder of this start.
         config: the resolved configuration.
 
@@ -114,27 +111,36 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
         ConfigError: no checkpoint there, another process writes there, or a new run would mix with an older one.
         CheckpointError: the checkpoint is damaged, or all of the run's are.
     """
-    if resume == "auto" and latest_checkpoint(fresh.checkpoints) is None:
-        return _newest_alike(fresh, config) or _begin(fresh, may_repeat=True)
     if resume is None:
         return _begin(fresh)
     path = fresh.path if resume == "auto" else Path(resume).expanduser().resolve()
+    run = run_of(path)
+    if resume == "auto" and run is None:
+        return _newest_alike(fresh, config) or _begin(fresh, may_repeat=True)
+    if run is None or path == run:
+        return _newest_in(path, f"resume={resume}")
+    state = verified_state(path)
+    if latest_checkpoint(run / "checkpoints") != path:
+        _begin(fresh)
+        return ResumePoint(fresh, path, state)
+    take(run, f"resume={resume}")
+    return ResumePoint(RunDir(run), path, state)
+
+
+def run_of(path: Path) -> Path | None:
+    """The folder of the run at this path, which may be that of a checkpoint; None without one."""
+    path = path.expanduser().resolve()
     if path.name.startswith("iter_") or (path / "trainer").is_dir():
-        run, state = RunDir(path.parent.parent), verified_state(path)
-        if latest_checkpoint(run.checkpoints) in (path, None):
-            take(run.path, f"resume={resume}")
-        else:
-            _begin(run := fresh)
-        return ResumePoint(run, path, state)
-    if latest_checkpoint(path / "checkpoints") is None:
-        raise no_checkpoint(resume)
-    return _newest_in(path, f"resume={resume}")
+        return path.parent.parent
+    return path if latest_checkpoint(path / "checkpoints") is not None else None
 
 
-def no_checkpoint(resume: str) -> ConfigError:
-    """The error about `resume=PATH` without a checkpoint there."""
-    fix = "no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto"
-    return ConfigError(f"resume={resume}: {fix}")
+def is_finished(run: RunDir, state: TrainerState, config: Mapping[str, Any]) -> bool:
+    """Whether a run with this newest checkpoint has nothing left to do with these settings."""
+    settings = config["train"]
+    is_early = early_stop_reason(state.milestones, StopWhenConfig(**settings["stop_when"])) is not None
+    is_over = is_early or state.iteration + 1 >= settings["iterations"]
+    return is_over and not (config["eval"]["enabled"] and run.misses_evaluation(state))
 
 
 def _begin(fresh: RunDir, *, may_repeat: bool = False) -> None:
@@ -146,21 +152,20 @@ def _begin(fresh: RunDir, *, may_repeat: bool = False) -> None:
     key = f"hydra.run.dir={fresh.path}"
     take(fresh.path, key)
     may_repeat = may_repeat and not (fresh.path / "report.png").exists()
-    if latest_checkpoint(fresh.checkpoints) is not None or (any(fresh.records()) and not may_repeat):
-        raise ConfigError(f"{key}: there is a run in this folder; resume=auto continues it, or choose another folder")
+    is_new = latest_checkpoint(fresh.checkpoints) is None and (may_repeat or not any(fresh.records()))
+    fix = "there is a run in this folder; resume=auto continues it, or choose another folder"
+    require(is_new, "hydra.run.dir", fresh.path, fix)
     discard_after(fresh, -2)
 
 
-def _newest_in(run: Path, key: str) -> ResumePoint | None:
+def _newest_in(run: Path, key: str) -> ResumePoint:
     """Its newest sound checkpoint, looked for under the lock: another process may have written one just before."""
     take(run, key)
-    found = newest_sound(run / "checkpoints")
-    return ResumePoint(RunDir(run), *found) if found is not None else None
+    return ResumePoint(RunDir(run), *newest_sound(run / "checkpoints"))
 
 
 def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
-    """Among the other runs of `outputs` for outputs/DATE/TIME. A folder that was named by hand, or that of a sweep's
-    job, continues itself alone."""
+    """Among the other runs of `outputs`, for outputs/DATE/TIME; other folders continue themselves alone."""
     if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.path.parent.name):
         return None
     for run in sorted(matching(fresh.path.parent.parent, "*/*"), reverse=True):
@@ -184,7 +189,7 @@ def discard_after(run: RunDir, iteration: int) -> None:
 
 def copy_metrics(point: ResumePoint) -> None:
     """The metrics up to the checkpoint, from its own run to the new folder."""
-    for number, path in RunDir(point.checkpoint.parent.parent).records():
+    for number, path in point.source.records():
         if number <= point.state.iteration and path.parent.name == "metrics":
             shutil.copy2(path, point.run_dir.metrics / path.name)
 
@@ -211,8 +216,8 @@ def local_path(key: str, value: Any) -> Any:
     return os.path.abspath(value) if is_local else value
 
 
-# One process at a time writes to the folder of a run or of a sweep: it holds a lock (flock) on the file `.lock` there.
-# The kernel releases it however the process ends.
+# The lock: the process that writes to the folder of a run or of a sweep holds a flock on the file `.lock` there. The
+# kernel releases it however the process ends.
 
 
 def take(folder: Path, key: str) -> None:
@@ -255,8 +260,7 @@ def released_at_end() -> Iterator[None]:
 
 
 def refuse_written(path: Path, key: str) -> None:
-    """Raise ConfigError if another process writes to the run that this is the folder of, its store of rollouts or a
-    file of that."""
+    """Raise ConfigError if another process writes to the run of this folder, of this store of rollouts or its file."""
     store = path.parent if path.is_file() else path
     folder = store.parent if store.name == "rollouts" else store
     if folder.resolve() in _held or not (folder / LOCK).exists():
@@ -291,7 +295,7 @@ os.register_at_fork(after_in_child=_forget)
 def discard_fresh(folder: Path) -> None:
     """Delete the folder of a start that was rejected, or that resumes another run, if it has no results.
 
-    The working directory stays, as do the folders above it: it is what processes beside the first have for a folder.
+    The working directory stays, as do the folders above it: it is the folder of processes beside the first.
     """
     folder, here = folder.resolve(), Path.cwd()
     kept = {here, *here.parents}

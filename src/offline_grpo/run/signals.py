@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from offline_grpo.errors import StopRequested
 from offline_grpo.run import launch
@@ -57,7 +57,6 @@ class StopSignal:
         self.number: int | None = None
         self._received_s = 0.0
         self._waits_for: str | None = None
-        self._previous: dict[int, Any] = {}
         self._line: threading.Thread | None = None
 
     @classmethod
@@ -78,12 +77,13 @@ class StopSignal:
             return
         stop = cls._listening = cls()
         handled = [number for number in HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
-        stop._previous = {number: signal.signal(number, stop._handle) for number in handled}
+        previous = {number: signal.signal(number, stop._handle) for number in handled}
         try:
             yield stop
         finally:
             cls._listening = None
-            stop._restore()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     @contextmanager
     def held(self, waits_for: str) -> Iterator[None]:
@@ -120,25 +120,16 @@ class StopSignal:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.number is None:
             self.number, self._received_s = number, time.monotonic()
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            after = f" after {self._waits_for}; a second one ends it at once" if self._waits_for else ""
             # in a thread: the code that this handler interrupts may be writing to the log
-            self._line = threading.Thread(target=_print, args=(self._stopping(number),), daemon=True)
+            self._line = threading.Thread(target=_print, args=(f"{name}: stopping{after}",), daemon=True)
             self._line.start()
             if self._waits_for is None:
                 self.check()
         elif time.monotonic() - self._received_s > REPEAT_S:
-            self._previous = {}
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             os.kill(os.getpid(), number)  # to the process, because this thread may have it blocked
-
-    def _stopping(self, number: int) -> str:
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        after = f" after {self._waits_for}; a second one ends it at once" if self._waits_for else ""
-        return f"{name}: stopping{after}"
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
 
 
 def _print(line: str) -> None:

@@ -26,16 +26,15 @@ from offline_grpo.checkpoint.files import latest_state
 from offline_grpo.disk import matching
 from offline_grpo.errors import ConfigError, GrpoError, require
 from offline_grpo.report.run_files import read_yaml
-from offline_grpo.run import launch
+from offline_grpo.run import launch, run_dir
 from offline_grpo.run.config import key_of
-from offline_grpo.run.resume_record import has_ended
-from offline_grpo.run.run_dir import discard_fresh, take
+from offline_grpo.run.run_dir import RunDir, discard_fresh, take
 
 RECORD = "multirun.yaml"
 ROOT = Path("multirun")
 """Where sweeps are, by `hydra.sweep.dir` in `conf/config.yaml`."""
-OF_ONE_START = ("resume", "hydra.sweep.dir", "hydra.mode")
-"""Overrides that a resumed sweep does not take over."""
+OF_ONE_START = ("resume", "hydra.sweep.dir", "hydra.mode", "hydra.searchpath")
+"""Overrides that a resumed sweep does not take over as they are."""
 FAILED = ".failed_jobs"
 """Folder in that of a sweep: a file for each job that failed, with its exit code. Jobs may be other processes."""
 LOCAL = "hydra_plugins.offline_grpo_launchers.LocalLauncher"
@@ -184,7 +183,7 @@ def is_finished(run: Path, config: Mapping[str, Any]) -> bool:
         return False
     state = latest_state(run / "checkpoints")
     if state is not None:
-        return has_ended(run, state, config)
+        return run_dir.is_finished(RunDir(run), state, config)
     from offline_grpo.report.runs import read_run
 
     return (run / ".hydra" / "config.yaml").is_file() and read_run(run, run.name).is_done

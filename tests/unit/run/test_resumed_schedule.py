@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on with other settings: to the end of what it plans from there."""
+"""The learning rate of a run that is resumed with other settings, and what is suggested when it is finished."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from factories import compose_config
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.run.config import as_plain, fresh_schedule, typed
-from offline_grpo.run.resume_record import checked
-from offline_grpo.run.run_dir import ResumePoint, RunDir
+from offline_grpo.run.resume import checked, describe_finished
+from offline_grpo.run.run_dir import ResumePoint, RunDir, is_finished
+from offline_grpo.train.milestones import Watch
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 
 RUN = ("train.iterations=6", "train.updates_per_iteration=4", "data.problems_per_iteration=8")
@@ -37,7 +38,6 @@ def schedule_of(point: ResumePoint, *overrides: str, keys: tuple[str, ...] = ())
     ("change", "num_left"),
     [
         ("train.updates_per_iteration=1", 3),
-        ("train.updates_per_iteration=8", 24),
         ("train.epochs=2", 24),
         ("data.rollouts_per_problem=2 data.problems_per_iteration=1", 6),
     ],
@@ -90,3 +90,33 @@ def test_another_learning_rate_begins_anew_at_its_peak(tmp_path: Path) -> None:
 def test_a_command_that_a_scheduler_repeats_does_not_restart_the_schedule(tmp_path: Path) -> None:
     under_way = stopped(tmp_path, *RUN)
     assert schedule_of(under_way, *RUN, keys=("train.lr", "train.warmup_steps")) == under_way.state.lr_schedule
+
+
+@pytest.mark.parametrize(
+    ("iteration", "has_reached", "words"),
+    [
+        (1, True, ["train.stop_when.threshold=null"]),
+        (9, True, ["train.stop_when.threshold=null", "train.iterations=20", "train.lr=0.0003"]),
+        (9, False, ["train.iterations=20", "train.lr=0.0003"]),
+    ],
+)
+def test_a_finished_run_does_what_is_suggested(
+    iteration: int, has_reached: bool, words: list[str], tmp_path: Path
+) -> None:
+    watches = {"stop_when": Watch("pass@1", best=0.9, best_iteration=1, last=0.9)} if has_reached else {}
+    overrides = ("train.iterations=10", "train.stop_when.threshold=0.8")
+    cfg = compose_config(*overrides)
+    state = state_of(iteration, config=as_plain(cfg), lr_schedule=fresh_schedule(typed(cfg)), milestones=watches)
+    run = RunDir(tmp_path)
+    point = ResumePoint(run, tmp_path / "checkpoints" / f"iter_{iteration:03d}", state)
+    assert is_finished(run, state, as_plain(cfg))
+    suggested = describe_finished(point, typed(cfg)).partition("longer: ")[2].partition("; anew")[0].split()
+    assert [word for word in suggested if word.startswith("train.")] == words
+    assert not is_finished(run, state, as_plain(compose_config(*overrides, *words)))
+
+
+def test_a_run_whose_last_evaluation_was_cut_short_is_not_finished(tmp_path: Path) -> None:
+    run, config = RunDir(tmp_path), as_plain(compose_config("train.iterations=10"))
+    run.metrics.mkdir()
+    (run.metrics / "train_iter_009.json").touch()
+    assert not is_finished(run, state_of(9, config=config), config)

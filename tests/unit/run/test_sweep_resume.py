@@ -20,6 +20,7 @@ def make_sweep(folder: Path, done: list[int], *, words: list[str] = WORDS, targe
     hydra = {
         "overrides": {"task": words, "hydra": ["hydra.mode=MULTIRUN", "hydra.launcher=x"]},
         "sweeper": {"_target_": target, "params": None},
+        "runtime": {"config_sources": []},
     }
     folder.mkdir(parents=True)
     (folder / "multirun.yaml").write_text(yaml.safe_dump({"hydra": hydra}))
@@ -74,10 +75,10 @@ def test_a_folder_goes_on_with_its_config_dir(day: Path) -> None:
     sweep = make_sweep(day / "10-00-00", [2, 1])
     record = yaml.safe_load((sweep / "multirun.yaml").read_text())
     record["hydra"]["runtime"] = {
-        "config_sources": [{"path": "conf", "provider": "main"}, {"path": "/my/conf", "provider": "command-line"}]
+        "config_sources": [{"schema": "file", "path": "/my/conf", "provider": "command-line"}]
     }
     (sweep / "multirun.yaml").write_text(yaml.safe_dump(record))
-    assert resume.arguments([f"resume={sweep}"])[:3] == ["--multirun", "--config-dir", "/my/conf"]
+    assert "hydra.searchpath=[file:///my/conf]" in resume.arguments([f"resume={sweep}"])
 
 
 @pytest.mark.parametrize("word", ["seed=1", "train.loss.beta=0,0.1"])
