@@ -4,7 +4,9 @@ memory.
     python benchmarks/generation.py                # one H100: at most six minutes
     python benchmarks/generation.py --engines 2    # would several engine processes on one card pay? At most six minutes
     python benchmarks/generation.py --schedulers   # does it pay to hand tokens over in bundles? At most six minutes
-    python benchmarks/generation.py --servers '{"runs": {}, "large_blocks": {"args": {"block_size": 64}}}' --share 0.4
+    # does it pay to run the model in a process of its own?
+    python benchmarks/generation.py --servers '{"uni": {"args": {"distributed_executor_backend": "uni"}},
+        "mp": {"args": {"distributed_executor_backend": "mp"}}}' --share 0.27 --tokens 470 88
     python benchmarks/generation.py --small        # a tiny model and vLLM's CPU build; says nothing about speed
 
 Every sequence has exactly `--tokens` tokens after a prompt of 40, in groups of 8, each with a seed of its own. First,
