@@ -28,7 +28,7 @@ import pyarrow.dataset
 import torch
 from common import Target, alternate, write_result
 
-from offline_grpo.rollouts.store.origin import Origin
+from offline_grpo.rollouts.store.recorder import Origin
 from offline_grpo.rollouts.store.reader import shards_of
 from offline_grpo.rollouts.store.recorder import Recorder
 from offline_grpo.rollouts.store.rows import groups_of

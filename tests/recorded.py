@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import Source
 from offline_grpo.rollouts.replay import Replay
-from offline_grpo.rollouts.store.origin import Origin
-from offline_grpo.rollouts.store.recorder import Recorder
+from offline_grpo.rollouts.store.recorder import Origin, Recorder
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.task_data import source_node

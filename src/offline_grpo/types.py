@@ -173,7 +173,7 @@ class Rollout:
     ]  # [N] updates that the weights carried which drew the token, -1: unknown; ignored where not sampled
     temperature: float  # what the sampler divided the logits by
     finish_reason: FinishReason | None  # of the last completion; None where the source does not know
-    text: object  # `str(text)` is what the task judged: the sampled text without special tokens
+    text: str  # what the task judged: the sampled text without special tokens
     score: Score
     ref_logprobs: tuple[float, ...] | None = (
         None  # [N] nats, of a reference, from whoever made the rollout; ignored where not sampled

@@ -88,10 +88,7 @@ def test_batches_that_were_formed_at_once_are_trained_oldest_first(api: RunApi) 
 def test_a_second_trainer_is_refused(api: RunApi) -> None:
     first = started(api)
     name = first.state_dict()["registration"]
-    with pytest.raises(
-        ConfigError,
-        match=rf"^rollouts.url={api.url}: another trainer owns this API \({name}, batch_size=4, max_token_len=32;",
-    ):
+    with pytest.raises(ConfigError, match=rf"^rollouts.url={api.url}: another trainer owns this API .*{name}"):
         started(api)
     make_source(api.url).start(3, first.state_dict())  # the run that goes on from a checkpoint of the first
     with pytest.raises(ConfigError, match=r"another trainer owns .*batch_size=4.* this run is .*batch_size=8"):
@@ -154,15 +151,13 @@ def test_a_batch_that_the_api_lost(api: RunApi, caplog: pytest.LogCaptureFixture
     assert "/batch: status 500" in caplog.text
 
 
-@pytest.mark.parametrize(("size", "is_registered"), [(3, False), (8, True)])
-def test_a_group_of_which_no_batch_can_be_made_is_explained(
-    size: int, is_registered: bool, api: RunApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(atropos, "STUCK_S", 0.3)
+def test_a_group_of_which_no_batch_can_be_made_is_explained(api: RunApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STUCK_S", "HEALTH_INTERVAL_S"):
+        monkeypatch.setattr(atropos, name, 0.1)
     source = started(api)
-    fields = {"env_id": api.register_environment(size)} if is_registered else {}
-    api.send(*(group(*[([1], [2])] * size, **fields) for _ in range(4)))
-    with pytest.raises(ConfigError, match=rf"has a group of {size} sequences, and no batch of 4 .* can be made"):
+    env_id = api.register_environment(8)
+    api.send(*(group(*[([1], [2])] * 8, env_id=env_id) for _ in range(4)))
+    with pytest.raises(ConfigError, match=r"has a group of 8 sequences, and no batch of 4 .* can be made"):
         source.next(0)
 
 

@@ -23,7 +23,7 @@ def record_of(index: int, group: RolloutGroup) -> dict[str, Any]:
             "parts": dict(rollout.score.parts),
             "num_tokens": rollout.num_sampled,
             "finish_reason": rollout.finish_reason,
-            "text": str(rollout.text),
+            "text": rollout.text,
         }
         for rollout in group.rollouts
     ]

@@ -88,7 +88,7 @@ def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> di
         "problem_id": None if problem is None else problem.problem_id,
         "prompt": None if problem is None else [dict(message) for message in problem.messages],
         "answer": None if problem is None else problem.answer,
-        "completion": str(rollout.text),
+        "completion": rollout.text,
         "reward": rollout.score.reward,
         "parts": dict(rollout.score.parts),
         "advantage": advantage,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,8 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.report.history import History, by_number
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from offline_grpo.report.runs import Configuration, Run
     from offline_grpo.rollouts.store.reader import Shard
 
@@ -94,21 +98,43 @@ def _sample(
 
 def _pieces(row: Mapping[str, Any], model: str | None) -> list[tuple[str, float | None]]:
     """The completion in stretches of tokens with the same advantage; None for those that the model did not write."""
-    from offline_grpo.rollouts.store.show import pieces, tokenizer_of
-
     advantages, is_sampled, ids = row["advantages"], row["is_sampled"], row["completion_ids"]
     is_whole = advantages is None and is_sampled is None
-    tokenizer = None if model is None or is_whole else tokenizer_of(model)
+    tokenizer = None if model is None or is_whole else _tokenizer_of(model)
     if tokenizer is None:
         return [(row["text"], row["advantage"])]
     of_tokens = advantages or [row["advantage"]] * len(ids), is_sampled or [True] * len(ids)
-    each = zip(pieces(tokenizer, ids), *of_tokens, strict=True)
+    each = zip(_texts(tokenizer, ids), *of_tokens, strict=True)
     tokens = [(text, advantage if sampled else None) for text, advantage, sampled in islice(each, MAX_TOKENS) if text]
     stretches = [
         ("".join(text for text, _ in part), advantage)
         for advantage, part in groupby(tokens, key=lambda token: token[1])
     ]
     return stretches + ([(f" … {len(ids) - MAX_TOKENS:,} more tokens", None)] if len(ids) > MAX_TOKENS else [])
+
+
+def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
+    """The text of each token; a character of several tokens comes with the last of them, and the others are empty."""
+    before, start = 0, 0  # tokens in between are decoded again: how a token reads depends on the one before
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[before:end], skip_special_tokens=False)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+            yield ""
+            continue
+        yield text[len(tokenizer.decode(ids[before:start], skip_special_tokens=False)) :]
+        before, start = start, end
+
+
+@cache
+def _tokenizer_of(model: str) -> Tokenizer | None:
+    """The model's tokenizer, if this machine has it; nothing is downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+    from tokenizers import Tokenizer
+
+    found: object = Path(model) / "tokenizer.json"
+    if not Path(model).is_dir() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
+        found = try_to_load_from_cache(model, "tokenizer.json")
+    return Tokenizer.from_file(str(found)) if isinstance(found, (str, Path)) and Path(found).is_file() else None
 
 
 def _shortened(text: str) -> str:

@@ -63,7 +63,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if first is None:
         raise ConfigError(f"PATH={options.path}: has no rollouts of phase {options.phase} that were asked for")
     if options.command == "show":
-        show_groups(output_console(), *first, options.groups, full=options.full)
+        show_groups(output_console(), first[1], options.groups, full=options.full)
     elif options.command == "stats":
         print_stats(output_console(), facts_of(table for _, table in chain([first], tables)))
     else:

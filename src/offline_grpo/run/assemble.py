@@ -29,8 +29,7 @@ from offline_grpo.placement.devices import Devices, check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
-from offline_grpo.rollouts.store.origin import Origin, architecture_hash, tokenizer_hash
-from offline_grpo.rollouts.store.recorder import Recorder
+from offline_grpo.rollouts.store.recorder import Origin, Recorder, architecture_hash, tokenizer_hash
 from offline_grpo.run.build import build
 from offline_grpo.run.config import fresh_schedule
 from offline_grpo.run.gpu_memory import check_memory

@@ -10,7 +10,7 @@ from typing import Any
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
-from offline_grpo.rollouts.store.origin import Origin
+from offline_grpo.rollouts.store.recorder import Origin
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.run_dir import refuse_written
 from offline_grpo.settings import RunConfig

@@ -14,7 +14,7 @@ from report_folders import HOSTILE, make_run
 from offline_grpo.errors import ConfigError
 from offline_grpo.report import page as page_module
 from offline_grpo.report.page import save_page
-from offline_grpo.rollouts.store.origin import Origin
+from offline_grpo.rollouts.store.recorder import Origin
 from offline_grpo.rollouts.store.rows import parquet, table_of
 from offline_grpo.types import Rollout, RolloutGroup, Score
 

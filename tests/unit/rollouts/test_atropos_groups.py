@@ -5,8 +5,6 @@ is dropped.
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import torch
 from atropos_api import group, pair
 from factories import make_updater
 
-from offline_grpo.logger.samples import record
 from offline_grpo.rollouts.atropos.groups import GroupReader, MissingLogprobs
 from offline_grpo.train.batch import build_batch
 from offline_grpo.train.experience import prepare_batch
@@ -65,21 +62,6 @@ def test_what_counts_as_a_success_is_a_setting() -> None:
     for least, correct in ((None, 3), (0.0, 4), (0.5, 2), (0.6, 1), (-1.0, 5)):
         found = replace(read, max_members=5, correct_threshold=least)(raw)
         assert [rollout.score.is_correct for rollout in found.rollouts] == [index >= 5 - correct for index in range(5)]
-
-
-def test_text_is_decoded_where_it_is_read_alone() -> None:
-    """A batch may have millions of tokens. Between processes it travels as text: who gets it has no tokenizer."""
-    asked: list[list[int]] = []
-
-    def decode(ids: Sequence[int]) -> str:
-        asked.append(list(ids))
-        return "abc"
-
-    found = replace(read, decode=decode)(pair(1))
-    assert asked == []
-    assert record(found, found.rollouts[0], 0.0)["completion"] == "abc"
-    assert asked == [[7, 2]]
-    assert pickle.loads(pickle.dumps(found)).rollouts[1].text == "abc"
 
 
 @pytest.mark.parametrize(

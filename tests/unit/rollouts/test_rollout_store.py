@@ -167,10 +167,7 @@ def rewritten(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
     pq.write_table(change(pq.read_table(path)).replace_schema_metadata(about), path)  # as another tool writes it
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("completion_ids", [1, VOCAB]), ("logprobs", [-1.0, float("nan")]), ("prompt_ids", [1] * CONTEXT)],
-)
+@pytest.mark.parametrize(("name", "value"), [("completion_ids", [1, VOCAB]), ("prompt_ids", [1] * CONTEXT)])
 def test_rows_that_nothing_can_be_learnt_from_are_refused(name: str, value: Any, tmp_path: Path) -> None:
     def change(table: pa.Table) -> pa.Table:
         values = [*table[name].to_pylist()[:2], value, *table[name].to_pylist()[3:]]
@@ -181,14 +178,10 @@ def test_rows_that_nothing_can_be_learnt_from_are_refused(name: str, value: Any,
         replayed(make_replay(tmp_path / "run"), 1)
 
 
-@pytest.mark.parametrize("damage", ["bit", "cut"])
-def test_a_damaged_file_is_named_and_the_rest_used_if_asked(damage: str, tmp_path: Path, store: Path) -> None:
+def test_a_damaged_file_is_named_and_the_rest_used_if_asked(tmp_path: Path, store: Path) -> None:
     path = write_store(tmp_path / "run", iterations=2) / "rollouts" / "iter_000.parquet"
     content = bytearray(path.read_bytes())
-    if damage == "bit":
-        content[40] ^= 4
-    else:
-        del content[len(content) // 3 :]
+    content[40] ^= 4
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(str(path))):
         replayed(make_replay(tmp_path / "run"), 2)

@@ -21,8 +21,6 @@ TIMEOUT_S = 30.0
 BATCH_TIMEOUT_S = 300.0
 AWAY_STATUS = (429, 502, 503, 504)
 """A proxy's answers for an API that is away."""
-SMALL_BYTES = 2**16
-"""Larger answers to `/batch` have a batch; they are not parsed before they are trained on."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +86,17 @@ class AtroposApi:
         """Make it forget trainer, environments and groups."""
         self._call("GET", "/reset_data")
 
-    def batch(self) -> bytes | None:
-        """The newest of the batches that are complete, as JSON: `{"batch": [group, ...]}`. None if there is none.
+    def batch(self) -> list[Any] | None:
+        """The groups of the newest of the batches that are complete, None if there is none.
 
         Raises:
             NotRegistered: the API has no trainer.
             EngineError: also where the batch is lost: see the top of this file.
         """
-        body = self._call("GET", "/batch", timeout_s=BATCH_TIMEOUT_S)
-        if len(body) > SMALL_BYTES:
-            return body
-        found = from_json(body)
+        found = from_json(self._call("GET", "/batch", timeout_s=BATCH_TIMEOUT_S))
         if found.get("status") == "error":
             raise NotRegistered(f"{self.url}: no trainer is registered")
-        return body if found["batch"] else None
+        return found["batch"] or None
 
     def status(self) -> tuple[int, int]:
         """How many batches were formed since it was started, and how many groups are in the queue."""

@@ -17,20 +17,6 @@ NOT_TRAINED = -100
 """In a mask; elsewhere a mask repeats the token."""
 
 
-@dataclass(frozen=True, slots=True)
-class LazyText:
-    """Text that is made when `str` asks for it: few completions are read. Pickled, it is text."""
-
-    decode: Callable[[Sequence[int]], str]
-    token_ids: Sequence[int]
-
-    def __str__(self) -> str:
-        return self.decode(self.token_ids)
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)
-
-
 class MissingLogprobs(GrpoError):
     """An environment does not say how likely its tokens were."""
 
@@ -91,9 +77,8 @@ class GroupReader:
         try:
             group = _VALIDATOR.validate_python(raw)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UnusableGroup("malformed", f"{where}: {first['msg']}") from None
+            first = error.errors()[0]
+            raise UnusableGroup("malformed", f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
         count = len(group.tokens)
         if count > self.max_members:
             raise UnusableGroup("too_many", f"{count} sequences, where a batch has {self.max_members}")
@@ -101,11 +86,9 @@ class GroupReader:
             raise UnusableGroup("images", "it comes with images, which the model would not see")
         logprobs = _given(group.inference_logprobs)
         if logprobs is None and group.tokens:
-            about = f"The groups of environment {'unknown' if group.env_id is None else group.env_id} have none"
-            fix = (
-                "let it sample with server_type=vllm through its managed server, and send its nodes' inference_logprobs"
-            )
-            raise MissingLogprobs(f"GRPO requires inference_logprobs for importance sampling! {about}: {fix}")
+            fix = "let it sample with server_type=vllm through its managed server, and send its nodes' logprobs"
+            about = "GRPO requires inference_logprobs for importance sampling! The groups of environment"
+            raise MissingLogprobs(f"{about} {group.env_id} have none: {fix}")
         ref_logprobs, advantages, overrides = map(_given, (group.ref_logprobs, group.advantages, group.overrides))
         rows = (group.tokens, group.masks, group.scores, logprobs or [], ref_logprobs, overrides)
         if {len(row) for row in rows if row is not None} != {count}:
@@ -130,7 +113,7 @@ class GroupReader:
             versions=(-1,) * len(tokens),
             temperature=next((found for found in temperatures if found is not None), 1.0),
             finish_reason=None,
-            text=LazyText(self.decode, list(compress(tokens, is_sampled))),
+            text=self.decode(list(compress(tokens, is_sampled))),
             score=Score(reward, reward > 0 if least is None else reward >= least, {}),
             ref_logprobs=None if ref_logprobs is None else tuple(ref_logprobs),
             zero_advantage=bool(own is not None and own.set_advantage_to_zero),

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic_core import from_json
-
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError, EngineError, require
 from offline_grpo.interfaces import RolloutClient, Source, TextCodec
@@ -84,7 +82,7 @@ class Atropos(Source):
     _registration: Registration = field(init=False)
     _is_registered: bool = field(default=False, init=False)
     _step: int = field(default=0, init=False)  # batches formed, as the API counts them
-    _batches: deque[bytes] = field(default_factory=deque, init=False)  # taken and not read yet, oldest first
+    _batches: deque[list[Any]] = field(default_factory=deque, init=False)  # taken and not read yet, oldest first
     _groups: deque[RolloutGroup] = field(default_factory=deque, init=False)  # read and not handed out yet
     _began_s: float = field(default=0.0, init=False)  # of the present wait, as the next three
     _checked_s: float = field(default=0.0, init=False)
@@ -181,9 +179,9 @@ class Atropos(Source):
         self._wait_s = 0.0
         while sum(len(group.rollouts) for group in self._groups) < self._batch_size:
             began = time.perf_counter()
-            body = self._next_batch(iteration)
+            batch = self._next_batch(iteration)
             self._wait_s += time.perf_counter() - began
-            self._read(body)
+            self._read(batch)
         chosen: list[RolloutGroup] = []
         room = self._batch_size
         while self._groups and len(self._groups[0].rollouts) <= room:
@@ -214,7 +212,7 @@ class Atropos(Source):
     def _batch_size(self) -> int:
         return self.problems_per_iteration * self.group_size
 
-    def _next_batch(self, iteration: int) -> bytes:
+    def _next_batch(self, iteration: int) -> list[Any]:
         """The oldest batch. `iteration` is the step at which environments begin, if the API has to be told again."""
         self._begin_to_wait()
         self._registration = replace(self._registration, starting_step=iteration)
@@ -239,7 +237,7 @@ class Atropos(Source):
                 pause_s = min(2 * pause_s, self.poll_s)
         return self._batches.popleft()
 
-    def _read(self, body: bytes) -> None:
+    def _read(self, batch: list[Any]) -> None:
         """Add the usable groups of a batch to those that are held."""
         reader = GroupReader(
             decode=self.codec.decode,
@@ -248,11 +246,9 @@ class Atropos(Source):
             max_token_len=self._registration.max_token_len,
             correct_threshold=self.correct_threshold,
         )
-        groups = from_json(body)["batch"]
-        groups.reverse()
-        while groups:  # so that each is freed when it has been read
+        for raw in batch:
             try:
-                self._groups.append(reader(groups.pop()))
+                self._groups.append(reader(raw))
             except UnusableGroup as error:
                 self._num_dropped[error.reason] += 1
                 if error.reason not in self._warned:
@@ -295,7 +291,7 @@ class Atropos(Source):
             if owner.is_nobody:
                 api.register(self._registration)
                 owner = api.owner()
-            if self._is_ours(owner):
+            if owner == self._ours:
                 break
             if not owner.is_nobody and not take_over:
                 raise self._foreign(owner)
@@ -306,16 +302,14 @@ class Atropos(Source):
         self._step, self._queue_size = api.status()
         log.info("registered with the Atropos API at %s as %s", api.url, self._registration.wandb_group)
 
-    def _is_ours(self, owner: Owner) -> bool:
+    @property
+    def _ours(self) -> Owner:
         ours = self._registration
-        return owner == Owner(ours.wandb_group, ours.batch_size, ours.max_token_len)
+        return Owner(ours.wandb_group, ours.batch_size, ours.max_token_len)
 
     def _foreign(self, owner: Owner) -> ConfigError:
-        ours = self._registration
-        has = f"{owner.group}, batch_size={owner.batch_size}, max_token_len={owner.max_token_len}"
-        want = f"{ours.wandb_group}, batch_size={ours.batch_size}, max_token_len={ours.max_token_len}"
         fix = "use another API, restart run-api, or set rollouts.take_over=true if that trainer is gone"
-        about = f"another trainer owns this API ({has}; this run is {want})"
+        about = f"another trainer owns this API ({owner}; this run is {self._ours})"
         return ConfigError(f"rollouts.url={self._api.url}: {about}; {fix}")
 
     def _check_owner(self) -> None:
@@ -323,7 +317,7 @@ class Atropos(Source):
         owner = self._api.owner()
         if owner.is_nobody:
             raise NotRegistered(f"{self._api.url}: no trainer is registered")
-        if not self._is_ours(owner):
+        if owner != self._ours:
             raise self._foreign(owner)
 
     def _begin_to_wait(self) -> None:
@@ -344,23 +338,20 @@ class Atropos(Source):
         _, self._queue_size = self._api.status()
         progress.report(self._queue_size, 0, "groups queued")
         progress.report(self._num_polls, 0, "polls")
+        if not self._check_processes():
+            return
+        self._check_owner()
         waited_s = time.monotonic() - self._began_s
-        if self._check_processes():
-            self._check_owner()
-        if waited_s > STUCK_S and self._queue_size:
-            self._check_sizes()
+        size = self._api.newest_size() if waited_s > STUCK_S and self._queue_size else 0
+        if size and self._batch_size % size != 0:
+            about = f"the queue of {self._api.url} has a group of {size} sequences, and no batch of {self._batch_size}"
+            fix = "make it a multiple of the environments' group_size, and restart run-api, whose queue keeps the group"
+            sizes = "data.problems_per_iteration x data.rollouts_per_problem"
+            raise ConfigError(f"data.rollouts_per_problem: {about} ({sizes}) can be made of those; {fix}")
         if time.monotonic() - self._reported_s > REPORT_INTERVAL_S:
             self._reported_s = time.monotonic()
             found = f"{self._queue_size} groups in its queue, {self._num_polls} polls"
             log.info("waiting for rollouts from %s for %.0f s: %s", self._api.url, waited_s, found)
-
-    def _check_sizes(self) -> None:
-        size, batch_size = self._api.newest_size(), self._batch_size
-        if size and batch_size % size != 0:
-            about = f"the queue of {self._api.url} has a group of {size} sequences, and no batch of {batch_size}"
-            fix = "make it a multiple of the environments' group_size, and restart run-api, whose queue keeps the group"
-            sizes = "data.problems_per_iteration x data.rollouts_per_problem"
-            raise ConfigError(f"data.rollouts_per_problem: {about} ({sizes}) can be made of those; {fix}")
 
     def _check_processes(self) -> bool:
         """Every two seconds of a wait, see that what a batch needs still runs, the engine too. Returns whether it was

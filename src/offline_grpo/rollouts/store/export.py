@@ -79,7 +79,7 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
         found["ref_logprobs"] = rows(lambda r: r.ref_logprobs or (), 0.0)
     if group.problem is not None:
         prompt = [dict(message) for message in group.problem.messages]
-        found["messages"] = [[*prompt, {"role": "assistant", "content": str(r.text)}] for r in rollouts]
+        found["messages"] = [[*prompt, {"role": "assistant", "content": r.text}] for r in rollouts]
     return found
 
 

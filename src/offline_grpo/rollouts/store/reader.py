@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from offline_grpo.errors import ConfigError, reason_of
-from offline_grpo.rollouts.store.origin import FOLDER, FORMAT, KEY, Origin
+from offline_grpo.rollouts.store.recorder import FOLDER, FORMAT, KEY, Origin
 from offline_grpo.rollouts.store.rows import SCHEMA
 
 DATASET = "dataset_info.json"
@@ -68,21 +68,20 @@ class Shard:
             else:
                 with pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True) as file:
                     table = file.read(columns)
-            return pa.table({field.name: _column(table, field) for field in wanted})
+            names, blank = set(table.column_names), table.num_rows
+            return pa.table(
+                {
+                    field.name: table[field.name].cast(field.type)
+                    if field.name in names or not field.nullable
+                    else pa.nulls(blank, field.type)
+                    for field in wanted
+                }
+            )
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:  # of pyarrow and datasets
             raise self._damaged(error) from error
 
     def _damaged(self, error: Exception) -> ConfigError:
         return ConfigError(f"{self.path}: cannot be read ({reason_of(error)})")
-
-
-def _column(table: pa.Table, field: pa.Field) -> pa.ChunkedArray:
-    if field.name in table.column_names:
-        column = table[field.name]
-        return column if column.type == field.type else column.cast(field.type)
-    if not field.nullable:
-        raise ValueError(f"has no column {field.name}, so it is no store of rollouts")
-    return pa.chunked_array([pa.nulls(table.num_rows, field.type)])
 
 
 def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int | None = None) -> list[Shard]:

@@ -128,7 +128,7 @@ def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
         "ref_logprobs": None if rollout.ref_logprobs is None else rollout.ref_logprobs[start:],
         "temperature": rollout.temperature,
         "finish_reason": rollout.finish_reason,
-        "text": utf8(str(rollout.text)),
+        "text": utf8(rollout.text),
         "reward": float(rollout.score.reward),  # Arrow takes no large integers for one
         "parts": _json(dict(rollout.score.parts)),
         "is_correct": rollout.score.is_correct,

@@ -3,39 +3,30 @@ numbers, by iteration, by length and by how they ended."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from huggingface_hub import try_to_load_from_cache
 from pydantic_core import from_json
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
-from tokenizers import Tokenizer
 
 from offline_grpo.logger import print_table
 from offline_grpo.logger.samples import visible
-from offline_grpo.rollouts.store.reader import Shard
 from offline_grpo.rollouts.store.rows import group_rows
 
-_SHOWN = 200
-"""Tokens of a completion."""
 LEAST_WIDTH = 80
 _ROWS, _BINS = 20, 5
 """Of the tables by iteration and by length."""
 
 
-def show_groups(console: Console, shard: Shard, table: pa.Table, count: int, *, full: bool) -> None:
+def show_groups(console: Console, table: pa.Table, count: int, *, full: bool) -> None:
     """Print the first `count` groups, those with differing rewards first; `full`: whole and all completions."""
-    tokenizer = None if shard.origin is None else tokenizer_of(shard.origin.model)
     rewards = table["reward"].to_pylist()
     newest = max(table["iteration"].to_pylist())  # a folder of `datasets` has all
     groups = [(key, rows) for key, rows in group_rows(table).items() if key[0] == newest]
@@ -48,7 +39,7 @@ def show_groups(console: Console, shard: Shard, table: pa.Table, count: int, *, 
         title = f"{phase}, {when}, group {number + 1}{name}: {len(members)} completions"
         console.rule(Text(title), align="left", style="dim")
         shown = members if full or len(members) == 1 else [members[0], members[-1]]
-        console.print(Group(*_prompt(first, full=full), *(_answer(row, tokenizer, full=full) for row in shown)))
+        console.print(Group(*_prompt(first, full=full), *(_answer(row, full=full) for row in shown)))
 
 
 def _prompt(row: Mapping[str, Any], *, full: bool) -> Iterator[Table]:
@@ -58,8 +49,8 @@ def _prompt(row: Mapping[str, Any], *, full: bool) -> Iterator[Table]:
         yield _line("answer", Text(_printable(row["answer"], full=full)))
 
 
-def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) -> Table:
-    """Reward, advantage and why it ended; then the completion, token by token if this machine has the tokenizer."""
+def _answer(row: Mapping[str, Any], *, full: bool) -> Table:
+    """Reward, advantage and why it ended; then the completion."""
     parts = {} if row["parts"] is None else from_json(row["parts"])
     facts = [f"reward {row['reward']:.3f}"]
     facts += [f"{visible(name)} {value:.3g}" for name, value in parts.items() if len(parts) > 1]
@@ -71,30 +62,8 @@ def _answer(row: Mapping[str, Any], tokenizer: Tokenizer | None, *, full: bool) 
     ]
     facts += [] if row["failure"] is None else [f"not scored: {row['failure']}"]
     text = Text.assemble(("  ".join(facts) + "\n", "bold"))
-    if tokenizer is None:
-        text.append(_printable(row["text"], full=full), _colour(row["advantage"] or 0.0))
-        return _line("correct" if row["is_correct"] else "wrong", text)
-    advantages = row["advantages"] or [row["advantage"] or 0.0] * len(row["completion_ids"])
-    sampled = row["is_sampled"] or [True] * len(advantages)
-    tokens = list(zip(pieces(tokenizer, row["completion_ids"]), advantages, sampled, strict=True))
-    for place, (piece, advantage, is_sampled) in enumerate(tokens):
-        if not full and len(tokens) > _SHOWN and not (place < _SHOWN // 2 or place >= len(tokens) - _SHOWN // 2):
-            text.append(" ... " if place == _SHOWN // 2 else "")
-            continue
-        text.append(_printable(piece, full=full), _colour(advantage) if is_sampled else "dim italic")
+    text.append(_printable(row["text"], full=full), _colour(row["advantage"] or 0.0))
     return _line("correct" if row["is_correct"] else "wrong", text)
-
-
-def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
-    """The text of each token; a character of several tokens comes with the last of them, and the others are empty."""
-    before, start = 0, 0  # tokens in between are decoded again: how a token reads depends on the one before
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[before:end], skip_special_tokens=False)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
-            yield ""
-            continue
-        yield text[len(tokenizer.decode(ids[before:start], skip_special_tokens=False)) :]
-        before, start = start, end
 
 
 def _printable(text: str, *, full: bool) -> str:
@@ -113,15 +82,6 @@ def _line(label: str, text: Text) -> Table:
     grid.add_column(overflow="fold")
     grid.add_row(visible(label), text)
     return grid
-
-
-@cache
-def tokenizer_of(model: str) -> Tokenizer | None:
-    """The model's tokenizer, if this machine has it; nothing is downloaded."""
-    found: object = Path(model) / "tokenizer.json"
-    if not Path(model).is_dir() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
-        found = try_to_load_from_cache(model, "tokenizer.json")
-    return Tokenizer.from_file(str(found)) if isinstance(found, (str, Path)) and Path(found).is_file() else None
 
 
 @dataclass(frozen=True)
