@@ -49,7 +49,6 @@ from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.config import register, typed
 from offline_grpo.run.gpu_memory import MemoryRequest, describe, needs_reference_copy, predict
 from offline_grpo.run.plan import Plan, make_plan
-from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
@@ -177,7 +176,7 @@ def measure(plan: Plan, args: argparse.Namespace, folder: Path, vocab_size: int)
     policy.make_masters()
     masters = gauge.now() - weights
     ranks = Ranks(use_cpu=device.type == "cpu")
-    updater: Updater = make_updater(plan, policy, str(folder), RunDir(folder / "run"), ranks, Replicas(ranks))
+    updater: Updater = make_updater(plan, policy, str(folder), folder / "run", ranks, Replicas(ranks))
     reference = gauge.now() - weights - masters
     static = weights + masters + reference
     at_step: list[int] = []

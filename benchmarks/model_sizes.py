@@ -51,7 +51,6 @@ from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.gpu_memory import GIB, MemoryRequest, check, choose_share, describe, predict
-from offline_grpo.run.run_dir import RunDir
 from offline_grpo.train.sharding import Replicas
 
 ARMS = {"full": (), "offload": ("train.optimizer.offload=true",), "lora": ("model/lora=default",)}
@@ -115,7 +114,7 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         policy.make_masters(offload="train.optimizer.offload=true" in ARMS[args.arm])
         ranks = Ranks(use_cpu=device.type == "cpu")
-        updater = make_updater(plan, policy, scratch, RunDir(Path(scratch)), ranks, Replicas(ranks))
+        updater = make_updater(plan, policy, scratch, Path(scratch), ranks, Replicas(ranks))
         masters_s = time.perf_counter() - started
         batch = random_batch(args, args.num_sequences, config.get_text_config().vocab_size)
         updater.run(updater.score(batch), iteration=0)

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from dataclasses import fields
 
 import pytest
 import yaml
@@ -16,7 +15,7 @@ from hydra.errors import ConfigCompositionException
 from offline_grpo.run.build import check_settings, resolve
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.engine_spec import CLIENT_RUNTIME
-from offline_grpo.run.task_data import SourceRuntime
+from offline_grpo.run.task_data import SOURCE_RUNTIME
 from offline_grpo.settings import RunConfig
 
 OPTIONS = sorted(
@@ -25,7 +24,7 @@ OPTIONS = sorted(
     if path.parent != CONF and not path.stem.startswith("_") and path.parent.name != "experiment"
 )
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-RUNTIME = dict.fromkeys([*CLIENT_RUNTIME, *(field.name for field in fields(SourceRuntime)), "output_dir"])
+RUNTIME = dict.fromkeys([*CLIENT_RUNTIME, *SOURCE_RUNTIME, "output_dir"])
 
 
 def overrides_for(option):

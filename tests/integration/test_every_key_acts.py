@@ -37,9 +37,8 @@ from offline_grpo.run import gpu_memory, ray_trainers, serving
 from offline_grpo.run.build import build, resolve
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import check_memory
-from offline_grpo.run.isolate import isolated
 from offline_grpo.run.plan import make_plan
-from offline_grpo.run.task_data import SourceRuntime, source_node
+from offline_grpo.run.task_data import SOURCE_RUNTIME, isolated, source_node
 from offline_grpo.types import SamplingParams
 
 SOURCE = CONF.parent / "src"
@@ -521,7 +520,7 @@ def test_sampling_ahead_changes_with(name: str) -> None:
     def effect(*overrides: str) -> tuple[list[int], str]:
         """The iterations that are begun at the start, and what a push does to requests."""
         config = typed(compose_config("generation=vllm_server", "weight_sync=reload", "rollouts=async", *overrides))
-        runtime = dict.fromkeys(field.name for field in fields(SourceRuntime)) | {
+        runtime = dict.fromkeys(SOURCE_RUNTIME) | {
             "trainer_version": lambda: 0,
             "updates_per_iteration": 1,
             "num_iterations": 9,

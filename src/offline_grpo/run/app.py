@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +12,11 @@ from omegaconf import DictConfig
 
 from offline_grpo import progress
 from offline_grpo.disk import sweep
-from offline_grpo.errors import ConfigError, GrpoError, OutOfMemory, StopRequested, reason_of
+from offline_grpo.errors import ConfigError, OutOfMemory, StopRequested, reason_of
 from offline_grpo.interfaces import RunListener
 from offline_grpo.run import launch, resume
 from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.describe import describe_batches, describe_data, describe_staleness, describe_warmup
+from offline_grpo.run.describe import describe_batches, describe_data, warnings
 from offline_grpo.run.environment import describe_untested, record_start
 from offline_grpo.run.log_outputs import kept_for_log, log_to
 from offline_grpo.run.plan import Start, listeners, make_plan
@@ -31,10 +31,9 @@ from offline_grpo.run.run_dir import (
     released_at_end,
 )
 from offline_grpo.run.signals import StopSignal
-from offline_grpo.settings import RunConfig
 
 if TYPE_CHECKING:
-    from offline_grpo.placement.ranks import Ranks
+    from offline_grpo.model.policy import Policy
 
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 """In a RuntimeError of CUDA, cuBLAS, or torch's allocator for the host."""
@@ -67,12 +66,12 @@ def run(
         start = _start(cfg, fresh, overrides, typed_keys)
         from offline_grpo.placement.ranks import told_if_abandoned
 
-        run_dir, config = start.run_dir, start.plan.config
+        run_dir, is_main = start.run_dir, start.ranks.is_main
         stack.enter_context(told_if_abandoned())
-        stack.enter_context(log_to(run_dir.path, start.ranks))
+        stack.enter_context(log_to(run_dir.path, is_main=is_main))
         if start.resume is not None and is_finished(start.resume.source, start.resume.state, start.plain):
-            log.info(resume.describe_finished(start.resume, config))
-            return report(run_dir) if start.ranks.is_main else None
+            log.info(resume.describe_finished(start.resume, start.plan.config))
+            return report(run_dir) if is_main else None
         try:
             return _run(start, cfg, stop, overrides)
         except StopRequested as signal:
@@ -89,7 +88,7 @@ def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys:
     with progress.phase("imports and data"):
         plan = make_plan(config)
         from offline_grpo.run.problems import idle_overrides
-    for problem in idle_overrides(overrides, cfg, plan):
+    for problem in idle_overrides(overrides, cfg.rollouts, plan):
         raise ConfigError(problem)
 
     def find() -> tuple[ResumePoint | None, RunDir]:
@@ -100,28 +99,23 @@ def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys:
 
     found = find() if launch.num_processes() == 1 else None  # a refusal needs no torch
     with progress.phase("imports and data"):
-        ranks = _join(config)
+        import torch
+
+        from offline_grpo.model.device import resolve_device
+        from offline_grpo.placement.ranks import Ranks
+
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        ranks = Ranks(use_cpu=resolve_device(config.model.device).type == "cpu")
     point, run_dir = found or ranks.on_main(find)  # in the group, so that a refusal ends all processes
     return Start(plan, plain, run_dir, point, ranks)
-
-
-def _join(config: RunConfig) -> Ranks:
-    """This process among the others of the run."""
-    import torch
-
-    from offline_grpo.model.device import resolve_device
-    from offline_grpo.placement.ranks import Ranks
-
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    return Ranks(use_cpu=resolve_device(config.model.device).type == "cpu")
 
 
 def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[str]) -> float | None:
     with progress.phase("imports and data"):
         from offline_grpo.run.assemble import assemble
 
-    plan, config, run_dir, ranks = start.plan, start.plan.config, start.run_dir, start.ranks
+    config, run_dir, ranks = start.plan.config, start.run_dir, start.ranks
     with ExitStack() as stack, ended_whole(stop):
         if ranks.is_main:
             sweep(run_dir.path)
@@ -131,28 +125,18 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
         told: list[RunListener] = []
         ranks.on_main(lambda: told.extend(listeners(config, run_dir.path)))
         for listener in told:
-            stack.push(_closing(listener))
+            stack.callback(listener.close)
         progress.tell(told)
         stack.enter_context(told_if_out_of_memory(run_dir))
         loop, restored = assemble(start, stop, told, stack)
         if ranks.is_main:
             run_dir.create()
             record_start(run_dir.path)
-            log.info("run folder: %s", run_dir.path)
-            for line in (*describe_data(plan.data, config.data.problems_per_iteration), *describe_batches(plan)):
-                log.info(line)
-            num_all = sum(parameter.numel() for parameter in loop.policy.model.parameters())
-            log.info("training %s of %s parameters", f"{loop.policy.num_trainable:,}", f"{num_all:,}")
-            for warning in (describe_untested(), describe_staleness(plan), describe_warmup(config)):
-                if warning is not None:
-                    log.warning(warning)
-            if start.resume is not None:
-                for line in resume.describe(start.resume, config):
-                    log.info(line)
-                if start.resume.source != run_dir:
-                    copy_metrics(start.resume)
-                elif start.resume.changes:
-                    discard_after(run_dir, start.resume.state.iteration)
+            _describe(start, loop.policy)
+            if start.resume is not None and start.resume.source != run_dir:
+                copy_metrics(start.resume)
+            elif start.resume is not None and start.resume.changes:
+                discard_after(run_dir, start.resume.state.iteration)
             resume.record(run_dir, cfg, overrides, start.resume)
         for listener in loop.listeners:
             listener.start(start.plain, config.train.iterations)
@@ -167,11 +151,27 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
             return report(run_dir) if ranks.is_main else None
 
 
+def _describe(start: Start, policy: Policy) -> None:
+    """Log where the run is, what it does, and what may be unexpected about it."""
+    plan, config = start.plan, start.plan.config
+    num_all = sum(parameter.numel() for parameter in policy.model.parameters())
+    lines = [
+        f"run folder: {start.run_dir.path}",
+        *describe_data(plan.data, config.data.problems_per_iteration),
+        *describe_batches(plan),
+        f"training {policy.num_trainable:,} of {num_all:,} parameters",
+    ]
+    for line in lines:
+        log.info("%s", line)
+    for warning in (*describe_untested(), *warnings(plan)):
+        log.warning("%s", warning)
+    for line in [] if start.resume is None else resume.describe(start.resume, config):
+        log.info("%s", line)
+
+
 @contextmanager
 def ended_whole(stop: StopSignal) -> Iterator[None]:
-    """After an error, a signal waits until what the run has started has ended: the error is told then, and a signal
-    would replace it.
-    """
+    """After an error, a signal waits until what the run has started has ended, so that the error is reported."""
     try:
         yield
     except BaseException:
@@ -190,20 +190,6 @@ def told_if_out_of_memory(run_dir: RunDir) -> Iterator[None]:
         phase = progress.phase_of(error) or "the start"
         fix = f"to need less, lower {LESS_MEMORY}; {resume.where(run_dir)}"
         raise OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}") from error
-
-
-def _closing(listener: RunListener) -> Callable[..., None]:
-    """For an `ExitStack`. An error of `close` does not replace one that is on its way: it is logged."""
-
-    def close(_kind: object, error: BaseException | None, _trace: object) -> None:
-        try:
-            listener.close()
-        except GrpoError as second:
-            if error is None:
-                raise
-            log.error("%s", second)
-
-    return close
 
 
 def report(run_dir: RunDir) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +13,7 @@ from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer
 from offline_grpo.checkpoint.files import check_model_folder
 from offline_grpo.checkpoint.state import TrainerState
-from offline_grpo.engine.server import Server, next_to_start
+from offline_grpo.engine.server import next_to_start
 from offline_grpo.errors import require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source
@@ -22,10 +21,10 @@ from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model.device import resolve_device
 from offline_grpo.model.dtypes import torch_dtype
 from offline_grpo.model.layouts import layouts_for
-from offline_grpo.model.load import context_length, load_policy, load_reference, load_tokenizer, read_model_config
+from offline_grpo.model.load import context_length, load_policy, load_reference
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
-from offline_grpo.placement.devices import Devices, check_devices, server_gpus
+from offline_grpo.placement.devices import check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
@@ -33,10 +32,8 @@ from offline_grpo.rollouts.store.recorder import Origin, Recorder, architecture_
 from offline_grpo.run.build import build
 from offline_grpo.run.config import fresh_schedule
 from offline_grpo.run.gpu_memory import check_memory
-from offline_grpo.run.isolate import isolated
 from offline_grpo.run.plan import Plan, Start
-from offline_grpo.run.prompts import check_prompts
-from offline_grpo.run.run_dir import RunDir
+from offline_grpo.run.prompts import check_model
 from offline_grpo.run.serving import (
     check_found_servers,
     deployments,
@@ -45,7 +42,7 @@ from offline_grpo.run.serving import (
     training_servers,
 )
 from offline_grpo.run.signals import StopSignal
-from offline_grpo.run.task_data import SourceRuntime, records, source_node
+from offline_grpo.run.task_data import isolated, records, source_node
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
@@ -53,8 +50,6 @@ from offline_grpo.train.offload import OffloadedAdamW
 from offline_grpo.train.optimizer import is_offloaded
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
-
-log = logging.getLogger(__name__)
 
 
 def assemble(
@@ -65,20 +60,28 @@ def assemble(
     Args:
         stack: gets what has to be let go of on every way out.
     """
-    ranks, config = start.ranks, start.plan.config
-    plan = _with_isolated_scoring(start.plan, start.run_dir.path, stack, ranks)
-    # each machine of a cluster checks its own
-    if plan.engine.launcher is not None and config.placement.address is None:
+    ranks, config, folder = start.ranks, start.plan.config, start.run_dir.path
+    how = {"num_processes": ranks.world_size, "on_cluster": config.placement.score_on_cluster}
+    task = isolated(start.plan.data.task, config, folder, stack, **how)
+    plan = replace(start.plan, data=replace(start.plan.data, task=task))
+    if (
+        plan.engine.launcher is not None and config.placement.address is None
+    ):  # each machine of a cluster checks its own
         plan.engine.launcher.check_installed()
     devices = plan.devices(ranks.world_size)
     check_devices(devices)
     layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # refuses early
     model_id = _model_id(plan, ranks)
     ranks.on_main(lambda: check_found_servers(plan, model_id))
-    prompt_tokens = _check_model(plan, model_id)
-    servers = _begin_servers(start, model_id, stack, devices)  # before the memory plan, which takes seconds and no GPU
-    recompute = check_memory(plan, model_id, prompt_tokens=prompt_tokens, num_processes=ranks.world_size)
+    prompt_tokens = check_model(plan, model_id)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
+    servers = training_servers(plan, server_gpus(devices), folder, ranks, stack)
+    if starts_before_the_policy(plan.engine, plan.weight_sync, devices):  # before the memory plan, which takes seconds
+        moves_all = plan.lora_rank is None and plan.weight_sync.requires.moves != "nothing"
+        served = str(checkpoint) if checkpoint is not None and moves_all else model_id
+        for server in next_to_start(servers):
+            ranks.on_main(lambda server=server: server.begin(served))
+    recompute = check_memory(plan, model_id, prompt_tokens=prompt_tokens, num_processes=ranks.world_size)
     if loads_onto_servers_gpu(plan.weight_sync, devices):
         for server in servers:
             ranks.on_main(server.wait_for_memory)
@@ -86,21 +89,23 @@ def assemble(
         policy = _policy(plan, model_id, checkpoint, ranks, recompute)
     sharding = _sharding(config.train.sharding, ranks)
     sharding.prepare(policy)
-    training, evaluation = deployments(plan, servers, policy, sharding, start.run_dir.path, ranks)
+    training, evaluation = deployments(plan, servers, policy, sharding, folder, ranks)
     for deployment in dict.fromkeys((training, evaluation)):
         stack.callback(deployment.close)
         deployment.connect(policy)
-    if plan.weight_sync.requires.shares_weights and ranks.is_main:
-        _settle(plan, policy)
+    if plan.weight_sync.requires.shares_weights and ranks.is_main:  # else `load_policy` has done it
+        with progress.phase("layout and compile"):
+            settle_layout(policy.scoring, plan.layout, policy.compute_device)
+            settle_compile(policy.scoring, config.model.compile, policy.compute_device)
     with progress.phase("masters"):
         policy.make_masters(offload=is_offloaded(plan.optimizer))
-    updater = make_updater(plan, policy, model_id, start.run_dir, ranks, sharding)
+    updater = make_updater(plan, policy, model_id, folder, ranks, sharding)
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule
     public = redacted(start.plain)
     about = {key: value for key, value in public.items() if key not in WITHOUT_EFFECT}
     origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
-    source = make_source(plan, policy, training.client, updater, start.run_dir.path, origin)
+    source = _source(plan, policy, training.client, updater, folder, origin)
     stack.callback(source.close)
     milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     checkpointer = Checkpointer(
@@ -114,6 +119,11 @@ def assemble(
         keep_last_k=config.checkpoint.num_kept,
         format=config.checkpoint.format,
     )
+    if ranks.is_main and records(config):  # before all other listeners
+        recorder = Recorder(folder, origin, lambda: (updater.counters.version, policy.trained_here()))
+        stack.callback(recorder.close)
+        listeners = [recorder, *listeners]
+    last, save_interval = config.train.iterations - 1, config.checkpoint.save_interval
     loop = Loop(
         policy=policy,
         updater=updater,
@@ -122,10 +132,10 @@ def assemble(
         config=config.train,
         deployment=training,
         push_interval=plan.weight_sync.interval,
-        evaluation=make_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
+        evaluation=_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
         checkpointer=checkpointer if config.checkpoint.enabled else None,
-        save_due=lambda i: i + 1 == config.train.iterations or _is_multiple(i + 1, config.checkpoint.save_interval),
-        listeners=[*_recorders(start, policy, updater, origin, stack), *listeners],
+        save_due=lambda i: i == last or (save_interval > 0 and (i + 1) % save_interval == 0),
+        listeners=listeners,
         ranks=ranks,
         stop=stop,
         stop_at_failed_frac=config.scoring.stop_at_failed_frac,
@@ -134,32 +144,21 @@ def assemble(
     return loop, checkpointer.restore(checkpoint) if checkpoint is not None else None
 
 
-def _with_isolated_scoring(plan: Plan, folder: Path, stack: ExitStack, ranks: Ranks) -> Plan:
-    """The plan with a task that scores in processes of its own, where `isolated` does so."""
-    on_cluster = plan.config.placement.score_on_cluster
-    task = isolated(plan.data.task, plan.config, folder, stack, num_processes=ranks.world_size, on_cluster=on_cluster)
-    return replace(plan, data=replace(plan.data, task=task))
-
-
-def _recorders(start: Start, policy: Policy, updater: Updater, origin: Origin, stack: ExitStack) -> list[RunListener]:
-    """The recorder of rollouts, on the first process; none with `rollouts.record=false`. First of all listeners."""
-    if not start.ranks.is_main or not records(start.plan.config):
-        return []
-    recorder = Recorder(start.run_dir.path, origin, lambda: (updater.counters.version, policy.trained_here()))
-    stack.callback(recorder.close)
-    return [recorder]
-
-
-def _begin_servers(start: Start, model_id: str, stack: ExitStack, devices: Devices) -> list[Server]:
-    """The servers that training samples from. They start now, if they can before the policy is loaded."""
-    plan, ranks = start.plan, start.ranks
-    servers = training_servers(plan, server_gpus(devices), start.run_dir.path, ranks, stack)
-    moves_all = plan.lora_rank is None and plan.weight_sync.requires.moves != "nothing"
-    model = str(start.resume.checkpoint) if start.resume is not None and moves_all else model_id
-    if starts_before_the_policy(plan.engine, plan.weight_sync, devices):
-        for server in next_to_start(servers):
-            ranks.on_main(lambda server=server: server.begin(model))
-    return servers
+def _model_id(plan: Plan, ranks: Ranks) -> str:
+    """The model to train: a folder, a hub id, or the tiny model, which the first process builds if it is missing."""
+    config = plan.config
+    for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
+        if name is not None:
+            ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
+    if config.model.train_id is not None:
+        return config.model.train_id
+    tiny = build(config.model.tiny, key="model.tiny")
+    for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
+        room = tiny.max_position_embeddings
+        fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={room}"
+        require(sampling.max_new_tokens < room, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
+    cache = Path(config.cache_dir).resolve()
+    return ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache, show_progress=True)))
 
 
 def _sharding(name: str, ranks: Ranks) -> Sharding:
@@ -187,64 +186,15 @@ def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks, re
     )
 
 
-@progress.phase("layout and compile")
-def _settle(plan: Plan, policy: Policy) -> None:
-    """As `load_policy` does, for weights that only the engine has."""
-    settle_layout(policy.scoring, plan.layout, policy.compute_device)
-    settle_compile(policy.scoring, plan.config.model.compile, policy.compute_device)
-
-
-def _is_multiple(number: int, interval: int) -> bool:
-    return interval > 0 and number % interval == 0
-
-
-def _model_id(plan: Plan, ranks: Ranks) -> str:
-    """The model to train: a folder, a hub id, or the tiny model, which the first process builds if it is missing."""
-    config = plan.config
-    for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
-        if name is not None:
-            ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
-    if config.model.train_id is not None:
-        return config.model.train_id
-    tiny = build(config.model.tiny, key="model.tiny")
-    for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
-        room = tiny.max_position_embeddings
-        fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={room}"
-        require(sampling.max_new_tokens < room, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
-    cache = Path(config.cache_dir).resolve()
-    return ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache, show_progress=True)))
-
-
-def _check_model(plan: Plan, model_id: str) -> tuple[int, int]:
-    """What config.json and tokenizer say against the settings, before any weights are read. Returns what
-    `check_prompts` does.
-    """
-    config = plan.config.model
-    if config.trust_remote_code:
-        log.warning("model.trust_remote_code=true: Python code that comes with %s is executed", model_id)
-    if plan.loss.kl_coef > 0 and config.ref_id is not None:
-        read_model_config(config.ref_id, "model.ref_id", trust_remote_code=config.trust_remote_code)
-    model_config = read_model_config(model_id, "model.train_id", trust_remote_code=config.trust_remote_code)
-    tokenizer = load_tokenizer(model_id, trust_remote_code=config.trust_remote_code)
-    if tokenizer.chat_template is None:
-        log.warning(
-            "model.train_id=%s: has no chat template, so a prompt is the plain contents of its messages, line by line",
-            model_id,
-        )
-    return check_prompts(plan, model_id, tokenizer, model_config)
-
-
 def make_updater(
-    plan: Plan, policy: Policy, model_id: str, run_dir: RunDir, ranks: Ranks, sharding: Sharding
+    plan: Plan, policy: Policy, model_id: str, run_folder: Path, ranks: Ranks, sharding: Sharding
 ) -> Updater:
     """The updater of a run whose policy is loaded; loads the reference if there is a KL term."""
-    config = plan.config
-    reference = None
+    train, reference = plan.config.train, None
     if plan.loss.kl_coef > 0:
         with progress.phase("load reference"):
-            reference = load_reference(
-                config.model, model_id, policy, layout=plan.layout, precision=config.train.precision
-            )
+            model = plan.config.model
+            reference = load_reference(model, model_id, policy, layout=plan.layout, precision=train.precision)
             sharding.prepare_reference(reference)
     optimizer = plan.optimizer.create(policy.masters.parameters.values())
     return Updater(
@@ -254,43 +204,44 @@ def make_updater(
         advantage=plan.advantage,
         reward_penalty=reward_penalty(plan.loss),
         optimizer=OffloadedAdamW(optimizer, policy.masters) if is_offloaded(plan.optimizer) else optimizer,
-        scaler=torch.amp.GradScaler(policy.device.type, enabled=config.train.precision == "fp16"),
-        config=config.train,
+        scaler=torch.amp.GradScaler(policy.device.type, enabled=train.precision == "fp16"),
+        config=train,
         ranks=ranks,
         sharding=sharding,
         max_new_tokens=plan.sampling.max_new_tokens,
-        lr_schedule=fresh_schedule(config),
-        seed=config.seed,
-        failure_dir=run_dir.path,
+        lr_schedule=fresh_schedule(plan.config),
+        seed=plan.config.seed,
+        failure_dir=run_folder,
     )
 
 
-def make_source(
+def _source(
     plan: Plan, policy: Policy, client: RolloutClient, updater: Updater, run_folder: Path, origin: Origin
 ) -> Source:
-    """The component of the group `rollouts`, connected to the client that it samples from."""
-    runtime = SourceRuntime(
-        client=client,
-        task=plan.data.task,
-        problems=plan.data.train,
-        codec=policy,
-        vocab_size=policy.vocab_size,
-        context=context_length(policy.causal_lm.config),
-        sampling=plan.sampling,
-        run_folder=run_folder,
-        model_id=origin.model,
-        origin=origin,
-        rank=updater.ranks.rank,
-        world_size=updater.ranks.world_size,
-        trainer_version=lambda: updater.counters.version,
-        updates_per_iteration=plan.config.planned_updates,
-        num_iterations=plan.config.train.iterations,
-    )
-    needed = {name: value for name, value in vars(runtime).items() if name != "problems" or value is not None}
-    return build(source_node(plan.config), key="rollouts", protocol=Source, **needed)
+    """The component of the group `rollouts`, connected to the client that it samples from. `problems` is left out for a
+    source that needs none.
+    """
+    runtime = {
+        "client": client,
+        "task": plan.data.task,
+        "codec": policy,
+        "vocab_size": policy.vocab_size,
+        "context": context_length(policy.causal_lm.config),
+        "sampling": plan.sampling,
+        "run_folder": run_folder,
+        "model_id": origin.model,
+        "origin": origin,
+        "rank": updater.ranks.rank,
+        "world_size": updater.ranks.world_size,
+        "trainer_version": lambda: updater.counters.version,
+        "updates_per_iteration": plan.config.planned_updates,
+        "num_iterations": plan.config.train.iterations,
+        **({} if plan.data.train is None else {"problems": plan.data.train}),
+    }
+    return build(source_node(plan.config), key="rollouts", protocol=Source, **runtime)
 
 
-def make_evaluation(plan: Plan, policy: Policy, deployment: Deployment, ranks: Ranks) -> Evaluation:
+def _evaluation(plan: Plan, policy: Policy, deployment: Deployment, ranks: Ranks) -> Evaluation:
     """The evaluator of held-out problems, which asks `deployment`, and when it does."""
     settings, last = plan.config.eval, plan.config.train.iterations - 1
     evaluator = PassAtKEvaluator.of(
@@ -306,5 +257,5 @@ def make_evaluation(plan: Plan, policy: Policy, deployment: Deployment, ranks: R
         evaluator=evaluator,
         deployment=deployment,
         before_training=settings.eval_first,
-        is_due=lambda i: i == last or _is_multiple(i + 1, settings.interval),
+        is_due=lambda i: i == last or (i + 1) % settings.interval == 0,
     )

@@ -12,7 +12,6 @@ from typing import Any
 from offline_grpo.engine.launcher import Launcher
 from offline_grpo.engine.ports import plain_url
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.generation.server_client import ServerClient
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.settings import EvalConfig, RunConfig, check_url
 
@@ -57,19 +56,12 @@ class EngineSpec:
         return f"[{','.join(self.base_urls)}]"
 
     @property
-    def num_servers(self) -> int:
-        """That are asked at once."""
-        return self.num_managed or len(self.base_urls)
-
-    @property
     def client_class(self) -> Any:
         """The rollout client's class. Raises ConfigError if there is none."""
         target = resolve(self.client_node, self.key)
         if not hasattr(target, "engine_name"):
-            at = f"{self.key}._target_={self.client_node['_target_']}"
-            raise ConfigError(
-                f"{at}: is no RolloutClient (see offline_grpo/interfaces.py), whose class has an engine_name"
-            )
+            fix = "is no RolloutClient (see offline_grpo/interfaces.py), whose class has an engine_name"
+            raise ConfigError(f"{self.key}._target_={self.client_node['_target_']}: {fix}")
         return target
 
     @property
@@ -87,12 +79,11 @@ class EngineSpec:
         settings = {name: value for name, value in self.client_node.items() if name != "_target_"}
         check_settings(self.client_class, settings, self.key, given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
         for name, is_good, rule in (
-            ("batch_size", lambda value: value >= 1, "must be at least 1"),
-            ("timeout_s", lambda value: value > 0, "must be above 0"),
-            ("max_retries", lambda value: value >= 0, "must be 0 or more"),
+            ("batch_size", settings.get("batch_size", 1) >= 1, "must be at least 1"),
+            ("timeout_s", settings.get("timeout_s", 1) > 0, "must be above 0"),
+            ("max_retries", settings.get("max_retries", 0) >= 0, "must be 0 or more"),
         ):
-            if name in settings:
-                require(is_good(settings[name]), f"{self.key}.{name}", settings[name], rule)
+            require(is_good, f"{self.key}.{name}", settings.get(name), rule)
 
 
 def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
@@ -105,55 +96,24 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
         ConfigError: a client whose settings do not fit its constructor, or that has no server to ask.
     """
     client_node = {name: value for name, value in node.items() if name not in ("base_url", "api_key")}
-    urls, asked = urls_of(node.get("base_url")), config.placement.num_engines
+    urls, num_engines = urls_of(node.get("base_url")), config.placement.num_engines
     spec = EngineSpec(client_node, urls, node.get("api_key"), None, "generation")
     spec.check_client()
-    where = (
-        f"the servers at generation.base_url={spec.base_url} run already"
-        if urls
-        else "generation samples in this process"
-    )
-    is_free = spec.needs_server and not urls
-    require(
-        is_free or asked in (1, len(urls)),
-        "placement.num_engines",
-        asked,
-        f"{where}, so this would do nothing; leave it at 1",
-    )
-    fix = (
-        "cannot be spread over several servers, because it does not inherit from ServerClient "
-        "(generation/server_client.py)"
-    )
-    is_one = max(asked, len(urls)) == 1 or issubclass(spec.client_class, ServerClient)
-    require(is_one, "generation._target_", client_node["_target_"], fix)
-    if not is_free:
+    if urls or not spec.needs_server:
+        fix = "the run starts no server, so this would do nothing; leave it at 1"
+        require(num_engines in (1, len(urls)), "placement.num_engines", num_engines, fix)
         return spec
-    if config.engine is None:
-        raise ConfigError(
-            "generation.base_url=None: no server to ask; name a running one, or let the run start one with engine=vllm"
-        )
-    engine = _trusting(config.engine) if config.model.trust_remote_code else config.engine
+    fix = "no server to ask; name a running one, or let the run start one with engine=vllm"
+    require(config.engine is not None, "generation.base_url", None, fix)
+    engine = config.engine
+    if config.model.trust_remote_code:  # the server loads the same model
+        engine = {**engine, "args": {**engine["args"], "trust_remote_code": True}}
     launcher: Launcher = build(engine, key="engine")
-    launcher = launcher.expecting(_num_sequences(config, client_node))
+    of_iteration = -(-config.data.problems_per_iteration // num_engines)
+    num_requests = min(client_node.get("batch_size", of_iteration), of_iteration)
+    launcher = launcher.expecting(num_requests * config.data.rollouts_per_problem)
     launcher = replace(launcher, api_key=launcher.api_key or secrets.token_hex(32))
-    last = 65536 - asked
-    fix = f"placement.num_engines={asked} takes as many ports from there on; use {last} or less, or null"
-    require(launcher.port is None or launcher.port <= last, "engine.port", launcher.port, fix)
-    return replace(spec, api_key=launcher.api_key, launcher=launcher, num_managed=asked)
-
-
-def _num_sequences(config: RunConfig, client_node: Mapping[str, Any]) -> int:
-    """That each server samples at once: all of an iteration, if they are let in."""
-    num_engines, data = config.placement.num_engines, config.data
-    requests = min(
-        client_node.get("batch_size", data.problems_per_iteration), -(-data.problems_per_iteration // num_engines)
-    )
-    return requests * data.rollouts_per_problem
-
-
-def _trusting(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The server must load what the trainer loads."""
-    return {**node, "args": {**node["args"], "trust_remote_code": True}}
+    return replace(spec, api_key=launcher.api_key, launcher=launcher, num_managed=num_engines)
 
 
 def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: str | None) -> EngineSpec | None:
@@ -166,26 +126,34 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
         ConfigError: a client whose settings do not fit its constructor, one that has no server to ask, or a server
         without a client.
     """
-    spec = EngineSpec(_evaluation_node(settings, training), urls_of(settings.base_url), api_key, None, "eval.backend")
-    is_same_client = not isinstance(settings.backend, Mapping) and issubclass(training.client_class, spec.client_class)
-    same = settings.base_url is None or plain_url(settings.base_url) in map(plain_url, training.base_urls)
-    is_shared = is_same_client and same
-    if settings.base_url is None or is_shared:
-        fix = "applies only to a separate evaluation server; set eval.base_url to one, or leave it null"
-        require(settings.weight_sync is None, "eval.weight_sync", settings.weight_sync, fix)
+    url, backend = settings.base_url, settings.backend
+    spec = EngineSpec(_evaluation_node(settings, training), urls_of(url), api_key, None, "eval.backend")
+    is_same_client = not isinstance(backend, Mapping) and issubclass(training.client_class, spec.client_class)
+    is_shared = is_same_client and (url is None or plain_url(url) in map(plain_url, training.base_urls))
+    fix = "applies only to a separate evaluation server; set eval.base_url to one, or leave it null"
+    is_separate = url is not None and not is_shared
+    require(is_separate or settings.weight_sync is None, "eval.weight_sync", settings.weight_sync, fix)
     if is_shared:
         return None
-    if settings.base_url is None and spec.needs_server:
-        raise ConfigError(
-            f"eval.backend={settings.backend}: training samples from elsewhere; set eval.base_url to the server "
-            f"for evaluations"
-        )
-    if settings.base_url is not None and not spec.needs_server:
-        raise ConfigError(
-            f"eval.base_url={settings.base_url}: name the kind of server too: eval.backend=vllm_server or sglang_server"
-        )
+    fix = "training samples from elsewhere; set eval.base_url to the server for evaluations"
+    require(url is not None or not spec.needs_server, "eval.backend", backend, fix)
+    fix = "name the kind of server too: eval.backend=vllm_server or sglang_server"
+    require(url is None or spec.needs_server, "eval.base_url", url, fix)
     spec.check_client()
     return spec
+
+
+def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str, Any]:
+    backend = settings.backend
+    if backend is None:  # training's own settings, but for those that both groups have
+        shared = {name: getattr(settings, name) for name in SERVER_CLIENT_SETTINGS if name in training.client_node}
+        return {**training.client_node, **shared}
+    if isinstance(backend, Mapping):
+        return backend
+    fix = f"must be null, one of {', '.join(EVAL_BACKENDS)}, or a client of your own with a _target_"
+    require(backend in EVAL_BACKENDS, "eval.backend", backend, fix)
+    target, names = EVAL_BACKENDS[backend]
+    return {"_target_": target, **{name: getattr(settings, name) for name in names}}
 
 
 def num_shards(server_args: Mapping[str, Any]) -> int:
@@ -205,19 +173,3 @@ def check_urls(key: str, value: Any) -> None:
     for url in urls:
         check_url(key, url)
     require(len({plain_url(url) for url in urls}) == len(urls), key, f"[{','.join(urls)}]", "names a server twice")
-
-
-def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str, Any]:
-    backend = settings.backend
-    if backend is None:  # training's own settings, but for those that both groups have
-        shared = {name: getattr(settings, name) for name in SERVER_CLIENT_SETTINGS if name in training.client_node}
-        return {**training.client_node, **shared}
-    if isinstance(backend, Mapping):
-        return backend
-    if backend not in EVAL_BACKENDS:
-        names = ", ".join(EVAL_BACKENDS)
-        raise ConfigError(
-            f"eval.backend={backend}: must be null, one of {names}, or a client of your own with a _target_"
-        )
-    target, names = EVAL_BACKENDS[backend]
-    return {"_target_": target, **{name: getattr(settings, name) for name in names}}

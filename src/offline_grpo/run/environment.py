@@ -49,9 +49,8 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit of the code in `folder`, and whether tracked files differ from it; None if git does not track it."""
 
     def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         if not git("ls-files", "."):  # an environment inside another project's repository
@@ -71,15 +70,14 @@ def versions() -> dict[str, str]:
     return dict(sorted({each["Name"]: each["Version"] for each in found if len(each) == 2}.items()))
 
 
-def describe_untested() -> str | None:
-    """A line about installed packages whose versions `pyproject.toml` does not ask for, None without one."""
+def describe_untested() -> list[str]:
+    """The line about installed packages whose versions `pyproject.toml` does not ask for; empty without one."""
     installed = versions()
-    required = (
-        [Requirement(text) for text in metadata.requires("offline-grpo") or ()] if "offline-grpo" in installed else []
-    )
+    required = map(Requirement, metadata.requires("offline-grpo") or () if "offline-grpo" in installed else ())
+    bounded = [each for each in required if each.name in BOUNDED and each.name in installed]
     untested = [
         f"{each.name} {installed[each.name]} (tested: {each.specifier})"
-        for each in required
-        if each.name in BOUNDED and each.name in installed and not each.specifier.contains(installed[each.name], True)
+        for each in bounded
+        if not each.specifier.contains(installed[each.name], True)
     ]
-    return f"not tested with these versions: {', '.join(untested)}" if untested else None
+    return [f"not tested with these versions: {', '.join(untested)}"] if untested else []

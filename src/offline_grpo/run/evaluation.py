@@ -35,7 +35,7 @@ from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.run.build import build
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
 from offline_grpo.run.evaluation_sets import EvaluationSet
-from offline_grpo.run.isolate import isolated
+from offline_grpo.run.task_data import isolated
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.experience import score_metrics

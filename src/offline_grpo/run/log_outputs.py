@@ -8,13 +8,9 @@ from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
 import rich
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from offline_grpo.placement.ranks import Ranks
 
 
 class ToTerminal(logging.Handler):
@@ -55,14 +51,14 @@ def kept_for_log() -> Iterator[None]:
 
 
 @contextmanager
-def log_to(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Write the package's messages to run.log and, as plain lines, to the terminal. Only rank 0 writes."""
+def log_to(folder: Path, *, is_main: bool) -> Iterator[None]:
+    """Write the package's messages to run.log and, as plain lines, to the terminal, in the first process."""
     from transformers.utils.logging import disable_progress_bar
 
     package = logging.getLogger("offline_grpo")
     disable_progress_bar()  # transformers' bars for loading and saving would disturb the live display
     handlers: list[logging.Handler] = [logging.NullHandler()]
-    if ranks.is_main:
+    if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         to_file = logging.FileHandler(folder / "run.log")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offline_grpo import hub
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import require
 from offline_grpo.interfaces import Advantage, Layout, Loss, LossHead, OptimizerFactory, RunListener
 from offline_grpo.logger.profiler import Profiler
 from offline_grpo.run.build import build, check_settings
@@ -104,7 +104,7 @@ def make_plan(config: RunConfig) -> Plan:
         if name is not None and (key == "model.train_id" or config.train.kl_coef > 0):
             hub.need_model(name, key)
     # From here on torch is imported, then transformers.
-    from offline_grpo.run.problems import problems
+    from offline_grpo.run.problems import check_plan
     from offline_grpo.weight_sync.strategy import WeightSync
 
     engine = training_engine(config, client_node)
@@ -129,8 +129,7 @@ def make_plan(config: RunConfig) -> Plan:
             eval_engine, config.eval, weight_sync, has_lora=config.model.lora is not None
         ),
     )
-    for problem in problems(plan):
-        raise ConfigError(problem)
+    check_plan(plan)
     return plan
 
 
@@ -171,18 +170,11 @@ def _evaluation_sync(
         return InProcess()
     if settings.weight_sync == "none" or isinstance(training, Frozen):
         return Frozen()
-    tolerance = settings.tolerance_nats
+    common: dict[str, Any] = {"interval": 1, "tolerance_nats": settings.tolerance_nats}
     if has_lora:
-        return LoraHotswap(interval=1, tolerance_nats=tolerance, server_args={"enable_lora": True})
-
-    def reload(pause_mode: str) -> Reload:
-        return Reload(
-            interval=1, tolerance_nats=tolerance, server_args={}, location=settings.location, pause_mode=pause_mode
-        )
-
-    keeping = reload("keep")
-    # while this run evaluates, none of its requests is in flight during a push
-    return keeping if spec.client_class.engine_name not in keeping.requires.refused else reload("abort")
+        return LoraHotswap(**common, server_args={"enable_lora": True})
+    # "abort" finds nothing to abort: none of this run's requests is in flight there during a push
+    return Reload(**common, server_args={}, location=settings.location, pause_mode="abort")
 
 
 def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
@@ -191,19 +183,14 @@ def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str
     """
     names = [field.name for field in fields(SamplingParams)]
     sampling = _sampling({name: node[name] for name in names if name in node}, "generation")
-    if not sampling.is_full_softmax and not node.get("allow_truncated_sampling", False):
-        off = SamplingParams(max_new_tokens=1)
-        changed = (
-            name for name in ("top_p", "top_k", "repetition_penalty") if getattr(sampling, name) != getattr(off, name)
-        )
-        name = next(changed, None)
-        if name is None:
-            fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0"
-            raise ConfigError(f"generation.temperature=0: {fix}")
-        fix = f"set it to {getattr(off, name):g}, or say that you mean it with generation.allow_truncated_sampling=true"
+    if not node.get("allow_truncated_sampling", False):
+        fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0"
+        require(sampling.temperature > 0, "generation.temperature", 0, fix)
         why = "training on filtered samples biases the policy ratio"
-        raise ConfigError(f"generation.{name}={getattr(sampling, name)}: {why}; {fix}")
-    client = {name: value for name, value in node.items() if name not in names and name != "allow_truncated_sampling"}
+        for name, off in (("top_p", 1), ("top_k", 0), ("repetition_penalty", 1)):
+            fix = f"set it to {off}, or say that you mean it with generation.allow_truncated_sampling=true"
+            require(getattr(sampling, name) == off, f"generation.{name}", getattr(sampling, name), f"{why}; {fix}")
+    client = {name: value for name, value in node.items() if name not in (*names, "allow_truncated_sampling")}
     return sampling, client
 
 

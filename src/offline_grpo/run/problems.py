@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
+from offline_grpo.errors import require
 from offline_grpo.eval.pass_at_k import metric_names
 from offline_grpo.run.config import key_of
-from offline_grpo.run.engine_spec import EngineSpec
 from offline_grpo.train.optimizer import AdamW
 
 if TYPE_CHECKING:
@@ -21,142 +21,111 @@ OF_CLUSTER = ("placement=", "placement.address=")
 """As `OF_OWN_SERVER`, where nothing else of the run is in a Ray cluster."""
 
 
-def problems(plan: Plan) -> Iterator[str]:
-    """Every problem of a plan, as `KEY=VALUE: what to do`."""
-    config = plan.config
-    adapted = config.model.lora is not None and config.model.ref_id in (None, config.model.train_id)
-    if adapted and config.model.ref_device is not None:
-        fix = "under LoRA the reference is the trained model without its adapters; leave it null"
-        yield f"model.ref_device={config.model.ref_device}: {fix}"
-    for is_wrong, key, value, fix in (
-        *_of_weight_sync(plan),
-        *_of_servers(plan),
-        *_of_cluster(plan),
-        *_of_sharding(plan),
-        *_of_metrics(plan),
-    ):
-        if is_wrong:
-            yield f"{key}={value}: {fix}"
+def check_plan(plan: Plan) -> None:
+    """Raise ConfigError for the first parts that do not go together, with key, value and fix."""
+    model = plan.config.model
+    adapted = model.lora is not None and model.ref_id in (None, model.train_id)
+    fix = "under LoRA the reference is the trained model without its adapters; leave it null"
+    require(not adapted or model.ref_device is None, "model.ref_device", model.ref_device, fix)
+    _check_weight_sync(plan)
+    _check_cluster(plan)
+    _check_sharding(plan)
+    _check_metrics(plan)
 
 
-Rule = tuple[bool, str, object, str]
-"""Whether it is broken, the key, its value and what to do."""
-
-
-def _of_weight_sync(plan: Plan) -> Iterator[Rule]:
+def _check_weight_sync(plan: Plan) -> None:
     sync, needs, engine, rank = plan.weight_sync, plan.weight_sync.requires, plan.engine, plan.lora_rank
     name, key = engine.client_class.engine_name, "weight_sync"
     if name in needs.refused:
-        yield True, *needs.refused[name]
-        return
-    fix = (
-        "moves no weights, and these samples do not come from the trained module; use reload, or with LoRA lora_hotswap"
-    )
-    yield not needs.engines and name is not None, key, sync.name, fix
+        require(False, *needs.refused[name])
+    fix = "moves no weights, and these samples do not come from the trained module; use reload, or lora_hotswap"
+    require(bool(needs.engines) or name is None, key, sync.name, fix)
     fix = f"is for a {' or '.join(needs.engines)} server; use another generation, or another weight_sync"
-    yield bool(needs.engines) and name not in needs.engines, key, sync.name, fix
+    require(not needs.engines or name in needs.engines, key, sync.name, fix)
     fix = "moves all weights, and with model.lora only adapters change; use weight_sync=lora_hotswap"
-    yield rank is not None and needs.moves == "full", key, sync.name, fix
+    require(rank is None or needs.moves != "full", key, sync.name, fix)
     fix = "moves LoRA adapters and the policy has none; add model/lora=default, or choose another"
-    yield rank is None and needs.moves == "lora", key, sync.name, fix
+    require(rank is not None or needs.moves != "lora", key, sync.name, fix)
     room = needs.max_lora_rank
-    is_small = engine.base_url is None and rank is not None and room is not None and rank > room
+    fits = engine.base_url is not None or rank is None or room is None or rank <= room
     fix = f"the adapters have rank {rank}; set it to the next of 16, 32, 64, 128, ..."
-    yield is_small, "weight_sync.server_args.max_lora_rank", room, fix
-    fix = (
-        f"weight_sync={sync.name} starts servers of its own again and again; set it to null, or use another weight_sync"
-    )
-    yield needs.own_server and engine.base_url is not None, "generation.base_url", engine.base_url, fix
+    require(fits, "weight_sync.server_args.max_lora_rank", room, fix)
+    fix = f"weight_sync={sync.name} starts servers of its own; set it to null, or use another weight_sync"
+    require(not needs.own_server or engine.base_url is None, "generation.base_url", engine.base_url, fix)
     in_flight = plan.config.rollouts.get("in_flight")
     if needs.in_flight:
         can = needs.in_flight[0]
         fix = f"weight_sync={sync.name} does {can} (weight_sync.pause_mode, which follows this key); use {can}"
     else:
         fix = f"weight_sync={sync.name} sends no weights while requests run; use reload, or with LoRA lora_hotswap"
-    yield in_flight is not None and in_flight not in needs.in_flight, "rollouts.in_flight", in_flight, fix
-
-
-def _of_servers(plan: Plan) -> Iterator[Rule]:
-    engine, sync = plan.engine, plan.weight_sync
-    key, value = (
-        ("generation.base_url", engine.base_url) if engine.base_urls else ("placement.num_engines", engine.num_managed)
-    )
-    is_wrong = engine.num_servers > 1 and sync.requires.one_engine
+    require(in_flight is None or in_flight in needs.in_flight, "rollouts.in_flight", in_flight, fix)
+    key, value = "placement.num_engines", str(engine.num_managed)
+    if engine.base_urls:
+        key, value = "generation.base_url", str(engine.base_url)
+    is_one = max(engine.num_managed, len(engine.base_urls)) < 2
     fix = f"serves one engine: the policy shares its memory; use one, or another weight_sync than {sync.name}"
-    yield is_wrong, key, value, fix
+    require(is_one or not needs.one_engine, key, value, fix)
 
 
-def _of_cluster(plan: Plan) -> Iterator[Rule]:
+def _check_cluster(plan: Plan) -> None:
     placement, sync = plan.config.placement, plan.weight_sync
-    if placement.address is None:
-        return
-    scores = placement.score_on_cluster
     is_safe = getattr(plan.data.task, "scores_safely", False)
     fix = "this task's scores are computed in the run's process, as they cannot misbehave; leave it at false"
-    yield scores and is_safe, "placement.score_on_cluster", scores, fix
-    if plan.engine.launcher is None:
+    require(not (placement.score_on_cluster and is_safe), "placement.score_on_cluster", "true", fix)
+    if placement.address is None or plan.engine.launcher is None:
         return
     devices = placement.engine_devices
     fix = "are this machine's, and with placement=ray the cluster gives each server its GPUs; leave it at null"
-    yield devices is not None, "placement.engine_devices", devices, fix
+    require(devices is None, "placement.engine_devices", devices, fix)
     fix = f"weight_sync={sync.name} needs a server on the trainer's GPU; use nccl, reload, or with LoRA lora_hotswap"
-    yield sync.requires.placement == "same", "placement.address", placement.address, fix
+    require(sync.requires.placement != "same", "placement.address", placement.address, fix)
     fix = "rollouts=atropos gives its environments one address, and a server may move; use placement=default"
-    yield plan.config.rollouts.get("url") is not None, "placement.address", placement.address, fix
+    require(plan.config.rollouts.get("url") is None, "placement.address", placement.address, fix)
 
 
-def _of_sharding(plan: Plan) -> Iterator[Rule]:
+def _check_sharding(plan: Plan) -> None:
     train, sync = plan.config.train, plan.weight_sync
     if train.sharding != "fsdp2":
         return
     fix = "the server shares whole weights, and train.sharding=fsdp2 spreads them; use nccl, ipc or reload"
-    yield sync.requires.shares_weights, "weight_sync", sync.name, fix
-    is_other = type(plan.optimizer) is not AdamW or plan.optimizer.offload
+    require(not sync.requires.shares_weights, "weight_sync", sync.name, fix)
+    is_spread = type(plan.optimizer) is AdamW and not plan.optimizer.offload
     fix = "train.sharding=fsdp2 spreads the state of torch's AdamW alone; use train/optimizer=adamw without offload"
-    yield is_other, "train.optimizer", train.optimizer["_target_"], fix
+    require(is_spread, "train.optimizer", train.optimizer["_target_"], fix)
 
 
-def _of_metrics(plan: Plan) -> Iterator[Rule]:
+def _check_metrics(plan: Plan) -> None:
     config, plain = plan.config, metric_names(plan.config.eval.ks, plan.config.eval.replicates)
     tasks = sorted({problem.task for problem in plan.data.held_out} - {""})
     names = [*plain, *(f"task/{task}/{name}" for task in tasks for name in plain)]
     stop_when = config.train.stop_when.metric if config.train.stop_when.is_active else None
     is_frozen = plan.eval_weight_sync.requires.moves == "nothing"
-    watched = {"checkpoint.keep_best": config.checkpoint.keep_best, "train.stop_when.metric": stop_when}
-    for key, metric in watched.items():
+    for key, metric in ("checkpoint.keep_best", config.checkpoint.keep_best), ("train.stop_when.metric", stop_when):
         if metric is not None:
-            yield not config.eval.enabled, key, metric, "nothing is measured with eval.enabled=false"
+            require(config.eval.enabled, key, metric, "nothing is measured with eval.enabled=false")
             fix = f"no such evaluation metric; choose one of {', '.join(names)}"
-            yield metric.removeprefix("-") not in names, key, metric, fix
-            yield is_frozen, key, metric, "evaluations ask a server that gets no weights (weight_sync=none)"
+            require(metric.removeprefix("-") in names, key, metric, fix)
+            require(not is_frozen, key, metric, "evaluations ask a server that gets no weights (weight_sync=none)")
 
 
-def idle_overrides(overrides: Sequence[str], cfg: DictConfig, plan: Plan) -> Iterator[str]:
-    """Every override of the command line that would do nothing in this run.
-
-    Values from files are let through: those of a preset are meant for runs that start a server too.
+def idle_overrides(overrides: Sequence[str], rollouts: DictConfig, plan: Plan) -> Iterator[str]:
+    """A line for each override of the command line that would do nothing in this run. Values from files are let
+    through: those of a preset are meant for runs that start a server too.
 
     Args:
-        cfg: the composed configuration, whose interpolations are not resolved.
+        rollouts: the group with its interpolations, which say what a source reads of other groups.
     """
-    if plan.engine.launcher is None:
-        yield from _without_own_server(overrides, plan.engine, uses_cluster=_uses_cluster(plan))
-    if plan.data.train is None and cfg.rollouts.get("environment") is None:  # an environment of the run's reads `data`
-        read = OmegaConf.to_yaml(cfg.rollouts, resolve=False)
+    engine, placement = plan.engine, plan.config.placement
+    if engine.launcher is None:
+        uses_cluster = placement.score_on_cluster or placement.trainer == "ray"
+        found = f"the server at generation.base_url={engine.base_url} runs already"
+        where = found if engine.base_urls else "the run starts no server"
+        for setting in (override.lstrip("+~") for override in overrides):
+            if setting.startswith(OF_OWN_SERVER if uses_cluster else (*OF_OWN_SERVER, *OF_CLUSTER)):
+                yield f"{setting}: {where}, so this would do nothing; leave it out, or set generation.base_url=null"
+    if plan.data.train is None and rollouts.get("environment") is None:  # an environment of the run's reads `data`
+        read = OmegaConf.to_yaml(rollouts, resolve=False)
         for override in overrides:
             key = key_of(override)
             if key.startswith("data.") and key != "data.resample_zero_signal" and f"${{{key}}}" not in read:
                 yield f"{override}: this source does not read it, so it would do nothing; see conf/rollouts for its own"
-
-
-def _uses_cluster(plan: Plan) -> bool:
-    """Whether something else than servers is in the Ray cluster."""
-    return plan.config.placement.score_on_cluster or plan.config.placement.trainer == "ray"
-
-
-def _without_own_server(overrides: Sequence[str], engine: EngineSpec, *, uses_cluster: bool) -> Iterator[str]:
-    url = engine.base_url
-    where = "the run starts no server" if url is None else f"the server at generation.base_url={url} runs already"
-    for setting in (override.lstrip("+~") for override in overrides):
-        if setting.startswith(OF_OWN_SERVER if uses_cluster else (*OF_OWN_SERVER, *OF_CLUSTER)):
-            yield f"{setting}: {where}, so this would do nothing; leave it out, or set generation.base_url=null"

@@ -1,22 +1,35 @@
-"""Checks the prompts of a run in the model's tokens, before weights are read."""
+"""Checks the model's files against the plan, and the prompts in the model's tokens, before weights are read."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.model.load import context_length
+from offline_grpo.model.load import context_length, load_tokenizer, read_model_config
 from offline_grpo.model.text import encode
 from offline_grpo.run.plan import Plan
-from offline_grpo.types import Problem
 
 MAX_LOOKED_AT = 10_000
 """Of more problems, so many: a client checks every prompt again when it is sampled."""
 
 log = logging.getLogger(__name__)
+
+
+def check_model(plan: Plan, model_id: str) -> tuple[int, int]:
+    """config.json and the tokenizer of the model against the settings. Returns and raises what `check_prompts` does."""
+    config = plan.config.model
+    if config.trust_remote_code:
+        log.warning("model.trust_remote_code=true: Python code that comes with %s is executed", model_id)
+    if plan.loss.kl_coef > 0 and config.ref_id is not None:
+        read_model_config(config.ref_id, "model.ref_id", trust_remote_code=config.trust_remote_code)
+    model_config = read_model_config(model_id, "model.train_id", trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(model_id, trust_remote_code=config.trust_remote_code)
+    if tokenizer.chat_template is None:
+        without = "has no chat template, so a prompt is the plain contents of its messages, line by line"
+        log.warning("model.train_id=%s: %s", model_id, without)
+    return check_prompts(plan, model_id, tokenizer, model_config)
 
 
 def check_prompts(
@@ -30,47 +43,32 @@ def check_prompts(
         its context.
     """
     context, vocab_size = context_length(model_config), model_config.get_text_config().vocab_size
-    found: list[int] = []
-    unreadable: list[str] = []
     limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
-    if limit is not None:
-        found = [0, max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)]
-    for key, problems, sampling in (
-        ("generation", plan.data.train, plan.sampling),
-        ("eval", plan.data.held_out, plan.eval_sampling),
+    found = [] if limit is None else [0, max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)]
+    unreadable: list[str] = []
+    for key, problems, max_new_tokens in (
+        ("generation.max_new_tokens", plan.data.train or [], plan.sampling.max_new_tokens),
+        ("eval.max_new_tokens", plan.data.held_out, plan.eval_sampling.max_new_tokens),
     ):
-        chosen = (problems or [])[:MAX_LOOKED_AT]
-        prompts = [encode(tokenizer, problem.messages) for problem in chosen]
-        lengths = list(map(len, prompts))
-        if context is not None:
-            _check_lengths(key, chosen, lengths, sampling.max_new_tokens, context)
-        for problem, prompt in zip(chosen, prompts, strict=True):
-            found_token = f"its tokenizer gives token {max(prompt, default=0)} for problem {problem.problem_id}"
-            fix = f"{found_token}, and the model has {vocab_size} (config.json: vocab_size); take another copy of it"
-            require(max(prompt, default=0) < vocab_size, "model.train_id", model_id, fix)
+        prompts = [encode(tokenizer, problem.messages) for problem in problems[:MAX_LOOKED_AT]]
+        for problem, prompt in zip(problems, prompts, strict=False):
+            largest = max(prompt, default=0)
+            fix = (
+                f"its tokenizer gives token {largest} for problem {problem.problem_id}, and the model has {vocab_size}"
+            )
+            require(largest < vocab_size, "model.train_id", model_id, f"{fix} tokens; take another copy of it")
             if tokenizer.unk_token_id in prompt:
                 unreadable.append(problem.messages[-1]["content"])
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths, default=0)
+        if context is not None and longest + max_new_tokens > context:
+            num_too_long = sum(length >= context for length in lengths)
+            fix = f"leave out the {num_too_long} of {len(lengths)} problems that are as long, or use a model with more"
+            fix = f"use {key}={context - longest} or less" if longest < context else fix
+            excess = f"with the longest prompt of {longest} tokens that is beyond the model's context of {context}"
+            raise ConfigError(f"{key}={max_new_tokens}: {excess}; {fix}")
         found += lengths
     if unreadable:
-        log.warning(
-            "model.train_id=%s: its tokenizer lacks characters of %d prompts, such as %r; use another model",
-            model_id,
-            len(unreadable),
-            unreadable[0][:60],
-        )
+        lacks = f"lacks characters of {len(unreadable)} prompts, such as {unreadable[0][:60]!r}"
+        log.warning("model.train_id=%s: its tokenizer %s; use another model", model_id, lacks)
     return min(found, default=0), max(found, default=0)
-
-
-def _check_lengths(
-    key: str, problems: Sequence[Problem], lengths: Sequence[int], max_new_tokens: int, context: int
-) -> None:
-    longest = max(lengths, default=0)
-    if longest + max_new_tokens <= context:
-        return
-    name = f"{key}.max_new_tokens"
-    excess = f"with the longest prompt of {longest} tokens that is beyond the model's context of {context}"
-    require(longest >= context, name, max_new_tokens, f"{excess}; use {name}={context - longest} or less")
-    num_too_long, named = sum(length >= context for length in lengths), problems[lengths.index(longest)].problem_id
-    fix = f"leave out the {num_too_long} of {len(lengths)} problems that are as long, or use a model with more"
-    excess = f"the prompt of problem {named} has {longest} tokens, and the model's context is {context}"
-    raise ConfigError(f"model.train_id: {excess}; {fix}")

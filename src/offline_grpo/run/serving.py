@@ -48,39 +48,39 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
         EngineError: nobody answers there.
         ConfigError: a server lacks what weight sync needs; names the command that starts a right one.
     """
-    for_environments = plan.config.rollouts.get("url") is not None
-    for server in found_servers(plan.engine, Path()):
-        _check_server(server, plan, plan.engine, plan.weight_sync, model_id, for_environments=for_environments)
-    if plan.eval_engine is not None:
-        for server in found_servers(plan.eval_engine, Path()):
-            _check_server(server, plan, plan.eval_engine, plan.eval_weight_sync, model_id, for_environments=False)
+    asked = [(plan.engine, plan.weight_sync)]
+    asked += [] if plan.eval_engine is None else [(plan.eval_engine, plan.eval_weight_sync)]
+    for spec, weight_sync in asked:
+        for server in found_servers(spec, Path()):
+            server.start(model_id)
+            control = spec.client_class.control(server)
+            control.check_version()
+            lack = control.lacks(weight_sync.requires.moves)
+            asked_by_environments = spec is plan.engine and plan.config.rollouts.get("url") is not None
+            if asked_by_environments and not server.api.has("/generate"):
+                lack = "has no POST /generate, which environments call (--middleware offline_grpo_generate.Generate)"
+            elif lack is not None and weight_sync.requires.moves == "nothing":
+                log.warning(
+                    "%s=%s: that server %s; weight_sync=none uses it as it is", server.key, server.base_url, lack
+                )
+                continue
+            if lack is not None:
+                fix = f"that server {lack}; see docs/weight_sync.md, Your own server"
+                raise ConfigError(
+                    f"{server.key}={server.base_url}: {fix}{_right_server(server, plan, spec, weight_sync, model_id)}"
+                )
 
 
-def _check_server(
-    server: Server, plan: Plan, spec: EngineSpec, weight_sync: WeightSync, model_id: str, *, for_environments: bool
-) -> None:
-    needs = weight_sync.requires
-    server.start(model_id)
-    control = spec.client_class.control(server)
-    control.check_version()
-    lack = control.lacks(needs.moves)
-    lacks_generate = for_environments and not server.api.has("/generate")
-    if lacks_generate:
-        lack = "has no POST /generate, which environments call (--middleware offline_grpo_generate.Generate)"
-    if lack is None:
-        return
-    if needs.moves == "nothing" and not lacks_generate:
-        log.warning("%s=%s: that server %s; weight_sync=none uses it as it is", server.key, server.base_url, lack)
-        return
-    message = f"{server.key}={server.base_url}: that server {lack}; see docs/weight_sync.md, Your own server"
-    if (launcher := LAUNCHERS.get(spec.client_class.engine_name)) is not None:
-        room = {} if plan.lora_rank is None else {"max_lora_rank": room_for(plan.lora_rank)}
-        args = {"dtype": TORCH_NAMES[plan.config.train.precision], **needs.server_args, **room}
-        command = launcher.by_hand(
-            model_id, server.base_url, has_key=spec.api_key is not None, args=args, env=needs.env
-        )
-        message += f". Start one that has it: {command}"
-    raise ConfigError(message)
+def _right_server(server: Server, plan: Plan, spec: EngineSpec, weight_sync: WeightSync, model_id: str) -> str:
+    """The command that starts a server which has what weight sync needs; "" for a client of the user's own."""
+    launcher = LAUNCHERS.get(spec.client_class.engine_name)
+    if launcher is None:
+        return ""
+    needs, room = weight_sync.requires, {} if plan.lora_rank is None else {"max_lora_rank": room_for(plan.lora_rank)}
+    args = {"dtype": TORCH_NAMES[plan.config.train.precision], **needs.server_args, **room}
+    has_key = spec.api_key is not None
+    command = launcher.by_hand(model_id, server.base_url, has_key=has_key, args=args, env=needs.env)
+    return f". Start one that has it: {command}"
 
 
 def found_servers(spec: EngineSpec, log_dir: Path) -> list[Server]:
@@ -104,24 +104,15 @@ def training_servers(
 
     def make() -> list[tuple[str, str | None]]:
         if plan.engine.launcher is not None:
-            server, needs, log_numbers = server_maker(plan, gpus, stack), plan.weight_sync.requires, count()
-            servers.extend(
-                server(
-                    launcher=plan.engine.launcher,
-                    log_dir=run_folder,
-                    args=needs.server_args,
-                    env=needs.env,
-                    log_numbers=log_numbers,
-                    number=number,
-                )
-                for number in range(plan.engine.num_managed)
-            )
+            server, needs = server_maker(plan, gpus, stack), plan.weight_sync.requires
+            about = {"launcher": plan.engine.launcher, "args": needs.server_args, "env": needs.env}
+            about |= {"log_dir": run_folder, "log_numbers": count()}
+            servers.extend(server(number=number, **about) for number in range(plan.engine.num_managed))
         return [(server.base_url, server.api_key) for server in servers]
 
     addresses = ranks.on_main(make)
-    servers = servers or [
-        Server(base_url=url, api_key=key, launcher=None, log_dir=run_folder) for url, key in addresses
-    ]
+    if not servers:
+        servers = [Server(base_url=url, api_key=key, log_dir=run_folder) for url, key in addresses]
     for each in servers:
         stack.callback(each.stop)
     return servers
@@ -166,35 +157,21 @@ def deployments(
     Args:
         servers: see `training_servers`.
     """
-    training = _deployment(plan.engine, servers, plan.weight_sync, plan.sampling, policy, sharding, ranks)
+
+    def deployment(
+        spec: EngineSpec, servers: Sequence[Server], sync: WeightSync, sampling: SamplingParams
+    ) -> Deployment:
+        runtime = {"model": policy.model, "tokenizer": policy.tokenizer, "vocab_size": policy.vocab_size}
+        runtime["eos_ids"] = end_ids(policy.causal_lm.generation_config, policy.tokenizer)
+        clients = [
+            build(spec.client_node, key=spec.key, protocol=RolloutClient, server=server, **runtime)
+            for server in servers or [None]
+        ]
+        inner = OneDeployment([engine_of(client, sampling) for client in clients], sync, sharding.full_weights)
+        return RankZeroDeployment(inner, ranks, sharding.lead) if servers and ranks.world_size > 1 else inner
+
+    training = deployment(plan.engine, servers, plan.weight_sync, plan.sampling)
     if plan.eval_engine is None:
         return training, training
     found = found_servers(plan.eval_engine, run_folder)
-    sync, sampling = plan.eval_weight_sync, plan.eval_sampling
-    return training, _deployment(plan.eval_engine, found, sync, sampling, policy, sharding, ranks)
-
-
-def _deployment(
-    spec: EngineSpec,
-    servers: Sequence[Server],
-    weight_sync: WeightSync,
-    sampling: SamplingParams,
-    policy: Policy,
-    sharding: Sharding,
-    ranks: Ranks,
-) -> Deployment:
-    clients = [
-        build(
-            spec.client_node,
-            key=spec.key,
-            protocol=RolloutClient,
-            model=policy.model,
-            tokenizer=policy.tokenizer,
-            server=server,
-            eos_ids=end_ids(policy.causal_lm.generation_config, policy.tokenizer),
-            vocab_size=policy.vocab_size,
-        )
-        for server in servers or [None]
-    ]
-    inner = OneDeployment([engine_of(client, sampling) for client in clients], weight_sync, sharding.full_weights)
-    return RankZeroDeployment(inner, ranks, sharding.lead) if servers and ranks.world_size > 1 else inner
+    return training, deployment(plan.eval_engine, found, plan.eval_weight_sync, plan.eval_sampling)

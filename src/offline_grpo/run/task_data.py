@@ -1,52 +1,30 @@
-"""A run's problems: those that it trains on, and those that it evaluates on."""
+"""A run's problems: those that it trains on, those that it evaluates on, and where completions of them are scored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+import pickle
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.interfaces import RolloutClient, Task, TextCodec
-from offline_grpo.rollouts.store.recorder import Origin
+from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.run_dir import refuse_written
 from offline_grpo.settings import RunConfig
 from offline_grpo.task.mixture import of_task
 from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
 from offline_grpo.task.problems import MANY, prompt_key
-from offline_grpo.types import Problem, SamplingParams, Split
+from offline_grpo.types import Problem, Split
 
-
-@dataclass(frozen=True, kw_only=True)
-class SourceRuntime:
-    """The objects that a rollout source's constructor may ask for by these names; they exist once the model is loaded.
-
-    Args:
-        problems: None where the source needs none.
-        context: tokens that the model can read; None if it does not say.
-        trainer_version: how many updates the trainer has made.
-        updates_per_iteration, num_iterations: that are planned.
-    """
-
-    client: RolloutClient
-    task: Task
-    problems: Sequence[Problem] | None
-    codec: TextCodec
-    vocab_size: int
-    context: int | None
-    sampling: SamplingParams
-    run_folder: Path
-    model_id: str
-    origin: Origin
-    rank: int
-    world_size: int
-    trainer_version: Callable[[], int]
-    updates_per_iteration: int
-    num_iterations: int
-
+SOURCE_RUNTIME = (
+    *("client", "task", "problems", "codec", "vocab_size", "context", "sampling", "run_folder", "model_id", "origin"),
+    *("rank", "world_size", "trainer_version", "updates_per_iteration", "num_iterations"),
+)
+"""Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
 
 MAX_PROBLEMS = 1_000_000
 ENDLESS_TASK_PROBLEMS = 10_000
@@ -66,9 +44,7 @@ class TaskData:
 
     @cached_property
     def near_duplicates(self) -> Sequence[NearDuplicate]:
-        """Looked for when somebody asks: it takes up to a second, which neither a refused start nor a further process
-        should.
-        """
+        """Takes up to a second, which neither a refused start nor a further process should."""
         return near_duplicates(self.train or (), self.held_out)
 
 
@@ -92,25 +68,22 @@ def task_data(config: RunConfig) -> TaskData:
         have.
     """
     source = resolve(config.rollouts, "rollouts")
-    record = config.rollouts.get("record")
-    require(record is None or isinstance(record, bool), "rollouts.record", record, "must be true or false")
+    require(isinstance(records(config), bool), "rollouts.record", records(config), "must be true or false")
     settings = {name: value for name, value in source_node(config).items() if name != "_target_"}
-    runtime = [field.name for field in fields(SourceRuntime) if field.name != "problems" or source.needs_problems]
+    runtime = [name for name in SOURCE_RUNTIME if name != "problems" or source.needs_problems]
     check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
     source.check(config)
     named = config.rollouts.get("path") or []
     for path in [named] if isinstance(named, str) else named:
         refuse_written(Path(path), f"rollouts.path={path}")
     task = build_task(config.task)
-    if source.needs_problems and config.data.shuffle and getattr(task, "is_ordered", False):
-        raise ConfigError(
-            "data.shuffle=true: this task's problems are in an order that matters (task.levels); set data.shuffle=false"
-        )
-    train = train_problems(task, config) if source.needs_problems else None
     held_out = held_out_problems(task, config) if config.eval.enabled else []
-    if train is None or not config.eval.enabled:
-        return TaskData(task, train, held_out)
-    kept = without_held_out(train, task, held_out)
+    if not source.needs_problems:
+        return TaskData(task, None, held_out)
+    fix = "this task's problems are in an order that matters (task.levels); set data.shuffle=false"
+    require(not (config.data.shuffle and getattr(task, "is_ordered", False)), "data.shuffle", "true", fix)
+    train = train_problems(task, config)
+    kept = without_held_out(train, task, held_out) if config.eval.enabled else train
     return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept))
 
 
@@ -127,48 +100,37 @@ def records(config: RunConfig) -> bool:
 def train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     """The problems that `data` chooses, before those that are held out are left out of them."""
     available = task.problems(Split.TRAIN)
-    first = config.data.train_seed_start
-    count = config.data.num_train_seeds
+    first, count = config.data.train_seed_start, config.data.num_train_seeds
     if count is None:
         last = len(available) if len(available) < MANY else first + ENDLESS_TASK_PROBLEMS
-        return _slice(available, range(first, last), "data.train_seed_start", first)
-    return _slice(available, range(first, first + count), "data.num_train_seeds", count)
+        return _chosen(available, range(first, last), "data.train_seed_start", first)
+    return _chosen(available, range(first, first + count), "data.num_train_seeds", count)
 
 
 def held_out_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     """The problems that evaluations ask."""
     available = task.problems(Split.EVAL)
     if config.eval.ids:
-        return _slice(available, config.eval.ids, "eval.ids", config.eval.ids)
+        return _chosen(available, config.eval.ids, "eval.ids", config.eval.ids)
     first, wanted = config.eval.id_seed_start, config.eval.num_ids
     left = max(len(available) - first, 0)
-    if isinstance(wanted, int):
-        return _slice(available, range(first, first + wanted), "eval.num_ids", wanted)
-    count = left if wanted == "all" else min(left, EVAL_PROBLEMS)
-    key, value = ("eval.id_seed_start", first) if left == 0 else ("eval.num_ids", wanted)
-    return _slice(available, range(first, first + count), key, value)
+    if left == 0:
+        return _chosen(available, [], "eval.id_seed_start", first)
+    count = wanted if isinstance(wanted, int) else left if wanted == "all" else min(left, EVAL_PROBLEMS)
+    return _chosen(available, range(first, first + count), "eval.num_ids", wanted)
 
 
-def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:
-    if not indices:
-        raise ConfigError(f"{key}={value}: no problem is left, the task has {len(available)}")
-    # one answer, counted as several, makes intervals too narrow
-    if not isinstance(indices, range) and len(set(indices)) < len(indices):
-        twice = next(i for i in indices if indices.count(i) > 1)
-        raise ConfigError(f"{key}={value}: names problem {twice} more than once; name each once")
-    ends = (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
-    if ends[0] < 0 or ends[1] >= len(available):
-        fix = "; eval.num_ids=all takes every one" if key == "eval.num_ids" else ""
-        wrong = ends[0] if ends[0] < 0 else ends[1]
-        raise ConfigError(
-            f"{key}={value}: asks for problem {wrong} and the task has {len(available)} (0 to "
-            f"{len(available) - 1}){fix}"
-        )
-    if len(indices) > MAX_PROBLEMS:
-        fix = "data.num_train_seeds" if key.startswith("data.") else "eval.num_ids"
-        raise ConfigError(
-            f"{key}={value}: {len(indices):,} problems are more than {MAX_PROBLEMS:,}; set {fix} to a number below that"
-        )
+def _chosen(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:
+    require(len(indices) > 0, key, value, f"no problem is left, the task has {len(available)}")
+    if not isinstance(indices, range):  # one answer, counted as several, makes intervals too narrow
+        require(len(set(indices)) == len(indices), key, value, "names a problem more than once; name each once")
+    fix = "; eval.num_ids=all takes every one" if key == "eval.num_ids" else ""
+    for wrong in {min(indices), max(indices)} if not isinstance(indices, range) else {indices[0], indices[-1]}:
+        known = f"the task has {len(available)} (0 to {len(available) - 1}){fix}"
+        require(0 <= wrong < len(available), key, value, f"asks for problem {wrong} and {known}")
+    fix = "data.num_train_seeds" if key.startswith("data.") else "eval.num_ids"
+    fix = f"{len(indices):,} problems are more than {MAX_PROBLEMS:,}; set {fix} to a number below that"
+    require(len(indices) <= MAX_PROBLEMS, key, value, fix)
     chosen = [available[i] for i in indices]
     # an answer that is a number equals no completion, and every reward would be 0
     wrong = next((each for each in chosen if not isinstance(each, Problem) or not isinstance(each.answer, str)), None)
@@ -180,19 +142,57 @@ def _slice(available: Sequence[Problem], indices: Sequence[int], key: str, value
 
 
 def without_held_out(train: Sequence[Problem], task: Task, held_out: Sequence[Problem]) -> Sequence[Problem]:
-    """The training problems whose prompts are not in the evaluation's split: what is evaluated on must stay what it is.
-
-    Of a split without end, only those that the run evaluates on are looked at.
+    """The training problems whose prompts are not in the evaluation's split. Of a split without end, only those that
+    the run evaluates on are looked at.
     """
     available = task.problems(Split.EVAL)
-    prompts = {prompt_key(problem): problem for problem in (available if len(available) <= MAX_PROBLEMS else held_out)}
+    prompts = {prompt_key(problem) for problem in (available if len(available) <= MAX_PROBLEMS else held_out)}
     kept = [problem for problem in train if prompt_key(problem) not in prompts]
     if not kept:
-        first = train[0].problem_id
         raise ConfigError(
-            f"eval.id_seed_start: every training problem is held out too ({first} as "
-            f"{prompts[prompt_key(train[0])].problem_id}); choose "
-            "ranges (data.train_seed_start, data.num_train_seeds, eval.id_seed_start, eval.num_ids), splits or "
-            "files that differ"
+            "eval.id_seed_start: every training problem is held out too; choose ranges (data.train_seed_start, "
+            "data.num_train_seeds, eval.id_seed_start, eval.num_ids), splits or files that differ"
         )
     return train if len(kept) == len(train) else kept
+
+
+def isolated(
+    task: Task,
+    config: RunConfig,
+    folder: Path | None,
+    stack: ExitStack,
+    *,
+    num_processes: int = 1,
+    on_cluster: bool = False,
+) -> Task:
+    """The task, scored in processes that `stack` ends, or the task itself where it may be scored here.
+
+    Args:
+        folder: its file `scoring.log` gets what the code that scores prints; None: that is thrown away.
+        num_processes: that share the workers, each with at least one.
+        on_cluster: on each machine of the Ray cluster.
+    """
+    settings = config.scoring
+    if settings.workers == 0 or getattr(task, "scores_safely", False):
+        return task
+    from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
+    from offline_grpo.generation.scoring.worker import Setup
+
+    setup = Setup(
+        make_task=pickle.dumps(partial(build_task, config.task)),
+        preload=(build_task.__module__, *getattr(task, "worker_imports", ())),
+        num_workers=-(-settings.workers // num_processes),
+        timeout_s=settings.timeout_s,
+        memory_bytes=settings.memory_mib * 2**20,
+        printed=None if folder is None else folder.absolute() / "scoring.log",
+    )
+    if on_cluster:
+        from offline_grpo.generation.scoring.cluster import ClusterScorers
+
+        assert config.placement.address is not None
+        scorers = ClusterScorers(config.placement.address, config.placement.ray_init, setup)
+    else:
+        scorers = Scorers(setup)
+    isolated_task = IsolatedTask(task, scorers, settings)
+    stack.callback(isolated_task.close)
+    return isolated_task

@@ -29,8 +29,7 @@ from offline_grpo.generation.judging import Judgement
 from offline_grpo.model.text import TokenizerCodec, cut_at_stop
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.run import config as conf
-from offline_grpo.run.isolate import isolated
-from offline_grpo.run.task_data import build_task, held_out_problems, train_problems, without_held_out
+from offline_grpo.run.task_data import build_task, held_out_problems, isolated, train_problems, without_held_out
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Problem, Score

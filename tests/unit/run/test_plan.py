@@ -9,7 +9,7 @@ from recorded import write_store
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.run import app, assemble
 from offline_grpo.run.config import typed
-from offline_grpo.run.describe import describe_batches, describe_staleness
+from offline_grpo.run.describe import describe_batches, warnings
 from offline_grpo.run.plan import make_plan
 from offline_grpo.run.problems import idle_overrides
 
@@ -19,47 +19,30 @@ IN_PROCESS = "offline_grpo.generation.transformers_client.TransformersClient"
 TWO = "placement.num_engines=2"
 LISTED = "generation=vllm_server weight_sync=reload generation.base_url=[http://127.0.0.1:1,http://127.0.0.1:2]"
 REFUSED = {
-    TWO: "placement.num_engines=2",
     f"{OWN} {TWO}": "placement.num_engines=2: serves one engine",
     "model/lora=default model.ref_device=cpu": "model.ref_device=cpu",
-    f"{OWN} {TWO} weight_sync=reload engine.port=65535": "engine.port=65535",
-    f"{LISTED} placement.num_engines=3": "placement.num_engines=3",
     f"{LISTED} weight_sync=shared_vllm": "generation.base_url=[http://127.0.0.1:1,http://127.0.0.1:2]: serves one",
-    f"{OWN} generation.base_url=[]": "generation.base_url=[]",
     f"{OWN} generation.base_url=[http://a:1,http://a:1/v1/]": "generation.base_url=[http://a:1,http://a:1/v1/]",
     f"{OWN} generation.base_url=[http://a:1,b]": "generation.base_url=b",
-    f"{FOUND} eval.base_url=http://a:99999": "eval.base_url=http://a:99999",
-    f"{OWN} rollouts=atropos weight_sync=reload {TWO}": "placement.num_engines=2",
     "generation.top_p=0.9": "generation.top_p=0.9",
     "generation.temperature=0 eval.temperature=1": "generation.temperature=0",
-    "generation.max_new_tokens=many eval.max_new_tokens=8": "generation.max_new_tokens='many'",
     "generation.max_new_tokens=512": "generation.max_new_tokens=512: leaves no room",
     "generation.max_new_tokens=508": "generation.max_new_tokens=508: with the longest prompt of 7",
-    "generation._target_=offline_grpo.generation.Nothing": "generation._target_=",
-    "train.loss.clip_low=fast": "train.loss.clip_low='fast'",
     "train.loss.ratio_reference=rollout": "train.loss.importance_correction",
-    "train.batch_size=null": "train.batch_size=None",
     "train.sharding=fsdp2 train.precision=fp16": "train.precision=fp16",
     "checkpoint.keep_best=pass@9": "checkpoint.keep_best=pass@9",
     "eval.num_ids=100000": "eval.num_ids=100000",
-    "eval.ids=[3,1,3]": "eval.ids=[3, 1, 3]: names problem 3 more than once",
+    "eval.ids=[3,1,3]": "eval.ids=[3, 1, 3]: names a problem more than once",
     "train.stop_when.threshold=nan": "train.stop_when.threshold=nan",
-    "model.device=cuda:77": "model.device=cuda:77",
     "model.layout=varlen model.device=cpu": "model.layout=varlen",
-    f"model.train_id={__file__}": f"model.train_id={__file__}",
     "model.train_id=/no/such/model": "model.train_id=/no/such/model",
     f"{FOUND} weight_sync=restart": "generation.base_url=http://127.0.0.1:1: weight_sync=restart starts",
     f"{OWN} weight_sync=lora_hotswap model/lora=default model.lora.r=32": "weight_sync.server_args.max_lora_rank=16",
-    f"{OWN} weight_sync=lora_hotswap": "weight_sync=lora_hotswap: moves LoRA adapters and the policy has none",
     f"{OWN} weight_sync=reload model/lora=default": "weight_sync=reload: moves all weights",
     f"{OWN} weight_sync=restart mode=async": "rollouts.in_flight=keep: weight_sync=restart sends no weights",
-    "generation=sglang_server weight_sync=nccl": "weight_sync=nccl: is for a vLLM server",
     "generation=sglang_server weight_sync=reload": "weight_sync.pause_mode=keep: SGLang loads weights only",
-    f"{FOUND} weight_sync=ipc model.device=cpu": "model.device=cpu",
-    "eval.weight_sync=none": "eval.weight_sync=none",
     "weight_sync=none": "weight_sync=none",
     f"{OWN} generation.timeout_s=0 eval.timeout_s=1": "generation.timeout_s=0",
-    "generation.stop=[''] eval.stop=[]": "generation.stop=",
     f"eval.backend={{_target_:{IN_PROCESS},batch_size:0}}": "eval.backend.batch_size=0",
 }
 """Overrides -> how the refusal begins."""
@@ -88,105 +71,61 @@ def test_bad_input_is_refused_and_leaves_nothing(overrides, output_dir, tmp_path
     assert list((tmp_path).glob("outputs/*")) == []
 
 
-def idle(*words, start):
-    cfg = compose_config(*start.split())
-    return list(idle_overrides(words, cfg, make_plan(typed(cfg))))
-
-
 @pytest.mark.parametrize("start", [FOUND, ""])
 def test_what_only_an_own_server_obeys(start):
-    words = [
-        "engine=sglang",
-        "engine.port=8000",
-        "+engine.args.tensor_parallel_size=2",
-        "placement.engine_devices=[1]",
-        "+weight_sync.server_args.seed=1",
-    ]
-    found = idle(*words, "engine_like.key=1", "placement.check_memory=false", "weight_sync=reload", start=start)
+    words = ["engine=sglang", "+engine.args.tensor_parallel_size=2", "placement.engine_devices=[1]"]
+    others = ["engine_like.key=1", "placement.check_memory=false", "weight_sync=reload"]
+
+    def idle(start):
+        cfg = compose_config(*start.split())
+        return list(idle_overrides([*words, *others], cfg.rollouts, make_plan(typed(cfg))))
+
     where = "the server at generation.base_url=http://127.0.0.1:1 runs already" if start else "the run starts no server"
-    assert [line.partition(", so this would do nothing")[0] for line in found] == [
-        f"{word.lstrip('+')}: {where}" for word in words
-    ]
-    assert idle(*words, start=OWN) == []
+    assert [line.partition(", so")[0] for line in idle(start)] == [f"{word.lstrip('+')}: {where}" for word in words]
+    assert idle(OWN) == []
 
 
 def test_the_command_line_is_looked_at(output_dir):
     """Files are not: a preset for runs that start a server may be used with one that was found."""
     with pytest.raises(ConfigError, match=r"^engine.port=8000: the server at"):
         app.run(compose_config(*FOUND.split(), "engine.port=8000"), output_dir, ["engine.port=8000"])
+    words = ("weight_sync=reload", "engine.port=8000", "model.train_id=/no/such")
     with pytest.raises(EngineError, match="no healthy server answers"):
-        app.run(
-            compose_config(*FOUND.split(), "weight_sync=reload", "engine.port=8000", "model.train_id=/no/such"),
-            output_dir,
-        )
+        app.run(compose_config(*FOUND.split(), *words), output_dir)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ("", None),
-        ("generation=vllm_server weight_sync=restart", None),
-        (
-            "generation=vllm_server weight_sync=restart weight_sync.interval=3",
-            (
-                "weight_sync.interval=3: rollouts may be sampled with weights up to 2 iterations old, and the clip "
-                "does not limit that"
-            ),
-        ),
-        (
-            "generation=vllm_server weight_sync=restart weight_sync.interval=3 train.loss.ratio_reference=rollout "
-            "train.loss.importance_correction=none",
-            None,
-        ),
-    ],
-)
-def test_staleness_that_nothing_clips_is_told(overrides, expected):
-    told = describe_staleness(make_plan(typed(compose_config(*overrides.split()))))
-    assert told is None if expected is None else told.startswith(expected)
+def test_staleness_that_nothing_clips_and_a_rate_that_only_rises_are_named():
+    def told(*overrides):
+        return [line.partition(": ")[0] for line in warnings(make_plan(typed(compose_config(*overrides))))]
 
-
-SERVED = "generation=vllm_server weight_sync"
+    stale = ("generation=vllm_server", "weight_sync=restart", "weight_sync.interval=3")
+    clipped = ("train.loss.ratio_reference=rollout", "train.loss.importance_correction=none")
+    assert told() == told(*stale, *clipped) == []
+    assert told(*stale, "train.warmup_steps=500") == ["weight_sync.interval=3", "train.warmup_steps=500"]
 
 
 @pytest.mark.parametrize(
     ("override", "start"),
     [
-        (f"{SERVED}=shared_vllm", "weight_sync=shared_vllm"),
-        ("train/optimizer=adafactor", "train.optimizer="),
+        ("generation=vllm_server weight_sync=shared_vllm", "weight_sync=shared_vllm"),
         ("train.optimizer.offload=true", "train.optimizer="),
     ],
 )
 def test_what_needs_whole_weights_is_refused_where_they_are_spread(override, start):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^{start}"):
         make_plan(typed(compose_config("train.sharding=fsdp2", *override.split())))
-    assert str(caught.value).startswith(start)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (
-            "",
-            (
-                "each iteration: 32 problems x 8 rollouts = 256 sequences, 25,600 in all",
-                "1 update of about 256 sequences",
-            ),
-        ),
-        ("rollouts=replay", ("each iteration: all groups of a recorded one", "1 update")),
-        (
-            "rollouts=replay rollouts.problems_per_iteration=6 train.updates_per_iteration=2 train.epochs=3",
-            ("each iteration: 6 recorded groups", "6 updates"),
-        ),
-        (
-            "rollouts=replay train.updates_per_iteration=null train.grad_accum_steps=2 train.batch_size=16",
-            ("each iteration: all groups of a recorded one", "updates of 32 sequences"),
-        ),
-    ],
-)
-def test_the_batches_of_an_iteration_are_told(overrides, told, tmp_path):
-    words = overrides.split()
-    if words:
-        words.append(f"rollouts.path={write_store(tmp_path / 'store', iterations=1)}")
-    batch_size = 16 if "train.batch_size=16" in words else 256
-    lines = describe_batches(make_plan(typed(compose_config(*words))))
-    assert lines == (told[0], f"{told[1]}, in microbatches of up to {batch_size} sequences")
+def test_the_batches_of_an_iteration_are_named(tmp_path):
+    def lines(*words):
+        return describe_batches(make_plan(typed(compose_config(*words))))
+
+    problems, updates = lines()
+    assert problems == "each iteration: 32 problems x 8 rollouts = 256 sequences, 25,600 in all"
+    assert updates == "1 update of about 256 sequences, in microbatches of up to 256 sequences"
+    recorded = ("rollouts=replay", f"rollouts.path={write_store(tmp_path / 'store', iterations=1)}")
+    problems, updates = lines(*recorded, "rollouts.problems_per_iteration=6", "train.epochs=3")
+    assert problems == "each iteration: 6 recorded groups"
+    assert updates.startswith("3 updates, ")
+    accumulated = ("train.updates_per_iteration=null", "train.grad_accum_steps=2", "train.batch_size=16")
+    assert lines(*recorded, *accumulated)[1].startswith("updates of 32 sequences, ")

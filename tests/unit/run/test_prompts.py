@@ -40,28 +40,18 @@ def test_the_shortest_and_the_longest_prompt_are_found() -> None:
     assert lengths([]) == (0, 0)
 
 
-def test_a_prompt_that_leaves_too_little_room_says_how_much() -> None:
+def test_prompts_that_leave_too_little_room_say_what_fits() -> None:
     length, _ = lengths(problems("10+10="))
     message = (
         rf"^generation.max_new_tokens=15: .*longest prompt of {length} tokens .*context of 20; use .*={20 - length} "
-        rf"or less$"
     )
     with pytest.raises(ConfigError, match=message):
         lengths(problems("1+1=", "10+10="), max_new_tokens=15)
-
-
-def test_prompts_that_leave_no_room_are_named_and_counted() -> None:
-    message = (
-        r"^model.train_id: the prompt of problem p-2 has \d+ tokens, and the model's context is 20; leave out the 2 "
-        r"of 3 problems "
-    )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"^generation.max_new_tokens=4: .* leave out the 2 of 3 problems "):
         lengths(problems("1+1=", "1+" * 10 + "1=", "1+" * 20 + "1="))
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^model.train_id=a/model: its tokenizer gives token \d+ for problem p-0, and the model has 3 ",
-    ):
+    message = r"^model.train_id=a/model: its tokenizer gives token \d+ for problem p-0, and the model has 3 "
+    with pytest.raises(ConfigError, match=message):
         lengths(problems("1+1="), vocab_size=3)

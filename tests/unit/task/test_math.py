@@ -12,7 +12,7 @@ from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build
 from offline_grpo.run.config import typed
-from offline_grpo.run.isolate import isolated
+from offline_grpo.run.task_data import isolated
 from offline_grpo.task.answers import reference_answer
 from offline_grpo.types import Problem
 
