@@ -43,7 +43,7 @@ def save_model(folder: Path, *, is_small: bool) -> Path:
     from shapes import SIZES
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from offline_grpo.model.char_tokenizer import build_char_tokenizer
+    from offline_grpo.model.tiny import build_char_tokenizer
 
     torch.manual_seed(0)
     config: Any = Qwen3Config(**SMALL) if is_small else SIZES["0.6b"]

@@ -27,13 +27,13 @@ from train_speed import make_batch
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.lora_layer import FoldedLinear
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import LoraConfig
 from offline_grpo.train.update import Updater
 
@@ -51,9 +51,7 @@ def make_arm(arm: str, shape: str, device: torch.device, *, tokens_per_microbatc
     with device:
         model: Any = AutoModelForCausalLM.from_config(SIZES[shape], dtype=dtype)
     if arm != "full":
-        model = with_lora(
-            model, LoraConfig(RANK, 2 * RANK, 0.0, ["all-linear"], None), SIZES[shape].num_hidden_layers, adapter=None
-        )
+        model = with_lora(model, LoraConfig(RANK, 2 * RANK, 0.0, ["all-linear"], None), adapter=None)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(std=0.02)  # zeros, as new ones have, have no gradient for A

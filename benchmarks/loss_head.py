@@ -9,7 +9,7 @@ Arms. All compute the logprob of a target and the entropy, both with gradient, f
     materialised  logits, / temperature, log_softmax, gather; entropy = -(p * log p).sum(); autograd
     tiled         offline_grpo.model.lm_head.TiledHead
     entropy_as_metric  the same, with an entropy that carries no gradient; on a GPU in bfloat16 it keeps its tiles
-                       (kept_head.py)
+                       (lm_head.KeptHead)
     trl_fused     trl.kernels.ChunkedLogProbFunction with the tile width that TRL uses
     three_gemms   only the products for logits, hidden gradient and weight gradient: a lower bound for methods of this
                   kind

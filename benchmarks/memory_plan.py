@@ -42,8 +42,8 @@ from common import Target, write_result
 from hydra import compose, initialize_config_dir
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_policy
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.config import register, typed

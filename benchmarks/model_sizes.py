@@ -42,12 +42,12 @@ from shapes import SIZES
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import prepare
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import make_updater
 from offline_grpo.run.gpu_memory import GIB, MemoryRequest, check, choose_share, describe, predict
@@ -70,7 +70,7 @@ def make_policy(plan: Any, config: PretrainedConfig, device: torch.device, recom
     torch.manual_seed(0)
     with device:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    trained: Any = prepare(model, plan.config.model, train_layer_indices=None, gradient_checkpointing=recompute)
+    trained: Any = prepare(model, plan.config.model, gradient_checkpointing=recompute)
     scoring = Scoring(trained.to(device), layouts_for(plan.layout, device, torch.bfloat16)[0], plan.head)
     settle_layout(scoring, plan.layout, device)
     settle_compile(scoring, plan.config.model.compile, device)

@@ -46,13 +46,13 @@ from shapes import SIZES
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, Trial, fastest, make_trainer
 
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
-from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.device import torch_dtype
 from offline_grpo.model.layouts import layout_named, layouts_for
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.types import Completion, FinishReason, Problem, Rollout, RolloutGroup, Score
 

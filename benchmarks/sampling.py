@@ -27,7 +27,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from weight_sync import SHAPES
 
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import SamplingParams, SamplingRequest
 
 GROUP = 8

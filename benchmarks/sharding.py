@@ -40,12 +40,12 @@ def measure(args: argparse.Namespace) -> None:
     from train_speed import make_batch
     from transformers import AutoModelForCausalLM
 
-    from offline_grpo.model.char_tokenizer import build_char_tokenizer
     from offline_grpo.model.layouts import layouts_for
     from offline_grpo.model.lm_head import TiledHead
     from offline_grpo.model.policy import Policy
     from offline_grpo.model.proof import settle_compile
     from offline_grpo.model.scoring import Scoring
+    from offline_grpo.model.tiny import build_char_tokenizer
     from offline_grpo.placement.ranks import Ranks
     from offline_grpo.train.fsdp2 import FullyShardedPolicy
 

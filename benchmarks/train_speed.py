@@ -38,7 +38,6 @@ from shapes import SIZES
 from transformers import Qwen3ForCausalLM
 
 from offline_grpo.interfaces import Layout
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.compiling import not_compiled
 from offline_grpo.model.layouts.flash4 import Flash4, has_flash4
 from offline_grpo.model.layouts.varlen import Varlen
@@ -46,6 +45,7 @@ from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.resources import peak_flops, update_flops
 from offline_grpo.train.update import Updater

@@ -40,12 +40,12 @@ from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
@@ -310,9 +310,7 @@ def load(folder: Path, arguments: argparse.Namespace, *, shared: bool, lora: boo
     loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, arguments.dtype))
     model: Any = loaded.to("cpu" if shared else device)
     if lora:
-        model = with_lora(
-            model, LoraConfig(16, 32, 0.0, ["all-linear"], None), loaded.config.num_hidden_layers, adapter=None
-        )
+        model = with_lora(model, LoraConfig(16, 32, 0.0, ["all-linear"], None), adapter=None)
     return Policy(
         Scoring(model, Padded(), TiledHead(tile_width=None)), load_tokenizer(str(folder)), compute_device=device
     )

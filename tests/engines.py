@@ -29,9 +29,9 @@ from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, SamplingParams

@@ -22,8 +22,8 @@ from scripted_server import Reply, Request, ScriptedServer
 from offline_grpo.errors import GrpoError
 from offline_grpo.generation import server_client
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run import serving
 from offline_grpo.run.config import typed
 from offline_grpo.run.plan import Plan, make_plan

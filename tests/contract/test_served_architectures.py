@@ -22,7 +22,7 @@ from offline_grpo.checkpoint.pretrained import find_model
 from offline_grpo.engine.engine import engine_of
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run.evaluation import check_served_model
 from offline_grpo.types import SamplingParams
 

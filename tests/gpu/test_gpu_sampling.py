@@ -9,7 +9,7 @@ from factories import generate
 
 from offline_grpo.generation import decoding_graph
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from architectures import ZOO
 from children import SMALL, metrics_of
 from factories import compose_config
 
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run import app
 
 

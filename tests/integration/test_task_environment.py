@@ -12,8 +12,8 @@ import pytest
 from factories import compose_with_hydra
 from omegaconf import OmegaConf
 
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.text import encode
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.run.config import typed
 from offline_grpo.run.task_data import task_data

@@ -12,7 +12,7 @@ from children import SMALL, draw_nothing, metrics_of, printed, run_in_child, run
 from factories import compose_config, make_qwen2
 from laboratory import ROWS
 
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.report import plots
 from offline_grpo.run import app
 from offline_grpo.task.instructions import follows

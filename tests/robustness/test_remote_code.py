@@ -14,8 +14,8 @@ from factories import make_llama
 from offline_grpo import sample
 from offline_grpo.checkpoint.pretrained import find_model
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.load import load_causal_lm, load_tokenizer, read_model_config
+from offline_grpo.model.tiny import build_char_tokenizer
 
 SOURCE = Path(__file__).parents[2] / "src" / "offline_grpo"
 CODE = """

@@ -10,7 +10,7 @@ import torch
 from offline_grpo.checkpoint.pretrained import ModelSource
 from offline_grpo.disk import OwnFolder, require_new
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.device import torch_dtype
 
 
 def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | None, card: str) -> None:

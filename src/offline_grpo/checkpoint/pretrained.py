@@ -21,8 +21,7 @@ from offline_grpo.checkpoint.files import BEST, latest_checkpoint, verified_stat
 from offline_grpo.checkpoint.state import TrainerState
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import LanguageModel
-from offline_grpo.model.device import make_current
-from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.device import make_current, torch_dtype
 from offline_grpo.model.load import load_causal_lm, load_tokenizer, read_model_config
 
 KEY = "MODEL"

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.model.layers import blocks_of, parse_layer_indices
+from offline_grpo.model.layers import named_blocks, parse_layer_indices
 from offline_grpo.settings import LoraConfig
 
 if TYPE_CHECKING:
@@ -59,23 +58,36 @@ def adapters_off(model: LanguageModel) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter: Path | None) -> PeftModel:
-    """The model with LoRA adapters on top (arXiv 2106.09685): those saved in the folder `adapter`, or new ones.
-
-    They are in the model's format, as a server has them, and not in fp32: that is what the masters are in.
+def with_lora(model: PreTrainedModel, lora: LoraConfig, adapter: Path | None) -> PeftModel:
+    """The model with LoRA adapters on top (arXiv 2106.09685): those saved in the folder `adapter`, or new ones. They
+    are in the model's format, as a server has them; the masters are fp32.
 
     Raises:
         ConfigError: target modules or layers that the model does not have.
     """
-    from peft import LoraConfig as PeftLoraConfig
-    from peft import PeftModel, get_peft_model
+    from peft import PeftModel
+
+    from offline_grpo.model.lora_layer import fold_scales
 
     if adapter is not None:
-        return _trained(PeftModel.from_pretrained(model, str(adapter), is_trainable=True), model.dtype)
+        wrapped = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+    else:
+        wrapped = _with_new_adapters(model, lora)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype)  # peft makes them in fp32
+    fold_scales(wrapped, ADAPTER)
+    return wrapped
+
+
+def _with_new_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import get_peft_model
+
     layers, blocks, targets = None, "", lora.target_modules
     if lora.layer_indices is not None:
-        layers = parse_layer_indices(lora.layer_indices, num_layers, key="model.lora.layer_indices")
-        blocks, modules = blocks_of(model, num_layers)
+        layers = parse_layer_indices(lora.layer_indices, model, key="model.lora.layer_indices")
+        blocks, modules = named_blocks(model)
         if targets == ["all-linear"]:  # peft combines layer indices with names alone
             linear = [name for name, module in modules.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
             targets = sorted({name.rsplit(".", 1)[-1] for name in linear})
@@ -92,29 +104,11 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, num_layers: int, adapter
         wrapped = get_peft_model(model, peft_config)
     except ValueError as error:  # no such modules, or dropout on experts
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {' '.join(str(error).split())}") from error
-    assert isinstance(wrapped, PeftModel)
-    _check_ends(model, lora)
-    return _trained(wrapped, model.dtype)
-
-
-def _check_ends(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """The loss head reads the head's own weights, and of tied embeddings that are adapted, a merged model would have
-    another head.
-    """
+    # The loss head reads the head's own weights. With adapted tied embeddings a merged model would have another head.
     head: Any = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
     key, value = "model.lora.target_modules", lora.target_modules
     require(isinstance(head, nn.Linear), key, value, "the output head cannot be adapted; leave it out")
     is_tied = not isinstance(embeddings, nn.Embedding) and head.weight is embeddings.weight
     require(not is_tied, key, value, "the input embeddings are the output head too: they cannot be adapted")
-
-
-def _trained(wrapped: PeftModel, dtype: torch.dtype) -> PeftModel:
-    """With adapters in `dtype`, where peft makes them in fp32, and layers that compute as a server does."""
-    from offline_grpo.model.lora_layer import fold_scales
-
-    for parameter in wrapped.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-    fold_scales(wrapped, ADAPTER)
-    return wrapped
+    return wrapped  # type: ignore[return-value]

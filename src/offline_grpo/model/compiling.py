@@ -1,9 +1,8 @@
-"""torch.compile for the blocks of a transformer: it fuses what is neither matrix product nor attention, such as norms
-and activations.
+"""torch.compile for the blocks of a transformer: it fuses norms, activations and whatever else is neither matrix
+product nor attention.
 
-Blocks are compiled one by one, and not the whole decoder, because all of them share one graph: that takes seconds, not
-minutes. Lengths are symbols in it, so that batches of other sizes compile nothing anew; a pass without gradients has a
-graph of its own.
+Blocks are compiled one by one, because all of them share one graph: that takes seconds, and not minutes. Lengths are
+symbols in it, so that batches of other sizes compile nothing anew; a pass without gradients has a graph of its own.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ TRITON_CAPABILITY = (7, 0)
 
 
 def is_compiled_by_default(device: torch.device) -> bool:
-    """Whether `model.compile=auto` compiles on `device`: on GPUs. On CPUs it would need a C++ compiler, and gains
-    little.
-    """
+    """Whether `model.compile=auto` compiles there. On CPUs it would need a C++ compiler, and gains little."""
     return (
         device.type == "cuda"
         and find_spec("triton") is not None
@@ -36,10 +33,8 @@ def is_compiled_by_default(device: torch.device) -> bool:
     )
 
 
-def compile_blocks(model: Any) -> int:
-    """Compile every block of a transformers model, in place: names and state stay as they are. Returns their number.
-
-    Nothing is compiled before it runs. What cannot be compiled runs as it is.
+def compile_blocks(model: Any) -> None:
+    """Compile every block of a transformers model when it first runs, in place: names and state stay as they are.
 
     Raises:
         ConfigError: no blocks are found.
@@ -49,23 +44,17 @@ def compile_blocks(model: Any) -> int:
     dynamo.recompile_limit = MAX_GRAPHS
     dynamo.specialize_float = True  # or blocks make tensors of norms' epsilons and adapters' scales whenever they run
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    blocks = _blocks(model)
-    for block in blocks:
+    for block in blocks_of(model):
         block.compile(dynamic=True)
-    return len(blocks)
 
 
 def uncompile_blocks(model: Any) -> None:
     """Undo `compile_blocks`."""
-    for block in _blocks(model):
-        block._compiled_call_impl = None  # what `compile` sets; there is no public way back
+    for module in model.modules():
+        module._compiled_call_impl = None  # what `compile` sets; there is no public way back
 
 
 def not_compiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Inside, compiled blocks run as they are: for passes of another kind, each of which would be compiled first."""
+    """Inside, compiled blocks run as they are: for passes of other kinds, each of which would be compiled first."""
     is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # the former imports the compiler
-
-
-def _blocks(model: Any) -> nn.ModuleList:
-    return blocks_of(model, model.config.get_text_config().num_hidden_layers)[1]

@@ -1,12 +1,35 @@
-"""The device that a model computes on."""
+"""Devices and number formats by the names that settings give them. Importing this module does not import torch:
+composing a configuration needs the names alone.
+"""
 
 from __future__ import annotations
 
 import re
-
-import torch
+from typing import TYPE_CHECKING
 
 from offline_grpo.errors import require
+
+if TYPE_CHECKING:
+    import torch
+
+TORCH_NAMES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
+"""torch's name of a format that `train.precision` (fp32, bf16, fp16) or a server's `dtype` names."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The format that `train.precision`, torch or a server calls `name`; KeyError for any other name."""
+    import torch
+
+    return getattr(torch, TORCH_NAMES[name])
 
 
 def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device") -> torch.device:
@@ -15,6 +38,8 @@ def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device
     Raises:
         ConfigError: no such device on this machine, or one that is neither CPU nor GPU.
     """
+    import torch
+
     if device == "auto":
         device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
     require(re.fullmatch(r"cpu|cuda(:\d+)?", device) is not None, key, device, "use auto, cpu, cuda or cuda:N")
@@ -27,8 +52,8 @@ def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device
 
 
 def make_current(device: torch.device) -> None:
-    """Make this GPU torch's current one, which CUDA graphs and Triton kernels run on wherever their tensors are.
-    Nothing for a CPU.
-    """
+    """Make a GPU torch's current one, which CUDA graphs and Triton kernels run on wherever their tensors are."""
+    import torch
+
     if device.index is not None:
         torch.cuda.set_device(device)

@@ -1,6 +1,4 @@
-"""The Triton kernel of kept_head.py: everything that happens to a tile of logits between two matrix products, in one
-pass over it.
-"""
+"""The Triton kernel of `lm_head.KeptHead`: all that happens to a tile of logits between two matrix products."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ def stats_and_powers(
     """A tile's `TileStats`, and 2^bits in bfloat16, times the slope of the soft-cap, if asked for.
 
     Args:
-        logits: [N, v] in float32, contiguous, with v up to `kept_head.MAX_WIDTH`: a program holds a row in
+        logits: [N, v] in float32, contiguous, with v up to `lm_head.MAX_KEPT_WIDTH`: a program holds a row in
             registers, so it is read once.
     """
     num_tokens, width = logits.shape

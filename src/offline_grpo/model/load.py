@@ -20,9 +20,8 @@ from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
-from offline_grpo.model.device import make_current, resolve_device
-from offline_grpo.model.dtypes import torch_dtype
-from offline_grpo.model.layers import parse_layer_indices, recompute_only, train_only_blocks
+from offline_grpo.model.device import make_current, resolve_device, torch_dtype
+from offline_grpo.model.layers import blocks_of, parse_layer_indices
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
@@ -43,11 +42,11 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     Raises:
         ConfigError: no such folder or hub id, no configuration in it, or it needs code that must not be executed.
     """
-    if not os.path.exists(model_id) and not hub.is_model_id(model_id):
-        raise ConfigError(f"{key}={model_id}: no such folder; give a local model folder or a Hugging Face id")
-    if not (Path(model_id) / "config.json").exists() and (Path(model_id) / "adapter_config.json").exists():
-        fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
-        raise ConfigError(f"{key}={model_id}: is a peft adapter, and no whole model; {fix}")
+    is_there = os.path.exists(model_id) or hub.is_model_id(model_id)
+    require(is_there, key, model_id, "no such folder; give a local model folder or a Hugging Face id")
+    is_adapter = not Path(model_id, "config.json").exists() and Path(model_id, "adapter_config.json").exists()
+    fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
+    require(not is_adapter, key, model_id, f"is a peft adapter, and no whole model; {fix}")
     try:
         return AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -77,13 +76,13 @@ def load_tokenizer(
     model_id: str, *, key: str = "model.train_id", trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The tokenizer saved beside the model; EOS pads where it has no padding token: padding is never trained on."""
-    fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from"
+    fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from into it"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}={model_id}: has no tokenizer ({reason_of(error)}); {fix} into the folder") from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of some folders without the files
-        raise ConfigError(f"{key}={model_id}: has no tokenizer; {fix} into the folder")
+        raise ConfigError(f"{key}={model_id}: has no tokenizer ({reason_of(error)}); {fix}") from error
+    has_words = len(tokenizer) > len(tokenizer.all_special_tokens)  # transformers makes some of no files at all
+    require(has_words, key, model_id, f"has no tokenizer; {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     too_long = "sequence-length-is-longer-than-the-specified-maximum"
@@ -104,8 +103,8 @@ def load_policy(
     checkpoint: Path | None,
     shares_weights: bool = False,
 ) -> Policy:
-    """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`. The GPU that it is
-    on becomes torch's current one.
+    """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`. Its GPU becomes
+    torch's current one.
 
     Args:
         layout: see `settle_layout`.
@@ -122,8 +121,7 @@ def load_policy(
     home = torch.device("cpu") if shares_weights else device
     make_current(home)
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
-    training = {"train_layer_indices": train_layer_indices, "gradient_checkpointing": gradient_checkpointing}
-    model = prepare(model, config, **training, adapter=adapter)
+    model = prepare(model, config, train_layer_indices, gradient_checkpointing, adapter)
     first = layouts_for(layout, device, dtype)[0]
     scoring = Scoring(model, first, head, logits=measure_logit_transform(unwrapped(model)))
     if not shares_weights:
@@ -140,19 +138,17 @@ def is_adapted_policy(config: ModelConfig) -> bool:
 def load_reference(
     config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str
 ) -> Scoring | BaseScoring:
-    """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision. Raises as
-    `load_policy`.
-
-    The copy is on `config.ref_device`.
+    """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision, on
+    `config.ref_device`. Raises as `load_policy`.
     """
     reference_id = config.ref_id or model_id
     scoring = policy.scoring
     if is_adapted_policy(config):
         return BaseScoring(scoring)
-    key, dtype = "model.ref_id", torch_dtype(precision)
+    key = "model.ref_id"
     device = policy.device if config.ref_device is None else resolve_device(config.ref_device, key="model.ref_device")
-    trust = config.trust_remote_code
-    model = load_causal_lm(reference_id, config.attn_implementation, device, dtype, key=key, trust_remote_code=trust)
+    how = {"key": key, "trust_remote_code": config.trust_remote_code}
+    model = load_causal_lm(reference_id, config.attn_implementation, device, torch_dtype(precision), **how)
     model.requires_grad_(False)
     with torch.accelerator.device_index(device.index):
         reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
@@ -166,9 +162,8 @@ def load_reference(
 def prepare(
     model: PreTrainedModel,
     config: ModelConfig,
-    *,
-    train_layer_indices: str | None,
-    gradient_checkpointing: float,
+    train_layer_indices: str | None = None,
+    gradient_checkpointing: float = 0.0,
     adapter: Path | None = None,
 ) -> LanguageModel:
     """Make a model the one to be trained: adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing
@@ -177,21 +172,32 @@ def prepare(
     Raises:
         ConfigError: layer indices or target modules that the model does not have.
     """
-    num_layers = model.config.get_text_config().num_hidden_layers
     trained: LanguageModel = model
     if config.lora is not None:
         fix = "with LoRA choose blocks by model.lora.layer_indices"
         require(train_layer_indices is None, "train.train_layer_indices", train_layer_indices, fix)
-        trained = with_lora(model, config.lora, num_layers, adapter)
+        trained = with_lora(model, config.lora, adapter)
     elif train_layer_indices is not None:
-        indices = parse_layer_indices(train_layer_indices, num_layers, key="train.train_layer_indices")
-        train_only_blocks(model, indices, num_layers)
+        indices = parse_layer_indices(train_layer_indices, model, key="train.train_layer_indices")
+        chosen = {id(p) for index in indices for p in blocks_of(model)[index].parameters() if p.requires_grad}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
     if gradient_checkpointing:
         trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         _disable_dropout_of_checkpointed(model)
     if 0 < gradient_checkpointing < 1:
-        recompute_only(model, gradient_checkpointing, num_layers)
+        _recompute_only(model, gradient_checkpointing)
     return trained
+
+
+def _recompute_only(model: PreTrainedModel, share: float) -> None:
+    """Recompute this share of the blocks alone, spread evenly; all, if there is no list of them."""
+    try:
+        blocks = blocks_of(model)
+    except ConfigError:
+        return
+    for number, block in enumerate(blocks):
+        block.gradient_checkpointing = int((number + 1) * share) > int(number * share)  # type: ignore[assignment]
 
 
 def build_on_meta(model_config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -201,11 +207,8 @@ def build_on_meta(model_config: PretrainedConfig, *, trust_remote_code: bool = F
 
 
 def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
-    """The attention that `model.attn_implementation=WANTED` means here; None is transformers' own choice, sdpa where
-    the architecture has it.
-
-    Raises:
-        ConfigError: sdpa would leave out something that the model computes.
+    """The attention that `model.attn_implementation=WANTED` means here; None is transformers' own choice. Raises
+    ConfigError where sdpa would leave out something that the model computes.
     """
     softcap = getattr(model_config.get_text_config(), SDPA_HAS_NO, None)
     if wanted == "auto":
@@ -230,7 +233,6 @@ def load_causal_lm(
         attn_implementation: see `attention_of`.
         dtype: None is that of the weights.
         key: what named the model, for messages.
-        trust_remote_code: see `read_model_config`.
 
     Raises:
         ConfigError: attention that would be wrong, or a model that is not complete.
@@ -239,16 +241,13 @@ def load_causal_lm(
     attention = attention_of(read_model_config(model_id, key, **trust), attn_implementation)
     settings = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
     model, info = AutoModelForCausalLM.from_pretrained(model_id, **settings, **trust)  # pyright: ignore[reportGeneralTypeIssues]
-    if info["missing_keys"]:
-        missing = min(info["missing_keys"])
-        raise ConfigError(f"{key}={model_id}: has no weights for {missing}, which would be random; take another copy")
+    missing = min(info["missing_keys"], default=None)
+    require(missing is None, key, model_id, f"has no weights for {missing}, which would be random; take another copy")
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
 
 
 def _disable_dropout_of_checkpointed(model: nn.Module) -> None:
-    """Blocks are checkpointed in train mode only (see `prepare_for_gradients`), which must not switch on dropout that
-    is in their code.
-    """
+    """Blocks are checkpointed in train mode only, which must not switch on dropout that is in their code."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             for name, value in vars(module).items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 
 SMALL, HUGE = 2.0**-20, 2.0**20  # powers of two: dividing by them rounds nothing
 RELATIVE_TOLERANCE = 1e-4  # of float32 arithmetic; a bf16 constant would be off by 4e-3
@@ -29,10 +29,9 @@ class LogitTransform(NamedTuple):
 def output_embeddings(model: PreTrainedModel) -> nn.Linear:
     """The language-model head."""
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        fix = "choose another model"
-        raise ConfigError(f"model.train_id={model.name_or_path}: {type(model).__name__} has no linear head; {fix}")
-    return head
+    fault = f"{type(model).__name__} has no linear head; choose another model"
+    require(isinstance(head, nn.Linear), "model.train_id", model.name_or_path, fault)
+    return head  # type: ignore[return-value]
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -71,9 +70,9 @@ def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_i
         and torch.allclose(head_input, torch.full_like(head_input, before))
         and (before == 1 or output_embeddings(model).bias is None)
     )
-    if not is_known or after <= 0 or before <= 0:
-        fault = "changes its logits in a way that the loss head has not (factors and tanh soft-caps)"
-        raise ConfigError(f"{key}={model.name_or_path}: {type(model).__name__} {fault}; choose another model")
+    fault = "changes its logits in a way that the loss head has not (factors and tanh soft-caps); choose another model"
+    is_known &= after > 0 and before > 0
+    require(is_known, key, model.name_or_path, f"{type(model).__name__} {fault}")
     return LogitTransform(after * before, None if cap is None else cap / before)
 
 

@@ -1,6 +1,4 @@
-"""LoRA layers that take less time than peft's: the scale is multiplied into B, and layers that read the same input
-multiply it together.
-"""
+"""LoRA layers faster than peft's: the scale is multiplied into B, and layers of the same input multiply it together."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from torch.nn.functional import linear
 
 
 class FoldedLinear(Linear):
-    """peft's layer, without the two arrays [T, out] that peft scales, one in the forward and one in the backward pass.
-    vLLM folds the scale in the same way, when it loads an adapter."""
+    """peft's layer, without the two arrays [T, out] that it scales. vLLM folds the scale in the same way."""
 
     folded: tuple[nn.Linear, nn.Linear, nn.Linear, nn.Module | None, float]
     """Base layer, A, B, dropout if there is any, and scale. Compiled blocks check all that they look up each time they
@@ -37,9 +34,7 @@ class FoldedLinear(Linear):
 
 
 class SharedInput:
-    """The product of one input with the A of several layers, such as q, k and v: the first of them makes it, and each
-    takes its part.
-    """
+    """One input times the A of several layers, such as q, k and v: the first makes it, and each takes its part."""
 
     def __init__(self, layers: Sequence[FoldedLinear]) -> None:
         self.layers = layers
@@ -60,8 +55,7 @@ class SharedInput:
 
 
 def fold_scales(model: nn.Module, adapter: str) -> int:
-    """Let the adapted linear layers of a model do it so, in place; names and state stay as they are. Returns their
-    number.
+    """Let the adapted linear layers of a model do it so, in place; names and state stay. Returns their number.
 
     Left as peft made them: layers of other kinds, with hooks, or in another format than their adapter (a router in
     fp32), layers with several adapters, and adapters that have more than A and B.
@@ -81,9 +75,7 @@ def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
     """Let adapted layers that read the same input, one right after the other, multiply it by all of their A at once.
     Returns the number of such groups. Layers with dropout are left out: each draws a mask of its own.
 
-    Args:
-        run: passes something through the model. Which layers share their input is looked up: names say so for some
-            architectures only.
+    `run` passes something through the model, which shows who shares an input; names say so for some models only.
     """
     layers = [module for module in model.modules() if isinstance(module, FoldedLinear) and module.folded[3] is None]
     calls: list[tuple[Any, object]] = []  # the inputs are kept until the end, so that no two have the same id

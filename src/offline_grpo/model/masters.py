@@ -8,7 +8,7 @@ then rounded into the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -29,14 +29,10 @@ their own."""
 
 
 class HostTensors:
-    """`flat` [N] fp32, zeros, and a view of it for each shape: `views`. With the same shapes, the views have the same
-    places.
+    """`flat` [N] fp32, zeros, and a view of it for each shape: `views`. Equal shapes give views at the same places.
 
-    For a GPU its pages are locked until the last view is gone, so that copies run beside computations. torch's own
-    page-locked tensors are not used: their memory is the next power of two.
-
-    Args:
-        device: the GPU that will read and write it, or the CPU.
+    Where `device` is a GPU, the pages are locked until the last view is gone, so that copies run beside computations.
+    torch's own page-locked tensors are not used: their memory is the next power of two.
 
     Raises:
         torch.OutOfMemoryError: the host has too little memory that it may lock.
@@ -70,9 +66,8 @@ def _lock_pages(memory: np.ndarray) -> None:
 class MasterWeights:
     """Pairs each trained parameter of a model with an fp32 master. A parameter that is fp32 already is its own master.
 
-    The gradient of every backward pass is added to the master's fp32 gradient, so accumulation over microbatches loses
-    nothing: a large one as soon as it exists, which frees the 16-bit one, and the small ones by `accumulate` after
-        the pass.
+    The gradient of every backward pass is added to the master's fp32 gradient: a large one as soon as it exists, which
+    frees the 16-bit one, and the small ones by `accumulate` after the pass.
 
     Args:
         separate: give fp32 parameters a master too, because something else reads their memory while the optimizer
@@ -128,8 +123,7 @@ class MasterWeights:
 
         def accumulate(working: Tensor) -> None:
             assert working.grad is not None
-            # added in fp32, by one kernel
-            master.grad = working.grad.float() if master.grad is None else master.grad.add_(working.grad)
+            master.grad = working.grad.float() if master.grad is None else master.grad.add_(working.grad)  # one kernel
             working.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)
@@ -137,9 +131,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the small gradients that a backward pass has left to those of their masters. To be called after each
-        pass.
-        """
+        """Add the small gradients that a backward pass has left to those of their masters."""
         left = [(working, master) for working, master in self._small if working.grad is not None]
         if not left:
             return
@@ -147,7 +139,8 @@ class MasterWeights:
         for working, _ in left:
             working.grad = None
         masters = [master for _, master in left]
-        sums = _base_of(masters)
+        bases = [None if master.grad is None else master.grad._base for master in masters]
+        sums = bases[0] if all(base is bases[0] for base in bases) else None
         if sums is not None and sums.numel() == flat.numel():  # of the same parameters: in all passes but the first
             sums.add_(flat)
             return
@@ -166,22 +159,18 @@ class MasterWeights:
 
     @torch.no_grad()
     def differing(self) -> list[str]:
-        """The parameters that do not hold the bits that `publish` wrote: another process, which shares their memory,
-        has written to them.
-        """
-        names, differ = [], []
+        """The parameters that do not hold the bits that `publish` wrote: another process has written there."""
+        differ: list[tuple[str, Tensor]] = []
         for name, working in self._working.items():
             if self.parameters[name] is not working:
                 # In chunks, for small temporaries; most parameters are one, because calls cost more than comparisons.
-                small = working.numel() <= CHUNK_ELEMENTS
-                ours, theirs = (
-                    [t] if small else t.flatten().split(CHUNK_ELEMENTS) for t in (working, self.values[name])
-                )
-                for one, other in zip(ours, theirs, strict=True):
-                    names.append(name)
-                    differ.append(_any_bit_differs(one, other.to(one.device, non_blocking=True).to(one.dtype)))
-        flags = torch.stack(differ).tolist() if differ else []  # waits for the device once
-        return list(dict.fromkeys(name for name, flag in zip(names, flags, strict=True) if flag))
+                small, pair = working.numel() <= CHUNK_ELEMENTS, (working, self.values[name])
+                chunks = [pair] if small else zip(*(t.flatten().split(CHUNK_ELEMENTS) for t in pair), strict=True)
+                for one, other in chunks:
+                    rounded = other.to(one.device, non_blocking=True).to(one.dtype)
+                    differ.append((name, _any_bit_differs(one, rounded)))
+        flags = torch.stack([flag for _, flag in differ]).tolist() if differ else []  # waits for the device once
+        return list(dict.fromkeys(name for (name, _), flag in zip(differ, flags, strict=True) if flag))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The masters that say more than the model's weights: what a checkpoint must hold beside the model."""
@@ -197,12 +186,6 @@ class MasterWeights:
         for name, value in state.items():
             self.values[name].copy_(value)
         self.publish()
-
-
-def _base_of(masters: Sequence[nn.Parameter]) -> Tensor | None:
-    """The tensor that the gradients of all of these are views of, if it is one."""
-    bases = [None if master.grad is None else master.grad._base for master in masters]
-    return bases[0] if all(base is bases[0] for base in bases) else None
 
 
 def _any_bit_differs(ours: Tensor, theirs: Tensor) -> Tensor:

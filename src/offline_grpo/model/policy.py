@@ -72,15 +72,12 @@ class Policy:
 
     def make_masters(self, *, offload: bool = False) -> MasterWeights:
         """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`.
-
-        Args:
-            offload: see `MasterWeights`.
+        `offload`: see `MasterWeights`.
         """
         assert self._masters is None, "the masters were made before"
-        is_shared = self._before_publish is not None
         self._masters = MasterWeights(
             self.model.named_parameters(),
-            separate=is_shared,
+            separate=self._before_publish is not None,
             before_publish=self._before_publish,
             offload=offload,
             rounds_to=self.dtype if self.is_sharded and not has_adapters(self.model) else None,
@@ -95,10 +92,7 @@ class Policy:
 
     def become_shared(self, *, before_publish: Callable[[], None]) -> None:
         """Note that the parameters now lie in memory on `compute_device` that others read too, and move the model's
-        buffers there. That GPU becomes torch's current one.
-
-        Args:
-            before_publish: called before that memory is written to.
+        buffers there. That GPU becomes torch's current one. `before_publish` is called before that memory is written.
         """
         assert self._masters is None, "masters would be left behind in the old memory"
         make_current(self.compute_device)

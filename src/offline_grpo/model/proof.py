@@ -1,5 +1,5 @@
-"""Proves a layout, and compiled blocks, on the model itself: a few short sequences must get the logprobs and the
-gradient that they get one at a time.
+"""Proves a layout, and compiled blocks, on the model itself: a few short sequences must get the logprobs and gradients
+that they get one at a time.
 
 Layouts put sequences side by side, and not every architecture keeps them apart there: convolutions and recurrences run
 on from one to the next, and some attention ignores masks or positions. The ratio of a loss would hide it, because old
@@ -11,19 +11,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.compiling import compile_blocks, is_compiled_by_default, uncompile_blocks
+from offline_grpo.model.layers import num_blocks
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
 from offline_grpo.types import TokenBatch
@@ -40,16 +39,15 @@ completion is short, so that errors of the others still show in the mean."""
 NUM_GRADIENTS = 4
 LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.2}
-"""Relative errors, see `_errors`. Right layouts of small models stay below 1e-6 in fp32, and below 0.006 (logprobs) and
-0.03 (gradients) in 16 bit. Wrong ones begin at 0.08."""
+"""Relative errors. Right layouts of small models stay below 1e-6 in fp32, and below 0.006 (logprobs) and 0.03
+(gradients) in 16 bit. Wrong ones begin at 0.08."""
 SHALLOW_BLOCKS = 8
 """Of models with more blocks, errors may be larger, by the square root of their number: so rounding grows. Right
 layouts of 4 and 12 blocks of Llama-3.1-8B's shape have 0.015 and 0.025 in bf16; on a GPU its 32 blocks, compiled, were
 refused at 0.05."""
 
 
-@dataclass(frozen=True)
-class _Result:
+class _Result(NamedTuple):
     logprobs: Tensor  # [N], of the completion tokens
     gradients: list[Tensor]  # of a weighted sum of them, in the first trained tensors
 
@@ -66,10 +64,14 @@ def settle_layout(
         ConfigError: `requested` is wrong for this model, or no layout is right.
     """
     model = scoring.causal_lm
-    batch = _batch(len(scoring.output.weight), device, _groups(model, device))
+    batch = _batch(scoring, device)
     expected = _alone(scoring, batch)
-    if has_adapters(scoring.model):
-        _share_inputs(scoring, batch)
+    if has_adapters(scoring.model):  # now, so that the passes of the layouts prove it too
+        from offline_grpo.model.lora_layer import share_inputs  # which imports peft
+
+        first = batch.token_ids[None, : batch.sequence_lengths[0]]
+        with torch.no_grad(), eval_mode(scoring.model):
+            share_inputs(scoring.model, lambda: model(input_ids=first, use_cache=False))
     faults: list[str] = []
     fault = None
     for scoring.layout in layouts_for(requested, device, model.dtype):
@@ -87,23 +89,13 @@ def settle_layout(
     )
 
 
-def _share_inputs(scoring: Scoring, batch: TokenBatch) -> None:
-    """Between what a layout is compared with and its own passes, so that these prove it too."""
-    from offline_grpo.model.lora_layer import share_inputs  # which imports peft
-
-    first = batch.token_ids[None, : batch.sequence_lengths[0]]
-    with torch.no_grad(), eval_mode(scoring.model):
-        share_inputs(scoring.model, lambda: scoring.causal_lm(input_ids=first, use_cache=False))
-
-
 def settle_compile(
     scoring: Scoring, requested: bool | str, device: torch.device, *, key: str = "model.train_id"
 ) -> None:
-    """Compile the model's blocks, where `requested` (`model.compile`) is true, or is `auto` and they are compiled on
-    `device` by default.
+    """Compile the model's blocks, where `requested` (`model.compile`) is true, or `auto` and `device` has a default for
+    it. Blocks that cannot be compiled, or compute something else then, stay as they are under `auto`.
 
-    Called once the layout is settled. Blocks that cannot be compiled, or that compute something else then, stay as they
-    are under `auto`.
+    Called once the layout is settled.
 
     Raises:
         ConfigError: they cannot be compiled, or are wrong then, and `requested` is true.
@@ -111,34 +103,30 @@ def settle_compile(
     if requested is False or (requested == "auto" and not is_compiled_by_default(device)):
         return
     model = scoring.causal_lm
-    batch = _batch(len(scoring.output.weight), device, _groups(model, device))
+    batch = _batch(scoring, device)
     expected = _alone(scoring, batch)
-    started, num_blocks, name = time.monotonic(), 0, type(model).__name__
-    setting = f"model.compile={str(requested).lower()}"
+    started, name, setting = time.monotonic(), type(model).__name__, f"model.compile={str(requested).lower()}"
     try:
-        num_blocks = compile_blocks(model)
+        compile_blocks(model)
         fault = _fault(scoring, batch, expected)
     except ConfigError as error:  # no list of blocks
         fault = str(error)
     if fault is None:
-        log.info("%s: compiled the %d blocks of %s in %.0f s", setting, num_blocks, key, time.monotonic() - started)
+        log.info("%s: compiled the blocks of %s in %.0f s", setting, key, time.monotonic() - started)
         return
-    if num_blocks:
-        uncompile_blocks(model)
+    uncompile_blocks(model)
     if requested is True:
         raise ConfigError(f"{setting}: does not work with {name} ({key}), {fault}; use auto or false")
     fix = "if memory runs out, set model.compile=false, which the memory plan counts with"
     log.warning("%s: not compiled, because %s does not work then: %s; %s", setting, name, fault, fix)
 
 
-def _groups(model: PreTrainedModel, device: torch.device) -> Sequence[Group]:
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def _batch(scoring: Scoring, device: torch.device, groups: Sequence[Group] = GROUPS) -> TokenBatch:
+    vocab_size = len(scoring.output.weight)
+    longest = getattr(scoring.causal_lm.config.get_text_config(), "max_position_embeddings", None)
     prompt, completions = LONG_GROUP
-    fits = longest is None or prompt + max(completions) <= longest
-    return (*GROUPS, LONG_GROUP) if device.type == "cuda" and fits else GROUPS
-
-
-def _batch(vocab_size: int, device: torch.device, groups: Sequence[Group]) -> TokenBatch:
+    if device.type == "cuda" and (longest is None or prompt + max(completions) <= longest):
+        groups = (*groups, LONG_GROUP)
     generator = torch.Generator().manual_seed(0)
 
     def draw(num_tokens: int) -> Tensor:
@@ -188,64 +176,48 @@ def _alone(scoring: Scoring, batch: TokenBatch) -> _Result:
 
 def _packed(scoring: Scoring, batch: TokenBatch) -> _Result:
     """By the code that trains, in the mode in which it trains, but without dropout on adapters."""
-    with _modes_restored(scoring.model):
-        prepare_for_gradients(scoring.model, adapter_dropout=False)
-        found = scoring(batch).logprobs[batch.completion_mask]
-        with scoring.attention(batch):
-            gradients = _gradients(found @ _weights(batch)[batch.completion_mask], _probed(scoring))
+    prepare_for_gradients(scoring.model, adapter_dropout=False)
+    found = scoring(batch).logprobs[batch.completion_mask]
+    with scoring.attention(batch):
+        gradients = _gradients(found @ _weights(batch)[batch.completion_mask], _probed(scoring))
+    scoring.model.eval()
     return _Result(found.detach(), gradients)
-
-
-@contextmanager
-def _modes_restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards every module is in the mode in which it was: they may differ, see `prepare_for_gradients`."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, was_training in modes.items():
-            module.training = was_training
 
 
 def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None:
     """The fault of `scoring.layout`, None if it has none."""
     try:
         found = _packed(scoring, batch)
-        # without gradients, for which compiled blocks have code of their own
-        scored = scoring.logprobs(batch)[batch.completion_mask]
+        scored = scoring.logprobs(batch)[batch.completion_mask]  # compiled blocks have code of their own for it
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever an architecture raises when it is called in a way that it does not know
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    tolerances = _tolerances(scoring.causal_lm)
-    errors = [_errors(result, expected) for result in (found, _Result(scored, expected.gradients))]
-    for result, error in zip((found.logprobs, scored), errors, strict=True):
-        if not error[0] <= tolerances[0]:
-            difference = (result - expected.logprobs).abs().mean()
+    dtype, growth = scoring.causal_lm.dtype, math.sqrt(max(1.0, num_blocks(scoring.causal_lm) / SHALLOW_BLOCKS))
+    for logprobs in (found.logprobs, scored):
+        if not _logprob_error(logprobs, expected.logprobs) <= LOGPROB_TOLERANCE[dtype] * growth:
+            difference = (logprobs - expected.logprobs).abs().mean()
             return f"logprobs differ from those of one sequence at a time by {difference:.2g} nats on average"
-    if not errors[0][1] <= tolerances[1]:
-        return f"gradients differ from those of one sequence at a time by {errors[0][1]:.0%}"
+    error = _gradient_error(found.gradients, expected.gradients)
+    if not error <= GRADIENT_TOLERANCE[dtype] * growth:
+        return f"gradients differ from those of one sequence at a time by {error:.0%}"
     return None
 
 
-def _tolerances(model: PreTrainedModel) -> tuple[float, float]:
-    """The largest errors allowed of logprobs and of gradients."""
-    growth = math.sqrt(max(1.0, model.config.get_text_config().num_hidden_layers / SHALLOW_BLOCKS))
-    return LOGPROB_TOLERANCE[model.dtype] * growth, GRADIENT_TOLERANCE[model.dtype] * growth
-
-
-def _errors(found: _Result, expected: _Result) -> tuple[float, float]:
-    """Root mean squares: of the logprobs relative to the spread of logprobs among tokens, of gradients relative to the
-    gradient.
-
-    The spread grows with the model's logits as the rounding of 16 bits does.
+def _logprob_error(found: Tensor, expected: Tensor) -> float:
+    """Root mean square, relative to the spread among tokens, which grows with the model's logits as the rounding of 16
+    bits does.
     """
-    logprobs = ((found.logprobs - expected.logprobs).square().mean().sqrt() / expected.logprobs.std()).item()
-    wrong = sum(float((a - b).square().sum()) for a, b in zip(found.gradients, expected.gradients, strict=True))
-    size = sum(float(b.square().sum()) for b in expected.gradients)
+    return ((found - expected).square().mean().sqrt() / expected.std()).item()
+
+
+def _gradient_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Root mean square, relative to the gradient."""
+    wrong = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
+    size = sum(float(b.square().sum()) for b in expected)
     if size == 0:  # nothing is trained, or all of it is behind a zero: what is there must be zero too
-        return logprobs, 0.0 if wrong == 0 else math.inf
-    return logprobs, math.sqrt(wrong / size)
+        return 0.0 if wrong == 0 else math.inf
+    return math.sqrt(wrong / size)
 
 
 def _probed(scoring: Scoring) -> list[nn.Parameter]:

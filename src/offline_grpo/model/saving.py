@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,8 +27,7 @@ def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
         weights: the whole of each parameter, by its name in the checkpoint. See `Sharding.full_weights`.
 
     Raises:
-        OSError, RuntimeError, safetensors.SafetensorError: the folder cannot be written; a full disk comes as any of
-        them.
+        OSError, RuntimeError, safetensors.SafetensorError: the folder cannot be written; a full disk is any of them.
     """
     if has_adapters(policy.model):
         save_adapter(policy, weights, folder)
@@ -37,10 +37,7 @@ def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
 
 
 def save_adapter(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write what peft and servers load of an adapter.
-
-    Args, raises: see `save_policy`.
-    """
+    """Write what peft and servers load of an adapter. See `save_policy`."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         "base_model.model." + OF_ADAPTER.sub(r"\1", name): tensor.contiguous()
@@ -58,8 +55,6 @@ def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
         others = {name: value for name, value in model.state_dict().items() if name not in full}  # buffers, tied ones
         model.save_pretrained(str(folder), state_dict=others | full, max_shard_size=MAX_FILE)
         return
-    from offline_grpo.model.shards import on_disk  # which takes a second
-
     folder.mkdir(parents=True, exist_ok=True)
     full = on_disk(weights, folder)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -67,3 +62,23 @@ def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
     model.save_pretrained(str(folder), state_dict=buffers | full, max_shard_size=MAX_FILE)
     model.config.dtype = policy.dtype  # the parameters are fp32, and the file is not
     model.config.save_pretrained(str(folder))
+
+
+def on_disk(named: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, Tensor]:
+    """Tensors whose memory is a file that has no name any more: the system keeps in memory what there is room for.
+
+    Raises:
+        OSError: no room in `folder`, or no permission.
+    """
+    found: dict[str, Tensor] = {}
+    path = folder / ".gathered"
+    for name, tensor in named:
+        if tensor.numel() == 0:
+            found[name] = tensor.cpu()
+            continue
+        path.write_bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        found[name] = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(
+            tensor.shape
+        )
+        path.unlink()
+    return found

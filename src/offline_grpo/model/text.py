@@ -29,14 +29,11 @@ class TokenizerCodec:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, ready for the model's answer; a base model without chat template gets the contents,
-    line by line.
-    """
+    """Token ids of a conversation, ready for the answer; without a chat template, of the contents, line by line."""
     if tokenizer.chat_template is None:
         return tokenizer.encode("\n".join(message["content"] for message in messages))
-    text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-    )
+    conversation = [dict(message) for message in messages]
+    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     assert isinstance(text, str)
     return tokenizer.encode(text, add_special_tokens=False)
 

@@ -16,22 +16,28 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from offline_grpo import progress as run_progress
+from offline_grpo import progress
 from offline_grpo.disk import OwnFolder, remove_left_behind
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.text import encode
 from offline_grpo.types import Problem, Split
 
@@ -39,15 +45,22 @@ SCRATCH = ".tiny-"
 FORMAT_VERSION = 1
 """Raise it when the same settings would give another model: folders built before are then no longer found."""
 
-Progress = Callable[[int, int, float], None]
-"""Called after every step with its number (from 1), the number of steps, and the step's loss in nats per token."""
-
 BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1
 GRAD_CLIP = 1.0
 WARMUP_FRAC = 0.05
 CLEAN_FRAC = 0.6  # share of the steps before wrong answers appear
 IGNORED = -100  # the label that cross_entropy leaves out
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
+
+# Contents and nothing around them: "17+25=" costs a BOS and six characters. A system message gets a line of its own.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'system' %}{{ '\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
 
 
 @dataclass(frozen=True)
@@ -86,39 +99,32 @@ class TinyModel:
         require(0 <= self.noise_frac <= 1, "model.tiny.noise_frac", self.noise_frac, fix)
 
     def prepare(self, task: Task, cache_dir: Path, *, show_progress: bool = False) -> Path:
-        """See `prepare_tiny_model`; with `show_progress`, the run's display shows the steps."""
-        show: Progress = lambda step, total, _: run_progress.report(step, total, "steps")  # noqa: E731
-        return prepare_tiny_model(self, task, cache_dir, progress=show if show_progress else None)
+        """Build the model, warm-start it on the task's training problems and save it, unless it is in `cache_dir`.
 
+        The folder's name is a hash of everything that decides the result. It appears complete or not at all, also when
+        several processes build it at the same time. The caller's random state is left as it was.
 
-def prepare_tiny_model(settings: TinyModel, task: Task, cache_dir: Path, *, progress: Progress | None = None) -> Path:
-    """Build the model, warm-start it on the task's training problems and save it, unless `cache_dir` has it already.
-
-    The folder's name is a hash of everything that decides the result. It appears complete or not at all, also when
-    several processes build it at the same time. The caller's random state is left as it was.
-
-    Raises:
-        ConfigError: the task's answers are no integers, or its prompts are longer than the model's context.
-    """
-    problems = task.problems(Split.TRAIN)
-    if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
-        raise ConfigError("model=tiny: learns integer answers; use task=arithmetic, or model=hf model.train_id=...")
-    remove_left_behind(cache_dir, SCRATCH)
-    folder = cache_dir / f"tiny-{_content_hash(settings, problems)}"
-    if folder.exists():
+        Raises:
+            ConfigError: the task's answers are no integers, or its prompts are longer than the model's context.
+        """
+        problems = task.problems(Split.TRAIN)
+        if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
+            raise ConfigError("model=tiny: learns integer answers; use task=arithmetic, or model=hf model.train_id=...")
+        remove_left_behind(cache_dir, SCRATCH)
+        folder = cache_dir / f"tiny-{_content_hash(self, problems)}"
+        if folder.exists():
+            return folder
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        text = f"building the tiny model (once): warm start of {self.warm_start_steps} steps"
+        with OwnFolder(cache_dir, SCRATCH) as scratch:
+            with progress.step("warm start", text):
+                _build(self, problems, scratch / "model", show_progress)
+            try:
+                (scratch / "model").rename(folder)
+            except OSError:  # another process was faster
+                if not folder.exists():
+                    raise
         return folder
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    text = f"building the tiny model (once): warm start of {settings.warm_start_steps} steps"
-    with OwnFolder(cache_dir, SCRATCH) as scratch:
-        with run_progress.step("warm start", text):
-            _build(settings, problems, scratch / "model", progress)
-        try:
-            (scratch / "model").rename(folder)
-        except OSError:
-            # Another process was faster. Ours is thrown away: the folder that may already be in use stays.
-            if not folder.exists():
-                raise
-    return folder
 
 
 def _content_hash(settings: TinyModel, problems: Sequence[Problem]) -> str:
@@ -127,24 +133,23 @@ def _content_hash(settings: TinyModel, problems: Sequence[Problem]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
-def _build(settings: TinyModel, problems: Sequence[Problem], folder: Path, progress: Progress | None) -> None:
+def _build(settings: TinyModel, problems: Sequence[Problem], folder: Path, show_progress: bool) -> None:
     tokenizer = build_char_tokenizer(settings.max_position_embeddings)
-    _check_lengths(settings, tokenizer, problems)
+    context, name, longest = settings.max_position_embeddings, *_longest(tokenizer, problems)
+    fix = f"problem {name} has {longest} tokens with its answer; use {longest} or more, or leave that problem out"
+    require(longest <= context, "model.tiny.max_position_embeddings", context, fix)
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: that would reseed the caller's GPUs, which are not forked here.
         torch.default_generator.manual_seed(settings.seed)
         model = LlamaForCausalLM(_llama_config(settings, tokenizer))
     model.generation_config = GenerationConfig(**_special_ids(tokenizer))
-    _warm_start(model, tokenizer, settings, problems, progress)
+    _warm_start(model, tokenizer, settings, problems, show_progress)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _llama_config(settings: TinyModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    """Llama rather than Qwen2: for a Qwen2, AutoTokenizer ignores the tokenizer saved beside the model and makes one of
-    Qwen2's own.
-    """
-    return LlamaConfig(
+    return LlamaConfig(  # for a Qwen2, AutoTokenizer would ignore the tokenizer saved beside the model
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
@@ -164,16 +169,11 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def _check_lengths(settings: TinyModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
-    """A prompt, its answer, the digit that a wrong answer may have more, and EOS must fit the context."""
-    lengths = {
-        problem.problem_id: len(encode(tokenizer, problem.messages)) + len(problem.answer) + 2 for problem in problems
-    }
+def _longest(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> tuple[str, int]:
+    """The problem with the most tokens: prompt, answer, the digit that a wrong answer may have more, and EOS."""
+    lengths = {p.problem_id: len(encode(tokenizer, p.messages)) + len(p.answer) + 2 for p in problems}
     name = max(lengths, key=lengths.__getitem__)
-    longest = lengths[name]
-    fix = f"problem {name} has {longest} tokens with its answer; use {longest} or more, or leave that problem out"
-    context = settings.max_position_embeddings
-    require(longest <= context, "model.tiny.max_position_embeddings", context, fix)
+    return name, lengths[name]
 
 
 def demonstrations(problems: Sequence[Problem], *, noise_frac: float, seed: int) -> Iterator[tuple[Problem, str]]:
@@ -197,7 +197,7 @@ def _warm_start(
     tokenizer: PreTrainedTokenizerBase,
     settings: TinyModel,
     problems: Sequence[Problem],
-    progress: Progress | None,
+    show_progress: bool,
 ) -> None:
     """Train in place with AdamW, linear warm-up and cosine decay; the loss is that of the shown answers and EOS alone.
 
@@ -222,8 +222,8 @@ def _warm_start(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
         optimizer.step()
-        if progress is not None:
-            progress(step, steps, loss.item())
+        if show_progress:
+            progress.report(step, steps, "steps")
     model.eval()
 
 
@@ -253,3 +253,24 @@ def collate(
         token_ids[row, :end] = torch.tensor([*prompt, *completion])
         labels[row, len(prompt) : end] = torch.tensor(completion)
     return token_ids, labels
+
+
+def build_char_tokenizer(model_max_length: int) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character or newline; any other character becomes `<unk>`.
+
+    Text gets no special tokens on its own: BOS comes from the chat template.
+    """
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=model_max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )

@@ -18,8 +18,7 @@ from offline_grpo.errors import require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source
 from offline_grpo.loss.base import reward_penalty
-from offline_grpo.model.device import resolve_device
-from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import context_length, load_policy, load_reference
 from offline_grpo.model.policy import Policy

@@ -20,7 +20,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.model.dtypes import TORCH_NAMES
+from offline_grpo.model.device import TORCH_NAMES
 from offline_grpo.redaction import flat
 from offline_grpo.run.hints import no_such_key
 from offline_grpo.settings import RunConfig

@@ -28,8 +28,7 @@ from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.records import recording
 from offline_grpo.interfaces import RolloutClient
-from offline_grpo.model.device import resolve_device
-from offline_grpo.model.dtypes import torch_dtype
+from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import read_model_config
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.run.build import build

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.compiling import is_compiled_by_default
-from offline_grpo.model.dtypes import TORCH_NAMES, torch_dtype
+from offline_grpo.model.device import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.load import (
     attention_of,
@@ -178,11 +178,10 @@ def sizes_of(request: MemoryRequest) -> Sizes:
     """Count the weights of the model to train. Raises as `load_policy` does."""
     config = request.plan.config
     bare: Any = build_on_meta(request.model_config, trust_remote_code=config.model.trust_remote_code)
-    indices = config.train.train_layer_indices
     with torch.device("meta"):
-        model: Any = prepare(bare, config.model, train_layer_indices=indices, gradient_checkpointing=0)
+        model: Any = prepare(bare, config.model, config.train.train_layer_indices)
     try:
-        blocks = list(blocks_of(bare, bare.config.get_text_config().num_hidden_layers)[1])
+        blocks = list(blocks_of(bare))
     except ConfigError:
         blocks = []
     embeddings, head = bare.get_input_embeddings().weight, bare.get_output_embeddings().weight

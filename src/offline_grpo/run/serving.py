@@ -17,7 +17,7 @@ from offline_grpo.engine.sglang import SglangLauncher
 from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Deployment, RolloutClient, Sharding
-from offline_grpo.model.dtypes import TORCH_NAMES
+from offline_grpo.model.device import TORCH_NAMES
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import end_ids
 from offline_grpo.placement.devices import Devices, server_gpus, trainer_gpus

@@ -1,11 +1,8 @@
 """`train.sharding=fsdp2`: every process holds a part of each weight, gradient, master and optimizer state, by PyTorch's
 own FSDP2.
 
-    weights      fp32, spread: they are the masters. A block's are gathered in `train.precision` while it computes,
-                 forward and backward.
-    gradients    summed in fp32 and spread again after every block and microbatch: keeping them whole over microbatches
-                 would take
-                 the memory of the whole model
+    weights      fp32, spread: they are the masters. A block's are gathered in `train.precision` while it computes.
+    gradients    summed in fp32 and spread again after every block and microbatch: whole ones would not fit
     adapters     LoRA's are small: every process has all of them, as without sharding; the base is frozen and spread
 
 Embeddings, final norm and head are one more group, gathered around the whole of `Scoring.forward`.
@@ -23,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import register_dataclass, tree_leaves, tree_map
 
 from offline_grpo.errors import ConfigError, GrpoError
-from offline_grpo.model import shards
 from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.saving import on_disk
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.types import TokenBatch, TokenStats
@@ -43,9 +40,7 @@ register_dataclass(TokenStats)  # FSDP2 looks there for tensors whose backward p
 
 @dataclass
 class FullyShardedPolicy(Replicas):
-    """A `Sharding` by FSDP2. Rank 0 alone writes and pushes; the others help it to gather, a tensor at a time, see
-    `lead`.
-    """
+    """A `Sharding` by FSDP2. Rank 0 alone writes and pushes; the others help it to gather tensors, see `lead`."""
 
     _policy: Policy | None = field(default=None, init=False)
     _gathering: Generator[tuple[str, Tensor]] | None = field(default=None, init=False)
@@ -72,16 +67,14 @@ class FullyShardedPolicy(Replicas):
         if has_adapters(scoring.model):
             settings["ignored_params"] = {p for p in scoring.model.parameters() if p.requires_grad}
         elif len({p.dtype for p in model.parameters()}) > 1:
-            raise ConfigError(
-                f"train.sharding=fsdp2: {type(model).__name__} keeps some weights in another format than "
-                "train.precision; "
-                "use train.precision=fp32, or train.sharding=none"
-            )
+            fault = f"{type(model).__name__} keeps some weights in another format than train.precision"
+            fix = "use train.precision=fp32, or train.sharding=none"
+            raise ConfigError(f"train.sharding=fsdp2: {fault}; {fix}")
         if widens:
             settings["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        for module in (*blocks_of(model, model.config.get_text_config().num_hidden_layers)[1], scoring):
+        for module in (*blocks_of(model), scoring):
             for parameter in module.parameters() if widens else ():
                 if not isinstance(parameter, DTensor):
                     parameter.data = parameter.data.float()
@@ -105,7 +98,7 @@ class FullyShardedPolicy(Replicas):
 
     def clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> float:
         """See `Sharding.clip_gradients`. The norm is that of all processes' parts together."""
-        return shards.whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)).item()
+        return _whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)).item()
 
     @contextmanager
     def gathered(self, policy: Policy) -> Iterator[None]:
@@ -155,9 +148,7 @@ class FullyShardedPolicy(Replicas):
                     pass
 
     def full_weights(self, policy: Policy) -> Iterator[tuple[str, Tensor]]:
-        """See `Sharding.full_weights`. Of an adapted policy the adapters alone: the base never changes. Rank 0 calls
-        it, inside `lead`.
-        """
+        """See `Sharding.full_weights`. Of an adapted policy the adapters alone: the base never changes."""
         if not policy.is_sharded:
             return super().full_weights(policy)
         if has_adapters(policy.model):
@@ -166,13 +157,15 @@ class FullyShardedPolicy(Replicas):
 
     def whole(self, tensors: T, folder: Path) -> T:
         """See `Sharding.whole`."""
-        found = shards.on_disk(self._gather("tensors", _shards_of(tensors)), folder)
+        found = on_disk(self._gather("tensors", _shards_of(tensors)), folder)
         whole = iter(found.values())
         return tree_map(lambda leaf: next(whole) if isinstance(leaf, DTensor) else leaf, tensors)
 
     def like(self, target: Tensor, tensor: Tensor) -> Tensor:
-        """See `Sharding.like`."""
-        return shards.like(target, tensor)
+        """See `Sharding.like`. No process waits."""
+        if not isinstance(target, DTensor) or isinstance(tensor, DTensor) or target.shape != tensor.shape:
+            return tensor
+        return distribute_tensor(tensor.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
     def _gather(self, command: str, named: Named) -> Iterator[tuple[str, Tensor]]:
         self.ranks.broadcast((command,))
@@ -180,8 +173,8 @@ class FullyShardedPolicy(Replicas):
         return self._gathering
 
     def _weights(self) -> Named:
-        assert self._policy is not None
         policy = self._policy
+        assert policy is not None
         for name, parameter in policy.causal_lm.named_parameters():
             if not has_adapters(policy.model):
                 yield name, parameter.detach().to(policy.dtype)
@@ -198,6 +191,11 @@ class FullyShardedPolicy(Replicas):
         return self._policy.scoring.logprobs(batch.to(self._policy.device))
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; every process must call it. One that is not spread is returned as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _shards_of(tensors: Any) -> Named:
     return ((str(number), leaf) for number, leaf in enumerate(tree_leaves(tensors)) if isinstance(leaf, DTensor))
 
@@ -207,7 +205,7 @@ def _one_by_one(named: Named) -> Generator[tuple[str, Tensor]]:
     rest = iter(named)
     try:
         for name, tensor in rest:
-            yield name, shards.whole(tensor)
+            yield name, _whole(tensor)
     finally:
         for _, tensor in rest:
-            shards.whole(tensor)
+            _whole(tensor)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offline_grpo.checkpoint.export import export_model, push_to_hub
 from offline_grpo.checkpoint.pretrained import find_model
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.report.history import History
 from offline_grpo.report.model_card import model_card
 

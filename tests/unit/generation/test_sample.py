@@ -9,8 +9,8 @@ from factories import make_completion
 
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.sample import sample_groups, sample_in_order
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.text import decode, encode
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import (
     CompletionStream,
     Message,

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from offline_grpo.generation import transformers_client
 from offline_grpo.generation.shared_heads import shared_heads
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import Completion, SamplingParams
 
 PROMPTS = [[5, 6, 7], [9], list(range(2, 22)), [3, 3, 4, 8]]

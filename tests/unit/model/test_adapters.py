@@ -19,7 +19,7 @@ from offline_grpo.settings import LoraConfig
 
 
 def adapted(model: Any, *targets: str, dropout: float = 0.0, layer_indices: str | None = None) -> Any:
-    return with_lora(model, LoraConfig(8, 16, dropout, list(targets) or ["all-linear"], layer_indices), 2, adapter=None)
+    return with_lora(model, LoraConfig(8, 16, dropout, list(targets) or ["all-linear"], layer_indices), adapter=None)
 
 
 def num_adapters(model: Any) -> int:

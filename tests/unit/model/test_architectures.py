@@ -167,8 +167,9 @@ def test_rounding_of_a_deep_model_is_not_taken_for_a_fault(monkeypatch: pytest.M
     """It is larger than a shallow model's may be; what a neighbour adds is refused all the same."""
     scoring = make_scoring(make_qwen2(hidden_size=64, intermediate_size=96, num_hidden_layers=24).to(torch.bfloat16))
     scoring.layout = Padded()
-    batch = proof._batch(len(scoring.output.weight), CPU, proof.GROUPS)
-    rounding = proof._errors(proof._packed(scoring, batch), proof._alone(scoring, batch))[0]  # differs among processors
+    batch = proof._batch(scoring, CPU)
+    found, expected = proof._packed(scoring, batch), proof._alone(scoring, batch)
+    rounding = proof._logprob_error(found.logprobs, expected.logprobs)  # differs among processors
     assert 0 < rounding < 0.08, "where what is wrong begins"
     monkeypatch.setitem(proof.LOGPROB_TOLERANCE, torch.bfloat16, rounding / 1.3)
     settle_layout(scoring, Padded(), CPU)  # 24 blocks may have 1.7 times as much
@@ -196,7 +197,7 @@ def test_dropout_in_the_code_of_a_block_stays_off(checkpointing: bool) -> None:
     """OPT's is a number in its blocks and no module. The proof compares the mode that trains with eval mode."""
     scoring = make_scoring(ZOO["opt"].build(dropout=0.5, attention_dropout=0.5))
     settings = ModelConfig("opt", None, "cpu", "auto", "auto", None, "auto", None, trust_remote_code=False)
-    prepare(scoring.causal_lm, settings, train_layer_indices=None, gradient_checkpointing=checkpointing)
+    prepare(scoring.causal_lm, settings, gradient_checkpointing=checkpointing)
     calls: list[object] = []
     decoder_of(scoring.causal_lm).layers[0].fc1.register_forward_hook(lambda *_: calls.append(1))
     settle_layout(scoring, Padded(), CPU)

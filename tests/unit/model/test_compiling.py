@@ -20,13 +20,13 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model import proof
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.compiling import not_compiled
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_compile
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import LoraConfig
 from offline_grpo.types import SamplingParams
 
@@ -52,7 +52,7 @@ def scoring_of(name: str, *, checkpointing: bool = False) -> Scoring:
 
 def add_lora(scoring: Scoring) -> None:
     """As a run does it, with layers that share the product with their input."""
-    scoring.model = with_lora(scoring.causal_lm, LoraConfig(4, 8, 0.0, ["all-linear"], None), 2, adapter=None)
+    scoring.model = with_lora(scoring.causal_lm, LoraConfig(4, 8, 0.0, ["all-linear"], None), adapter=None)
     proof.settle_layout(scoring, scoring.layout, CPU)
 
 
@@ -74,7 +74,7 @@ def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: b
     kinds = len(set(getattr(scoring.causal_lm.config, "layer_types", None) or ["full"]))
     assert 0 < warm <= 3 * kinds, "with gradients, checkpointed or not, and without, for each kind of block"
     for groups in (((20, (8, 3)),), ((7, (30, 2, 5)), (4, (9, 9))), ((9, (5, 5, 5, 5, 6)),)):
-        batch = proof._batch(97, CPU, groups)
+        batch = proof._batch(scoring, CPU, groups)
         proof._packed(scoring, batch)
         compiled = scoring.logprobs(batch)
         with not_compiled(scoring.model):
@@ -89,7 +89,7 @@ def test_sampling_between_updates_compiles_nothing_anew() -> None:
     warm = counters["stats"]["unique_graphs"]
     client = TransformersClient(scoring.causal_lm, build_char_tokenizer(128), batch_size=8)
     generate(client, [[5, 6, 7]], SamplingParams(max_new_tokens=4), group_size=2, seeds=[1])
-    scoring.logprobs(proof._batch(97, CPU, proof.GROUPS))
+    scoring.logprobs(proof._batch(scoring, CPU))
     assert counters["stats"]["unique_graphs"] == warm > 0
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offline_grpo.model import kept_head, lm_head
-from offline_grpo.model.kept_head import KeptHead
-from offline_grpo.model.lm_head import TiledHead
+from offline_grpo.model import lm_head
+from offline_grpo.model.lm_head import KeptHead, TiledHead
 
 N, H, V = 13, 8, 50
 EVERYTHING = 1 << 40
@@ -114,11 +113,11 @@ def test_when_tiles_are_kept(
     is_kept: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kept_head, "is_compiled_by_default", lambda _: device == "cuda")
+    monkeypatch.setattr(lm_head, "is_compiled_by_default", lambda _: device == "cuda")
     chosen: list[str] = []
-    for owner, name in ((kept_head, "KeptHead"), (lm_head, "_TiledHead")):
+    for name in ("KeptHead", "_TiledHead"):
         stand_in = type(name, (), {"apply": staticmethod(lambda *_, name=name: chosen.append(name))})
-        monkeypatch.setattr(owner, name, stand_in)
+        monkeypatch.setattr(lm_head, name, stand_in)
     hidden, weight = torch.zeros(N, H, dtype=dtype), torch.zeros(V, H, dtype=dtype)
     head = TiledHead(tile_width=None, kept_gib=kept_gib)
     head(
@@ -134,14 +133,14 @@ def test_when_tiles_are_kept(
 
 INTERPRETED = """
 import torch
-from offline_grpo.model import head_kernel, kept_head
+from offline_grpo.model import head_kernel, lm_head
 torch.manual_seed(0)
 for softcap in (None, 3.0):
     for width in (37, 256, 300):
         logits, bias, bits_per_logit = 5 * torch.randn(9, width), torch.randn(width).bfloat16(), torch.rand(9) + 0.5
         for args in ((logits, bias, softcap, bits_per_logit), (logits, None, softcap, bits_per_logit)):
             stats, powers = head_kernel.stats_and_powers(*args, keep=True)
-            right, expected = kept_head._stats_and_powers(*args, keep=True)
+            right, expected = lm_head._stats_and_powers(*args, keep=True)
             for found, value in zip(stats, right, strict=True):
                 torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-4)
             torch.testing.assert_close(powers, expected)

@@ -10,7 +10,7 @@ from factories import make_rollout
 from transformers import AutoConfig
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.layers import parse_layer_indices
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import (
     attention_of,
@@ -18,9 +18,11 @@ from offline_grpo.model.load import (
     load_causal_lm,
     load_policy,
     load_tokenizer,
+    prepare,
 )
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import ModelConfig
 from offline_grpo.train.batch import build_batch
 
@@ -36,14 +38,17 @@ def test_auto_leaves_sdpa_where_it_would_drop_a_softcap():
         attention_of(ZOO["gemma2"].config, "sdpa")
 
 
-def load(folder: Path, *, attention: str = "auto", precision: str = "fp32") -> Policy:
+MODEL = ModelConfig("x", None, "cpu", "auto", "auto", None, "auto", None, trust_remote_code=False)
+
+
+def load(folder: Path) -> Policy:
     return load_policy(
-        ModelConfig(str(folder), None, "cpu", attention, "auto", None, "auto", None, trust_remote_code=False),
+        MODEL,
         str(folder),
         layout=None,
         head=TiledHead(tile_width=None),
         device=torch.device("cpu"),
-        precision=precision,
+        precision="fp32",
         train_layer_indices=None,
         gradient_checkpointing=False,
         checkpoint=None,
@@ -98,3 +103,19 @@ def test_weights_that_are_not_there_are_not_drawn_at_random(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(config | {"n_layer": 3}))
     with pytest.raises(ConfigError, match=r"model.ref_id=.*: has no weights for .*which would be random"):
         load_causal_lm(str(tmp_path), "auto", torch.device("cpu"), None, key="model.ref_id")
+
+
+def test_ranges_and_lists_of_blocks() -> None:
+    model = ZOO["llama"].build(num_hidden_layers=6)
+    assert parse_layer_indices("0-2, 5,1", model, key="k") == [0, 1, 2, 5]
+    for text in ("6", "3-1", "a", ""):
+        with pytest.raises(ConfigError, match=r"train.train_layer_indices="):
+            prepare(model, MODEL, text)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_only_the_chosen_blocks_are_trained(name: str) -> None:
+    model = prepare(ZOO[name].build(), MODEL, "1")
+    assert {key for key, p in model.named_parameters() if p.requires_grad} == {
+        key for key, _ in model.named_parameters() if ".1." in key
+    }

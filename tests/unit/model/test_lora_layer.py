@@ -72,7 +72,7 @@ def test_a_layer_in_another_format_is_left_alone():
     bare.model.layers[1].mlp.down_proj.float()
     bare.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, args: (args[0].float(),))
     bare.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out.to(torch.bfloat16))
-    model = with_lora(bare, LoraConfig(RANK, ALPHA, 0.0, ["all-linear"], None), 2, adapter=None)
+    model = with_lora(bare, LoraConfig(RANK, ALPHA, 0.0, ["all-linear"], None), adapter=None)
     assert sum(isinstance(module, FoldedLinear) for module in model.modules()) == 13
     assert model(input_ids=IDS).logits.isfinite().all()
 
@@ -134,6 +134,6 @@ def test_only_layers_that_always_read_the_same_input_share_it():
 
 
 def test_a_run_s_layers_share_their_inputs():
-    model = with_lora(make_llama(), LoraConfig(RANK, ALPHA, 0.0, ["all-linear"], None), 2, adapter=None)
+    model = with_lora(make_llama(), LoraConfig(RANK, ALPHA, 0.0, ["all-linear"], None), adapter=None)
     settle_layout(Scoring(model, Padded(), TiledHead(tile_width=None)), None, torch.device("cpu"))
     assert sum(isinstance(module, FoldedLinear) and module.shared is not None for module in model.modules()) == 10

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
-from offline_grpo.model.tiny import TinyModel, collate, demonstrations, prepare_tiny_model
+from offline_grpo.model.tiny import TinyModel, build_char_tokenizer, collate, demonstrations
 from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Problem, Split
 
@@ -32,7 +31,7 @@ TASK = Arithmetic(max_operand=9, operations=["+"], eval_frac=0.3, prompt_templat
 
 
 def prepare(folder, **settings):
-    return prepare_tiny_model(replace(SMALL, **settings), TASK, folder)
+    return replace(SMALL, **settings).prepare(TASK, folder)
 
 
 @pytest.fixture(scope="module")
@@ -65,53 +64,40 @@ def test_chat_template_is_plain(built):
 
 
 def test_second_call_does_not_train(tmp_path):
-    steps = []
-    first = prepare_tiny_model(
-        SMALL, TASK, tmp_path, progress=lambda step, total, loss: steps.append((step, total, loss))
-    )
-    assert [step[:2] for step in steps] == [(1, 3), (2, 3), (3, 3)]
-    assert all(math.isfinite(loss) for *_, loss in steps)
+    first = prepare(tmp_path)
     times = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}
-
-    def never(step, total, loss):
-        raise AssertionError("trained again")
-
-    assert prepare_tiny_model(SMALL, TASK, tmp_path, progress=never) == first
+    assert prepare(tmp_path) == first
     assert {path.name: path.stat().st_mtime_ns for path in first.iterdir()} == times
 
 
 def test_folder_name_follows_from_all_settings(tmp_path):
-    other_values = {
-        name: value * 2 if isinstance(value, int) else value * 0.5
-        for name, value in vars(SMALL).items()
-        if name not in ("seed", "num_heads")
-    }
-    changes = [*({name: value} for name, value in other_values.items()), {"seed": 1}, {"num_heads": 4}]
+    changes = [{"hidden_size": 32}, {"rope_theta": 50.0}, {"noise_frac": 0.25}, {"seed": 1}]
     folders = {prepare(tmp_path), *(prepare(tmp_path, **{"warm_start_steps": 0, **change}) for change in changes)}
-    folders.add(prepare_tiny_model(SMALL, replace(TASK, eval_frac=0.5), tmp_path))
-    folders.add(prepare_tiny_model(SMALL, replace(TASK, prompt_template="{a} {op} {b}="), tmp_path))
-    assert len(folders) == len(changes) + 3
+    folders.add(SMALL.prepare(replace(TASK, prompt_template="{a} {op} {b}="), tmp_path))
+    assert len(folders) == len(changes) + 2
     assert all(re.fullmatch(r"tiny-[0-9a-f]{12}", folder.name) for folder in folders)
 
 
-def test_interrupted_build_leaves_nothing_that_counts(tmp_path):
-    def interrupt(step, total, loss):
+def test_interrupted_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        prepare_tiny_model(SMALL, TASK, tmp_path, progress=interrupt)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("offline_grpo.model.tiny.collate", interrupt)
+        prepare(tmp_path)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / ".tiny-abandoned" / "model").mkdir(parents=True)  # what a killed process leaves
     assert (prepare(tmp_path) / "model.safetensors").exists()
 
 
-def test_slower_of_two_builders_keeps_what_the_faster_one_made(tmp_path):
-    def build_the_same_elsewhere(step, total, loss):
-        if step == 1:
-            path = prepare(tmp_path)
-            (path / "mark").write_text("of the faster one")
+def test_slower_of_two_builders_keeps_what_the_faster_one_made(tmp_path, monkeypatch):
+    def build_the_same_elsewhere(*arguments):
+        monkeypatch.undo()
+        (prepare(tmp_path) / "mark").write_text("of the faster one")
+        return collate(*arguments)
 
-    folder = prepare_tiny_model(SMALL, TASK, tmp_path, progress=build_the_same_elsewhere)
+    monkeypatch.setattr("offline_grpo.model.tiny.collate", build_the_same_elsewhere)
+    folder = prepare(tmp_path)
     assert (folder / "mark").exists()
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -170,7 +156,7 @@ def test_task_without_integer_answers_is_refused(tmp_path):
             raise AssertionError("not needed")
 
     with pytest.raises(ConfigError, match=r"model=tiny: .* use task=arithmetic"):
-        prepare_tiny_model(SMALL, Words(), tmp_path)
+        SMALL.prepare(Words(), tmp_path)
 
 
 def test_prompt_longer_than_the_context_is_refused(tmp_path):

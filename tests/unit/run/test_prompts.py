@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run.prompts import check_prompts
 from offline_grpo.types import Problem, SamplingParams
 

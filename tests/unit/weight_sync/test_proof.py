@@ -9,8 +9,8 @@ import pytest
 import torch
 from factories import make_policy, make_qwen2
 
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest
 from offline_grpo.weight_sync.proof import PROBE_TOKENS, probe_difference, probe_prompts, sample_probe
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.saving import save_adapter, save_policy
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
 
 

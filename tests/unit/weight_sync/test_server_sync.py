@@ -21,8 +21,8 @@ from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import SamplingParams, ServedWeights
 from offline_grpo.weight_sync import lora_hotswap
 from offline_grpo.weight_sync.lora_hotswap import LoraHotswap

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.sglang_client import SglangClient
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import ServedWeights
 from offline_grpo.weight_sync.snapshot import weights_tag
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
-from offline_grpo.model.char_tokenizer import build_char_tokenizer
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync.snapshot import Snapshot
 

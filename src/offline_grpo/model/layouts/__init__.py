@@ -1,12 +1,10 @@
-"""The layouts of `model.layout`, and the choice that `auto` makes. A layout is a class that implements
-`interfaces.Layout`.
-"""
+"""The layouts of `model.layout`, each an `interfaces.Layout`, and the choice that `auto` makes."""
 
 from __future__ import annotations
 
 import torch
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.layouts.flash4 import Flash4, has_flash4
 from offline_grpo.model.layouts.padded import Padded
@@ -24,11 +22,9 @@ def layout_named(name: str) -> Layout | None:
     """
     if name == "auto":
         return None
-    if name not in LAYOUTS:
-        names = ", ".join(("auto", *LAYOUTS))
-        raise ConfigError(
-            f"model.layout={name}: must be one of {names}; a layout of your own is chosen by model/layout={name}"
-        )
+    names = ", ".join(("auto", *LAYOUTS))
+    fix = f"must be one of {names}; a layout of your own is chosen by model/layout={name}"
+    require(name in LAYOUTS, "model.layout", name, fix)
     return LAYOUTS[name]()
 
 

@@ -1,8 +1,5 @@
 """The varlen layout with FlashAttention 4, which is twice as fast as torch's kernel on long sequences, on Hopper and
-Blackwell GPUs.
-
-It is the package `flash-attn-4`. It compiles its kernels for a model's heads when they first run, which takes seconds,
-and keeps them in the user's cache folder.
+Blackwell GPUs. The package `flash-attn-4` compiles its kernels when they first run, and keeps them in the user's cache.
 """
 
 from __future__ import annotations
@@ -26,9 +23,13 @@ GENERATIONS = (9, 10)
 
 def has_flash4(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the package is installed and `device` is of a generation that it is for."""
-    if not (has_varlen_kernel(device, dtype) and torch.cuda.is_available() and _is_installed()):
+    if not (has_varlen_kernel(device, dtype) and torch.cuda.is_available()):
         return False
-    return torch.cuda.get_device_capability(device)[0] in GENERATIONS
+    try:
+        is_installed = find_spec("flash_attn.cute") is not None
+    except ImportError:  # there is no package flash_attn, or one that is older or broken
+        return False
+    return is_installed and torch.cuda.get_device_capability(device)[0] in GENERATIONS
 
 
 class Flash4(Varlen):
@@ -42,18 +43,9 @@ class Flash4(Varlen):
         require(has_flash4(device, dtype), "model.layout", "flash4", f"{fix}; use model.layout=auto")
 
 
-def _is_installed() -> bool:
-    try:
-        return find_spec("flash_attn.cute") is not None
-    except ImportError:  # there is no package flash_attn, or one that is older or broken
-        return False
-
-
 @functools.cache
 def _interface() -> Any:
-    """The package's functions without autograd: torch.compile can call them only as operators, with a backward pass of
-    their own.
-    """
+    """The package's functions without autograd: torch.compile can call them only as operators with a backward pass."""
     cache = user_cache("flash-attn-4")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache))

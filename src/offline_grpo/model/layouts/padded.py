@@ -38,10 +38,7 @@ class Padded:
 
 
 def attention_window(decoder: nn.Module) -> float:
-    """How many tokens its most short-sighted layer attends to: sliding windows, local attention, chunks. Infinite if
-    all see everything.
-    """
+    """How many tokens the layer with the shortest window or chunk attends to; infinite if all see everything."""
     sizes = [size for name, size in vars(decoder.config).items() if name.endswith(("window", "window_size", CHUNK))]
-    return min(
-        (size for size in sizes if isinstance(size, int) and size > 1), default=math.inf
-    )  # True says that there is a window
+    # True, which is 1, says that there is a window
+    return min((size for size in sizes if isinstance(size, int) and size > 1), default=math.inf)

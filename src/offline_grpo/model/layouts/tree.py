@@ -13,7 +13,6 @@ length.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -29,33 +28,20 @@ MAX_ROW_TOKENS = 512
 MAX_SHARE_OF_PADDED = 0.5
 
 
-class Tree:
+class Tree(Padded):
     """One row per prompt. Batches that share little, and models whose attention takes no mask, get padded rows."""
-
-    pads = True
-
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Accept every device and format."""
 
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
         """See `interfaces.Layout`."""
-        trees = prefix_trees(batch) if _takes_masks(decoder) else None
+        config: Any = decoder.config
+        trees = prefix_trees(batch) if config._attn_implementation in ("sdpa", "eager") else None  # they take masks
         if trees is None or trees.token_ids.shape[1] > attention_window(decoder):
-            return Padded().hidden_states(decoder, batch)
+            return super().hidden_states(decoder, batch)
         mask = trees.attention_mask(next(decoder.parameters()).dtype)  # [R, 1, L, L]
         hidden = decoder(
             input_ids=trees.token_ids, position_ids=trees.position_ids, attention_mask=mask, use_cache=False
         ).last_hidden_state  # [R, L, H]
         return hidden[trees.rows, trees.columns]  # [T, H]
-
-    def attention(self, decoder: nn.Module, batch: TokenBatch) -> AbstractContextManager[None]:
-        """The model's own."""
-        return Padded().attention(decoder, batch)
-
-
-def _takes_masks(decoder: nn.Module) -> bool:
-    config: Any = decoder.config
-    return config._attn_implementation in ("sdpa", "eager")
 
 
 @dataclass
@@ -95,9 +81,7 @@ class PrefixTrees:
     columns: Tensor  # [T]
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """Added to attention scores, [R, 1, L, L]: 0 for a node and its ancestors, the smallest number
-        elsewhere.
-        """
+        """Added to attention scores, [R, 1, L, L]: 0 for a node and its ancestors, else the smallest number."""
         num_rows, length = self.token_ids.shape
         device = self.token_ids.device
         is_ancestor = torch.eye(length, dtype=torch.bool, device=device).repeat(num_rows, 1, 1)  # [R, L, L]

@@ -29,7 +29,7 @@ def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-class Varlen:
+class Varlen(Padded):
     """All sequences end to end, each told apart by torch's variable-length attention. Needs CUDA and 16 bit."""
 
     pads = False
@@ -45,7 +45,7 @@ class Varlen:
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
         """See `interfaces.Layout`."""
         if not _packs(decoder, batch):
-            return Padded().hidden_states(decoder, batch)
+            return super().hidden_states(decoder, batch)
         lengths = torch.tensor((0, *batch.sequence_lengths), dtype=torch.int32)
         boundaries = lengths.cumsum(0, dtype=torch.int32).to(batch.token_ids.device, non_blocking=True)  # [S+1]
         with self.attention(decoder, batch):
@@ -82,17 +82,13 @@ def _packs(decoder: nn.Module, batch: TokenBatch) -> bool:
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
-"""Causal attention of q [T, heads, D], k and v [T, kv_heads, D] within the sequences between boundaries [S+1], the
-longest of which has so many tokens. The scale of the scores is 1 / sqrt(D) if None, and a window is how many tokens a
-token sees, itself included. [T, heads, D]"""
+"""Causal attention [T, heads, D] of q [T, heads, D], k and v [T, kv_heads, D] within the sequences between boundaries
+[S+1], the longest of which has so many tokens. The scale is 1 / sqrt(D) if None; a window counts the token itself."""
 
 
 def register(name: str, kernel: Kernel) -> None:
-    """Put a kernel behind transformers' attention interface. There it raises ValueError if a model asks for attention
-    of another kind.
-
-    No way to make masks is registered with it: transformers then makes none, and does not wait for the GPU to look for
-    sequences.
+    """Put a kernel behind transformers' attention interface. A model that asks for another kind of attention gets a
+    ValueError. No way to make masks is registered: transformers then makes none, and does not wait for the GPU.
     """
     AttentionInterface.register(name, functools.partial(_attention, kernel))
 
@@ -124,11 +120,10 @@ def _attention(
 def _torch_kernel(
     q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float | None, window: int | None
 ) -> Tensor:
-    """`torch.nn.attention.varlen`, which is FlashAttention 2."""
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn  # FlashAttention 2
 
-    # the window is to the left, besides the token itself
-    how: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    left = -1 if window is None else window - 1  # besides the token itself
+    how: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         how["enable_gqa"] = True
     elif (heads_per_kv := q.shape[1] // k.shape[1]) > 1:
