@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -35,7 +36,8 @@ PR_SET_PDEATHSIG = 1
 
 class SideBySideLauncher(Launcher):
     """Starts each run in a process of its own, and waits for all. After a Ctrl-C or SIGTERM every run saves and ends at
-    its next safe point, and no other begins; so too if this process is killed."""
+    its next safe point, and no other begins; so too if this process is killed.
+    """
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """See `Launcher.setup`."""
@@ -49,6 +51,11 @@ class SideBySideLauncher(Launcher):
             ConfigError: the cluster is not there, or none of its machines has room for a run.
             StopRequested: a signal arrived; the runs have been stopped.
         """
+        from offline_grpo.errors import GrpoError, StopRequested
+        from offline_grpo.run.main import say_how_to_resume_sweep
+        from offline_grpo.run.run_dir import discard_fresh
+        from offline_grpo.run.signals import StopSignal
+
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -56,16 +63,19 @@ class SideBySideLauncher(Launcher):
         log.info("%d runs side by side", len(jobs))
         for number, overrides in jobs.items():
             log.info("\t#%d : %s", number, " ".join(filter_overrides(overrides)))
-        return self._run(jobs)
+        try:
+            with StopSignal.listening() as stop, stop.held("the runs have saved"):
+                return self._run(jobs, stop)
+        except StopRequested as error:
+            say_how_to_resume_sweep(error, self._folder)
+            raise
+        except GrpoError:
+            discard_fresh(self._folder)
+            raise
 
     @abstractmethod
-    def _run(self, jobs: Mapping[int, list[str]]) -> list[JobReturn]:
-        """What each job returned, by its number and overrides."""
-
-    def _say_how_to_resume(self, error: Any) -> None:
-        from offline_grpo.run import main
-
-        main.say_how_to_resume_sweep(error, self._folder)
+    def _run(self, jobs: Mapping[int, list[str]], stop: Any) -> list[JobReturn]:
+        """What each job returned, by its number and overrides. `stop`: a StopSignal, which is held."""
 
 
 class LocalLauncher(SideBySideLauncher):
@@ -77,47 +87,39 @@ class LocalLauncher(SideBySideLauncher):
     def __init__(self, n_jobs: int = -1, **_of_joblib: Any) -> None:
         self._limit = n_jobs if n_jobs > 0 else max(1, (os.cpu_count() or 1) + 1 + n_jobs)
 
-    def _run(self, jobs: Mapping[int, list[str]]) -> list[JobReturn]:
-        from offline_grpo.errors import StopRequested
-        from offline_grpo.run.signals import StopSignal
-
+    def _run(self, jobs: Mapping[int, list[str]], stop: Any) -> list[JobReturn]:
         # forked: this process has neither threads nor torch, and its handlers of signals are there from the start
         fork = multiprocessing.get_context("fork")
         waiting, running, results = list(jobs), dict[Connection, tuple[int, Any]](), dict[int, JobReturn]()
         is_told = False
-        with StopSignal.listening() as stop, stop.held("the running jobs have saved"):
-            try:
-                while running or (waiting and stop.number is None):
-                    while waiting and len(running) < self._limit and stop.number is None:
-                        reader, writer = fork.Pipe(duplex=False)
-                        number = waiting.pop(0)
-                        process = fork.Process(target=self._work, args=(writer, jobs[number], number, os.getpid()))
-                        process.start()
-                        writer.close()
-                        running[reader] = number, process
-                    if stop.number is not None and not is_told:
-                        is_told = True
-                        for _, process in running.values():
-                            os.kill(process.pid, stop.number)
-                    for reader in wait(list(running), timeout=POLL_S):
-                        assert isinstance(reader, Connection)
-                        number, process = running.pop(reader)
-                        try:
-                            results[number] = reader.recv()
-                        except EOFError:
-                            results[number] = _failed(jobs[number], "the run was killed")
-                        process.join()
-            finally:
-                for _, process in running.values():  # of a second Ctrl-C
-                    process.terminate()
-            if stop.number is not None:
-                self._say_how_to_resume(error := StopRequested(stop.number))
-                raise error
+        try:
+            while running or (waiting and stop.number is None):
+                while waiting and len(running) < self._limit and stop.number is None:
+                    reader, writer = fork.Pipe(duplex=False)
+                    number = waiting.pop(0)
+                    process = fork.Process(target=self._work, args=(writer, jobs[number], number, os.getpid()))
+                    process.start()
+                    writer.close()
+                    running[reader] = number, process
+                if stop.number is not None and not is_told:
+                    is_told = True
+                    for _, process in running.values():
+                        os.kill(process.pid, stop.number)
+                for reader in wait(list(running), timeout=POLL_S):
+                    assert isinstance(reader, Connection)
+                    number, process = running.pop(reader)
+                    try:
+                        results[number] = reader.recv()
+                    except EOFError:
+                        results[number] = _failed(jobs[number], "the run was killed")
+                    process.join()
+        finally:
+            for _, process in running.values():  # of a second Ctrl-C
+                process.terminate()
+        stop.check()
         return [results[number] for number in jobs]
 
     def _work(self, writer: Connection, overrides: list[str], number: int, parent: int) -> None:
-        import ctypes
-
         os.setpgid(0, 0)  # a terminal's Ctrl-C comes from the sweep's process alone, once
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() == parent:
@@ -134,75 +136,53 @@ class RayLauncher(SideBySideLauncher):
         self._address, self._settings = address, dict(ray_init)
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
 
-    def _run(self, jobs: Mapping[int, list[str]]) -> list[JobReturn]:
-        from offline_grpo.engine.ray_actor import connect
-        from offline_grpo.errors import GrpoError
-        from offline_grpo.run.run_dir import discard_fresh
+    def _run(self, jobs: Mapping[int, list[str]], stop: Any) -> list[JobReturn]:
+        from offline_grpo.engine.ray_actor import connect, room_for, shown
+        from offline_grpo.errors import reason_of, require
 
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # equal lines of two runs are two lines
-        try:
-            is_ours = connect(self._address, {"log_to_driver": True, **self._settings}, group="hydra.launcher")
-            import ray
-
-            try:
-                return self._run_on_cluster(jobs)
-            finally:
-                if is_ours:
-                    ray.shutdown()
-        except GrpoError:
-            discard_fresh(self._folder)
-            raise
-
-    def _run_on_cluster(self, jobs: Mapping[int, list[str]]) -> list[JobReturn]:
+        is_ours = connect(self._address, {"log_to_driver": True, **self._settings}, group="hydra.launcher")
         import ray
+        from ray.exceptions import RayError
 
-        from offline_grpo.engine.ray_actor import room_for, shown
-        from offline_grpo.errors import StopRequested, require
-        from offline_grpo.run.signals import StopSignal
-
-        num_gpus = self._num_gpus
-        if num_gpus is None:
-            num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
-        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        has_room = any(room_for(machine, {"CPU": self._num_cpus, "GPU": num_gpus}) for machine in machines)
-        key, have = f"hydra.launcher.num_cpus={self._num_cpus:g} hydra.launcher.num_gpus", map(shown, machines)
-        fix = f"no machine of the Ray cluster has as many for a run (there are {', '.join(have)})"
-        require(has_room, key, f"{num_gpus:g}", fix)
-        # a process for each run: CUDA and signal handlers are its own
-        task = ray.remote(num_cpus=self._num_cpus, num_gpus=num_gpus, max_calls=1, max_retries=0)(_run_there)
-        hydras = self._config, self._context, self._function
-        common = ray.put((str(Path.cwd()), sys.path, Singleton.get_state(), hydras))
-        running = [task.options(name=f"run {number}").remote(common, words, number) for number, words in jobs.items()]
+        running: dict[Any, list[str]] = {}
         try:
-            with StopSignal.listening() as stop, stop.held("the runs have saved"):
-                while len(ray.wait(running, num_returns=len(running), timeout=POLL_S)[0]) < len(running):
-                    stop.check()
-        except BaseException as error:
+            num_gpus = self._num_gpus
+            if num_gpus is None:
+                num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
+            machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            has_room = any(room_for(machine, {"CPU": self._num_cpus, "GPU": num_gpus}) for machine in machines)
+            key, have = f"hydra.launcher.num_cpus={self._num_cpus:g} hydra.launcher.num_gpus", map(shown, machines)
+            fix = f"no machine of the Ray cluster has as many for a run (there are {', '.join(have)})"
+            require(has_room, key, f"{num_gpus:g}", fix)
+            # a process for each run: CUDA and signal handlers are its own
+            task = ray.remote(num_cpus=self._num_cpus, num_gpus=num_gpus, max_calls=1, max_retries=0)(_run_there)
+            hydras = self._config, self._context, self._function
+            common = ray.put((str(Path.cwd()), sys.path, Singleton.get_state(), hydras))
+            for number, words in jobs.items():
+                running[task.options(name=f"run {number}").remote(common, words, number)] = words
+            while len(ray.wait(list(running), num_returns=len(running), timeout=POLL_S)[0]) < len(running):
+                stop.check()
+            results = []
+            for reference, words in running.items():
+                try:
+                    results.append(ray.get(reference))
+                except RayError as error:  # it was killed, or lost with its machine
+                    results.append(_failed(words, f"the run has ended without a result: {reason_of(error)}"))
+            return results
+        except BaseException:
             for reference in running:
                 ray.cancel(reference)  # acts as a Ctrl-C there
-            ray.wait(running, num_returns=len(running), timeout=STOP_S)
-            if isinstance(error, StopRequested):
-                self._say_how_to_resume(error)
+            if running:
+                ray.wait(list(running), num_returns=len(running), timeout=STOP_S)
             raise
-        return [_result(reference, words) for reference, words in zip(running, jobs.values(), strict=True)]
-
-
-def _result(reference: Any, overrides: list[str]) -> JobReturn:
-    """What a run returned; a failure of one that was killed, or lost with its machine."""
-    import ray
-    from ray.exceptions import RayError
-
-    from offline_grpo.errors import reason_of
-
-    try:
-        result: JobReturn = ray.get(reference)
-    except RayError as error:
-        return _failed(overrides, f"the run has ended without a result: {reason_of(error)}")
-    return result
+        finally:
+            if is_ours:
+                ray.shutdown()
 
 
 def _run_there(common: Any, overrides: list[str], number: int) -> JobReturn:
-    """One run, in a process of the cluster. `common`: see `RayLauncher._run_on_cluster`."""
+    """One run, in a process of the cluster."""
     folder, paths, state, hydras = common
     os.chdir(folder)
     sys.path.extend(path for path in paths if path not in sys.path)

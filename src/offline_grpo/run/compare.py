@@ -11,24 +11,23 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import psutil
+from omegaconf import OmegaConf
 
 from offline_grpo.disk import require_new
 from offline_grpo.engine.launcher import visible
 from offline_grpo.engine.ports import choose_port
-from offline_grpo.engine.process import ServerProcess, last_line, last_lines
-from offline_grpo.errors import ConfigError, GrpoError, StopRequested, require
+from offline_grpo.engine.process import ServerProcess, last_lines
+from offline_grpo.errors import GrpoError, StopRequested, require
 from offline_grpo.logger import output_console
-from offline_grpo.logger.console import SILENCE_S, clock
 from offline_grpo.redaction import redacted_text
 from offline_grpo.report.comparison import DONE, print_comparison, save_comparison
 from offline_grpo.report.tables import say
@@ -37,19 +36,10 @@ from offline_grpo.run.config import key_of, quoted
 from offline_grpo.run.environment import this_start
 from offline_grpo.run.signals import StopSignal
 
-MODES = ("restart", "shared_vllm", "lora_hotswap", "lora_restart")
-"""Those of the Atropos trainer, which calls them none, shared_vllm, lora_only and lora_restart."""
-RESTARTING = ("restart", "lora_restart")
 COMMON = ("eval.enabled=false", "checkpoint.save_interval=0")
 """Words of every run that those of the command line may replace."""
-REFUSED = {
-    "train.iterations": "steps=N",
-    "weight_sync": "modes=A,B",
-    "hydra.run.dir": "out=FOLDER",
-    "resume": "another comparison, or run_grpo.py for one run",
-    "rollouts.url": "nothing: each mode gets an API of its own",
-}
-"""Keys that the comparison sets itself, and what to write instead."""
+REFUSED = ("train.iterations", "weight_sync", "resume", "rollouts.url")
+"""Keys that the comparison sets itself, as all of Hydra's."""
 LINKS = {
     "vllm_{}.log": "server_*.log",  # the newest
     "api_{}.log": "api.log",
@@ -61,25 +51,68 @@ LINKS = {
 POLL_S = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Comparison:
-    """What the command line asks for.
+    """The words that are the command's own; `overrides` go to every run."""
 
-    Args:
-        restart_interval: `weight_sync.interval` of the modes that restart the server.
-        gpus: of each mode.
-        overrides: of every run.
+    steps: int = 50
+    modes: str = "restart,shared_vllm,lora_hotswap,lora_restart"  # the Atropos trainer has these four
+    restart_interval: int = 3
+    gpus: int = 1
+    out: str = "outputs/compare/DATE/TIME"
+    dry_run: bool = False
+    overrides: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "restart_interval", "gpus"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "must be 1 or more")
+        known = sorted(path.stem for path in (conf.folder() / "weight_sync").glob("[!_]*.yaml"))
+        for name in self.names:
+            require(name in known, "modes", name, f"no such mode; choose from {', '.join(known)}")
+        require(len({*self.names}) == len(self.names), "modes", self.modes, "a mode is named twice")
+        for word in self.overrides:
+            is_free = key_of(word) not in REFUSED and not word.startswith("hydra.")
+            require(is_free, key_of(word), word.partition("=")[2], "the comparison sets this itself; see --help")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the modes."""
+        return self.modes.split(",")
+
+    @property
+    def folder(self) -> Path:
+        """Where everything goes."""
+        return Path(datetime.now().strftime(self.out.replace("DATE/TIME", "%Y-%m-%d/%H-%M-%S-%f"))).absolute()
+
+
+HELP = f"""
+steps=N             iterations of each mode (default {Comparison.steps})
+modes=A,B           options of weight_sync; those that begin with lora_ train adapters (default {Comparison.modes})
+restart_interval=N  restart and lora_restart push every N steps (default {Comparison.restart_interval}); others: each
+gpus=N              of each mode (default {Comparison.gpus}); modes run at the same time where there are GPUs for it
+out=FOLDER          a new folder for everything (default {Comparison.out})
+dry_run=true        print the commands, one a line, and end
+Every other word goes to every run, as in `run_grpo.py`: experiment=gsm8k_qwen2_5_1_5b. model.lora.KEY=VALUE goes to
+those with adapters.
+"""
+
+
+def asked_for(words: Sequence[str]) -> Comparison:
+    """Read and check the words of the command line.
+
+    Raises:
+        ConfigError: what makes no run of each mode. OmegaConf's own errors for values of another type.
     """
+    names = [each.name for each in fields(Comparison) if each.name != "overrides"]
+    own = [word for word in words if "=" in word and word.partition("=")[0] in names]
+    settings = OmegaConf.merge(OmegaConf.structured(Comparison), OmegaConf.from_dotlist(own))
+    settings.overrides = [word for word in words if word not in own]
+    asked = OmegaConf.to_object(settings)
+    assert isinstance(asked, Comparison)
+    return asked
 
-    steps: int
-    modes: Sequence[str]
-    restart_interval: int
-    gpus: int
-    out: Path
-    overrides: Sequence[str]
 
-
-def run_comparison(asked: Comparison, *, dry_run: bool) -> None:
+def run_comparison(asked: Comparison) -> None:
     """Run all modes, then print the summaries and the table.
 
     Raises:
@@ -87,15 +120,19 @@ def run_comparison(asked: Comparison, *, dry_run: bool) -> None:
         GrpoError: some modes failed. The others are in the table.
         StopRequested: a signal came; what was measured is in the table.
     """
-    _check(asked)
-    commands = {name: _command(name, asked) for name in asked.modes}
-    if dry_run:
+    import torch
+
+    out = asked.folder
+    require_new(out, f"out={out}")
+    conf.register()
+    commands = {name: _command(name, asked, out) for name in asked.names}
+    if asked.dry_run:
         for command in commands.values():
             print(shlex.join(command))
         return
-    slots = gpu_sets(_num_gpus(), asked)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    runs = Runs(commands, slots, asked.out)
+    slots = gpu_sets(torch.cuda.device_count(), asked)
+    out.mkdir(parents=True, exist_ok=True)
+    runs = Runs(commands, slots, out)
     with StopSignal.listening() as stop:
         try:
             runs.run()
@@ -106,17 +143,17 @@ def run_comparison(asked: Comparison, *, dry_run: bool) -> None:
             stop.hold("the table")
             runs.stop()
             for name in commands:
-                _link(name, asked.out)
-            save_comparison(asked.out, _about(asked, slots), runs.states)
-            print_comparison(asked.out, output_console())
+                _link(name, out)
+            save_comparison(out, _about(asked, slots), runs.states)
+            print_comparison(out, output_console())
     failed = [name for name, state in runs.states.items() if state != DONE]
     if failed:
         count = f"{len(failed)} of {len(commands)}"
-        raise GrpoError(f"{count} modes failed: {', '.join(failed)}; see trainer_MODE.log in {asked.out}")
+        raise GrpoError(f"{count} modes failed: {', '.join(failed)}; see trainer_MODE.log in {out}")
 
 
 class Runs:
-    """The runs of the modes, each in a thread that waits for GPUs and then watches its process.
+    """The runs of the modes. `states` says of each what became of it.
 
     Args:
         commands: mode -> command line of its run.
@@ -125,66 +162,51 @@ class Runs:
 
     def __init__(self, commands: Mapping[str, list[str]], slots: Sequence[list[int] | None], out: Path) -> None:
         self.states = dict.fromkeys(commands, "not started")
-        self._commands, self._out = commands, out
-        self._free: Queue[list[int] | None] = Queue()
-        for gpus in slots:
-            self._free.put(gpus)
-        self._pool = ThreadPoolExecutor(max_workers=len(slots))
-        self._ends = threading.Event()
-        self._lock = threading.Lock()
+        self._waiting, self._free, self._out = dict(commands), [*slots], out
+        self._running: dict[str, tuple[ServerProcess, list[int] | None]] = {}
+        self._noted = set[str]()
 
     def run(self) -> None:
         """Start all, and wait until they have ended."""
-        for future in [self._pool.submit(self._run, name) for name in self._commands]:
-            future.result()
+        while self._waiting or self._running:
+            while self._waiting and self._free:
+                name, gpus = next(iter(self._waiting)), self._free.pop(0)
+                env = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)})}
+                process = ServerProcess(self._waiting.pop(name), env=env, log_path=self._log(name))
+                self._running[name], self.states[name] = (process, gpus), "stopped"
+                self._say(name, f"starts, see {self._log(name)}")
+            time.sleep(POLL_S)
+            for name, (process, gpus) in [*self._running.items()]:
+                self._note_pid(name, process)
+                if (code := process.exit_code) is not None:
+                    process.stop()
+                    del self._running[name]
+                    self._free.append(gpus)
+                    failure = f"failed with exit code {code}; {last_lines(self._log(name), count=1)}"
+                    self.states[name] = DONE if code == 0 else failure
+                    self._say(name, self.states[name])
+
+    def _note_pid(self, name: str, process: ServerProcess) -> None:
+        """Of the command, which the guardian starts, in pids.txt."""
+        if name not in self._noted and (children := psutil.Process(process.pid).children()):
+            self._noted.add(name)
+            with (self._out / "pids.txt").open("a") as file:
+                file.write(f"{name} {children[0].pid}\n")
 
     def stop(self) -> None:
-        """End those that still run, and start no other."""
-        self._ends.set()
-        self._pool.shutdown(cancel_futures=True)
+        """End those that still run."""
+        with ThreadPoolExecutor() as pool:
+            for process, _ in self._running.values():
+                pool.submit(process.stop)
 
-    def _run(self, name: str) -> None:
-        """A line when the run starts or ends, and now and then between."""
-        gpus, log_path = self._free.get(), self._out / f"trainer_{name}.log"
-        env = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)})}
-        process, pid = ServerProcess(self._commands[name], env=env, log_path=log_path), None
-        began_s = time.monotonic()
-        said_s = began_s - SILENCE_S
-        while process.exit_code is None and not self._ends.wait(POLL_S):
-            if pid is None and (pid := _pid_of_run(process)) is not None:
-                with self._lock, (self._out / "pids.txt").open("a") as file:
-                    file.write(f"{name} {pid}\n")
-            if time.monotonic() - said_s > SILENCE_S:
-                said_s, last = time.monotonic(), last_line(log_path)
-                at = "starts" if last.startswith("$ ") else last.strip()
-                self._say(name, f"{clock(said_s - began_s)}  {at}")
-        code = process.exit_code
-        process.stop()
-        failure = "stopped" if code is None else f"failed with exit code {code}; {last_lines(log_path, count=1)}"
-        self.states[name] = DONE if code == 0 else failure
-        self._say(name, self.states[name])
-        self._free.put(gpus)
+    def _log(self, name: str) -> Path:
+        return self._out / f"trainer_{name}.log"
 
     def _say(self, name: str, text: str) -> None:
-        with self._lock:
-            say(output_console(), [f"{name:<14}{text}"])
+        say(output_console(), [f"{name:<14}{text}"])
 
 
-def _check(asked: Comparison) -> None:
-    """Raise ConfigError unless the command line makes a run of each mode."""
-    known = sorted(path.stem for path in (conf.folder() / "weight_sync").glob("[!_]*.yaml"))
-    for name in asked.modes:
-        require(name in known, "modes", name, f"no such mode; choose from {', '.join(known)}")
-    require(len({*asked.modes}) == len(asked.modes), "modes", ",".join(asked.modes), "a mode is named twice")
-    for word in asked.overrides:
-        key = key_of(word)
-        if key in REFUSED or key.startswith("hydra."):
-            raise ConfigError(f"{word}: the comparison sets this itself; use {REFUSED.get(key, 'run_grpo.py')}")
-    require_new(asked.out, f"out={asked.out}")
-    conf.register()
-
-
-def _command(name: str, asked: Comparison) -> list[str]:
+def _command(name: str, asked: Comparison, out: Path) -> list[str]:
     """The command line of a mode's run.
 
     Raises:
@@ -195,17 +217,11 @@ def _command(name: str, asked: Comparison) -> list[str]:
     words += ["model/lora=default"] if has_lora else []
     words += [word for word in asked.overrides if has_lora or not key_of(word).startswith(("model.lora", "model/lora"))]
     words += [f"train.iterations={asked.steps}", f"weight_sync={name}"]
-    words += [f"weight_sync.interval={asked.restart_interval}"] if name in RESTARTING else []
+    words += [f"weight_sync.interval={asked.restart_interval}"] if name in ("restart", "lora_restart") else []
     config = conf.typed(conf.composed(words))
     if "url" in config.rollouts:
         words.append(f"rollouts.url=http://127.0.0.1:{choose_port('127.0.0.1', None, key='rollouts.url')}")
-    return [sys.executable, "-m", "offline_grpo", *words, f"hydra.run.dir={quoted(asked.out / name)}"]
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+    return [sys.executable, "-m", "offline_grpo", *words, f"hydra.run.dir={quoted(out / name)}"]
 
 
 def gpu_sets(num_gpus: int, asked: Comparison) -> list[list[int] | None]:
@@ -217,16 +233,8 @@ def gpu_sets(num_gpus: int, asked: Comparison) -> list[list[int] | None]:
     """
     fits = not 0 < num_gpus < asked.gpus
     require(fits, "gpus", asked.gpus, f"this machine has {num_gpus}; use gpus={num_gpus}")
-    places = min(num_gpus // asked.gpus, len(asked.modes))
+    places = min(num_gpus // asked.gpus, len(asked.names))
     return [list(range(asked.gpus * i, asked.gpus * (i + 1))) for i in range(places)] if places > 1 else [None]
-
-
-def _pid_of_run(process: ServerProcess) -> int | None:
-    """Of the command below the guardian; None if it has ended, or is about to be started."""
-    try:
-        return next((child.pid for child in psutil.Process(process.pid).children()), None)
-    except psutil.NoSuchProcess:
-        return None
 
 
 def _link(name: str, out: Path) -> None:
@@ -242,11 +250,10 @@ def _about(asked: Comparison, slots: Sequence[list[int] | None]) -> Mapping[str,
 
     start = this_start()
     return {
-        "command": start["command"],
         "overrides": " ".join(map(redacted_text, asked.overrides)),
         "restart_interval": asked.restart_interval,
         "at_once": len(slots),
-        **{name: start[name] for name in ("time", "git", "host", "platform", "python")},
+        **{name: start[name] for name in ("command", "time", "git", "host", "platform", "python")},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **{name: start["packages"].get(name) for name in ("torch", "transformers", "vllm")},
     }

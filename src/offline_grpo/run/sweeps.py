@@ -26,35 +26,34 @@ from offline_grpo.checkpoint.files import latest_state
 from offline_grpo.disk import matching
 from offline_grpo.errors import ConfigError, GrpoError, require
 from offline_grpo.report.run_files import read_yaml
-from offline_grpo.run import launch, run_dir
+from offline_grpo.run import cli, launch, run_dir
 from offline_grpo.run.config import key_of
 from offline_grpo.run.run_dir import RunDir, discard_fresh, take
 
 RECORD = "multirun.yaml"
-ROOT = Path("multirun")
-"""Where sweeps are, by `hydra.sweep.dir` in `conf/config.yaml`."""
-OF_ONE_START = ("resume", "hydra.sweep.dir", "hydra.mode", "hydra.searchpath")
-"""Overrides that a resumed sweep does not take over as they are."""
+ROOT = Path("multirun")  # where sweeps are, by `hydra.sweep.dir` in conf/config.yaml
+OF_ONE_START = ("resume", "hydra.sweep.dir", "hydra.mode", "hydra.searchpath")  # a resumed sweep has its own
 FAILED = ".failed_jobs"
 """Folder in that of a sweep: a file for each job that failed, with its exit code. Jobs may be other processes."""
 LOCAL = "hydra_plugins.offline_grpo_launchers.LocalLauncher"
 """Replaces the launcher `joblib` here, because no YAML file can: Hydra's plugin has registered the name."""
 
-exit_codes: list[int] = []
-"""Of the failed jobs of the sweeps that this process has ended."""
+exit_codes: list[int] = []  # of the failed jobs of the sweeps that this process has ended
 
 
 class RunCallback(Callback):
     """Enabled in `conf/config.yaml`. Locks the folder of a run or of a sweep before anything is written there; prints a
-    sweep's table and collects its exit codes."""
+    sweep's table and collects its exit codes.
+    """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         named = config.resume not in (None, "auto")
-        _leave_if_refused(config, f"resume={config.resume}" if named else f"hydra.run.dir={config.hydra.run.dir}")
+        folder = config.hydra.run.dir
+        _lock(Path(folder), f"resume={config.resume}" if named else f"hydra.run.dir={folder}")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._folder, self._process = Path(config.hydra.sweep.dir).resolve(), os.getpid()
-        _leave_if_refused(config, f"hydra.sweep.dir={config.hydra.sweep.dir}", self._folder)
+        _lock(self._folder, f"hydra.sweep.dir={config.hydra.sweep.dir}")
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)  # of a start that was interrupted
         atexit.register(self._print_table)  # an interrupted sweep has one too, of the runs so far
         if (launcher := config.hydra.launcher)._target_.endswith(".JoblibLauncher"):
@@ -79,18 +78,13 @@ class RunCallback(Callback):
             print_sweep(self._folder, output_console())
 
 
-def _leave_if_refused(config: DictConfig, key: str, sweep: Path | None = None) -> None:
+def _lock(folder: Path, key: str) -> None:
     """Hydra makes warnings of a callback's exceptions. Processes beside the first have no folders."""
-    from offline_grpo.run import cli
-
-    if not launch.is_main():
-        return
-    try:
-        fix = "paths are relative to where a run is started, resume's too; leave it out"
-        require(not config.hydra.job.chdir, "hydra.job.chdir", "true", fix)
-        take(sweep or Path(config.hydra.run.dir), key)
-    except GrpoError as error:
-        cli.leave(error)
+    if launch.is_main():
+        try:
+            take(folder, key)
+        except GrpoError as error:
+            cli.leave(error)
 
 
 def record_failure(exit_code: int) -> None:
@@ -168,25 +162,22 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
     require(_is_grid(record), "resume", sweep, "a search cannot be resumed, its next runs depend on the earlier ones")
     own = _recorded(record)
     further = [word for word in typed if key_of(word) not in OF_ONE_START and word not in own]
-    swept = {key_of(word) for word in _swept(own)}
-    for word in further:
-        if key_of(word) in swept or _swept([word]):
-            fix = f"leave {key_of(word)} out, or start another sweep by leaving resume out"
-            raise ConfigError(f"{word}: would number the runs of {sweep} anew; {fix}")
-    again = {key_of(word) for word in further}
+    again, swept = {key_of(word) for word in further}, [*_swept(own), *_swept(further)]
+    for key in again & {key_of(word) for word in swept}:
+        fix = f"leave {key} out, or start another sweep by leaving resume out"
+        raise ConfigError(f"{key}: another value would number the runs of {sweep} anew; {fix}")
     return [*(word for word in own if key_of(word) not in again), *further]
 
 
-def is_finished(run: Path, config: Mapping[str, Any]) -> bool:
+def is_finished(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether the job in this folder has nothing left to do with these settings, and has its report."""
-    if not (run / "report.png").exists():
+    if not (folder / "report.png").exists():
         return False
-    state = latest_state(run / "checkpoints")
-    if state is not None:
-        return run_dir.is_finished(RunDir(run), state, config)
+    if (state := latest_state(folder / "checkpoints")) is not None:
+        return run_dir.is_finished(RunDir(folder), state, config)
     from offline_grpo.report.runs import read_run
 
-    return (run / ".hydra" / "config.yaml").is_file() and read_run(run, run.name).is_done
+    return (folder / ".hydra" / "config.yaml").is_file() and read_run(folder, folder.name).is_done
 
 
 def _recorded(record: Mapping[str, Any]) -> list[str]:

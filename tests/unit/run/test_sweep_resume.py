@@ -85,7 +85,7 @@ def test_a_folder_goes_on_with_its_config_dir(day: Path) -> None:
 def test_what_would_number_the_runs_anew_is_refused(day: Path, word: str) -> None:
     sweep = make_sweep(day / "10-00-00", [2, 1])
     with pytest.raises(
-        ConfigError, match=f"^{word}: would number the runs of {sweep} anew; leave {word.split('=')[0]} out"
+        ConfigError, match=f"^{word.split('=')[0]}: another value would number the runs of {sweep} anew"
     ):
         resume.arguments([f"resume={sweep}", word])
 
