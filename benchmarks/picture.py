@@ -18,7 +18,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from offline_grpo.report.style import AXIS, BLUE, GREY, TEXT
+from offline_grpo.report.figures import BLUE, GREY
+from offline_grpo.report.plots import AXIS, TEXT
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h100"

@@ -15,14 +15,14 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from offline_grpo import progress
 from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
-from offline_grpo.logger.atropos_names import check_choice, console_lines
+from offline_grpo.logger.atropos import check_choice, console_lines
 from offline_grpo.types import Metrics
 
 ITERATIONS_IN_ESTIMATE = 10  # the remaining time is estimated from the last 10 iterations
@@ -89,7 +89,7 @@ class ConsoleLogger(RunListener):
         self._progress = {}
         self._phase, self._phase_began_s = name, time.monotonic()
         self._began_s = self._phase_began_s - progress.elapsed_s()
-        self._num_done = max(iteration, 0)
+        self._num_done = max(self._num_done, iteration)  # an evaluation is of an iteration that is already counted
         self._go_live()
 
     def progress(self, done: int, total: int, unit: str) -> None:
@@ -97,20 +97,16 @@ class ConsoleLogger(RunListener):
         self._progress = {**self._progress, unit: (done, total)}  # a new one: another thread may be drawing the old one
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
-        self._num_done = iteration + 1
+        self._num_done, now_s = iteration + 1, time.monotonic()
         if name == "eval":
             self._eval = (iteration, metrics)
-        else:
-            self._train = metrics
-        now_s = time.monotonic()
-        if name == "train":
-            self._iteration_s.append(now_s - self._last_mark_s)
-        if name == "train" or iteration == -1:  # the evaluation before training is no part of an iteration
-            self._last_mark_s = now_s
-        if name == "eval":
             lines = folded(f"{self._at()}{GAP}eval", eval_cells(metrics), width=self.console.width)
         else:
+            self._train = metrics
+            self._iteration_s.append(now_s - self._last_mark_s)
             lines = [train_line(self._at(), metrics, f"{self._time_left()} left", width=self.console.width)]
+        if name == "train" or iteration == -1:  # the evaluation before training is no part of an iteration
+            self._last_mark_s = now_s
         for line in lines:
             messages.info(line, extra=ON_SCREEN)
         if self._live is None:
@@ -149,7 +145,7 @@ class ConsoleLogger(RunListener):
         while not ends.wait(1.0):
             if time.monotonic() - self._last_line_s >= SILENCE_S:
                 at = [self._at()] if self._num_iterations else []
-                self._print([GAP.join([*at, self._phase, *self._parts(), self._took()])])
+                self._print([GAP.join([*at, self._phase, "".join(self._parts()) + self._took()])])
 
     def _print(self, lines: Iterable[str]) -> None:
         self._last_line_s = time.monotonic()
@@ -178,25 +174,21 @@ class ConsoleLogger(RunListener):
 
     def _iteration_row(self) -> Table:
         done, total = self._num_done, self._num_iterations
-        row = Table.grid(padding=(0, 2, 0, 0), expand=True)
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
         times = Text(f"{clock(time.monotonic() - self._began_s)} elapsed, {self._time_left()} left", "dim")
-        row.add_row(Text(f"iteration {done}/{total}"), ProgressBar(total=total, completed=done), times)
+        row = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 2, 0, 0), expand=True)
+        row.add_row(f"iteration {done}/{total}", ProgressBar(total=total, completed=done), times)
         return row
 
     def _phase_row(self) -> RenderableType:
         if self._has_ended:
             return Text(self._phase, "bold")
-        phase, took = (self._phase, "bold"), (self._took(), "dim")
-        self._spinner.update(text=Text.assemble(phase, GAP, GAP.join([*self._parts(), ""]), took))
+        self._spinner.update(text=Text.assemble((self._phase, "bold"), GAP, *self._parts(), (self._took(), "dim")))
         return self._spinner
 
     def _parts(self) -> list[str]:
         """How far the phase is, in each unit that is not complete."""
         shown = [(unit, done, total) for unit, (done, total) in self._progress.items() if done < total > 1 or not total]
-        return [f"{done:,}/{total:,} {unit}" if total else f"{done:,} {unit}" for unit, done, total in shown]
+        return [f"{done:,}{f'/{total:,}' * bool(total)} {unit}{GAP}" for unit, done, total in shown]
 
     def _took(self) -> str:
         return clock(time.monotonic() - self._phase_began_s)

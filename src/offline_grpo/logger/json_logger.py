@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from offline_grpo.disk import write_whole
 from offline_grpo.errors import GrpoError
@@ -24,9 +22,6 @@ class JsonLogger(RunListener):
 
     output_dir: Path
 
-    def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        self.metrics_dir.mkdir(parents=True, exist_ok=True)  # a resumed run continues in the same folder
-
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         """Write one file.
 
@@ -37,9 +32,6 @@ class JsonLogger(RunListener):
         for key, value in metrics.items():
             if not math.isfinite(value):
                 raise GrpoError(f"{name} metric {key} is {value} ({suffix}); metrics must be finite numbers")
-        path = self.metrics_dir / f"{name}_{suffix}.json"
+        path = self.output_dir / "metrics" / f"{name}_{suffix}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(dict(metrics), indent=2, sort_keys=True, allow_nan=False) + "\n")
-
-    @property
-    def metrics_dir(self) -> Path:
-        return self.output_dir / "metrics"

@@ -18,9 +18,7 @@ NUM_SHOWN = 10
 @dataclass
 class Profiler(RunListener):
     """Writes `profile/iter_000.json.gz`, a trace for https://ui.perfetto.dev, and logs the costliest kernels; on a CPU,
-    operators.
-
-    What a server does is not in it.
+    operators. What a server does is not in it.
 
     Args:
         iteration: counted from 0.
@@ -29,10 +27,6 @@ class Profiler(RunListener):
     output_dir: Path
     iteration: int
     _profile: Any = field(default=None, init=False)
-
-    @property
-    def _path(self) -> Path:
-        return self.output_dir / "profile" / f"iter_{self.iteration:03d}.json.gz"
 
     def phase(self, name: str, iteration: int) -> None:
         if name == "generate" and iteration == self.iteration and self._profile is None:
@@ -44,22 +38,20 @@ class Profiler(RunListener):
             self._profile.start()
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
-        if name != "train" or iteration != self.iteration or self._profile is None:
-            return
-        self._profile.stop()
-        self._path.parent.mkdir(exist_ok=True)
-        self._profile.export_chrome_trace(str(self._path))
-        for line in costliest(self._profile):
-            messages.info(line)
-        messages.info("train.profile=%d: open %s at https://ui.perfetto.dev", iteration + 1, self._path)
-        self._profile = None
+        if name == "train" and iteration == self.iteration and self._profile is not None:
+            path = self.output_dir / "profile" / f"iter_{iteration:03d}.json.gz"
+            path.parent.mkdir(exist_ok=True)
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(path))
+            for line in costliest(self._profile):
+                messages.info(line)
+            messages.info("train.profile=%d: open %s at https://ui.perfetto.dev", iteration + 1, path)
+            self._profile = None
 
     def close(self) -> None:
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
-        if not self._path.exists():
-            messages.info("train.profile=%d: no trace, because that iteration did not end", self.iteration + 1)
 
 
 def costliest(profile: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ class Samples(RunListener):
     """Writes `samples/iter_000.jsonl`, ... and, for evaluations, `samples/eval_init.jsonl`,
     `samples/eval_iter_009.jsonl`, ...
 
-    A file is complete or absent, and the same again if a resumed run repeats the iteration.
-
     Args:
         per_iteration: how many completions a file has, see `chosen`; "all" is every one, 0 writes no files.
         on_console: how many completions are printed at each evaluation.
@@ -49,36 +47,27 @@ class Samples(RunListener):
         self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int
     ) -> None:
         if self.per_iteration != 0:
+            suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
+            path = self.output_dir / "samples" / f"{'eval_' if name == 'eval' else ''}{suffix}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
             count = None if self.per_iteration == "all" else int(self.per_iteration)
-            samples = chosen(groups, advantages, count)
-            self._write(name, iteration, [record(*sample) | {"iteration": iteration} for sample in samples])
+            records = [sample | {"iteration": iteration} for sample in chosen(groups, advantages, count)]
+            lines = (json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in records)
+            write_whole(path, utf8("".join(lines)))
         if name == "eval" and self.on_console:
             when = "before training" if iteration == -1 else f"after iteration {iteration + 1}"
-            samples = [record(*sample) for sample in chosen(groups, advantages, self.on_console)]
-            print_samples(output_console(), samples, when)
-
-    def _write(self, name: str, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
-        folder = self.output_dir / "samples"
-        folder.mkdir(parents=True, exist_ok=True)
-        suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
-        path = folder / f"{'eval_' if name == 'eval' else ''}{suffix}.jsonl"
-        lines = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in records)
-        write_whole(path, utf8(lines))
+            print_samples(output_console(), chosen(groups, advantages, self.on_console), when)
 
 
-def chosen(
-    groups: Sequence[RolloutGroup], advantages: Advantages | None, count: int | None
-) -> Iterator[tuple[RolloutGroup, Rollout, float | None]]:
+def chosen(groups: Sequence[RolloutGroup], advantages: Advantages | None, count: int | None) -> list[dict[str, Any]]:
     """The best and the worst completion of the first problems, differing rewards first; all if `count` is None."""
-    if count is None:
-        picks = [(i, j) for i, group in enumerate(groups) for j in range(len(group.rollouts))]
-    else:
-        rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
+    rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
+    picks = [(i, j) for i, row in enumerate(rewards) for j in range(len(row))]
+    if count is not None:
         order = sorted(range(len(groups)), key=lambda i: max(rewards[i]) == min(rewards[i]))
-        ends = [(i, j) for i in order for j in (rewards[i].index(max(rewards[i])), rewards[i].index(min(rewards[i])))]
+        ends = [(i, rewards[i].index(end(rewards[i]))) for i in order for end in (max, min)]
         picks = list(dict.fromkeys(ends))[:count]
-    for i, j in picks:
-        yield groups[i], groups[i].rollouts[j], None if advantages is None else advantages[i][j]
+    return [record(groups[i], groups[i].rollouts[j], advantages[i][j] if advantages else None) for i, j in picks]
 
 
 def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, tagged
-from offline_grpo.logger.samples import Advantages, chosen, record
+from offline_grpo.logger.samples import Advantages, chosen
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.types import Metrics, RolloutGroup
 
@@ -34,51 +34,45 @@ class TensorBoardLogger(RunListener):
 
     def __post_init__(self) -> None:
         self._writer: Any = None
+        self._config: Mapping[str, Any] = {}
         self._end: Any = None
-        self._has_begun = False
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        from torch.utils.tensorboard.summary import hparams  # slow to import (seconds), and most runs do not need it
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self._writer = SummaryWriter(str(self.output_dir / "tensorboard"), flush_secs=self.flush_s)
-        public = redacted(config)
-        self._writer.add_text("config", f"```json\n{json.dumps(public, indent=2, default=str)}\n```")
-        # Not `add_hparams`: that would make a run of its own for each call.
-        kinds = (bool, int, float, str)  # that its table takes
-        values = {key: value for key, value in flat(public).items() if value is not None}
-        settings = {key: value if isinstance(value, kinds) else str(value) for key, value in values.items()}
-        experiment, begin, self._end = hparams(settings, dict.fromkeys(HPARAM_METRICS, 0.0))
-        for summary in (experiment, begin):
-            self._writer.file_writer.add_summary(summary)
+        self._config = redacted(config)
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
-        self._begin(name, iteration)
-        step = completed_iterations(name, iteration)
+        writer, step = self._open(name, iteration), completed_iterations(name, iteration)
         for key, value in tagged(name, metrics).items():
-            self._writer.add_scalar(key, value, global_step=step)
+            writer.add_scalar(key, value, global_step=step)
 
     def rollouts(
         self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int
     ) -> None:
         """The samples of an evaluation, as text."""
-        self._begin(name, iteration)
+        writer = self._open(name, iteration)
         if name == "eval" and self.samples:
-            records = [record(*sample) for sample in chosen(groups, advantages, self.samples)]
-            text = "\n\n".join(json.dumps(line, indent=1) for line in records)
+            text = "\n\n".join(json.dumps(each, indent=1) for each in chosen(groups, advantages, self.samples))
             step = completed_iterations(name, iteration)
-            self._writer.add_text("eval/samples", f"```json\n{text}\n```", global_step=step)
+            writer.add_text("eval/samples", f"```json\n{text}\n```", global_step=step)
 
-    def _begin(self, name: str, iteration: int) -> None:
-        """Tell TensorBoard from which step on it forgets an earlier start of this run: the next evaluation."""
-        if self._has_begun:
-            return
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+    def _open(self, name: str, iteration: int) -> Any:
+        """The writer. From the next evaluation on, TensorBoard forgets an earlier start of this run."""
+        if self._writer is None:
+            from torch.utils.tensorboard.summary import hparams  # slow to import (seconds), most runs do not need it
+            from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._has_begun = True
-        begins_anew = Event(session_log=SessionLog(status=SessionLog.START))
-        step = completed_iterations("eval", iteration) + (name == "eval")
-        self._writer.file_writer.add_event(begins_anew, step)
+            first = completed_iterations("eval", iteration) + (name == "eval")
+            folder = str(self.output_dir / "tensorboard")
+            self._writer = SummaryWriter(folder, purge_step=first, flush_secs=self.flush_s)
+            self._writer.add_text("config", f"```json\n{json.dumps(self._config, indent=2, default=str)}\n```")
+            # Not `add_hparams`: that would make a run of its own for each call.
+            kinds = (bool, int, float, str)  # that its table takes
+            values = {key: value for key, value in flat(self._config).items() if value is not None}
+            settings = {key: value if isinstance(value, kinds) else str(value) for key, value in values.items()}
+            experiment, begin, self._end = hparams(settings, dict.fromkeys(HPARAM_METRICS, 0.0))
+            for summary in (experiment, begin):
+                self._writer.file_writer.add_summary(summary)
+        return self._writer
 
     def close(self) -> None:
         writer, self._writer = self._writer, None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,20 +14,17 @@ from offline_grpo.disk import utf8
 from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, sweep_folder, tagged
-from offline_grpo.logger.atropos_names import SECTIONS, check_choice, renamed
-from offline_grpo.logger.benchmark import Benchmark, mode_of
-from offline_grpo.logger.samples import Advantages, chosen, prompt_text, record
+from offline_grpo.logger.atropos import SECTIONS, Benchmark, check_choice, mode_of, renamed
+from offline_grpo.logger.samples import Advantages, chosen, prompt_text
 from offline_grpo.redaction import redacted, redacted_text
 from offline_grpo.types import Metrics, RolloutGroup
 
 MODES = ("online", "offline", "disabled")
 STEP_METRIC = "iteration"
 HIGHEST = (
-    *(
-        f"eval/{name}"
-        for name in ("pass@*", "pass_ordered@*", "mean@*", "best@*", "success_rate_all", "reward_mean_all")
-    ),
-    *(f"train/{name}" for name in ("reward_mean", "success_rate", "kl_divergence", "grad_norm", "perf/gpu_memory*")),
+    *("eval/pass@*", "eval/pass_ordered@*", "eval/mean@*", "eval/best@*", "eval/success_rate_all"),
+    *("eval/reward_mean_all", "train/reward_mean", "train/success_rate", "train/kl_divergence", "train/grad_norm"),
+    "train/perf/gpu_memory*",
 )
 LOWEST = ("eval/truncated_frac", "train/truncated_frac", "train/entropy", "train/num_groups_trained")
 """What W&B's table of runs shows beside the last value."""
@@ -76,21 +72,30 @@ class WandbLogger(RunListener):
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         import wandb
 
-        with _public_arguments():
+        sweep = sweep_folder(self.output_dir)
+        of_sweep = None if sweep is None else "_".join(sweep.parts[-2:])
+        id_file = self.output_dir / "wandb_run_id"
+        if not id_file.exists():
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(uuid.uuid4().hex)
+        typed, sys.argv = sys.argv, [redacted_text(word) for word in sys.argv]  # W&B uploads it
+        try:
             self._run = wandb.init(
                 dir=self.output_dir,
                 mode=self.mode,  # pyright: ignore[reportArgumentType]  # one of MODES
                 project=self.project,
                 entity=self.entity,
-                group=self._group(),
+                group=of_sweep if self.group == "auto" else self.group,
                 name=self.name or "/".join(self.output_dir.resolve().parts[-2:]),
                 notes=self.notes,
                 tags=self.tags,
                 config=redacted(config),
-                id=self._stable_run_id(),
+                id=id_file.read_text().strip(),
                 # Offline, the shared id joins the parts when they are synced.
                 resume="allow" if self.mode == "online" else None,
             )
+        finally:
+            sys.argv = typed
         self._mode = mode_of(config) if self.names == "atropos" else ""
         # wandb's own step can only increase, but a resumed run logs some iterations again.
         self._run.define_metric(STEP_METRIC, hidden=True)
@@ -119,9 +124,9 @@ class WandbLogger(RunListener):
         import wandb
 
         table = wandb.Table(columns=["prompt", "completion", "answer", "reward", "is_correct", "problem_id"])
-        for r in (record(*sample) for sample in chosen(groups, advantages, self.samples)):
-            texts = (utf8(text) for text in (prompt_text(r), r["completion"], r["answer"] or ""))
-            table.add_data(*texts, r["reward"], r["is_correct"], r["problem_id"])
+        for sample in chosen(groups, advantages, self.samples):
+            texts = (utf8(text) for text in (prompt_text(sample), sample["completion"], sample["answer"] or ""))
+            table.add_data(*texts, sample["reward"], sample["is_correct"], sample["problem_id"])
         self._run.log({STEP_METRIC: completed_iterations(name, iteration), "eval/samples": table})
 
     def close(self) -> None:
@@ -130,26 +135,3 @@ class WandbLogger(RunListener):
             if self._mode:
                 run.summary.update({"benchmark/mode": self._mode, **self._benchmark.as_metrics()})
             run.finish()
-
-    def _group(self) -> str | None:
-        """`2026-01-31_12-00-00-000000` for `multirun/2026-01-31/12-00-00-000000/3`."""
-        folder = sweep_folder(self.output_dir)
-        return self.group if self.group != "auto" else (folder and "_".join(folder.parts[-2:]))
-
-    def _stable_run_id(self) -> str:
-        path = self.output_dir / "wandb_run_id"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(uuid.uuid4().hex)
-        return path.read_text().strip()
-
-
-@contextmanager
-def _public_arguments() -> Iterator[None]:
-    """Inside, `sys.argv`, which W&B uploads, has no secrets."""
-    typed = sys.argv
-    sys.argv = [redacted_text(word) for word in typed]
-    try:
-        yield
-    finally:
-        sys.argv = typed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader
 from offline_grpo.logger import output_console
-from offline_grpo.logger.benchmark import Benchmark, mode_of
+from offline_grpo.logger.atropos import Benchmark, mode_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,64 +18,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m offline_grpo.report",
         description="Print the table of a run or sweep; draw its picture and its page.",
     )
-    parser.add_argument(
-        "folders",
-        type=Path,
-        nargs="+",
-        metavar="RUN_OR_SWEEP",
-        help="a run, such as outputs/2026-01-31/12-00-00-000000, or the folder of a --multirun or of a comparison; "
-        "of several, one page",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="where the page goes; default: report.html in the folder, of several in the working directory",
-    )
-    parser.add_argument(
-        "--benchmark", action="store_true", help="of a run, print the BENCHMARK SUMMARY of the Atropos trainer instead"
-    )
+    text = "a run, such as outputs/2026-01-31/12-00-00-000000, or the folder of a --multirun or of a comparison; "
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_OR_SWEEP", help=text + "of several, one page")
+    text = "where the page goes; default: report.html in the folder, of several in the working directory"
+    parser.add_argument("--out", type=Path, help=text)
+    text = "of a run, print the BENCHMARK SUMMARY of the Atropos trainer instead"
+    parser.add_argument("--benchmark", action="store_true", help=text)
     options = parser.parse_intermixed_args(arguments)
     try:
         with ending_with_reader():
-            _show(options)
+            _show(options.folders, options.out, only_benchmark=options.benchmark)
     except GrpoError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _show(options: argparse.Namespace) -> None:
+def _show(folders: list[Path], out: Path | None, *, only_benchmark: bool) -> None:
     from offline_grpo.report import comparison, summary, sweep  # matplotlib
     from offline_grpo.report.history import load_history
     from offline_grpo.report.page import save_page
     from offline_grpo.report.plots import save_report
     from offline_grpo.report.run_files import read_yaml
-    from offline_grpo.report.runs import load_runs
     from offline_grpo.report.tables import say
 
-    folder: Path = options.folders[0]
-    out: Path = options.out or (folder if len(options.folders) == 1 else Path()) / "report.html"
-    console = output_console()
-    if options.out is not None and (out.is_dir() or not out.parent.is_dir()):
+    folder, console = folders[0], output_console()
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise ConfigError(f"--out={out}: name a file to write, in a folder that exists")
-    if len(options.folders) > 1:
-        sweep.print_runs(load_runs(options.folders), console)
-    elif (folder / ".hydra").is_dir() or (folder / "metrics").is_dir():
+    if len(folders) == 1 and (folder / comparison.FILE).is_file():
+        comparison.print_comparison(folder, console)
+        return
+    if len(folders) == 1 and ((folder / ".hydra").is_dir() or (folder / "metrics").is_dir()):
         history = load_history(folder)
         if not history.train and not history.evals:
             raise ConfigError(f"{folder}: has no metrics yet; try again after an iteration")
-        if options.benchmark:
+        if only_benchmark:
             mode = mode_of(read_yaml(folder / ".hydra" / "config.yaml"))
             say(console, Benchmark([*history.train.values()]).summary(mode))
             return
         summary.print_summary(history, console)
-        say(console, [f"{'report':{summary.LABEL_WIDTH}}{save_report(history)}"])
-    elif (folder / comparison.FILE).is_file():
-        comparison.print_comparison(folder, console)
-        return
+        say(console, [summary.labelled("report", save_report(history))])
     else:
-        sweep.print_sweep(folder, console)
-    say(console, [f"{'page':{summary.LABEL_WIDTH}}{save_page(options.folders, out)}"])
+        sweep.print_sweep(folders, console)
+    page = save_page(folders, out or (folder if len(folders) == 1 else Path()) / "report.html")
+    say(console, [summary.labelled("page", page)])
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from offline_grpo.disk import write_whole
-from offline_grpo.logger.benchmark import Benchmark
+from offline_grpo.logger.atropos import Benchmark
 from offline_grpo.report.figures import COLORS, PHASE_COLORS
 from offline_grpo.report.history import PHASES, History, Series, by_number, count, load_history
+from offline_grpo.report.plots import TEXT, fit, label, legend, line, rows, sheet, style
 from offline_grpo.report.run_files import about
-from offline_grpo.report.style import TEXT, fit, label, legend, line, rows, sheet, style
 from offline_grpo.report.tables import Table, number, say
 
 FILE = "comparison.json"
@@ -49,6 +49,7 @@ MEASURES: dict[str, tuple[str, str, Callable[[Arm, Benchmark], float | None]]] =
     "reward_last": ("reward, last step", ".3f", lambda arm, cost: arm.reward(-1)),
 }
 """Name in comparison.json -> its name in the table, its format and its value, None where it was not measured."""
+MODES_PER_TABLE = 4  # in 80 columns
 END_ROOM = 1.16  # for the number at the end of a bar
 
 
@@ -98,11 +99,13 @@ def print_comparison(folder: Path, console: Console) -> None:
     about = json.loads((folder / FILE).read_text())
     arms = [load_arm(folder, name, found["status"]) for name, found in about["modes"].items()]
     measured = [arm for arm in arms if arm.history.train]
-    table = comparison_table(arms)
     say(console, [line for arm in measured for line in ("", *arm.benchmark.summary(arm.name))])
-    say(console, ["", *(line for part in table.split(console.width) for line in part.lines(console.width)), ""])
-    say(console, [f"{arm.name}: {arm.status}" for arm in arms if arm.status != DONE])
+    for start in range(0, len(arms), MODES_PER_TABLE):
+        say(console, [""])
+        comparison_table(arms[start : start + MODES_PER_TABLE]).print(console)
+    say(console, ["", *(f"{arm.name}: {arm.status}" for arm in arms if arm.status != DONE)])
     facts = [f"- {name}: {value}\n" for name, value in about.items() if name not in ("modes", "compared")]
+    table = comparison_table(arms)
     states = ["state", *(arm.status.split(";")[0] for arm in arms)]
     text = Table(table.columns, [states, *table.rows]).markdown()
     write_whole(folder / "comparison.md", "".join([text, "\n", COMPARED + "\n\n", *facts]))

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offline_grpo.report.figures import SILENT
+from offline_grpo.report.figures import SILENT, series_of
 from offline_grpo.report.history import History, count
 from offline_grpo.report.run_files import read_yaml
-from offline_grpo.report.samples import highest_reward
 
 LEAST_ITERATIONS = 10
 """In fewer, noise looks like a trend."""
@@ -81,31 +80,55 @@ def _failures(history: History) -> Iterator[Finding]:
     if died > 0:
         text = f"servers died and were brought back: {died:.0f}"
         yield Finding("train/sync/num_recoveries", text, "the ends of server_*.log say why they died")
-    yield from _never_right(history)
+    threshold, solved = _correct_threshold(history), history.series("eval", "pass@1").values
+    if threshold is not None and len(solved) and solved.max() == 0 and not values("success_rate").any():
+        text = f"pass@1 is 0 because no reward reached task.correct_threshold={threshold:g}"
+        advice = "see in samples/ what the reward pays for; a lower task.correct_threshold, if that is right"
+        yield Finding("eval/pass@1", text, advice)
     updates = values("num_updates")
     if len(updates) > 0 and updates.sum() == 0 and refused == 0:
-        masked = values("num_groups_masked").sum() > 0
-        why = "all completions with different rewards were cut off" if masked else "the rewards of each group are equal"
-        advice = "see in samples/ what the reward pays for; harder or easier problems"
-        text = f"no update was made in {count(len(updates), 'iteration')}: {why}"
-        yield Finding("train/num_updates", text, "a larger generation.max_new_tokens" if masked else advice)
+        why, advice = "the rewards of each group are equal", "see in samples/ what the reward pays for; other problems"
+        if values("num_groups_masked").sum() > 0:
+            why = "all completions with different rewards were cut off"
+            advice = "a larger generation.max_new_tokens"
+        yield Finding("train/num_updates", f"no update was made in {count(len(updates), 'iteration')}: {why}", advice)
+
+
+def _correct_threshold(history: History) -> float | None:
+    """Of a task whose own reward decides which answers are right."""
+    config = history.run_dir / ".hydra" / "config.yaml"
+    return (read_yaml(config).get("task") or {}).get("correct_threshold") if config.is_file() else None
 
 
 def _trends(history: History) -> Iterator[Finding]:
     """In runs that are long enough."""
     success, held_out = trend(history, "success_rate"), trend(history, "pass@1", "eval")
-    yield from _mismatch(history)
+    apart, effective = trend(history, "alignment/diff_abs_mean"), trend(history, "mismatch/ess_frac")
+    if apart.last > 0.1 or effective.last < 0.9:
+        text, advice = "trainer and engine disagree", "docs/troubleshooting.md, Trainer and engine disagree"
+        if (age := trend(history, "async/age_mean").last) > 0:
+            text, advice = f"rollouts are {age:.2g} versions old at last", "a lower rollouts.max_staleness or train.lr"
+        elif len(history.series("train", "rollouts/epoch")):  # a replay
+            text = "the recorded rollouts are of weights far from those that are trained"
+            advice = "train.loss.ratio_reference=rollout, a lower train.lr, or newer recordings"
+        numbers = f"{apart.last:.2g} nats apart per token, effective sample size {effective.last:.0%}"
+        yield Finding("train/alignment/diff_abs_mean", f"{text}: {numbers}", advice)
+
     if trend(history, "pass@1_high", "eval").last < trend(history, "pass@1_low", "eval").first:
         text = f"the model has got worse: held-out pass@1 {held_out}, and the intervals do not meet"
         yield Finding("eval/pass@1", text, "a lower train.lr, train.warmup_steps")
-    yield from _no_signal(history, success)
+
+    silent = series_of(history, SILENT).values
+    share = 1 - float(np.mean(silent[-math.ceil(len(silent) / 5) :])) if len(silent) else math.nan
+    if share < 0.2 and success.last < 0.8:
+        numbers = f"{share:.0%} of the groups have different rewards, {success.last:.0%} of the answers are right"
+        advice = "a larger data.rollouts_per_problem, or problems of medium difficulty"
+        yield Finding(SILENT, f"few groups have signal at last: {numbers}", advice)
 
     cut = trend(history, "truncated_frac")
     if cut.last > 0.1:
-        share = cut.last if cut.last == 1 else min(cut.last, 0.99)  # "100%" is all of them
-        masks = len(history.series("train", "num_groups_masked")) > 0
-        advice = "a larger generation.max_new_tokens" + ("" if masks else ", train.mask_truncated=true")
-        yield Finding("train/truncated_frac", f"{share:.0%} of the completions are cut off at last", advice)
+        advice = "a larger generation.max_new_tokens, train.mask_truncated=true"
+        yield Finding("train/truncated_frac", f"{cut.last:.0%} of the completions are cut off at last", advice)
 
     entropy = trend(history, "entropy")
     if entropy.last < 0.1 * entropy.first and entropy.last < 0.1 and success.last < 0.9:
@@ -114,11 +137,7 @@ def _trends(history: History) -> Iterator[Finding]:
         yield Finding("train/entropy", text, advice)
 
     reward, spread = trend(history, "reward_mean"), trend(history, "reward_std")
-    if success.last > held_out.last + 0.2 and success.last - held_out.last > success.first - held_out.first + 0.1:
-        numbers = f"{success.last:.2f} of the answers in training are right, {held_out.last:.2f} on held-out problems"
-        advice = "more problems, fewer iterations or train.epochs, checkpoint.keep_best=pass@1"
-        yield Finding("train/success_rate", f"over-fitting: {numbers}", advice)
-    elif reward.last > reward.first + 0.5 * spread.first and held_out.last <= held_out.first < 0.99:
+    if reward.last > reward.first + 0.5 * spread.first and held_out.last <= held_out.first < 0.99:
         text = f"the reward rises, and held-out pass@1 does not: reward {reward}, pass@1 {held_out}"
         yield Finding("train/success_rate", text, "read samples/ with a high reward; use more problems")
 
@@ -127,46 +146,3 @@ def _trends(history: History) -> Iterator[Finding]:
         text = f"completions get longer, and not better: {length} tokens, success rate {success}"
         advice = "train/loss=dapo or dr_grpo, a lower generation.max_new_tokens"
         yield Finding("train/completion_tokens_mean", text, advice)
-
-
-def _never_right(history: History) -> Iterator[Finding]:
-    """Of a task whose own reward decides what is right."""
-    config = history.run_dir / ".hydra" / "config.yaml"
-    least = (read_yaml(config).get("task") or {}).get("correct_threshold") if config.is_file() else None
-    solved = history.series("eval", "pass@1").values
-    if least is None or not len(solved) or solved.max() > 0 or history.series("train", "success_rate").values.any():
-        return
-    best = highest_reward(history.run_dir)
-    seen = "" if best is None else f": highest reward seen {best:.3g}"
-    text = f"pass@1 is 0 because no reward reached task.correct_threshold={least:g}{seen}"
-    advice = "see in samples/ what the reward pays for; a lower task.correct_threshold, if that is right"
-    yield Finding("eval/pass@1", text, advice)
-
-
-def _mismatch(history: History) -> Iterator[Finding]:
-    """Whether what is trained on was drawn from the weights that are trained."""
-    apart, effective = trend(history, "alignment/diff_abs_mean"), trend(history, "mismatch/ess_frac")
-    if not (apart.last > 0.1 or effective.last < 0.9):
-        return
-    text, advice = "trainer and engine disagree", "docs/troubleshooting.md, Trainer and engine disagree, first of all"
-    age = trend(history, "async/age_mean")
-    if age.last > 0:
-        text, advice = f"rollouts are {age.last:.2g} versions old at last", "a lower rollouts.max_staleness or train.lr"
-    elif len(history.series("train", "rollouts/epoch")):  # a replay
-        text = "the recorded rollouts are of weights far from those that are trained"
-        advice = "train.loss.ratio_reference=rollout, a lower train.lr, or newer recordings"
-    numbers = f"{apart.last:.2g} nats apart per token, effective sample size {effective.last:.0%}"
-    yield Finding("train/alignment/diff_abs_mean", f"{text}: {numbers}", advice)
-
-
-def _no_signal(history: History, success: Trend) -> Iterator[Finding]:
-    names = ("num_groups", "num_groups_trained", "num_groups_masked")
-    groups, trained, masked = (history.series("train", name).values for name in names)
-    trained = trained + masked if len(masked) == len(trained) else trained
-    if len(groups) == len(trained) > 0:
-        fifth = math.ceil(len(groups) / 5)
-        share = trained[-fifth:].sum() / max(groups[-fifth:].sum(), 1)
-        if share < 0.2 and success.last < 0.8:
-            numbers = f"{share:.0%} of the groups have different rewards, {success.last:.0%} of the answers are right"
-            advice = "a larger data.rollouts_per_problem, or problems of medium difficulty"
-            yield Finding(SILENT, f"few groups have signal at last: {numbers}", advice)

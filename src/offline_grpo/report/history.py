@@ -15,7 +15,7 @@ from offline_grpo.logger import completed_iterations
 from offline_grpo.types import Metrics
 
 FloatArray = NDArray[np.float64]
-FILE_NAME = re.compile(r"(?P<name>train|eval)_(?:iter_(?P<iteration>\d+)|init)\.json")
+FILE_NAME = re.compile(r"(train|eval)_(?:iter_(\d+)|init)\.json")
 START_KEY = re.compile(r"time/start(?:_(.+))?_s")
 PHASES = ("generate", "train", "sync", "eval", "checkpoint")
 """The phases of an iteration, in order; each has a training metric `time/<phase>_s`."""
@@ -78,24 +78,19 @@ class History:
 
     def start_seconds(self) -> dict[str, float]:
         """Seconds before the first iteration, over all starts: part -> seconds, "" for the whole."""
-        found: dict[str, float] = {}
-        for metrics in self.train.values():
-            for key in metrics:
-                if match := START_KEY.fullmatch(key):
-                    name = (match[1] or "").replace("_", " ")
-                    found[name] = found.get(name, 0.0) + metrics[key]
-        return found
+        parts = self.parts(key for key in sorted(self.keys("train")) if START_KEY.fullmatch(key))
+        return {re.sub(START_KEY, r"\1", key).replace("_", " "): float(each.sum()) for key, each in parts.items()}
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds of the starts, named "start", and of each phase that ever ran, over the whole run."""
-        phases = {phase: self.parts([f"time/{phase}_s"]).values() for phase in PHASES}
-        found = {"start": self.start_seconds().get("", 0.0)}
-        found |= {phase: float(values.sum()) for phase, arrays in phases.items() for values in arrays}
-        return {phase: seconds for phase, seconds in found.items() if seconds > 0}
+        start = self.start_seconds().get("", 0.0)
+        phases = self.parts(f"time/{phase}_s" for phase in PHASES)
+        found = {"start": start} if start else {}
+        return found | {key[len("time/") : -len("_s")]: float(values.sum()) for key, values in phases.items()}
 
     @property
     def total_s(self) -> float:
-        """The run's time, everywhere: its starts and all phases of its iterations."""
+        """The run's time: its starts and all phases of its iterations."""
         return sum(self.phase_seconds().values())
 
 
@@ -104,8 +99,7 @@ def load_history(run_dir: Path) -> History:
     records: dict[str, dict[int, Metrics]] = {"train": {}, "eval": {}}
     for path in (run_dir / "metrics").glob("*.json"):
         if match := FILE_NAME.fullmatch(path.name):
-            iteration = -1 if match["iteration"] is None else int(match["iteration"])
-            records[match["name"]][iteration] = json.loads(path.read_bytes())
+            records[match[1]][int(match[2] or -1)] = json.loads(path.read_bytes())
     return History(run_dir, train=dict(sorted(records["train"].items())), evals=dict(sorted(records["eval"].items())))
 
 

@@ -49,11 +49,8 @@ def model_card(
 
 
 def _header(base: str | None, *, is_adapter: bool) -> str:
-    fields: dict[str, Any] = {
-        "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
-    }
-    fields["tags"] = ["grpo", "reinforcement-learning", "offline-grpo"]
+    fields: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
+    fields |= {"pipeline_tag": "text-generation", "tags": ["grpo", "reinforcement-learning", "offline-grpo"]}
     if base is not None and _public(base) == base and not Path(base).exists():  # the Hub takes ids alone
         fields["base_model"] = base
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
@@ -61,11 +58,8 @@ def _header(base: str | None, *, is_adapter: bool) -> str:
 
 def _data(config: Mapping[str, Any]) -> str:
     task = {name: value for name, value in config["task"].items() if name != "_target_"}
-    name = config["task"]["_target_"].rpartition(".")[2]
-    data = config["data"]
-    size = (
-        f"{data['problems_per_iteration']} problems per iteration with {data['rollouts_per_problem']} completions each"
-    )
+    name, data = config["task"]["_target_"].rpartition(".")[2], config["data"]
+    size = f"{data['problems_per_iteration']} problems per iteration, {data['rollouts_per_problem']} completions each"
     return f"Task `{name}`, {size}:\n\n{_yaml(task)}"
 
 

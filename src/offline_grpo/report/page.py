@@ -10,7 +10,6 @@ import base64
 import gzip
 import html
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -37,12 +36,11 @@ from offline_grpo.report.runs import (
     load_runs,
     mean_curve,
     mean_interval,
-    names_of,
 )
-from offline_grpo.report.samples import Solved, samples_of, solved, solved_by_configuration, solved_over_time
+from offline_grpo.report.samples import Solved, samples_of, solved, solved_by_configuration, solved_over_time, summed
 from offline_grpo.report.summary import results_table
 from offline_grpo.report.sweep import configurations_table, runs_table
-from offline_grpo.report.tables import Table
+from offline_grpo.report.tables import with_interval
 
 MAX_VALUE = 200  # letters of a setting
 MAX_POINTS, MAX_POINTS_IN_ALL = 300, 6000  # of a curve, and of the curves of a metric over all runs
@@ -56,20 +54,17 @@ def save_page(paths: Sequence[Path], out: Path) -> Path:
         ConfigError: a path has no run.
     """
     title = "/".join(paths[0].resolve().parts[-2:]) if len(paths) == 1 else f"{len(paths)} folders"
-    write_whole(out, page(content(load_runs(paths), title)))
-    return out
-
-
-def page(data: Mapping[str, Any]) -> str:
-    """The page as HTML."""
     assets = files("offline_grpo.report") / "assets"
-    return Template((assets / "page.html").read_text()).substitute(
-        title=html.escape(utf8(data["title"])),
+    data = json.dumps(content(load_runs(paths)), allow_nan=False, separators=(",", ":"))
+    page = Template((assets / "page.html").read_text()).substitute(
+        title=html.escape(utf8(title)),
         css=(assets / "page.css").read_text(),
         js="".join((assets / name).read_text() for name in ("charts.js", "names.js", "page.js")),
         plotly=_plotly(),
-        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        data=data.replace("<", "\\u003c"),
     )
+    write_whole(out, page)
+    return out
 
 
 @cache
@@ -79,64 +74,72 @@ def _plotly() -> str:
     return base64.b64encode(gzip.compress(code, 6, mtime=0)).decode()
 
 
-def content(runs: Sequence[Run], title: str) -> dict[str, Any]:
+def content(runs: Sequence[Run]) -> dict[str, Any]:
     """All that the page says."""
-    groups = configurations(runs)
-    names, is_one = names_of(groups), len(runs) == 1
-    known = {run.name: solved(run.history) for run in runs} if len(groups) > 1 else {}
-    drawn = figures([run.history for run in runs])
-    # Of several runs each curve has a figure of its own, so that colours tell runs apart.
-    shown = drawn if is_one else [part for each in drawn for part in each.split()]
-    table = results_table(runs[0].history) if is_one else configurations_table(groups)
-    return {
-        "title": title,
-        "about": _about(runs),
-        "verdict": _verdict(table) if is_one else _best(names, groups, table),
+    groups, drawn = configurations(runs), figures([run.history for run in runs])
+    known = {run.name: solved(run.history) for run in runs}
+    of_all = {
         "num_runs": len(runs),
-        "groups": names,
-        "results": _as_data(table),
+        "groups": [group.name for group in groups],
         "findings": _findings(runs),
-        "figures": [_figure(each, groups, is_one=is_one) for each in shown],
         "curves": _curves(groups, runs),
-        "paired": _paired(names, groups, runs, known),
-        "problems": solved_over_time(runs[0]) if is_one else solved_by_configuration(names, groups, known),
-        "settings": None if is_one else _settings(runs),
+        "paired": _paired(groups, runs, known),
         "samples": samples_of(runs),
+    }
+    if len(runs) == 1:
+        [run] = runs
+        facts = [about(run.history.run_dir), run.history.size, duration(run.history.total_s)]
+        table = results_table(run.history)
+        first = next(((label, before, after) for label, before, after, _ in table.rows if before or after), None)
+        return of_all | {
+            "about": ", ".join(filter(None, [*facts, "" if run.is_done else run.status])),
+            "verdict": "{}: {} before training, {} after it.".format(*first) if first else "There are no results yet.",
+            "results": asdict(table),
+            "figures": [_figure(each, groups) for each in drawn],
+            "problems": solved_over_time(run),
+            "settings": None,
+        }
+    took = duration(sum(run.history.total_s for run in runs))
+    verdict = "No run has evaluated held-out problems."
+    if measured := [each for each in groups if each.pass_at_1 is not None]:
+        best = max(measured, key=lambda each: each.pass_at_1 or 0.0)
+        score = with_interval(best.pass_at_1, best.interval)
+        verdict = f"The highest pass@1 on held-out problems at the end is {score}, of {best.name}."
+    return of_all | {
+        "about": f"{count(len(runs), 'run')}, {took} in all",
+        "verdict": verdict,
+        "results": asdict(configurations_table(groups)),
+        # Each curve has a figure of its own, so that colours tell runs apart.
+        "figures": [_figure(part, groups) for each in drawn for part in each.split()],
+        "problems": solved_by_configuration(groups, known),
+        "settings": _settings(runs),
     }
 
 
-def _as_data(table: Table) -> dict[str, Any]:
-    return {"columns": table.columns, "rows": table.rows}
-
-
-def _figure(figure: Figure, groups: Sequence[Configuration], *, is_one: bool) -> dict[str, Any]:
+def _figure(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any]:
     """A figure's words, and the numbers of one that is stacked."""
     keys = ("section", "title", "unit", "curves", "from_zero", "stacked")
-    parts = (_parts if is_one else _mean_parts)(figure, groups) if figure.stacked else None
-    return {key: getattr(figure, key) for key in keys} | {"parts": parts}
+    return {key: getattr(figure, key) for key in keys} | {"parts": _parts(figure, groups) if figure.stacked else None}
 
 
 def _parts(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any] | None:
-    """Of one run over its iterations `x`, in means over stretches of them."""
-    history = groups[0].runs[0].history
-    found = history.parts(metric.removeprefix("train/") for metric in figure.curves)
-    stretches = np.array_split(np.arange(len(history.train)), min(MAX_POINTS, len(history.train)) or 1)
-    columns = {figure.curves[f"train/{key}"]: values for key, values in found.items()}
-    columns[""] = np.array(list(history.train), dtype=np.float64) + 1
-    y = {name: [_short(values[stretch].mean()) for stretch in stretches] for name, values in columns.items() if found}
-    return {"x": y.pop(""), "y": y} if y else None
-
-
-def _mean_parts(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any] | None:
-    """Of several runs the mean of each configuration."""
+    """Means over stretches of a run's iterations, which end at the iterations `x`; of several runs, over each
+    configuration.
+    """
+    is_one = [len(group.runs) for group in groups] == [1]
+    columns = [[metrics for run in each.best_known for metrics in run.history.train.values()] for each in groups]
+    x = None
+    if is_one and columns[0]:
+        starts = np.array_split(np.arange(len(columns[0])), min(MAX_POINTS, len(columns[0])))
+        iterations = list(groups[0].runs[0].history.train)
+        x = [iterations[stretch[-1]] + 1 for stretch in starts]
+        columns = [[columns[0][i] for i in stretch] for stretch in starts]
     y = {}
     for metric, name in figure.curves.items():
-        key = metric.removeprefix("train/")
-        found = [[run.history.parts([key]).get(key) for run in each.best_known] for each in groups]
-        means = [[values.mean() for values in each if values is not None] for each in found]
-        if any(means):
-            y[name] = [_short(sum(each) / len(each)) if each else 0.0 for each in means]
-    return {"x": None, "y": y} if y else None
+        found = [[each.get(metric.removeprefix("train/"), 0.0) for each in column] for column in columns]
+        if any(map(any, found)):
+            y[name] = [_short(sum(values) / max(len(values), 1)) for values in found]
+    return {"x": x, "y": y} if y else None
 
 
 def _short(value: float) -> float:
@@ -152,12 +155,11 @@ def _curves(groups: Sequence[Configuration], runs: Sequence[Run]) -> dict[str, l
     for metric in [*sorted(keys), SILENT]:
         for number, group in enumerate(groups):
             series = {run.name: each for run in group.runs if len(each := series_of(run.history, metric))}
-            if not series:
-                continue
-            counted = [run for run in group.best_known if run.name in series]
-            singles = [{"run": run} | _thinned(each.steps, each.values, points=points) for run, each in series.items()]
-            curve = _mean_of(counted, metric, points)
-            found.setdefault(metric, []).append({"group": number, "runs": singles} | curve)
+            if series:
+                counted = [run for run in group.best_known if run.name in series]
+                singles = [{"run": run} | _thinned(each.steps, each.values, points) for run, each in series.items()]
+                curve = {"group": number, "runs": singles} | _mean_of(counted, metric, points)
+                found.setdefault(metric, []).append(curve)
     return found
 
 
@@ -167,16 +169,15 @@ def _mean_of(counted: Sequence[Run], metric: str, points: int) -> dict[str, list
     steps, values = mean_curve([replace(each, values=smooth(each.values)) for each in smoothed])
     if not len(steps):
         return {}
-    bounds = None
+    ends: Sequence[FloatArray] = ()
     if len(counted) == 1:
-        bounds = bounds_of(counted[0].history, metric)
-        bounds = None if bounds is None else (smooth(bounds[0]), smooth(bounds[1]))
+        ends = [smooth(end) for end in bounds_of(counted[0].history, metric) or ()]
     elif len(counted) >= MIN_SEEDS and have_own_seeds(counted):
-        bounds = mean_interval(values)
-    return _thinned(steps, values.mean(0), *(bounds or ()), points=points)
+        ends = mean_interval(values)
+    return _thinned(steps, values.mean(0), points, *ends)
 
 
-def _thinned(steps: FloatArray, values: FloatArray, *ends: FloatArray, points: int) -> dict[str, list[float]]:
+def _thinned(steps: FloatArray, values: FloatArray, points: int, *ends: FloatArray) -> dict[str, list[float]]:
     """Steps, values and ends of their interval. Of many, the lowest and the highest of each stretch: spikes stay."""
     chosen = np.arange(len(values))
     if len(values) > points:
@@ -190,38 +191,11 @@ def _findings(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Each once, with the runs that it holds for where there are several."""
     found = []
     for each, names in shared({run.name: find(run.history) for run in runs}):
-        where = f"run {names[0]}"
+        where = f"run {names[0]}" if len(runs) > 1 else ""
         if len(names) > 1:
             where = f"{len(names)} of {len(runs)} runs ({', '.join(names)}; numbers of the first)"
-        found.append({"where": where if len(runs) > 1 else "", **asdict(each)})
+        found.append({"where": where, **asdict(each)})
     return found
-
-
-def _about(runs: Sequence[Run]) -> str:
-    took = duration(sum(run.history.total_s for run in runs))
-    if len(runs) > 1:
-        return f"{count(len(runs), 'run')}, {took} in all"
-    [run] = runs
-    facts = [about(run.history.run_dir), run.history.size, took, "" if run.is_done else run.status]
-    return ", ".join(filter(None, facts))
-
-
-def _verdict(table: Table) -> str:
-    """Of one run: its first result."""
-    if not table.rows:
-        return "There are no results yet."
-    label, first, last, _ = table.rows[0]
-    return f"{label}: {first} before training, {last} after it." if first and last else f"{label}: {first or last}."
-
-
-def _best(names: Sequence[str], groups: Sequence[Configuration], table: Table) -> str:
-    """Of several: the highest pass@1, also where that run is not done."""
-    rows = zip(names, groups, table.rows, strict=True)
-    ranked = [(each.pass_at_1, row[2], name) for name, each, row in rows if each.pass_at_1 is not None]
-    if not ranked:
-        return "No run has evaluated held-out problems."
-    _, score, best = max(ranked)
-    return f"The highest pass@1 on held-out problems at the end is {score}, of {best}."
 
 
 def _settings(runs: Sequence[Run]) -> dict[str, Any]:
@@ -231,61 +205,51 @@ def _settings(runs: Sequence[Run]) -> dict[str, Any]:
         stored = run.history.run_dir / ".hydra" / "hydra.yaml"
         choices = choices_of(run.history.run_dir) if stored.is_file() else {}
         chosen.append({key: value[:MAX_VALUE] for key, value in (choices | dict(run.settings)).items()})
-    keys = dict.fromkeys(key for each in chosen for key in each)
-    differ = [key for key in keys if key != "resume" and len({each.get(key) for each in chosen}) > 1]
+    keys = dict.fromkeys(key for each in chosen for key in each if key != "resume")
+    differ = [key for key in keys if len({each.get(key) for each in chosen}) > 1]
     shown = [replace(run, overrides={}, settings=each) for run, each in zip(runs, chosen, strict=True)]
-    return _as_data(runs_table(shown, differ))
+    return asdict(runs_table(shown, differ))
 
 
-def _paired(
-    names: Sequence[str], groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping[str, Solved]
-) -> dict[str, Any] | None:
-    """Final pass@1 of each configuration less that of the first run's, by `eval.paired.compare` over problems and
+def _paired(groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping[str, Solved]) -> dict[str, Any] | None:
+    """Final pass@1 of each configuration less that of the first run's, by `eval.paired.compare` over problems and by
     Student's t over seeds. Runs without one are passed over.
 
     Args:
         known: run -> what it solved at the end.
     """
     first = next((run for run in runs if run.final_pass_at_1 is not None), None)
-    base = next((group for group in groups if first in group.runs), None)
-    if base is None:
-        return None
+    base = next((group for group in groups if first in group.runs), groups[0])
     rows, points = [], []
-    for number, (name, group) in enumerate(zip(names, groups, strict=True)):
+    for number, group in enumerate(groups):
         one, other = ({run.settings.get("seed"): run for run in each.counted} for each in (base, group))
         pairs = [(run, other[seed]) for seed, run in one.items() if seed in other]
         if group is base or not pairs:
             continue
         differences = np.array([[(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0)] for a, b in pairs])  # [S, 1]
-        over_seeds = over_problems = None
-        if len(pairs) > 1:
-            low, high = mean_interval(differences)
-            over_seeds = (float(low[0]), float(high[0]))
-        cells = ["not comparable", "", "", ""]
-        if (found := _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])) is not None:
-            over_problems = (found.low, found.high)
+        over_seeds = [float(end[0]) for end in mean_interval(differences)] if len(pairs) > 1 else None
+        found = _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])
+        over_problems, cells = None, ["not comparable", "", "", ""]
+        if found is not None:
+            over_problems = [found.low, found.high]
             p_value = p_text(found).removeprefix("p ").removeprefix("= ")
             cells = [_interval(over_problems), p_value, str(found.num_better), str(found.num_worse)]
         difference = float(differences.mean())
         seeds = f"{_interval(over_seeds)}, {len(pairs)} seeds" if over_seeds else "one seed"
-        rows.append([name, f"{difference:+.3f}", *cells, seeds])
-        points.append({"group": number, "difference": difference})
-        points[-1] |= {"over_problems": over_problems, "over_seeds": over_seeds}
+        rows.append([group.name, f"{difference:+.3f}", *cells, seeds])
+        ends = {"over_problems": over_problems, "over_seeds": over_seeds}
+        points.append({"group": number, "difference": difference} | ends)
     columns = ("configuration", "difference", "95% over problems", "p", "better on", "worse on", "95% over seeds")
-    baseline = names[groups.index(base)]
-    return {"baseline": baseline, "columns": columns, "rows": rows, "points": points} if rows else None
+    return {"baseline": base.name, "columns": columns, "rows": rows, "points": points} if rows else None
 
 
-def _interval(ends: tuple[float, float]) -> str:
+def _interval(ends: Sequence[float]) -> str:
     return f"[{ends[0]:+.3f}, {ends[1]:+.3f}]"
 
 
 def _over_problems(first: Sequence[Solved], second: Sequence[Solved]) -> PairedResult | None:
     """The two compared over all of these runs; None unless both have on record the same problems, tried as often."""
-    one, other = (
-        {problem: sum((run.get(problem, Counter()) for run in runs), Counter()) for problem in runs[0]}
-        for runs in (first, second)
-    )
+    one, other = summed(first), summed(second)
     totals = {count.total() for count in (*one.values(), *other.values())}
     if one.keys() != other.keys() or len(totals) != 1:
         return None

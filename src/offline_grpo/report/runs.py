@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ NOT_COMPARED = ("seed", *WITHOUT_EFFECT)
 """Keys, and groups, that make no other configuration."""
 MIN_SEEDS = 3
 """Of a band around a curve: with two, Student's t has one degree of freedom, and the band hides all curves."""
-ALIKE = "all alike"
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,11 @@ class Run:
 
 def read_run(run_dir: Path, name: str) -> Run:
     """The run in a folder."""
-    history, folder = load_history(run_dir), run_dir / ".hydra"
-    overrides: Mapping[str, str] = {}
-    settings: Mapping[str, str] = {}
-    if (folder / "overrides.yaml").is_file():
-        changes = changes_of(run_dir)
-        overrides, settings = overrides_of(run_dir) | changes, settings_of(run_dir) | changes
-    return Run(name, history, overrides, settings, _status(history))
+    history = load_history(run_dir)
+    if not (run_dir / ".hydra" / "overrides.yaml").is_file():
+        return Run(name, history, {}, {}, _status(history))
+    changes = changes_of(run_dir)
+    return Run(name, history, overrides_of(run_dir) | changes, settings_of(run_dir) | changes, _status(history))
 
 
 def _status(history: History) -> str:
@@ -104,35 +102,25 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
 def _folders(path: Path) -> list[Path]:
     if (path / "metrics").is_dir():
         return [path]
-    found = sorted(
-        (file.parent.parent for file in path.rglob(".hydra/overrides.yaml")), key=lambda p: by_number(str(p))
-    )
+    found = [file.parent.parent for file in path.rglob(".hydra/overrides.yaml")]
     if not found:
         raise ConfigError(f"{path}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
-    return found
+    return sorted(found, key=lambda folder: by_number(str(folder)))
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Runs with the same settings but for the seed, sorted by name.
-
-    Args:
-        overrides: those in which the configurations differ, all of them where there is only one; of configurations
-            with the same overrides, the settings in which these differ.
+    """Runs with the same settings but for the seed, sorted by name. The configuration's own name, such as
+    `lr=1e-5, kl_coef=0.1`, has the overrides in which the configurations differ.
     """
 
-    overrides: Mapping[str, str]
+    name: str
     runs: Sequence[Run]
 
     @property
     def best_known(self) -> list[Run]:
         """The runs that means are over: those that are done, or all where none is."""
         return [run for run in self.runs if run.is_done] or list(self.runs)
-
-    @property
-    def left_out(self) -> list[Run]:
-        """The runs that means are not over."""
-        return [run for run in self.runs if run not in self.best_known]
 
     @property
     def counted(self) -> list[Run]:
@@ -166,7 +154,7 @@ def configurations(runs: Sequence[Run]) -> list[Configuration]:
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in sorted(runs, key=lambda run: by_number(run.name)):
         groups.setdefault(tuple(sorted(_compared(run.settings).items())), []).append(run)
-    names = _told_apart([chosen[0] for chosen in groups.values()])
+    names = _names([chosen[0] for chosen in groups.values()])
     found = [Configuration(name, tuple(chosen)) for name, chosen in zip(names, groups.values(), strict=True)]
 
     def rank(each: Configuration) -> tuple[bool, bool, float]:
@@ -181,26 +169,21 @@ def _compared(settings: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in settings.items() if key.lstrip("+~").split(".")[0] not in NOT_COMPARED}
 
 
-def _told_apart(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """See `Configuration.overrides`, for a run of each: a default in `conf/` may have changed between them."""
+def _names(runs: Sequence[Run]) -> list[str]:
+    """A name for the configuration of each of these runs: its overrides, without those that all have in common. Keys
+    are shortened to their last part where that is one key's alone; a name that two would share gets the run's.
+    """
     own = [_compared(run.overrides) for run in runs]
-    shared = set.intersection(*(set(each.items()) for each in own)) if len(own) > 1 else set()
-    found = []
-    for run, overrides in zip(runs, own, strict=True):
-        alike = [_compared(other.settings) for other, theirs in zip(runs, own, strict=True) if theirs == overrides]
-        keys = dict.fromkeys(key for settings in alike for key in settings)
-        differing = [key for key in keys if len({settings.get(key) for settings in alike}) > 1]
-        label = {key: value for key, value in overrides.items() if (key, value) not in shared}
-        found.append(label | {key: run.settings.get(key, "null") for key in differing})
-    return found
-
-
-def names_of(found: Sequence[Configuration]) -> list[str]:
-    """`lr=1e-5, kl_coef=0.1`: keys by their last part where that is one key's alone."""
-    keys = list(dict.fromkeys(key for each in found for key in each.overrides))
-    leaves = [key.rpartition(".")[2] for key in keys]
-    names = {key: leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(keys, leaves, strict=True)}
-    return [", ".join(f"{names[key]}={value}" for key, value in each.overrides.items()) or ALIKE for each in found]
+    common = set.intersection(*(set(each.items()) for each in own)) if len(own) > 1 else set()
+    differing = [{key: value for key, value in each.items() if (key, value) not in common} for each in own]
+    leaves = Counter(key.rpartition(".")[2] for key in {key for each in differing for key in each})
+    names = []
+    for each in differing:
+        short = {key: leaf if leaves[leaf := key.rpartition(".")[2]] == 1 else key for key in each}
+        names.append(", ".join(f"{short[key]}={value}" for key, value in each.items()) or "all alike")
+    return [
+        f"{name} (as run {run.name})" if names.count(name) > 1 else name for name, run in zip(names, runs, strict=True)
+    ]
 
 
 def have_own_seeds(runs: Sequence[Run]) -> bool:

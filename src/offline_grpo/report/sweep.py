@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from offline_grpo.report.figures import COLORS, GREY
 from offline_grpo.report.history import count
+from offline_grpo.report.plots import PERCENT, band, fit, label, rows, sheet, style
 from offline_grpo.report.runs import (
     MIN_SEEDS,
     Configuration,
@@ -20,10 +20,8 @@ from offline_grpo.report.runs import (
     configurations,
     load_runs,
     mean_curve,
-    names_of,
     share_interval,
 )
-from offline_grpo.report.style import PERCENT, band, fit, label, rows, sheet, style
 from offline_grpo.report.tables import Table, number, say, with_interval
 
 RESULTS = ("pass@1 [95%]", "best", "reward", "minutes")
@@ -33,47 +31,36 @@ MAX_LABEL = 48  # letters of a configuration beside the plot
 ROW_INCHES, LETTER_INCHES = 0.34, 0.075
 
 
-def print_sweep(multirun_dir: Path, console: Console) -> None:
-    """Print the sweep's table, and save tables and picture beside the runs.
+def print_sweep(folders: Sequence[Path], console: Console) -> None:
+    """Print the table of all configurations; of one folder, save tables and picture beside its runs.
 
     Raises:
         ConfigError: there is no run.
     """
-    runs = load_runs([multirun_dir])
+    runs = load_runs(folders)
     found = configurations(runs)
-    print_configurations(found, console)
-    left_out = {run.name for each in found for run in each.left_out}
-    unfinished = [run for run in runs if not run.is_done]
-    notes = (f"run {run.name}: {run.status}{', not in the mean' * (run.name in left_out)}" for run in unfinished)
-    say(console, [*notes, *save_summary(multirun_dir, runs, found)])
-
-
-def print_runs(runs: Sequence[Run], console: Console) -> None:
-    """Print the table of runs of any folders. Their names, which are paths, are told below it."""
-    print_configurations(configurations([replace(run, name=str(place)) for place, run in enumerate(runs)]), console)
-    for place, run in enumerate(runs):
-        say(console, [f"run {place}  {run.name}{'' if run.is_done else f'  ({run.status})'}"])
-
-
-def print_configurations(found: Sequence[Configuration], console: Console) -> None:
-    """The table of configurations, below a line that says how many there are and how they are ranked."""
-    several, num_runs = any(len(each.runs) > 1 for each in found), sum(len(each.runs) for each in found)
-    order = f"{'mean ' if several else ''}final {'pass@1' if any(each.counted for each in found) else 'reward'}"
-    head = [f"{count(len(found), 'configuration')}, {count(num_runs, 'run')}, best {order} first"]
-    if several:
-        head.append("means over runs that differ in the seed alone, with 95% intervals")
-    say(console, [*head, *configurations_table(found).without_empty().lines(console.width, num_folding=2)])
+    has_seeds = any(len(each.runs) > 1 for each in found)
+    order = f"{'mean ' * has_seeds}final {'pass@1' if any(each.counted for each in found) else 'reward'}"
+    say(console, [f"{count(len(found), 'configuration')}, {count(len(runs), 'run')}, best {order} first"])
+    say(console, ["means over runs that differ in the seed alone, with 95% intervals"] * has_seeds)
+    configurations_table(found).print(console, num_folding=2)
+    for each in found:
+        for run in each.runs:
+            note = "" if run in each.best_known else ", not in the mean"
+            say(console, [] if run.is_done else [f"run {run.name}: {run.status}{note}"])
+    if len(folders) == 1:
+        say(console, save_summary(folders[0], runs, found))
 
 
 def configurations_table(found: Sequence[Configuration]) -> Table:
     """A row for each; runs that the means leave out are in parentheses."""
     rows = [
         [
-            name,
-            " ".join(f"({run.name})" if run in each.left_out else run.name for run in each.runs),
+            each.name,
+            " ".join(run.name if run in each.best_known else f"({run.name})" for run in each.runs),
             *_results(each.pass_at_1, each.interval, *map(each.mean, ("best_pass_at_1", "reward", "minutes"))),
         ]
-        for name, each in zip(names_of(found), found, strict=True)
+        for each in found
     ]
     return Table(["configuration", "runs", *RESULTS], rows)
 
@@ -84,7 +71,6 @@ def _rank(run: Run) -> tuple[bool, float, float]:
 
 def runs_table(runs: Sequence[Run], keys: Sequence[str]) -> Table:
     """A row for each run with the values of these overrides or settings, best final pass@1 first."""
-    ranked = sorted(runs, key=_rank)
     rows = [
         [
             run.name,
@@ -92,7 +78,7 @@ def runs_table(runs: Sequence[Run], keys: Sequence[str]) -> Table:
             *_results(run.final_pass_at_1, run.interval, run.best_pass_at_1, run.reward, run.minutes),
             run.status,
         ]
-        for run in ranked
+        for run in sorted(runs, key=_rank)
     ]
     return Table(["run", *keys, *RESULTS, "status"], rows)
 
@@ -127,17 +113,19 @@ def save_summary(multirun_dir: Path, runs: Sequence[Run], found: Sequence[Config
 
 def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     """The mean pass@1 over training, and its end, best first; the best five have a colour each."""
-    labels = [_cut(name) for name in names_of(measured)]
+    half = MAX_LABEL // 2
+    names = [each.name for each in measured]
+    labels = [name if len(name) <= MAX_LABEL else f"{name[: half - 1]}…{name[-half:]}" for name in names]
     height = max(4.6, 1.9 + ROW_INCHES * len(measured))
     figure = sheet(12 + LETTER_INCHES * max(map(len, labels)), height, f"sweep {title}")
     figure.set_layout_engine("constrained", rect=(0.01, 0.01, 0.98, 1 - 0.75 / height), wspace=0.05)
     curves, ends = figure.subplots(1, 2)
-    colors = [BEST_COLORS[i] if i < len(BEST_COLORS) else GREY for i in range(len(measured))]
+    colors = [*BEST_COLORS, *[GREY] * len(measured)][: len(measured)]
     for axes in (curves, ends):
         style(axes)
     label(curves, "Held-out pass@1, mean over seeds", "share of problems", legend_rows=0)
-    for i, each in reversed(list(enumerate(measured))):  # the best on top
-        _curve(curves, each, colors[i])
+    for each, color in reversed([*zip(measured, colors, strict=True)]):  # the best on top
+        _curve(curves, each, color)
     fit(curves, "share")
     left, right = curves.dataLim.intervalx
     curves.set_xlim(left - 0.03 * (right - left or 1), right + 0.03 * (right - left or 1))
@@ -173,9 +161,3 @@ def _ends(axes: Axes, measured: Sequence[Configuration], labels: list[str], colo
     margin = 0.05 * max(high - low, 0.02)
     axes.set_xlim(low - margin, high + margin)
     axes.xaxis.set_major_formatter(PERCENT)
-
-
-def _cut(name: str) -> str:
-    """In the middle where too long."""
-    half = MAX_LABEL // 2
-    return name if len(name) <= MAX_LABEL else f"{name[: half - 1]}…{name[-half:]}"

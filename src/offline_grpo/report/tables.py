@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from textwrap import wrap
 
+import rich.table
 from rich.console import Console
+from rich.text import Text
 
-GAP = "  "
-LEAST_WIDTH = 12  # of a column whose cells fold
+from offline_grpo.logger import print_table
 
 
 @dataclass(frozen=True)
@@ -20,35 +19,15 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
-    def lines(self, width: int, *, num_folding: int = 1) -> list[str]:
-        """Aligned columns. Where they have no room, cells of the first `num_folding` columns fold, the widest first."""
-        table = [self.columns, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        while sum(widths) + len(GAP) * (len(widths) - 1) > width and max(widths[:num_folding]) > LEAST_WIDTH:
-            widths[widths.index(max(widths[:num_folding]))] -= 1
-        lines = []
-        for row in table:
-            cells = [wrap(cell, max(each, 1), break_on_hyphens=False) for cell, each in zip(row, widths, strict=True)]
-            for parts in zip_longest(*cells, fillvalue="") if any(cells) else [()]:
-                padded = (part.ljust(each) for part, each in zip(parts, widths, strict=False))
-                lines.append(GAP.join(padded).rstrip())
-        return lines
-
-    def without_empty(self) -> Table:
-        """Without the columns in which nothing was measured."""
-        kept = [i for i in range(len(self.columns)) if not self.rows or any(row[i] for row in self.rows)]
-        return Table([self.columns[i] for i in kept], [[row[i] for i in kept] for row in self.rows])
-
-    def split(self, width: int) -> list[Table]:
-        """Tables of the first column and as many of the others as `width` has room for."""
-        widths = [max(map(len, column)) + len(GAP) for column in zip(self.columns, *self.rows, strict=True)]
-        blocks: list[list[int]] = [[]]
-        for i in range(1, len(widths)):
-            if blocks[-1] and widths[0] + sum(widths[j] for j in [*blocks[-1], i]) > width + len(GAP):
-                blocks.append([])
-            blocks[-1].append(i)
-        tables = ([0, *block] for block in blocks)
-        return [Table([self.columns[i] for i in t], [[row[i] for i in t] for row in self.rows]) for t in tables]
+    def print(self, console: Console, *, num_folding: int = 1) -> None:
+        """Aligned columns without those that are empty; cells of the first `num_folding` fold where they must."""
+        shown = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
+        table = rich.table.Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
+        for i in shown:
+            table.add_column(Text(self.columns[i]), overflow="fold", no_wrap=i >= num_folding)
+        for row in self.rows:
+            table.add_row(*(Text(row[i]) for i in shown))
+        print_table(console, table, least_width=80)
 
     def markdown(self) -> str:
         """The table in Markdown."""

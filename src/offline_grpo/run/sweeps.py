@@ -75,7 +75,7 @@ class RunCallback(Callback):
         from offline_grpo.report.sweep import print_sweep
 
         with suppress(ConfigError):  # no job started a run, and each has reported why
-            print_sweep(self._folder, output_console())
+            print_sweep([self._folder], output_console())
 
 
 def _lock(folder: Path, key: str) -> None:

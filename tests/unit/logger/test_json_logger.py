@@ -25,8 +25,7 @@ def test_files_carry_the_names_that_people_parse(logger: JsonLogger, tmp_path: P
     assert files["train_iter_000.json"] == '{\n  "kl_divergence": 0.125,\n  "loss_total": -0.5\n}\n'
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_number_that_json_lacks_is_an_error_that_names_it(logger: JsonLogger, tmp_path: Path, value: float) -> None:
-    with pytest.raises(GrpoError, match=r"train metric grad_norm is -?(nan|inf) \(iter_003\)"):
-        logger.log("train", {"loss_total": 1.0, "grad_norm": value}, iteration=3)
-    assert list((tmp_path / "metrics").iterdir()) == []
+def test_a_number_that_json_lacks_is_an_error_that_names_it(logger: JsonLogger, tmp_path: Path) -> None:
+    with pytest.raises(GrpoError, match=r"train metric grad_norm is nan \(iter_003\)"):
+        logger.log("train", {"loss_total": 1.0, "grad_norm": float("nan")}, iteration=3)
+    assert not (tmp_path / "metrics").exists()

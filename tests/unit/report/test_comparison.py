@@ -11,7 +11,7 @@ import rich
 from rich.console import Console
 
 from offline_grpo.report.__main__ import main
-from offline_grpo.report.comparison import MEASURES, comparison_table, draw_comparison, load_arm, save_comparison
+from offline_grpo.report.comparison import MEASURES, draw_comparison, load_arm, save_comparison
 
 
 def record(folder: Path, mode: str, *, steps: int = 2, sync_s: float = 8.0) -> None:
@@ -77,14 +77,11 @@ def test_the_report_prints_a_comparison_with_a_mode_that_failed(
     assert not (tmp_path / "restart" / "report.png").exists()
 
 
-def test_modes_beyond_the_width_come_below_and_the_picture_shows_all(tmp_path: Path) -> None:
-    names = ["restart", "shared_vllm", "lora_hotswap", "lora_restart", "ipc"]
+def test_the_picture_shows_all_modes(tmp_path: Path) -> None:
+    names = ["restart", "shared_vllm", "lora_hotswap"]
     for place, name in enumerate(names):
         record(tmp_path, name, steps=4, sync_s=8.0 / (1 + place))
     arms = [load_arm(tmp_path, name, "done") for name in names]
-    tables = comparison_table(arms).split(70)
-    assert [list(table.columns) for table in tables] == [["", *names[:3]], ["", *names[3:]]]
-    assert max(len(line) for table in tables for line in table.lines(70)) <= 70
     figure = draw_comparison(arms, "day/time")
     figure.canvas.draw()
     seconds, reward = figure.axes

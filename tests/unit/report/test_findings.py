@@ -11,7 +11,7 @@ from offline_grpo.report.history import History, load_history
 
 HEALTHY = (
     {"reward_mean": (0.3, 0.8), "reward_std": (0.5, 0.4), "success_rate": (0.3, 0.8)}
-    | {"num_groups": (32.0, 32.0), "num_groups_trained": (30.0, 16.0), "entropy": (0.6, 0.3)}
+    | {"num_groups": (32.0, 32.0), "num_groups_zero_signal": (2.0, 16.0), "entropy": (0.6, 0.3)}
     | {"completion_tokens_mean": (100.0, 120.0), "truncated_frac": (0.05, 0.02)}
     | {"alignment/diff_abs_mean": (0.01, 0.01), "mismatch/ess_frac": (0.99, 0.99)}
 )
@@ -39,15 +39,12 @@ def test_healthy_runs_and_runs_that_recorded_little_have_nothing_to_look_at() ->
 @pytest.mark.parametrize(
     ("changes", "observation"),
     [
-        ({"scoring/num_failed": (1.0, 1.0)}, "20 rewards are 0 because"),
         ({"num_updates_refused": (0.0, 1.0)}, "10 updates were skipped"),
         ({"alignment/diff_abs_mean": (0.01, 0.5)}, "trainer and engine disagree: 0.46 nats apart per token"),
         ({"mismatch/ess_frac": (0.99, 0.5), "async/age_mean": (2.0, 2.0)}, "rollouts are 2 versions old at last: 0.01"),
-        ({"mismatch/ess_frac": (0.99, 0.5), "rollouts/epoch": (0.1, 2.0)}, "the recorded rollouts are of weights far"),
-        ({"num_groups_trained": (20.0, 0.0), "success_rate": (0.3, 0.1), "reward_mean": (0.3, 0.3)}, "few groups have"),
+        ({"num_groups_zero_signal": (2.0, 32.0), "success_rate": (0.3, 0.1), "reward_mean": (0.3, 0.3)}, "few groups"),
         ({"truncated_frac": (0.0, 0.4)}, "37% of the completions are cut off at last"),
         ({"entropy": (0.8, 0.0), "success_rate": (0.3, 0.5)}, "entropy has collapsed: from 0.737 to 0.0632 nats"),
-        ({"success_rate": (0.3, 1.0)}, "over-fitting: 0.94 of the answers in training are right, 0.70"),
         (
             {"completion_tokens_mean": (100.0, 300.0), "success_rate": (0.3, 0.3)},
             "completions get longer, and not better: from 116 to 284 tokens",
@@ -69,7 +66,7 @@ def test_a_reward_that_rises_alone_and_a_model_that_gets_worse() -> None:
 
 
 def test_that_nothing_was_trained_is_said_of_the_shortest_run() -> None:
-    nothing = {"num_groups_trained": (0.0, 0.0), "num_updates": (0.0, 0.0)}
+    nothing = {"num_updates": (0.0, 0.0)}
     text = "no update was made in 2 iterations"
     assert observations(history(nothing, iterations=2)) == [f"{text}: the rewards of each group are equal"]
     cut = history(nothing | {"num_groups_masked": (2.0, 2.0)}, iterations=2)
@@ -85,12 +82,11 @@ def test_servers_that_were_lost_are_counted_over_all_starts_of_a_run() -> None:
     assert observations(run) == ["servers died and were brought back: 4"]
 
 
-def test_a_threshold_that_no_reward_reaches_is_named_with_the_highest_reward(tmp_path: Path) -> None:
+def test_a_threshold_that_no_reward_reaches_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", iterations=2, solved=0, success_rate=0.0)
     config = run / ".hydra" / "config.yaml"
     config.write_text(config.read_text() + "task: {correct_threshold: 1.5}\n")
-    [finding] = find(load_history(run))
-    assert finding.observation.startswith("pass@1 is 0 because no reward reached task.correct_threshold=1.5")
+    assert observations(load_history(run)) == ["pass@1 is 0 because no reward reached task.correct_threshold=1.5"]
 
 
 def test_findings_of_several_runs_are_said_once() -> None:

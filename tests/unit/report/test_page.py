@@ -7,16 +7,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from factories import make_completion
-from recorded import byte_tokenizer
 from report_folders import HOSTILE, make_run
 
-from offline_grpo.errors import ConfigError
 from offline_grpo.report import page as page_module
 from offline_grpo.report.page import save_page
-from offline_grpo.rollouts.store.recorder import Origin
-from offline_grpo.rollouts.store.rows import parquet, table_of
-from offline_grpo.types import Rollout, RolloutGroup, Score
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +37,9 @@ def test_a_run(tmp_path: Path) -> None:
     assert (finding["where"], finding["observation"]) == ("", "50% of the completions are cut off at last")
     [line] = data["curves"]["eval/pass@1"]
     assert (line["x"], line["y"], line["high"]) == ([0, 12], [0, 0.75], [0.01, 0.76])
-    assert data["samples"][0]["pieces"] == [["four 0", 0.7]]
+    assert (data["samples"][0]["text"], data["samples"][0]["advantage"]) == ("four 0", 0.7)
     assert {sample["iteration"] for sample in data["samples"]} == set(range(1, 13))
     assert data["settings"] is data["paired"] is None
-    config = run / ".hydra" / "config.yaml"
-    config.write_text(config.read_text().replace("iterations: 12", "iterations: 19"))
-    assert data_of(run)["about"].endswith("stopped at 12/19")
-    with pytest.raises(ConfigError, match="is neither a run"):
-        data_of(tmp_path / "none")
 
 
 def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
@@ -81,16 +70,6 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
     assert shares == {"four 0": [1, 1], "four 1": [1, 0.5], "four 2": [1, 0], "four 3": [0, 0]}
     assert len(data["curves"]["train/reward_mean"][0]["runs"]) == 2
     assert not any("low" in curve for curve in data["curves"]["train/reward_mean"]), "two seeds are drawn themselves"
-
-
-def test_only_the_same_problems_are_paired(tmp_path: Path) -> None:
-    """Ids may be those of other problems."""
-    for number, loss in enumerate(("grpo", "other")):
-        make_run(tmp_path / str(number), loss=loss)
-    store = tmp_path / "1" / "rollouts" / "eval_iter_011.parquet"
-    table = pq.read_table(store)
-    pq.write_table(table.set_column(table.column_names.index("answer"), "answer", pa.array(["5"] * len(table))), store)
-    assert data_of(tmp_path)["paired"]["rows"][0][2] == "not comparable"
 
 
 @pytest.mark.parametrize("num_runs", [1, 2])
@@ -147,33 +126,7 @@ def test_tasks_of_a_mixture_have_results_and_curves(tmp_path: Path) -> None:
 def test_hostile_text_is_data(tmp_path: Path) -> None:
     data = data_of(make_run(tmp_path / "run", text=HOSTILE))
     page = (tmp_path / "page.html").read_text()
-    assert "alert(1)" in data["samples"][0]["pieces"][0][0]
-    assert "letters left out" in data["samples"][0]["pieces"][0][0]
+    assert "alert(1)" in data["samples"][0]["text"]
+    assert "letters left out" in data["samples"][0]["text"]
     assert "<script>alert" not in page
     assert len(page) < 5_000_000
-
-
-def test_samples_come_from_files_where_nothing_was_recorded(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    for path in (run / "rollouts").iterdir():
-        path.unlink()
-    (run / "samples").mkdir()
-    text = "a\u2028b\u2029c\x85d"
-    line = {"iteration": 0, "problem_id": "p", "prompt": None, "answer": None, "completion": text, "reward": 1.0}
-    line |= {"advantage": None, "is_correct": True, "finish_reason": None, "num_tokens": 1}
-    (run / "samples" / "iter_000.jsonl").write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert [sample["pieces"] for sample in data_of(run)["samples"]] == [[[text, None]]]
-
-
-def test_characters_of_several_tokens_are_whole_where_each_token_has_an_advantage(tmp_path: Path) -> None:
-    """The advantages change within the letter of two bytes; the length ends within that of four."""
-    run, text = make_run(tmp_path / "run", iterations=1), "né" + "🎉" * 150
-    ids = tuple(byte_tokenizer(tmp_path).encode(text).ids)
-    completion = make_completion(ids, (-0.5,) * len(ids))
-    rollout = Rollout.of_one_turn((1,), completion, temperature=1.0, text=text, score=Score(1.0, True, {}))
-    advantages = (0.0, 0.5, 0.5, *(-0.5,) * (len(ids) - 2))
-    table = table_of("train", [RolloutGroup(None, (rollout,), (advantages,))], [[0.5]], 0)
-    origin = Origin(str(tmp_path), "a", "b", {"seed": 0}, 0, "c")
-    (run / "rollouts" / "iter_000.parquet").write_bytes(parquet(table, origin.to_metadata()))
-    [sample] = data_of(run)["samples"]
-    assert sample["pieces"] == [["n", 0.5], ["é" + "🎉" * 149, -0.5], [" … 3 more tokens", None]]

@@ -10,7 +10,7 @@ from offline_grpo.report.summary import print_summary
 def printed(history: History, width: int = 80) -> list[str]:
     stream = io.StringIO()
     print_summary(history, Console(file=stream, width=width))
-    return stream.getvalue().splitlines()
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
 EVALS = {

@@ -50,12 +50,10 @@ function sampleNode(sample) {
   const run = page.num_runs > 1 ? `run ${sample.run}` : "";
   const verdict = sample.is_correct ? "correct" : "wrong";
   const facts = [run, `iteration ${sample.iteration}`, sample.problem_id, `reward ${sample.reward}`, verdict, signed];
-  const wrote = sample.pieces.map(([text, advantage]) => {
-    const strength = 0.1 + 0.35 * Math.min(Math.abs(advantage) / 2, 1);
-    const style = `background: rgba(var(--${advantage > 0 ? "up" : "down"}), ${strength})`;
-    return make("mark", advantage ? { style, title: `advantage ${advantage.toFixed(3)}` } : {}, text);
-  });
-  const rows = [["prompt", [sample.prompt]], ["wrote", wrote], ["answer", [sample.answer ?? ""]]];
+  const strength = 0.1 + 0.35 * Math.min(Math.abs(sample.advantage) / 2, 1);
+  const style = `background: rgba(var(--${sample.advantage > 0 ? "up" : "down"}), ${strength})`;
+  const wrote = make("mark", sample.advantage ? { style, title: `advantage ${sample.advantage.toFixed(3)}` } : {}, sample.text);
+  const rows = [["prompt", [sample.prompt]], ["wrote", [wrote]], ["answer", [sample.answer ?? ""]]];
   const list = rows.flatMap(([name, texts]) => [make("dt", {}, name), make("dd", {}, ...texts)]);
   const title = [...facts, `${sample.num_tokens} tokens`, sample.finish_reason].filter(Boolean).join(" · ");
   return make("article", {}, make("h3", {}, title), make("dl", {}, ...list));
@@ -67,7 +65,7 @@ function showSamples() {
   const update = () => {
     const { run, text, problem_id, iteration, low, high } = Object.fromEntries(new FormData(form));
     const has = (inside, part) => inside.toLowerCase().includes(part.toLowerCase());
-    const chosen = page.samples.filter((sample) => has([sample.prompt, ...sample.pieces.map(([piece]) => piece)].join(""), text)
+    const chosen = page.samples.filter((sample) => has(sample.prompt + sample.text, text)
       && (!run || sample.run === run) && has(sample.problem_id ?? "", problem_id) && (!iteration || sample.iteration === Number(iteration))
       && (!low || sample.reward >= Number(low)) && (!high || sample.reward <= Number(high)));
     find("#samples [role=status]").textContent = `${chosen.length} of ${page.samples.length} completions`;

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from offline_grpo.logger.atropos_names import NAMES, console_lines, renamed
-from offline_grpo.logger.benchmark import Benchmark, mode_of
+from offline_grpo.logger.atropos import NAMES, Benchmark, console_lines, mode_of, renamed
 
 STEPS = [
     {"time/generate_s": 4.0, "time/sampling_s": 4.0, "time/train_s": 2.0, "time/sync_s": 0.5, "time/sync_push_s": 0.0}
