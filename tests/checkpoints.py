@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.checkpoint.files import write_manifest
-from offline_grpo.checkpoint.state import FILE, TrainerState
+from offline_grpo.checkpoint.files import STATE, TrainerState, write_manifest
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 
 
@@ -40,6 +39,6 @@ def state_of(iteration: int = 0, **changes: Any) -> TrainerState:
 def make_checkpoint(folder: Path, state: TrainerState | None = None) -> Path:
     """Add the trainer state and the manifest to a folder; returns it."""
     (folder / "trainer").mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text((state or state_of()).to_json())
+    (folder / STATE).write_text((state or state_of()).to_json())
     write_manifest(folder)
     return folder

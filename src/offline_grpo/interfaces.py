@@ -457,7 +457,7 @@ class Checkpointer(Protocol):
     def write(self, iteration: int) -> PendingCheckpoint:
         """Save the state after `iteration`. Called on every process, and perhaps again.
 
-        Raises `CheckpointError`, on every process, where it cannot be written; earlier checkpoints are intact.
+        Where it cannot be written, earlier checkpoints are intact.
         """
         ...
 

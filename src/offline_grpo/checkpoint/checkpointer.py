@@ -15,27 +15,24 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from offline_grpo.checkpoint import state as trainer_state
 from offline_grpo.checkpoint.files import (
     BEST,
-    latest_checkpoint,
+    STATE,
+    TrainerState,
     list_checkpoints,
+    read_state,
     set_link,
     sync,
     write_manifest,
 )
-from offline_grpo.checkpoint.state import TrainerState, read_state
-from offline_grpo.errors import CheckpointError, reason_of
 from offline_grpo.interfaces import Source
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
@@ -98,36 +95,25 @@ class Checkpointer:
     format: str
 
     def write(self, iteration: int) -> PendingCheckpoint:
-        """Save the state after `iteration`, without the final rename. Called on every process; rank 0 writes.
-
-        Raises:
-            CheckpointError: on every process, if the folder cannot be written (full disk, permissions). Earlier
-            checkpoints stay intact.
-        """
+        """Save the state after `iteration`, without the final rename. Called on every process; rank 0 writes."""
         hidden = self.folder / f".writing_iter_{iteration:03d}"
         tensors = {"masters": self.policy.masters.state_dict(), "optimizer": self.updater.state_dict()}
 
         def make_empty() -> None:
-            with self._written(hidden):
-                shutil.rmtree(hidden, ignore_errors=True)
-                (hidden / "trainer").mkdir(parents=True)
-
-        def write_parts() -> list[dict[str, Any]]:
-            from offline_grpo.checkpoint.parts import save_parts  # which takes a second
-
-            with self._written(hidden):
-                named = save_parts(tensors, hidden / "trainer", self.ranks.rank)
-            return [named] if self.ranks.is_main else []
+            shutil.rmtree(hidden, ignore_errors=True)
+            (hidden / "trainer").mkdir(parents=True)
 
         def write_all() -> None:
-            with self._written(hidden):
-                self._write_into(hidden, iteration, tensors)
-                for path in hidden.rglob("*"):
-                    sync(path)
+            self._write_into(hidden, iteration, tensors)
+            for path in hidden.rglob("*"):
+                sync(path)
 
         self.ranks.on_main(make_empty)
         if self._is_in_parts:
-            tensors = self.ranks.gather_results(write_parts)[0]
+            from offline_grpo.checkpoint.parts import save_parts  # which takes a second
+
+            tensors = save_parts(tensors, hidden / "trainer", self.ranks.rank)
+            self.ranks.gather([self.ranks.rank])  # all have written
         self.updater.sharding.lead(write_all, tensors)
         return PendingCheckpoint(
             hidden,
@@ -143,22 +129,6 @@ class Checkpointer:
     @property
     def _is_in_parts(self) -> bool:
         return self.format == "sharded" and self.policy.is_sharded
-
-    @contextmanager
-    def _written(self, hidden: Path) -> Iterator[None]:
-        """Inside, something is written to `hidden`, of which nothing is left after a failure. torch and safetensors
-        report a full disk as their own errors.
-        """
-        try:
-            yield
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(hidden, ignore_errors=True)
-            last = latest_checkpoint(self.folder)
-            raise CheckpointError(
-                f"no checkpoint could be written to {self.folder} ({reason_of(error)}). Free some space or fix the "
-                "folder's "
-                f"permissions; the last checkpoint is {f'{last}: continue with resume=auto' if last else 'none'}"
-            ) from error
 
     def _write_into(self, folder: Path, iteration: int, tensors: dict[str, Any]) -> None:
         sharding, trainer = self.updater.sharding, folder / "trainer"
@@ -179,7 +149,7 @@ class Checkpointer:
             milestones=self.milestones.state_dict(),
             config=dict(self.config),
         )
-        (folder / trainer_state.FILE).write_text(record.to_json())
+        (folder / STATE).write_text(record.to_json())
         write_manifest(folder)
 
     def restore(self, checkpoint: Path) -> TrainerState:

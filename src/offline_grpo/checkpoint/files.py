@@ -1,5 +1,5 @@
-"""Finds the checkpoints of a run folder, and those of them that are as they were written. Loads no weights and imports
-no torch.
+"""A run's checkpoints as files: which there are, what their `trainer/state.json` says, and whether they are as they
+were written. Loads no weights and imports no torch.
 
 `trainer/manifest.json` has size and SHA-256 of every other file of a checkpoint, so that damage by disks and copies is
 noticed before it is trained on.
@@ -11,22 +11,67 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from offline_grpo.checkpoint.state import TrainerState, read_state
 from offline_grpo.errors import CheckpointError, reason_of
+from offline_grpo.train.milestones import Watch
+from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 
 BEST = "best"
 """The link to the best checkpoint in a run's `checkpoints` folder, with `checkpoint.keep_best`."""
-MANIFEST = "trainer/manifest.json"
-NUM_THREADS = 4
-"""Files that are hashed at the same time: hashlib releases the interpreter's lock, and disks are not faster than a few
-cores.
-"""
+FORMAT = 5
+"""Format version of checkpoints; increased when those of an older version can no longer be read."""
+STATE, MANIFEST = "trainer/state.json", "trainer/manifest.json"
+NUM_THREADS = 4  # hashlib releases the interpreter's lock, and disks are not faster than a few cores
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The content of `trainer/state.json`.
+
+    Args:
+        source: what `Source.state_dict` returned.
+        config: the resolved configuration of the run.
+    """
+
+    iteration: int
+    counters: UpdateCounters
+    lr_schedule: LrSchedule
+    source: dict[str, Any]
+    milestones: dict[str, Watch]
+    config: dict[str, Any]
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """The content of the file."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False)
+
+
+def read_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
+    """`trainer/state.json` of a checkpoint.
+
+    Args:
+        key: what named the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or of another format.
+    """
+    try:
+        record = json.loads((checkpoint / STATE).read_text())
+        if (found := record["format"]) != FORMAT:
+            raise CheckpointError(f"{key}={checkpoint}: written in format {found}, this version reads format {FORMAT}")
+        record["counters"] = UpdateCounters(**record["counters"])
+        record["lr_schedule"] = LrSchedule(**record["lr_schedule"])
+        record["milestones"] = {name: Watch(**watch) for name, watch in record["milestones"].items()}
+        return TrainerState(**record)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{key}={checkpoint}: is damaged: no readable {STATE} ({reason_of(error)})") from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -69,14 +114,12 @@ def verified_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
         CheckpointError: as `read_state`, or a file is damaged.
     """
     state = read_state(checkpoint, key=key)
-    damage = find_damage(checkpoint)
-    if damage is not None:
-        raise CheckpointError(f"{key}={checkpoint}: is damaged: {damage}")
+    _check_files(checkpoint, key, but_for="")
     return state
 
 
 def check_model_folder(name: str, key: str) -> None:
-    """See that the model's files in a checkpoint that a new run starts from are as they were written.
+    """Refuse a checkpoint whose model files are not as they were written, for a new run that starts from it.
 
     Args:
         name: of any model; nothing is checked of what no run wrote.
@@ -86,11 +129,8 @@ def check_model_folder(name: str, key: str) -> None:
         CheckpointError: a file is missing, or has changed.
     """
     checkpoint = Path(name).expanduser()
-    damage = find_damage(checkpoint, of_model=True) if (checkpoint / MANIFEST).exists() else None
-    if damage is not None:
-        raise CheckpointError(
-            f"{key}={name}: is damaged: {damage}; take another checkpoint, or delete {MANIFEST} if that is meant"
-        )
+    if (checkpoint / MANIFEST).exists():
+        _check_files(checkpoint, key, but_for="trainer/")
 
 
 def newest_sound(folder: Path) -> tuple[Path, TrainerState]:
@@ -118,36 +158,28 @@ def write_manifest(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text(json.dumps(record, indent=1))
 
 
-def find_damage(checkpoint: Path, *, of_model: bool = False) -> str | None:
-    """What is wrong with the files of a checkpoint, in words; None if all are as they were written.
-
-    Args:
-        of_model: look at the model's own files alone, and not at the trainer's.
-    """
+def _check_files(checkpoint: Path, key: str, *, but_for: str) -> None:
+    """Raise CheckpointError unless all files, but for those in a folder, are as they were written."""
     try:
         recorded = json.loads((checkpoint / MANIFEST).read_text())["files"]
-        names = [name for name in recorded if not (of_model and name.startswith("trainer/"))]
-        for name in names:  # first what needs no reading
-            size, written = (checkpoint / name).stat().st_size, recorded[name]["bytes"]
-            if size != written:
-                return f"{name} has {size} bytes and was written with {written}"
-        for name, digest in zip(names, _hashes(checkpoint, names), strict=True):
-            if digest != recorded[name]["sha256"]:
-                return f"{name} has changed since it was written"
-    except OSError as error:
-        return f"{error.filename} cannot be read ({error.strerror})"
-    except ValueError as error:
-        return f"{MANIFEST} cannot be read ({reason_of(error)})"
-    return None
+        names = [name for name in recorded if not (but_for and name.startswith(but_for))]
+        changed = [name for name in names if (checkpoint / name).stat().st_size != recorded[name]["bytes"]]
+        if not changed:  # else that needs no reading
+            digests = zip(names, _hashes(checkpoint, names), strict=True)
+            changed = [name for name, digest in digests if digest != recorded[name]["sha256"]]
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{key}={checkpoint}: is damaged: {reason_of(error)}") from error
+    if changed:
+        raise CheckpointError(f"{key}={checkpoint}: is damaged: {changed[0]} has changed since it was written")
 
 
-def _hashes(checkpoint: Path, names: Iterable[str]) -> Iterator[str]:
+def _hashes(checkpoint: Path, names: Iterable[str]) -> list[str]:
     def sha256(name: str) -> str:
         with (checkpoint / name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        return iter(list(pool.map(sha256, names)))
+        return list(pool.map(sha256, names))
 
 
 def sync(path: Path) -> None:

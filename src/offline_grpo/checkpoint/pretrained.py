@@ -17,8 +17,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from offline_grpo import hub
-from offline_grpo.checkpoint.files import BEST, latest_checkpoint, verified_state
-from offline_grpo.checkpoint.state import TrainerState
+from offline_grpo.checkpoint.files import BEST, TrainerState, latest_checkpoint, verified_state
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import LanguageModel
 from offline_grpo.model.device import make_current, torch_dtype

@@ -11,8 +11,7 @@ import torch
 
 from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer
-from offline_grpo.checkpoint.files import check_model_folder
-from offline_grpo.checkpoint.state import TrainerState
+from offline_grpo.checkpoint.files import TrainerState, check_model_folder
 from offline_grpo.engine.server import next_to_start
 from offline_grpo.errors import require
 from offline_grpo.eval.evaluator import PassAtKEvaluator

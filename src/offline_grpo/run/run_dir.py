@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.checkpoint.files import latest_checkpoint, latest_state, newest_sound, verified_state
-from offline_grpo.checkpoint.state import TrainerState
+from offline_grpo.checkpoint.files import TrainerState, latest_checkpoint, latest_state, newest_sound, verified_state
 from offline_grpo.disk import matching
 from offline_grpo.errors import CheckpointError, ConfigError, require
 from offline_grpo.redaction import flat, redacted

@@ -1,4 +1,4 @@
-"""Checkpoints: what is in the folder, that it is whole or absent, and what happens when the disk says no."""
+"""Checkpoints: what is in the folder, and that it is whole or absent."""
 
 import os
 import shutil
@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from offline_grpo.checkpoint import checkpointer as module
 from offline_grpo.checkpoint.checkpointer import Checkpointer
 from offline_grpo.checkpoint.files import latest_checkpoint, list_checkpoints, newest_sound
-from offline_grpo.errors import CheckpointError
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import Milestones
 
@@ -72,20 +71,14 @@ def test_nothing_counts_before_it_is_committed(saved, tmp_path):
     assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "iter_000"
 
 
-def test_only_the_newest_are_kept(saved, tmp_path):
+def test_only_the_newest_are_kept_beside_those_of_another_history(saved, tmp_path):
+    """A run that continues from an earlier checkpoint neither counts nor deletes later ones."""
     checkpointer, _ = saved(keep_last_k=2)
+    (tmp_path / "checkpoints" / "iter_1001").mkdir(parents=True)
     for iteration in (8, 9, 10, 1000):
         checkpointer.write(iteration).commit()
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["iter_010", "iter_1000"]
-
-
-def test_checkpoints_of_later_iterations_are_neither_counted_nor_deleted(saved, tmp_path):
-    """They are of another history: the run went on from an earlier checkpoint."""
-    checkpointer, _ = saved(keep_last_k=1)
-    (tmp_path / "checkpoints" / "iter_011").mkdir(parents=True)
-    for iteration in (7, 8):
-        checkpointer.write(iteration).commit()
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["iter_008", "iter_011"]
+    names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["iter_010", "iter_1000", "iter_1001"]
 
 
 def test_killed_while_a_checkpoint_is_replaced_there_is_a_whole_one(saved, tmp_path, monkeypatch):
@@ -123,42 +116,21 @@ def test_restored_state_makes_the_same_next_update(saved, tmp_path, token_batch,
         assert torch.equal(master, other.policy.masters.parameters[name]), name
 
 
-@pytest.mark.parametrize("broken", ["save_pretrained", "save", "fsync"])
-def test_full_disk_leaves_the_last_checkpoint_and_says_so(saved, tmp_path, monkeypatch, broken):
-    checkpointer, updater = saved()
-    checkpointer.write(0).commit()
-    before = {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()}
-
-    def no_space(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    owners = {"save_pretrained": updater.policy.model, "save": torch, "fsync": os}
-    monkeypatch.setattr(owners[broken], broken, no_space)
-    with pytest.raises(CheckpointError, match=r"No space left.*the last checkpoint is .*iter_000.*resume=auto"):
-        checkpointer.write(1)
-    assert {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()} == before
-
-
 def test_the_best_is_kept_beside_the_newest_and_has_a_link(saved, tmp_path):
     checkpointer, _ = saved(keep_last_k=1, keep_best="pass@1")
     folder = tmp_path / "checkpoints"
     seen = []
-    for iteration, value in enumerate([0.1, 0.3, 0.2, 0.3, 0.4, 0.4]):
+    for iteration, value in enumerate([0.1, 0.3, 0.2, 0.4]):
         checkpointer.milestones.see({"pass@1": value}, iteration)
         checkpointer.write(iteration).commit()
         seen.append(([path.name for path in list_checkpoints(folder)], os.readlink(folder / "best")))
-    one, three = ["iter_001"], ["iter_001", "iter_003"]
-    assert [names for names, _ in seen] == [
-        ["iter_000"],
-        one,
-        ["iter_001", "iter_002"],
-        three,
-        ["iter_004"],
-        ["iter_004", "iter_005"],
+    assert seen == [
+        (["iter_000"], "iter_000"),
+        (["iter_001"], "iter_001"),
+        (["iter_001", "iter_002"], "iter_001"),
+        (["iter_003"], "iter_003"),
     ]
-    assert [link for _, link in seen] == ["iter_000", "iter_001", "iter_001", "iter_001", "iter_004", "iter_004"]
     AutoModelForCausalLM.from_pretrained(folder / "best")
-    assert latest_checkpoint(folder) == folder / "iter_005"
 
 
 def test_the_best_is_known_after_a_restore_unless_it_is_gone(saved, tmp_path):
@@ -181,13 +153,9 @@ def test_state_of_other_shapes_is_refused_before_it_is_used(saved, tmp_path):
     trainer = tmp_path / "checkpoints" / "iter_000" / "trainer"
     masters = load_file(trainer / "masters.safetensors")
     name = next(name for name, tensor in masters.items() if tensor.dim() == 1)
-    for other in (
-        {**masters, name: masters[name][:1].clone()},
-        {key: value for key, value in masters.items() if key != name},
-    ):
-        save_file(other, trainer / "masters.safetensors")
-        with pytest.raises(ValueError, match=f"masters of another model \\({name}\\)"):
-            checkpointer.restore(trainer.parent)
+    save_file({**masters, name: masters[name][:1].clone()}, trainer / "masters.safetensors")
+    with pytest.raises(ValueError, match=f"masters of another model \\({name}\\)"):
+        checkpointer.restore(trainer.parent)
     save_file(masters, trainer / "masters.safetensors")
     optimizer = torch.load(trainer / "optimizer.pt", weights_only=True)
     optimizer["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
