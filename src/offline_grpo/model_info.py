@@ -9,7 +9,6 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,46 +36,6 @@ COMMON = (
 )
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Blocks to train, by an override."""
-
-    name: str
-    override: str
-    num_trained: int
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A way to train, and the largest `engine.args.gpu_memory_utilization` beside it on a GPU of each size; None: does
-    not fit.
-    """
-
-    name: str
-    overrides: tuple[str, ...]
-    trainer_gib: float
-    room_frac: dict[int, float | None]
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """Known of a model from its config.json. Sizes of files are in MB, 10^6 bytes."""
-
-    name: str
-    architecture: str
-    num_blocks: int
-    blocks: str  # their name in the model
-    num_weights: int
-    num_per_block: tuple[int, int]  # the fewest and the most
-    num_of_embeddings: int  # input and output
-    is_tied: bool
-    context: int | None
-    presets: tuple[Preset, ...]
-    lora_targets: tuple[str, ...]
-    adapter_mb: float
-    model_mb: float
-
-
 def run(arguments: Sequence[str] | None = None) -> None:
     """Look and print."""
     options = parser().parse_args(arguments)
@@ -84,11 +43,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
     hub.need_model(options.model, "MODEL")  # before imports that take seconds
     info, fits = look_at(options.model, trust=options.trust_remote_code)
     if options.json:
-        print(json.dumps(asdict(info) | {"fits": [asdict(fit) for fit in fits]}, indent=2))
+        print(json.dumps(info | {"fits": list(fits)}, indent=2))
         return
-    print("\n".join(about(info)), flush=True)
-    for line in about_gpus(fits):
-        print(line, flush=True)  # each prediction takes seconds
+    for line in (*about(info), *HEAD):
+        print(line, flush=True)
+    for fit in fits:  # each prediction takes seconds
+        rooms = "".join(f"{'-' if room is None else f'{room:.2f}':>9}" for room in fit["room_frac"].values())
+        print(f"  {fit['name']:<20} {fit['trainer_gib']:6.1f} GiB{rooms}", flush=True)
+    print(FOOT)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,13 +63,15 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def look_at(name: str, *, trust: bool) -> tuple[ModelInfo, Iterator[Fit]]:
-    """The model of that name, and what fits. Raises ConfigError if there is none, or none that can be trained."""
+def look_at(name: str, *, trust: bool) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """What its config.json says of a model, and the ways to train it (see `_fits`). Sizes of files are in MB, 10^6
+    bytes. Raises ConfigError if there is none, or none that can be trained.
+    """
     import torch
 
     from offline_grpo.checkpoint.pretrained import find_model
     from offline_grpo.model.adapters import with_lora
-    from offline_grpo.model.layers import named_blocks
+    from offline_grpo.model.layers import blocks_of
     from offline_grpo.model.load import build_on_meta, context_length, read_model_config
     from offline_grpo.settings import LoraConfig
 
@@ -115,48 +79,46 @@ def look_at(name: str, *, trust: bool) -> tuple[ModelInfo, Iterator[Fit]]:
     config = read_model_config(source.weights, "MODEL", trust_remote_code=trust)
     model: Any = build_on_meta(config, trust_remote_code=trust)
     num_blocks, num_weights = config.get_text_config().num_hidden_layers, _count(model.parameters())
-    path, blocks = named_blocks(model)
+    path, blocks = blocks_of(model)
     of_blocks = [_count(block.parameters()) for block in blocks]
     embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     lora = LoraConfig(LORA_RANK, 2 * LORA_RANK, 0.0, ["all-linear"], None)
     with torch.device("meta"):
         adapted = with_lora(build_on_meta(config, trust_remote_code=trust), lora, adapter=None)
     adapters = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    presets = tuple(_presets(of_blocks))
-    info = ModelInfo(
-        name=name,
-        architecture=type(model).__name__,
-        num_blocks=num_blocks,
-        blocks=path,
-        num_weights=num_weights,
-        num_per_block=(min(of_blocks), max(of_blocks)),
-        num_of_embeddings=_count([embeddings] if embeddings is output else [embeddings, output]),
-        is_tied=embeddings is output,
-        context=context_length(config),
-        presets=presets,
-        lora_targets=tuple(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in adapters})),
-        adapter_mb=2 * _count(adapters.values()) / 1e6,
-        model_mb=2 * num_weights / 1e6,
-    )
-    return info, _fits(source.weights, config, presets[0], trust)
+    presets = []
+    for label, count in (("last 25%", ceil(num_blocks / 4)), ("last 50%", ceil(num_blocks / 2)), ("last 12", 12)):
+        if count <= num_blocks:
+            first = num_blocks - count
+            indices = f"{first}-{num_blocks - 1}" if count > 1 else str(first)
+            override = f"train.train_layer_indices={indices}"
+            presets.append({"name": label, "override": override, "num_trained": sum(of_blocks[first:])})
+    info = {
+        "name": name,
+        "architecture": type(model).__name__,
+        "num_blocks": num_blocks,
+        "blocks": path,  # their name in the model
+        "num_weights": num_weights,
+        "num_per_block": (min(of_blocks), max(of_blocks)),
+        "num_of_embeddings": _count([embeddings] if embeddings is output else [embeddings, output]),
+        "is_tied": embeddings is output,
+        "context": context_length(config),
+        "presets": presets,
+        "lora_targets": sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in adapters}),
+        "adapter_mb": 2 * _count(adapters.values()) / 1e6,
+        "model_mb": 2 * num_weights / 1e6,
+    }
+    return info, _fits(source.weights, config, presets[0]["override"], trust)
 
 
 def _count(weights: Iterable[Any]) -> int:
     return sum(weight.numel() for weight in weights)
 
 
-def _presets(of_blocks: Sequence[int]) -> Iterator[Preset]:
-    """The last blocks, of which there are N; the first preset has a quarter."""
-    num_blocks = len(of_blocks)
-    for name, count in (("last 25%", ceil(num_blocks / 4)), ("last 50%", ceil(num_blocks / 2)), ("last 12", 12)):
-        if count <= num_blocks:
-            first = num_blocks - count
-            indices = f"{first}-{num_blocks - 1}" if count > 1 else str(first)
-            yield Preset(name, f"train.train_layer_indices={indices}", sum(of_blocks[first:]))
-
-
-def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) -> Iterator[Fit]:
-    """The memory plan of a run with one GPU, for the longest sequences."""
+def _fits(weights: str, config: PretrainedConfig, quarter: str, trust: bool) -> Iterator[dict[str, Any]]:
+    """Ways to train, by the memory plan of a run with one GPU for the longest sequences. `room_frac`: the largest
+    `engine.args.gpu_memory_utilization` beside the trainer on a GPU of each size; None: does not fit.
+    """
     from offline_grpo.run import config as conf
     from offline_grpo.run.gpu_memory import DEFAULT_SHARE, GIB, MemoryRequest, predict, room_for_server
     from offline_grpo.run.plan import make_plan
@@ -168,7 +130,7 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
         "full, AdamW offload": (full, "train/optimizer=adamw", "train.optimizer.offload=true"),
         "full, 8-bit AdamW": (full, "train/optimizer=adamw_8bit"),
         "full, Adafactor": (full, "train/optimizer=adafactor"),
-        f"{quarter.name}, AdamW": (full, quarter.override),
+        "last 25%, AdamW": (full, quarter),
         f"LoRA r={LORA_RANK}, AdamW": ("weight_sync=lora_hotswap", "model/lora=default", f"model.lora.r={LORA_RANK}"),
     }
     train_id = f"model.train_id={conf.quoted(Path(weights))}"
@@ -179,38 +141,38 @@ def _fits(weights: str, config: PretrainedConfig, quarter: Preset, trust: bool) 
         device, *_ = predict(MemoryRequest(plan, config, None, prompts, [0], [0], [GIB], recompute=1.0))
         rooms = {gb: room_for_server(device, total_bytes=int(gb * USABLE * GIB)) for gb in GPUS_GB}
         capped = {gb: None if room is None else min(room, DEFAULT_SHARE) for gb, room in rooms.items()}
-        yield Fit(name, overrides, sum(part.num_bytes for part in device.trainer) / GIB, capped)
+        trainer_gib = sum(part.num_bytes for part in device.trainer) / GIB
+        yield {"name": name, "overrides": overrides, "trainer_gib": trainer_gib, "room_frac": capped}
 
 
-def about(info: ModelInfo) -> Iterator[str]:
+def about(info: dict[str, Any]) -> Iterator[str]:
     """Lines of at most 80 columns."""
-    fewest, most = info.num_per_block
+    fewest, most = info["num_per_block"]
     each = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
-    yield f"{info.name}: {info.architecture}"
-    yield f"  weights     {info.num_weights:,}, {info.model_mb:,.0f} MB in bf16"
-    yield f"  blocks      {info.num_blocks} ({info.blocks}.0 to {info.num_blocks - 1}), {each} weights each"
-    sharing = "shared by input and output" if info.is_tied else "input and output"
-    yield f"  embeddings  {info.num_of_embeddings:,} weights, {sharing}"
-    if info.context is not None:
-        yield f"  context     {info.context:,} tokens"
-    yield f"\nTrain some blocks alone: indices 0 to {info.num_blocks - 1}, such as"
-    for preset in info.presets:
-        yield f"  {preset.override:<36} {preset.name:<10} {preset.num_trained / info.num_weights:4.0%} of the weights"
+    last = info["num_blocks"] - 1
+    sharing = "shared by input and output" if info["is_tied"] else "input and output"
+    yield f"{info['name']}: {info['architecture']}"
+    yield f"  weights     {info['num_weights']:,}, {info['model_mb']:,.0f} MB in bf16"
+    yield f"  blocks      {info['num_blocks']} ({info['blocks']}.0 to {last}), {each} weights each"
+    yield f"  embeddings  {info['num_of_embeddings']:,} weights, {sharing}"
+    if info["context"] is not None:
+        yield f"  context     {info['context']:,} tokens"
+    yield f"\nTrain some blocks alone: indices 0 to {last}, such as"
+    for preset in info["presets"]:
+        share = preset["num_trained"] / info["num_weights"]
+        yield f"  {preset['override']:<36} {preset['name']:<10} {share:4.0%} of the weights"
     yield f"\nTrain an adapter: model/lora=default, rank {LORA_RANK}"
-    yield f"  {info.adapter_mb:,.1f} MB beside the model's {info.model_mb:,.0f} MB, on"
-    yield textwrap.fill(", ".join(info.lora_targets), 78, initial_indent="  ", subsequent_indent="  ") + "\n"
+    yield f"  {info['adapter_mb']:,.1f} MB beside the model's {info['model_mb']:,.0f} MB, on"
+    yield textwrap.fill(", ".join(info["lora_targets"]), 78, initial_indent="  ", subsequent_indent="  ") + "\n"
 
 
-def about_gpus(fits: Iterable[Fit]) -> Iterator[str]:
-    """A table of at most 80 columns."""
-    yield "On one GPU with its vLLM server: the largest engine.args.gpu_memory_utilization"
-    yield f"  {'':<20} {'trainer':>10}" + "".join(f"{f'{gb} GB':>9}" for gb in GPUS_GB)
-    for fit in fits:
-        rooms = "".join(f"{'-' if room is None else f'{room:.2f}':>9}" for room in fit.room_frac.values())
-        yield f"  {fit.name:<20} {fit.trainer_gib:6.1f} GiB{rooms}"
-    yield "  -: does not fit. Full training with weight_sync=shared_vllm, LoRA with"
-    yield "  lora_hotswap; bf16, gradient checkpointing, no KL term, prompts of 512 and"
-    yield "  completions of 1024 tokens, microbatches of 8192 tokens."
+HEAD = (
+    "On one GPU with its vLLM server: the largest engine.args.gpu_memory_utilization",
+    f"  {'':<20} {'trainer':>10}" + "".join(f"{f'{gb} GB':>9}" for gb in GPUS_GB),
+)
+FOOT = """  -: does not fit. Full training with weight_sync=shared_vllm, LoRA with
+  lora_hotswap; bf16, gradient checkpointing, no KL term, prompts of 512 and
+  completions of 1024 tokens, microbatches of 8192 tokens."""
 
 
 def main() -> None:

@@ -37,20 +37,14 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(name: str) -> check.Finding:
-    return next(one for one in check.findings(Path.cwd() / "outputs", check.find_gpus()) if one.name == name)
+    return next(one for one in check.findings(Path.cwd(), check.find_gpus()) if one.name == name)
 
 
 def test_gpus_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_on_path(tmp_path, monkeypatch, f"printf '{SMI}'")
-    first, second = check.find_gpus()
-    assert (first.name, round(first.total_gib), round(second.free_gib, 1), first.driver) == (
-        "NVIDIA H100 80GB HBM3",
-        80,
-        0.1,
-        "570.86",
-    )
+    assert len(check.find_gpus()) == 2
     assert found("GPU 1").text == "NVIDIA H100 80GB HBM3, 0 of 80 GiB free, driver 570.86"
-    assert check.presets([first])[-1][0].endswith("experiment=gsm8k_qwen2_5_1_5b")
+    assert "experiment=gsm8k_qwen2_5_1_5b " in check.presets(check.find_gpus())[-1]
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo 'NVIDIA-SMI has failed'"])
@@ -58,7 +52,7 @@ def test_a_driver_that_fails_is_no_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     put_on_path(tmp_path, monkeypatch, script)
     assert check.find_gpus() == []
     assert found("GPU").state == "missing"
-    assert check.presets([]) == [("uv run run_grpo.py", "tiny model, CPU or GPU")]
+    assert check.presets([]) == ["uv run run_grpo.py   # tiny model, CPU or GPU"]
 
 
 def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
