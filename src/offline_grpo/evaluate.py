@@ -10,8 +10,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from string import ascii_uppercase
@@ -32,7 +32,6 @@ run; what the command line says comes on top. With several models, each is compa
 problems.
 """
 
-REFRESH_PER_S = 4.0
 OF_TRAINING = ("train", "rollouts", "weight_sync", "checkpoint", "logger", "samples", "resume")
 """Groups that say nothing about an evaluation, but for `OF_LOADING`."""
 OF_LOADING = ("train.precision",)
@@ -41,12 +40,8 @@ OF_LOADING = ("train.precision",)
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.evaluate", description=__doc__, epilog=EPILOG)
-    parser.add_argument(
-        "words",
-        metavar="MODEL|KEY=VALUE",
-        nargs="+",
-        help="checkpoint, run, model folder, adapter or Hub id; or a setting",
-    )
+    about = "checkpoint, run, model folder, adapter or Hub id; or a setting"
+    parser.add_argument("words", metavar="MODEL|KEY=VALUE", nargs="+", help=about)
     parser.add_argument("--out", type=Path, help="folder for the results (default: outputs/evaluate/DATE/TIME)")
     cli.add_trust_option(parser)
     return parser
@@ -57,10 +52,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_intermixed_args(arguments)
     names = [word for word in options.words if "=" not in word or os.path.exists(word)]
     words = [word for word in options.words if word not in names]
-    if not names:
-        raise ConfigError("MODEL: none is named; give a checkpoint, a run, a model folder or a Hugging Face id")
-    if len(names) > len(ascii_uppercase):
-        raise ConfigError(f"MODEL: {len(names)} are named; evaluate at most {len(ascii_uppercase)} at a time")
+    if not 0 < len(names) <= len(ascii_uppercase):
+        fix = "name 1 to 26: a checkpoint, a run, a model folder or a Hugging Face id"
+        raise ConfigError(f"MODEL: {len(names)} are named; {fix}")
     for word in words:
         _refuse_idle(word)
     out = options.out or Path("outputs/evaluate") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
@@ -82,9 +76,8 @@ def _refuse_idle(word: str) -> None:
     """Raise ConfigError about a setting that acts in training alone."""
     key = key_of(word)
     if key in ("eval.backend", "eval.base_url", "eval.weight_sync"):
-        raise ConfigError(
-            f"{word}: evaluations that are no part of a run ask what generation names, such as generation=vllm_server"
-        )
+        fix = "evaluations that are no part of a run ask what generation names, such as generation=vllm_server"
+        raise ConfigError(f"{word}: {fix}")
     if key not in OF_LOADING and re.split(r"[./]", key)[0] in OF_TRAINING:
         raise ConfigError(f"{word}: acts in training alone, and nothing is trained here; leave it out")
 
@@ -93,9 +86,9 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
     from transformers.utils.logging import disable_progress_bar
 
     from offline_grpo.checkpoint.pretrained import find_model
+    from offline_grpo.eval.table import comparison_lines, results_table, truncation_lines
     from offline_grpo.redaction import redacted
-    from offline_grpo.run.evaluation import Results, engine_spec, evaluate
-    from offline_grpo.run.evaluation_sets import evaluation_sets, saved_overrides
+    from offline_grpo.run.evaluation import Results, engine_spec, evaluate, evaluation_sets, saved_overrides
     from offline_grpo.run.run_dir import discard_fresh
 
     disable_progress_bar()
@@ -105,56 +98,31 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
     if base:
         print(f"settings of {run_folder}, and on top of them the command line's", file=sys.stderr)
     sets = evaluation_sets(base, words)
-    engine_spec(sets[0].config, models.values())
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out={out}: cannot be made ({error.strerror})") from error
+    spec = engine_spec(sets[0].config, models.values())
+    out.mkdir(parents=True, exist_ok=True)
     results = Results()
+    display = ConsoleLogger(refresh_per_s=4.0, names="default")
+    display.console = console
     try:
-        with _live(console):
-            evaluate(models, sets, out, results)
+        with progress.followed(), closing(display):
+            progress.tell([display])
+            evaluate(models, sets, spec, out, results)
     finally:
         named = {letter: str(source.checkpoint or source.name) for letter, source in models.items()}
-        record = {
-            "models": named,
-            "overrides": [*base, *words],
-            "sets": {each.name: each.plain for each in sets},
-            **results.as_plain(),
-        }
+        plain = {each.name: each.plain for each in sets}
+        record = {"models": named, "overrides": [*base, *words], "sets": plain, **results.as_plain()}
         if any(out.iterdir()):
             (out / "results.json").write_text(json.dumps(redacted(record), indent=1) + "\n")
         discard_fresh(out)  # if no problem was asked
+        lines: list[str] = []
+        if results.metrics:
+            lines = results_table(named, results.metrics, {each.name: each.config.eval.ks for each in sets})
+            if compared := comparison_lines("A", results.comparisons):
+                lines += ["", *compared]
+            lines += truncation_lines(results.metrics)
         if out.exists():
-            _print(named, {each.name: each.config.eval.ks for each in sets}, results, out)
-
-
-@contextmanager
-def _live(console: Console) -> Iterator[None]:
-    """Inside, a terminal shows what is done and how far it is."""
-    display = ConsoleLogger(refresh_per_s=REFRESH_PER_S, names="default")
-    display.console = console
-    with progress.followed():
-        progress.tell([display])
-        try:
-            yield
-        finally:
-            display.close()
-
-
-def _print(models: dict[str, str], ks: dict[str, Sequence[int]], results: object, out: Path) -> None:
-    from offline_grpo.eval.table import comparison_lines, results_table, truncation_lines
-    from offline_grpo.run.evaluation import Results
-
-    assert isinstance(results, Results)
-    if results.metrics:
-        lines = results_table(models, results.metrics, ks)
-        first = next(iter(models))
-        comparisons = comparison_lines(first, results.comparisons)
-        lines += ["", *comparisons] if comparisons else []
-        print("\n".join([*lines, *truncation_lines(results.metrics)]))
-    end = "" if results.is_complete else " (not complete: the problems that were judged are there)"
-    print(f"\nfiles  {out}{end}")
+            end = "" if results.is_complete else " (not complete: the problems that were judged are there)"
+            print("\n".join([*lines, "", f"files  {out}{end}"]))
 
 
 def main() -> None:

@@ -7,12 +7,14 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import open_dict
 from safetensors import safe_open
-from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils.hub import cached_file
 
@@ -27,24 +29,43 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.records import recording
-from offline_grpo.interfaces import RolloutClient
+from offline_grpo.interfaces import RolloutClient, Task
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import read_model_config
 from offline_grpo.model.text import TokenizerCodec, end_ids
+from offline_grpo.report.run_files import read_yaml
+from offline_grpo.run import config as conf
 from offline_grpo.run.build import build
+from offline_grpo.run.config import key_of
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
-from offline_grpo.run.evaluation_sets import EvaluationSet
-from offline_grpo.run.task_data import isolated
+from offline_grpo.run.plan import evaluation_sampling
+from offline_grpo.run.resume import search_path
+from offline_grpo.run.task_data import build_task, held_out_problems, isolated
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.experience import score_metrics
-from offline_grpo.types import Metrics, RolloutGroup, SamplingParams
+from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
 
 log = logging.getLogger(__name__)
 
-_SHOWN_CHARS = 40  # of a set's name beside its progress: a line of a terminal has room for both
-
 CYCLE = 0  # of the seeds: those of a run's evaluation before training
+OF_TRAINING_ALONE = (
+    *("resume", "logger", "checkpoint", "hydra", "rollouts"),
+    *("eval.backend", "eval.base_url", "eval.weight_sync"),
+)
+"""Overrides of a run that say nothing about the evaluation of its checkpoints."""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out problems: the set's name, what it is made of, and how completions are drawn."""
+
+    name: str
+    config: RunConfig
+    plain: Mapping[str, Any]
+    task: Task
+    problems: Sequence[Problem]
+    sampling: SamplingParams
 
 
 @dataclass
@@ -60,13 +81,74 @@ class Results:
 
     def as_plain(self) -> dict[str, Any]:
         """For results.json."""
-        return {
-            "is_complete": self.is_complete,
-            "metrics": [{"model": model, "set": name, **metrics} for (model, name), metrics in self.metrics.items()],
-            "compared_with_the_first": [
-                {"model": m, "set": name, **asdict(result)} for (m, name), result in self.comparisons.items()
-            ],
-        }
+        compared = [{"model": m, "set": name, **asdict(result)} for (m, name), result in self.comparisons.items()]
+        metrics = [{"model": model, "set": name, **found} for (model, name), found in self.metrics.items()]
+        return {"is_complete": self.is_complete, "metrics": metrics, "compared_with_the_first": compared}
+
+
+def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
+    """The overrides of the run that wrote a checkpoint, but for those that do not matter or that `words` replace, and
+    the folders in which they were found."""
+    if run_folder is None or not (run_folder / ".hydra" / "overrides.yaml").exists():
+        return []
+    groups = _options(words)
+    left_out = [*OF_TRAINING_ALONE, *groups, *(("engine", "weight_sync") if "generation" in groups else ())]
+    saved = read_yaml(run_folder / ".hydra" / "overrides.yaml") or []
+    folders = [] if _search_path(words) else search_path(run_folder)  # Hydra reads one
+    is_left_out = re.compile(rf"({'|'.join(map(re.escape, left_out))})([.@]|$)").match
+    return folders + [word for word in saved if not is_left_out(key_of(word))]
+
+
+def evaluation_sets(base: Sequence[str], words: Sequence[str]) -> list[EvaluationSet]:
+    """A set for every combination of the values that `words` give, as in a sweep; one if each key has one value.
+
+    Args:
+        base: overrides that come before those of the command line.
+
+    Raises:
+        ConfigError: what makes no set, or a key that cannot differ between sets. Hydra's own errors for what cannot be
+        composed.
+    """
+    conf.register()
+    choices = []
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        key, word = override.get_key_element(), str(override.input_line)
+        if not override.is_sweep_override():
+            choices.append([(word, "")])
+            continue
+        if key != "task" and not key.startswith(("task.", "eval.")):
+            raise ConfigError(f"{word}: sets of problems can differ in task and eval alone; give one value")
+        values = list(override.sweep_string_iterator())
+        choices.append([(f"{key}={value}", value if key == "task" else f"{key}={value}") for value in values])
+    return [
+        _evaluation_set(base, [word for word, _ in each], " ".join(name for _, name in each if name))
+        for each in product(*choices)
+    ]
+
+
+def _evaluation_set(base: Sequence[str], words: Sequence[str], name: str) -> EvaluationSet:
+    cfg = conf.composed([*base, *words])
+    if (option := _options(words).get("task")) is not None:
+        # an `experiment` of the run may have settings of its own task, which the one that `words` choose lacks
+        of_option = conf.composed([*_search_path([*base, *words]), f"task={option}"]).task
+        own = {*of_option, *(key.split(".")[1] for key in map(key_of, words) if key.startswith("task."))}
+        with open_dict(cfg.task):
+            for other in {*cfg.task} - own:
+                del cfg.task[other]
+    config = conf.typed(cfg)
+    task = build_task(config.task)
+    problems, sampling = held_out_problems(task, config), evaluation_sampling(config)
+    return EvaluationSet(name or type(task).__name__.lower(), config, conf.as_plain(cfg), task, problems, sampling)
+
+
+def _search_path(words: Sequence[str]) -> list[str]:
+    return [word for word in words if key_of(word) == "hydra.searchpath"]
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """The groups that `words` choose an option of."""
+    pairs = ((key_of(word), word.partition("=")[2]) for word in words)
+    return {key: value for key, value in pairs if value and (conf.folder() / key).is_dir()}
 
 
 def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpec:
@@ -78,68 +160,56 @@ def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpe
     """
     names = {*SamplingParams.__dataclass_fields__, "allow_truncated_sampling"}
     spec = training_engine(config, {name: value for name, value in config.generation.items() if name not in names})
-    if spec.needs_server and spec.base_url is not None:
-        several = f"that server has one model and {len(models)} are named; evaluate one at a time"
-        require(len(models) == 1, "generation.base_url", spec.base_url, several)
-        adapter = (
-            "MODEL is a LoRA adapter, and that server would answer with its base model; use "
-            "generation.base_url=null, or serve the merged "
-            "model (python -m offline_grpo.export MODEL OUT) and name its folder"
-        )
-        require(all(source.adapter is None for source in models), "generation.base_url", spec.base_url, adapter)
-    require(len(spec.base_urls) <= 1, "generation.base_url", spec.base_url, "an evaluation asks one server; name one")
+    if spec.base_urls:
+        key, url = "generation.base_url", spec.base_url
+        require(len(spec.base_urls) == 1, key, url, "an evaluation asks one server; name one")
+        fix = f"that server has one model and {len(models)} are named; evaluate one at a time"
+        require(len(models) == 1, key, url, fix)
+        fix = "MODEL is a LoRA adapter, and that server would answer with its base model; use generation.base_url=null"
+        fix += ", or serve the merged model (python -m offline_grpo.export MODEL OUT) and name its folder"
+        require(all(source.adapter is None for source in models), key, url, fix)
     if spec.launcher is not None:
         spec.launcher.check_installed()
     return spec
 
 
-def evaluate(models: Mapping[str, ModelSource], sets: Sequence[EvaluationSet], out: Path, results: Results) -> None:
+def evaluate(
+    models: Mapping[str, ModelSource], sets: Sequence[EvaluationSet], spec: EngineSpec, out: Path, results: Results
+) -> None:
     """Ask every model every problem. Fills `results` as it goes, so that they are there after an interruption too.
 
     Args:
         models: by the short names that the results call them.
+        spec: see `engine_spec`.
         out: the folder for the records and for a server's log.
     """
-    spec = engine_spec(sets[0].config, models.values())
     for letter, source in models.items():
         with ExitStack() as stack:
             with progress.phase(f"load {letter}"):
                 client, codec = stack.enter_context(_served(source, sets[0], spec, out))
-            for number, held_out in enumerate(sets, 1):
-                log.info(
-                    "%s on %s: %d problems, %d completions each",
-                    letter,
-                    held_out.name,
-                    len(held_out.problems),
-                    held_out.config.eval.replicates,
-                )
-                with progress.phase(f"{letter} on {held_out.name}"[:_SHOWN_CHARS]):
-                    _evaluate(letter, client, codec, held_out, out / _file_name(letter, number, held_out.name), results)
+            for number, chosen in enumerate(sets, 1):
+                replicates = chosen.config.eval.replicates
+                asked = f"{len(chosen.problems)} problems, {replicates} completions each"
+                log.info("%s on %s: %s", letter, chosen.name, asked)
+                # the number keeps sets apart whose names differ in other signs than letters
+                file = out / f"{letter}-{number}-{re.sub(r'[^a-zA-Z0-9_.=-]+', '_', chosen.name)}.jsonl"
+                with progress.phase(f"{letter} on {chosen.name}"):
+                    _evaluate(letter, client, codec, chosen, file, results)
     results.is_complete = True
 
 
-def _file_name(letter: str, number: int, set_name: str) -> str:
-    """Of a model's records on a set; the number keeps sets apart whose names differ in other signs than letters."""
-    return f"{letter}-{number}-{re.sub(r'[^a-zA-Z0-9_.=-]+', '_', set_name)}.jsonl"
-
-
 def _evaluate(
-    letter: str,
-    client: RolloutClient,
-    codec: TokenizerCodec,
-    held_out: EvaluationSet,
-    records_file: Path,
-    results: Results,
+    letter: str, client: RolloutClient, codec: TokenizerCodec, chosen: EvaluationSet, file: Path, results: Results
 ) -> None:
-    settings = held_out.config.eval
+    settings, key = chosen.config.eval, (letter, chosen.name)
     groups: dict[int, RolloutGroup] = {}
-    with ExitStack() as stack, recording(records_file) as record:
+    with ExitStack() as stack, recording(file) as record:
         evaluator = PassAtKEvaluator.of(
             settings,
-            task=isolated(held_out.task, held_out.config, records_file.parent, stack),
-            problems=held_out.problems,
+            task=isolated(chosen.task, chosen.config, file.parent, stack),
+            problems=chosen.problems,
             codec=codec,
-            sampling=held_out.sampling,
+            sampling=chosen.sampling,
             rank=0,
             world_size=1,
         )
@@ -147,45 +217,42 @@ def _evaluate(
             groups[index] = group
             record(index, group)
     ordered = [groups[index] for index in range(len(groups))]
-    key = (letter, held_out.name)
     results.metrics[key] = {**evaluator.metrics(ordered, cycle=CYCLE), **score_metrics(ordered)}
     results.num_correct[key] = np.array([sum(r.score.is_correct for r in group.rollouts) for group in ordered])
     first = next(iter(results.num_correct))[0]
     if letter != first:
-        pair = (results.num_correct[first, held_out.name], results.num_correct[key])
-        seed = derive_seed(settings.seed_base, "paired")
-        results.comparisons[key] = compare(
-            *pair, settings.replicates, bootstrap_samples=settings.bootstrap_samples, seed=seed
-        )
+        pair = (results.num_correct[first, chosen.name], results.num_correct[key])
+        how = {"bootstrap_samples": settings.bootstrap_samples, "seed": derive_seed(settings.seed_base, "paired")}
+        results.comparisons[key] = compare(*pair, settings.replicates, **how)
 
 
 @contextmanager
 def _served(
-    source: ModelSource, held_out: EvaluationSet, spec: EngineSpec, out: Path
+    source: ModelSource, chosen: EvaluationSet, spec: EngineSpec, out: Path
 ) -> Iterator[tuple[RolloutClient, TokenizerCodec]]:
     """A client that samples from the model: in this process, or from a server that is started with it."""
-    tokenizer, config = source.tokenizer(), held_out.config
+    tokenizer, config = source.tokenizer(), chosen.config
     with ExitStack() as stack:
         runtime: dict[str, Any] = {"tokenizer": tokenizer, "server": None}
         place = source.weights
         if spec.needs_server:
-            runtime["server"] = Server(
-                base_url=spec.base_url, api_key=spec.api_key, launcher=spec.launcher, log_dir=out
-            )
-            if source.adapter is not None and spec.base_url is None:
+            about: Any = {"base_url": spec.base_url, "api_key": spec.api_key, "launcher": spec.launcher}
+            runtime["server"] = Server(**about, log_dir=out)
+            if source.adapter is not None:
                 place = str(stack.enter_context(OwnFolder(out, ".merged_")) / "model")
                 export_model(source, Path(place), merge=True, dtype=None, card="")
             runtime["eos_ids"] = end_ids(_generation_config(source.weights), tokenizer)
             model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
             runtime["vocab_size"] = model_config.get_text_config().vocab_size
         else:
-            dtype = source.trained_dtype or torch_dtype(config.train.precision)
-            attention = config.model.attn_implementation
-            runtime["model"] = source.load(
-                device=resolve_device(config.model.device), dtype=dtype, attn_implementation=attention
+            dtype, attention = (
+                source.trained_dtype or torch_dtype(config.train.precision),
+                config.model.attn_implementation,
             )
+            device = resolve_device(config.model.device)
+            runtime["model"] = source.load(device=device, dtype=dtype, attn_implementation=attention)
         client = build(spec.client_node, key="generation", protocol=RolloutClient, **runtime)
-        engine = engine_of(client, held_out.sampling)
+        engine = engine_of(client, chosen.sampling)
         stack.callback(engine.stop)
         engine.start(place, {})
         if isinstance(engine, ServerEngine) and engine.found_at is not None:
@@ -208,35 +275,26 @@ def check_served_model(source: ModelSource, engine: ServerEngine) -> None:
         ConfigError: some differ.
     """
     url = engine.server.base_url
-    served = engine.control.served_bits() if engine.control.lacks("full") is None else None
-    names = set(served.fingerprints) if served is not None else set()
     others: dict[str, str] = {}
     num_compared = 0
-    for name, tensor in _tensors(source, names):
-        assert served is not None
-        num_compared += 1
-        cast = [tensor.to(torch_dtype(served.dtype))]
-        if fingerprints(cast) != [served.fingerprints[name]]:
-            others |= zip([name], sums(cast), strict=True)
+    if engine.control.lacks("full") is None:
+        served = engine.control.served_bits()
+        folder = Path(cached_file(source.weights, "config.json") or "").parent
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in served.fingerprints.keys() & set(file.keys()):
+                    num_compared += 1
+                    cast = [file.get_tensor(name).to(torch_dtype(served.dtype))]
+                    if fingerprints(cast) != [served.fingerprints[name]]:
+                        others |= zip([name], sums(cast), strict=True)
     if unequal := engine.control.other_numbers(others):
+        differ = f"{len(unequal)} of {num_compared} tensors differ, {', '.join(unequal[:3])}"
+        fix = "start it from that model, or let the evaluation start one (generation.base_url=null)"
         raise ConfigError(
-            f"generation.base_url={url}: the server has another model than {KEY}={source.name}: {len(unequal)} "
-            f"of {num_compared} tensors "
-            f"differ, {', '.join(unequal[:3])}; start it from that model, or let the evaluation start one "
-            f"(generation.base_url=null)"
+            f"generation.base_url={url}: the server has another model than {KEY}={source.name}: {differ}; {fix}"
         )
     if num_compared:
-        log.info(
-            "%s has the weights of %s: %d of %d tensors equal bit for bit", url, source.name, num_compared, num_compared
-        )
+        equal = f"{num_compared} of {num_compared} tensors equal bit for bit"
+        log.info("%s has the weights of %s: %s", url, source.name, equal)
     else:
-        log.info("%s: its weights cannot be compared with those of %s; it answers with what it has", url, source.name)
-
-
-def _tensors(source: ModelSource, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Those of the model's files, one after the other."""
-    config = cached_file(source.weights, "config.json")
-    for path in sorted(Path(config).parent.glob("*.safetensors")):  # type: ignore[arg-type]  # without one, nothing would have been found
-        with safe_open(path, "pt") as file:
-            for name in names.intersection(file.keys()):
-                yield name, file.get_tensor(name)
+        log.info("%s: its weights cannot be compared with those of %s", url, source.name)

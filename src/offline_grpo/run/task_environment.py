@@ -41,12 +41,10 @@ NO_LOGPROB = 1.0
 
 
 class TaskConfig(BaseEnvConfig):
-    """What can be set with `--env.NAME` and under `env:` in a file given with `--config`, beside what every environment
-    has.
-    """
+    """`--env.NAME`, and `env:` in a file given with `--config`, beside what every environment has."""
 
     task: str | None = Field(
-        default=None, description="An option of conf/task, such as gsm8k; None: the run's own task, or arithmetic."
+        default=None, description="An option of conf/task; None: the run's own task, or arithmetic."
     )
     task_overrides: str = Field(
         default="",
@@ -57,7 +55,7 @@ class TaskConfig(BaseEnvConfig):
     eval_temperature: float = Field(default=1.0, description="Sampling temperature of evaluations.")
     stop: list[str] = Field(default=[], description="Strings that end a completion.")
     steps_per_eval: int = Field(
-        default=0, description="Batches between evaluations on held-out problems; 0: none, as the trainer has its own."
+        default=0, description="Batches between evaluations; 0: none, as the trainer has its own."
     )
     ensure_scores_are_not_same: bool = Field(
         default=False,
@@ -75,8 +73,7 @@ class TaskEnvironment(BaseEnv):
     def __init__(
         self, config: TaskConfig, server_configs: Sequence[APIServerConfig], slurm: bool = False, testing: bool = False
     ) -> None:
-        # BaseEnv prints the configuration, which therefore does not have the key. OpenAI's client insists on one,
-        # wanted or not.
+        # BaseEnv prints the configuration, which therefore lacks the key; OpenAI's client insists on one
         key = os.environ.get("OFFLINE_GRPO_SERVER_KEY") or "none"
         common = {"tokenizer_name": config.tokenizer_name, "server_type": "vllm"}
         servers = [server.model_copy(update={**common, "api_key": server.api_key or key}) for server in server_configs]
@@ -114,16 +111,15 @@ class TaskEnvironment(BaseEnv):
     async def setup(self) -> None:
         """Build the task and choose its problems, as a run does."""
         self._run = run = run_config(self.config.task, self.config.task_overrides)
-        task = build_task(run.task)
-        self._task = isolated(task, run, None, ExitStack())  # its processes end with this one
+        self._task = isolated(build_task(run.task), run, None, ExitStack())  # its processes end with this one
         self._held_out = held_out_problems(self._task, run)
         self._problems = without_held_out(train_problems(self._task, run), self._task, self._held_out)
 
     async def setup_wandb(self) -> None:
         """See `BaseEnv.setup_wandb`. Comes before registering, which would fail where there is no API yet."""
-        await wait_for(f"{self.config.rollout_server_url}/info", "run-api")
+        await wait_for(f"{self.config.rollout_server_url}/info")
         for url in self._server_urls:
-            await wait_for(url.removesuffix("/v1") + "/health", "the inference server")
+            await wait_for(url.removesuffix("/v1") + "/health")
         await super().setup_wandb()
 
     async def get_status(self) -> None:  # type: ignore[override] # the original is decorated
@@ -131,7 +127,7 @@ class TaskEnvironment(BaseEnv):
         try:
             await super().get_status()
         except RetryError:
-            await wait_for(f"{self.config.rollout_server_url}/info", "run-api")
+            await wait_for(f"{self.config.rollout_server_url}/info")
             await self.register_env()
             await self.get_server_info()
             await super().get_status()
@@ -142,12 +138,9 @@ class TaskEnvironment(BaseEnv):
             self._position = max(0, self.curr_step * self.config.batch_size // self.config.group_size)
         epoch, offset = divmod(self._position, len(self._problems))
         self._position += 1
-        order = (
-            permutation(len(self._problems), derive_seed(self._run.seed, "order", epoch))
-            if self._run.data.shuffle
-            else None
-        )
-        return self._problems[offset if order is None else order[offset]]
+        if self._run.data.shuffle:
+            offset = permutation(len(self._problems), derive_seed(self._run.seed, "order", epoch))[offset]
+        return self._problems[offset]
 
     async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup | None, list[Any]]:
         """One group. None if the prompt leaves no room below the trainer's limit."""
@@ -170,15 +163,18 @@ class TaskEnvironment(BaseEnv):
         """One completion of every held-out problem."""
         started = time.time()
         temperature = self.config.eval_temperature
-        answers = await asyncio.gather(*(self._evaluate_one(problem, temperature) for problem in self._held_out))
-        scores = [score for score in answers if score is not None]
+
+        async def answer(problem: Problem) -> list[Score]:
+            _, outputs, _ = await self._ask(problem, 1, temperature, "eval")
+            return [await self._judge(problem, token_ids) for token_ids in outputs]
+
+        scores = [score for scores in await asyncio.gather(*map(answer, self._held_out)) for score in scores]
         self._eval_metrics = means("eval", scores) | {"eval/num_problems": float(len(scores))}
         print(" ".join(f"{name}={value:.4g}" for name, value in self._eval_metrics.items()), flush=True)
         if self.config.data_dir_to_save_evals is not None:
             parameters = {"temperature": temperature, "max_tokens": self.config.max_token_length}
-            await self.evaluate_log(
-                self._eval_metrics, start_time=started, end_time=time.time(), generation_parameters=parameters
-            )
+            times: dict[str, Any] = {"start_time": started, "end_time": time.time()}
+            await self.evaluate_log(self._eval_metrics, **times, generation_parameters=parameters)
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """See `BaseEnv.wandb_log`."""
@@ -186,30 +182,19 @@ class TaskEnvironment(BaseEnv):
         self._scores, self._eval_metrics = [], {}
         await super().wandb_log({**(wandb_metrics or {}), **ours})
 
-    async def _evaluate_one(self, problem: Problem, temperature: float) -> Score | None:
-        _, outputs, _ = await self._ask(problem, 1, temperature, "eval")
-        return await self._judge(problem, outputs[0]) if outputs else None
-
     async def _ask(
         self, problem: Problem, num_completions: int, temperature: float, split: str
     ) -> tuple[list[int], list[list[int]], list[list[float]]]:
         """Prompt, completions and logprobs, as the server has them; no completions if the prompt is too long."""
-        prompt_ids = self._codec.encode(problem.messages)
-        max_tokens = self.config.max_token_length
-        if self.max_token_len > 0:
-            max_tokens = min(
-                max_tokens, self.max_token_len - 1 - len(prompt_ids)
-            )  # BaseEnv drops groups that reach the limit
+        prompt_ids, max_tokens = self._codec.encode(problem.messages), self.config.max_token_length
+        if self.max_token_len > 0:  # BaseEnv drops groups that reach the limit
+            max_tokens = min(max_tokens, self.max_token_len - 1 - len(prompt_ids))
         if max_tokens < 1:
             return prompt_ids, [], []
-        prompt, outputs, logprobs, _ = await self.server.tokens_and_logprobs_completion(
-            input_ids=prompt_ids,
-            n=num_completions,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            split=split,
-            **({"stop": self.config.stop} if self.config.stop else {}),
-        )
+        how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "split": split}
+        how |= {"stop": self.config.stop} if self.config.stop else {}
+        request = self.server.tokens_and_logprobs_completion(input_ids=prompt_ids, n=num_completions, **how)
+        prompt, outputs, logprobs, _ = await request
         return prompt, outputs, logprobs
 
     async def _judge(self, problem: Problem, token_ids: Sequence[int]) -> Score:
@@ -239,8 +224,8 @@ def run_config(task: str | None, task_overrides: str) -> RunConfig:
     return conf.typed(conf.composed([f"task={task or 'arithmetic'}", *words]))
 
 
-async def wait_for(url: str, what: str) -> None:
-    """Until something answers at `url`; says once what is waited for."""
+async def wait_for(url: str) -> None:
+    """Until something answers at `url`; prints once what is waited for."""
     is_told = False
     async with aiohttp.ClientSession() as session:
         while True:
@@ -249,7 +234,7 @@ async def wait_for(url: str, what: str) -> None:
                     return
             except aiohttp.ClientError as error:
                 if not is_told:
-                    print(f"waiting for {what}: {error}", flush=True)
+                    print(f"waiting for {url}: {error}", flush=True)
                 is_told = True
                 await asyncio.sleep(1)
 
@@ -258,11 +243,8 @@ def means(prefix: str, scores: Sequence[Score]) -> dict[str, float]:
     """Mean reward and share of right answers; empty for no scores."""
     if not scores:
         return {}
-    rewards = sum(score.reward for score in scores) / len(scores)
-    return {
-        f"{prefix}/reward_mean": rewards,
-        f"{prefix}/percent_correct": sum(score.is_correct for score in scores) / len(scores),
-    }
+    rewards, right = sum(score.reward for score in scores), sum(score.is_correct for score in scores)
+    return {f"{prefix}/reward_mean": rewards / len(scores), f"{prefix}/percent_correct": right / len(scores)}
 
 
 if __name__ == "__main__":

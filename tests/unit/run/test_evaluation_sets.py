@@ -8,7 +8,7 @@ import pytest
 import yaml
 from factories import CONF
 
-from offline_grpo.run.evaluation_sets import evaluation_sets, saved_overrides
+from offline_grpo.run.evaluation import evaluation_sets, saved_overrides
 from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.task.countdown import Countdown
 from offline_grpo.task.mixture import Mixture
