@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +35,11 @@ STUCK_S = 20.0
 MAX_RESETS = 10
 REASONS = ("malformed", "numbers", "vocabulary", "masks", "too_long", "too_many", "images")
 """Of `UnusableGroup`."""
+QUEUE = "perf/rollouts_queue"
+METRICS = (
+    *(f"rollouts/num_dropped_{reason}" for reason in REASONS),
+    *("rollouts/num_lost_batches", "time/rollouts_wait_s", "perf/rollouts_polls", QUEUE),
+)
 
 log = logging.getLogger(__name__)
 
@@ -81,17 +86,12 @@ class Atropos(Source):
     _processes: Processes = field(init=False)
     _registration: Registration = field(init=False)
     _is_registered: bool = field(default=False, init=False)
-    _step: int = field(default=0, init=False)  # batches formed, as the API counts them
     _batches: deque[list[Any]] = field(default_factory=deque, init=False)  # taken and not read yet, oldest first
     _groups: deque[RolloutGroup] = field(default_factory=deque, init=False)  # read and not handed out yet
-    _began_s: float = field(default=0.0, init=False)  # of the present wait, as the next three
+    _began_s: float = field(default=0.0, init=False)  # of the present wait, as the next two
     _checked_s: float = field(default=0.0, init=False)
     _reported_s: float = field(default=0.0, init=False)
-    _num_polls: int = field(default=0, init=False)
-    _num_lost: int = field(default=0, init=False)
-    _num_dropped: Counter[str] = field(default_factory=Counter, init=False)
-    _queue_size: int = field(default=0, init=False)
-    _wait_s: float = field(default=0.0, init=False)
+    _found: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)  # metrics
     _warned: set[str] = field(default_factory=set, init=False)
 
     needs_problems: ClassVar[bool] = False
@@ -174,13 +174,11 @@ class Atropos(Source):
         """
         if self.rank != 0:
             return []
-        self._num_dropped.clear()
-        self._num_polls = self._num_lost = 0
-        self._wait_s = 0.0
+        self._found = defaultdict(float, {QUEUE: self._found[QUEUE]})
         while sum(len(group.rollouts) for group in self._groups) < self._batch_size:
             began = time.perf_counter()
             batch = self._next_batch(iteration)
-            self._wait_s += time.perf_counter() - began
+            self._found["time/rollouts_wait_s"] += time.perf_counter() - began
             self._read(batch)
         chosen: list[RolloutGroup] = []
         room = self._batch_size
@@ -190,15 +188,7 @@ class Atropos(Source):
         return chosen
 
     def metrics(self) -> Metrics:
-        if self.rank != 0:
-            return {}
-        return {
-            **{f"rollouts/num_dropped_{reason}": float(self._num_dropped[reason]) for reason in REASONS},
-            "rollouts/num_lost_batches": float(self._num_lost),
-            "time/rollouts_wait_s": self._wait_s,
-            "perf/rollouts_polls": float(self._num_polls),
-            "perf/rollouts_queue": float(self._queue_size),
-        }
+        return {name: self._found[name] for name in METRICS} if self.rank == 0 else {}
 
     def state_dict(self) -> Mapping[str, Any]:
         """The name by which the API knows the run."""
@@ -250,26 +240,23 @@ class Atropos(Source):
             try:
                 self._groups.append(reader(raw))
             except UnusableGroup as error:
-                self._num_dropped[error.reason] += 1
+                counter = f"rollouts/num_dropped_{error.reason}"
+                self._found[counter] += 1
                 if error.reason not in self._warned:
                     self._warned.add(error.reason)
-                    counter = f"rollouts/num_dropped_{error.reason}"
                     log.warning("dropped a group (%s counts, this is said once): %s", counter, error)
 
     def _poll(self) -> None:
-        """Take the batches that are there. The count of those formed says how many are older than the first."""
-        if not self._fetch():
-            return
-        step, self._queue_size = self._api.status()
-        for _ in range(step - self._step - 1):
-            if not self._fetch():
-                break
-        self._step = step
-        self._check_owner()
+        """Take all batches that are there, each of which is older than the one before."""
+        if self._fetch():
+            while self._fetch():
+                pass
+            self._found[QUEUE] = self._api.queue_size()
+            self._check_owner()
 
     def _fetch(self) -> bool:
-        """Ask for a batch, which is older than those held. Returns whether there was one, even if the API lost it."""
-        self._num_polls += 1
+        """Ask for a batch. Returns whether there was one, even if the API lost it."""
+        self._found["perf/rollouts_polls"] += 1
         try:
             batch = self._api.batch()
         except (NotRegistered, Unreachable):
@@ -277,7 +264,7 @@ class Atropos(Source):
         except EngineError as error:
             if self._api.owner().is_nobody:
                 raise NotRegistered(f"{self._api.url}: no trainer is registered") from error
-            self._num_lost += 1
+            self._found["rollouts/num_lost_batches"] += 1
             log.warning("lost a batch, and go on (rollouts/num_lost_batches): %s", error)
             return True
         if batch is not None:
@@ -299,7 +286,6 @@ class Atropos(Source):
         else:
             raise EngineError(f"{api.url}: it does not keep a registration")
         self._is_registered = True
-        self._step, self._queue_size = api.status()
         log.info("registered with the Atropos API at %s as %s", api.url, self._registration.wandb_group)
 
     @property
@@ -335,14 +321,15 @@ class Atropos(Source):
 
     def _check_while_waiting(self) -> None:
         """Report what is waited for; see that it can come."""
-        _, self._queue_size = self._api.status()
-        progress.report(self._queue_size, 0, "groups queued")
-        progress.report(self._num_polls, 0, "polls")
+        queue_size, num_polls = self._api.queue_size(), self._found["perf/rollouts_polls"]
+        self._found[QUEUE] = queue_size
+        progress.report(queue_size, 0, "groups queued")
+        progress.report(int(num_polls), 0, "polls")
         if not self._check_processes():
             return
         self._check_owner()
         waited_s = time.monotonic() - self._began_s
-        size = self._api.newest_size() if waited_s > STUCK_S and self._queue_size else 0
+        size = self._api.newest_size() if waited_s > STUCK_S and queue_size else 0
         if size and self._batch_size % size != 0:
             about = f"the queue of {self._api.url} has a group of {size} sequences, and no batch of {self._batch_size}"
             fix = "make it a multiple of the environments' group_size, and restart run-api, whose queue keeps the group"
@@ -350,8 +337,8 @@ class Atropos(Source):
             raise ConfigError(f"data.rollouts_per_problem: {about} ({sizes}) can be made of those; {fix}")
         if time.monotonic() - self._reported_s > REPORT_INTERVAL_S:
             self._reported_s = time.monotonic()
-            found = f"{self._queue_size} groups in its queue, {self._num_polls} polls"
-            log.info("waiting for rollouts from %s for %.0f s: %s", self._api.url, waited_s, found)
+            text = "waiting for rollouts from %s for %.0f s: %d groups in its queue, %d polls"
+            log.info(text, self._api.url, waited_s, queue_size, num_polls)
 
     def _check_processes(self) -> bool:
         """Every two seconds of a wait, see that what a batch needs still runs, the engine too. Returns whether it was
