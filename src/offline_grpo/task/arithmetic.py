@@ -46,11 +46,6 @@ class Arithmetic:
         require(is_known, "task.operations", self.operations, f"give one or more of {[*OPERATIONS]}, each once")
         require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
         require(0 <= self.format_weight < 1, "task.format_weight", self.format_weight, weight)
-        self._check_template()
-        is_split = all(self.problems(split) for split in Split)
-        require(is_split, "task.eval_frac", self.eval_frac, "leaves a split without problems; raise task.max_operand")
-
-    def _check_template(self) -> None:
         cases = [(a, operation, b) for a in (0, 1) for operation in self.operations for b in (0, 1)]
         try:
             has_all = len({self._prompt(*case) for case in cases}) == len(cases)
@@ -58,6 +53,8 @@ class Arithmetic:
             has_all = False
         fix = "different problems look alike, or cannot be written; use {a}, {op} and {b}"
         require(has_all, "task.prompt_template", repr(self.prompt_template), fix)
+        is_split = all(self.problems(split) for split in Split)
+        require(is_split, "task.eval_frac", self.eval_frac, "leaves a split without problems; raise task.max_operand")
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """All problems of the split, shuffled by a fixed hash of their ids."""

@@ -68,6 +68,10 @@ class Dataset(RowTask):
         has_answer = self._rewards is not None or self.answer_field is not None
         require(has_answer, "task.answer_field", None, "name the field with the answer, or set task.reward")
 
+    @cached_property
+    def _rewards(self) -> Rewards | None:
+        return None if self.reward is None else load_rewards(self.reward, self.correct_threshold)
+
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """Compare the answer of a completion with the row's, or ask the reward functions."""
         if self._rewards is not None:
@@ -75,10 +79,6 @@ class Dataset(RowTask):
         is_correct = is_right(self.answer_kind, problem.answer, text)
         parts = {"correct": float(is_correct), "format": self.format_weight if last_boxed(text) else 0.0}
         return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
-
-    @cached_property
-    def _rewards(self) -> Rewards | None:
-        return None if self.reward is None else load_rewards(self.reward, self.correct_threshold)
 
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         """See `RowTask.problem_of`."""

@@ -44,7 +44,7 @@ def _holds(number: int, relation: Relation, limit: int) -> bool:
     return number < limit if relation == "less than" else number >= limit
 
 
-def _in_language(text: str, language: str) -> bool:
+def _in_language(text: str, language: Text) -> bool:
     import py3langid  # reading its model takes most of a second
 
     return any(char.isalpha() for char in text) and py3langid.classify(text.lower())[0] == language
@@ -84,10 +84,6 @@ def _forbidden_words(text: str, forbidden_words: Texts) -> bool:
 
 def _letter_frequency(text: str, letter: Letter, let_frequency: Count, let_relation: Relation) -> bool:
     return _holds(text.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-def _response_language(text: str, language: Text) -> bool:
-    return _in_language(text, language)
 
 
 def _number_sentences(text: str, num_sentences: Count, relation: Relation) -> bool:
@@ -208,7 +204,7 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
     "keywords:frequency": _frequency,
     "keywords:forbidden_words": _forbidden_words,
     "keywords:letter_frequency": _letter_frequency,
-    "language:response_language": _response_language,
+    "language:response_language": _in_language,
     "length_constraints:number_sentences": _number_sentences,
     "length_constraints:number_paragraphs": _number_paragraphs,
     "length_constraints:number_words": _number_words,

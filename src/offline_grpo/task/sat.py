@@ -26,7 +26,7 @@ from offline_grpo.types import Problem, Score, Split
 
 PARTS = ("correctness", "strict_format", "soft_format", "shape", "no_trailing", "charset")
 
-Clause = tuple[int, int, int]
+Clause = tuple[int, ...]
 """Three literals: +i is the variable x_i, -i its negation; i counts from 1."""
 
 
@@ -44,14 +44,14 @@ class Formula:
     def to_dimacs(self) -> str:
         """The formula in DIMACS CNF, the text format of SAT solvers."""
         header = f"p cnf {self.num_variables} {len(self.clauses)}"
-        return "\n".join([header, *(f"{a} {b} {c} 0" for a, b, c in self.clauses)])
+        return "\n".join([header, *(" ".join(map(str, (*clause, 0))) for clause in self.clauses)])
 
     @classmethod
     def from_dimacs(cls, text: str) -> Formula:
         """The inverse of `to_dimacs`."""
         header, *lines = text.splitlines()
-        literals = [tuple(int(word) for word in line.split()) for line in lines]
-        return cls(num_variables=int(header.split()[2]), clauses=tuple((a, b, c) for a, b, c, _ in literals))
+        clauses = tuple(tuple(int(word) for word in line.split()[:-1]) for line in lines)
+        return cls(num_variables=int(header.split()[2]), clauses=clauses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,10 @@ def generate_formula(seed: str, difficulty: float, max_solution_frac: float | No
 
 def prompt_text(formula: Formula) -> str:
     """The user message: the clauses as text, and how to answer."""
-    clauses = "\n".join(f"({' OR '.join(_literal_text(literal) for literal in clause)})" for clause in formula.clauses)
+    literals = [
+        [f"x{literal}" if literal > 0 else f"NOT x{-literal}" for literal in clause] for clause in formula.clauses
+    ]
+    clauses = "\n".join(f"({' OR '.join(clause)})" for clause in literals)
     return (
         f"SAT Problem\nVariables: x1 to x{formula.num_variables}\nClauses:\n{clauses}\n\n"
         "Find values of the variables that make every clause true. Provide your final assignment between "
@@ -153,21 +156,13 @@ def prompt_text(formula: Formula) -> str:
     )
 
 
-def _literal_text(literal: int) -> str:
-    return f"x{literal}" if literal > 0 else f"NOT x{-literal}"
-
-
 def _seed_difficulty(index: int) -> float:
     return 0.3 + (index % 100) / 250
 
 
 def _draw_clause(rng: random.Random, num_variables: int) -> Clause:
-    a, b, c = rng.sample(range(1, num_variables + 1), 3)
-    return (_draw_sign(rng) * a, _draw_sign(rng) * b, _draw_sign(rng) * c)
-
-
-def _draw_sign(rng: random.Random) -> int:
-    return -1 if rng.random() < 0.5 else 1
+    variables = rng.sample(range(1, num_variables + 1), 3)
+    return tuple(-variable if rng.random() < 0.5 else variable for variable in variables)
 
 
 def _draw_until_hard(
@@ -187,8 +182,7 @@ def _draw_until_hard(
         literals = np.array(clause)
         values = solutions[:, np.abs(literals) - 1]  # [S, 3]
         kept = solutions[(values == (literals > 0)).any(axis=1)]  # [S', k]
-        excludes_some = len(kept) < len(solutions)
-        if len(kept) > 0 and (excludes_some or len(clauses) < num_clauses):
+        if len(kept) > 0 and (len(kept) < len(solutions) or len(clauses) < num_clauses):
             clauses.append(clause)
             solutions = kept
     return tuple(clauses)

@@ -13,11 +13,8 @@ async def judge(completion, messages):
     await asyncio.sleep(0.01)
     return len(messages) * 0.5
 def fails(completion): return 1 / 0
-def nothing(completion): pass
 def nan(completion): return float("nan")
 def trl(completions): return [0.0]
-def one(completion): return 1.0
-def two(completion): return True
 def parts(completion): return {"a": 0.7, "b": 0.2, "c": 0.1}
 def most(completion): return 0.999999
 def grows(seen, messages):
@@ -61,12 +58,6 @@ def test_parts_that_miss_the_threshold_by_rounding_alone_are_correct(mine):
     assert not scored(f"{mine}:most", 1.0).score(PROBLEM, "").is_correct
 
 
-def test_parts_beyond_all_floats_are_refused(mine):
-    with pytest.raises(ScoreError, match="OverflowError"):
-        setting = [{"fn": f"{mine}:{name}", "weight": 1.7e308} for name in ("one", "two")]
-        Judgement(scored(setting), PROBLEM, "").result()
-
-
 def test_a_function_that_changes_what_it_gets_changes_it_for_no_other_call(mine):
     problem = Problem("train-3", ({"role": "user", "content": "2+2="},), "4", {"seen": {"texts": []}})
     rewards = load_rewards([f"{mine}:grows", f"{mine}:grows_too"], 1.0)
@@ -81,7 +72,6 @@ def test_a_function_that_changes_what_it_gets_changes_it_for_no_other_call(mine)
             "fails",
             r"ZeroDivisionError: division by zero \(mine_.*, line 8, in fails\); problem train-3, completion 'hm'",
         ),
-        ("nothing", r":nothing returned None; .*; problem train-3, completion 'hm'"),
         ("nan", r":nan returned nan; .*; problem train-3"),
     ],
 )
@@ -95,13 +85,10 @@ def test_a_function_that_fails_is_named(mine, name, message):
     ("setting", "message"),
     [
         ("@:trl", r"there is no value for its parameter 'completions' in problem train-3; .* prompt, completion"),
-        ("@:missing", r"has no function missing; it has exact, short, judge"),
         ("nowhere_at_all:f", r"cannot be imported \(ModuleNotFoundError: .*\); nowhere_at_all was looked for in"),
         ("ends_the_program:f", r"cannot be imported \(SystemExit \(ends_the_program.py, line 2, in <module>\)\)"),
-        ("rewards.py:f", r"write it as my_module:my_function"),
         (["@:exact", "@:exact"], r"two functions have the same name"),
         ([{"fn": "@:exact", "weight": "much"}], r"write my_module:my_function, or \{fn:"),
-        ([], r"name a function"),
     ],
 )
 def test_what_cannot_be_called_is_refused(mine, setting, message):

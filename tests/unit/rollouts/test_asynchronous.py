@@ -14,7 +14,6 @@ from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.rollouts.asynchronous import Asynchronous
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
 from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score, ServedWeights
 
 PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": str(i)},), str(i)) for i in range(40)]
@@ -116,7 +115,7 @@ def answers(groups):
 
 @pytest.mark.parametrize(
     ("updates", "interval", "extra", "settings"),
-    [(1, 1, 0, {}), (2, 1, 3, {}), (1, 2, 1, {"rank": 1, "world_size": 2}), (1, 1, 9, {"resample_zero_signal": True})],
+    [(2, 1, 3, {}), (1, 2, 1, {"rank": 1, "world_size": 2}), (1, 1, 9, {"resample_zero_signal": True})],
 )
 def test_what_is_trained_on_is_what_on_policy_draws_and_never_too_old(updates, interval, extra, settings):
     draw = random.Random(updates + interval + extra)
@@ -263,7 +262,6 @@ def served():
         ),
         ({"train.loss.importance_correction": "none"}, "train.loss.importance_correction=none: corrects nothing"),
         ({"train.loss.importance_correction": "none", "train.loss.ratio_reference": "rollout"}, None),
-        ({"rollouts.buffer_size": 3}, "rollouts.buffer_size=3: must have room for an iteration"),
         ({"weight_sync.interval": 3, "rollouts.max_staleness": 3}, None),
     ],
 )
@@ -276,11 +274,6 @@ def test_what_cannot_work_is_refused(changes, message, served):
         return
     with pytest.raises(ConfigError, match=message):
         Asynchronous.check(typed(config))
-
-
-def test_weight_sync_follows_the_source():
-    config = compose_config("generation=vllm_server", "weight_sync=reload", "mode=async", "rollouts.in_flight=wait")
-    assert make_plan(typed(config)).weight_sync.pause_mode == "wait"
 
 
 def wait_until(is_so):

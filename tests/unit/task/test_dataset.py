@@ -161,17 +161,13 @@ GOOD = '{"prompt": "q", "answer": 1}'
     [
         ('{"prompt": "q", "a": 1}', {}, "task.answer_field=answer: .*row 2, has no such field; it has prompt, a$"),
         ('{"prompt": "q", "answer": NaN}', {}, "no text in the field 'answer'"),
-        ('{"prompt": "why", "answer": "so #### "}', {}, "no final answer in the field 'answer'"),
-        ('{"prompt": [{"role": "user", "content": []}], "answer": 1}', {}, "must have role and content, both text"),
         ('{"prompt": "q", "answer": "("}', {"answer_kind": "regex"}, "has no regular expression"),
         ('{"prompt": "q", "answer": ', {}, "task.path: .*my.jsonl, row 2, is not valid JSON"),
         ("[1, 2]", {}, r"row 2, is not a JSON object: \[1, 2\]"),
         (GOOD, {}, "has 1 different prompts; it needs 2 or more"),
-        (GOOD, {"answer_field": None}, "task.answer_field=None: name the field"),
         (GOOD, {"eval_split": "dev"}, "task.eval_split=dev: task.path=.* is a file, one split"),
         (GOOD, {"eval_split": "train[10:]"}, r"task.eval_split=train\[10:\] selects none of the 2 rows"),
         (GOOD, {"prompt_template": "Q: {question}"}, r"task.prompt_template=.*must contain \{prompt\}"),
-        (GOOD, {"system_prompt": ""}, "task.system_prompt=''"),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path, line, settings, message):
@@ -187,7 +183,6 @@ def test_what_cannot_be_used_is_named(tmp_path, line, settings, message):
         ("my.csv", b"prompt,answer\na,1\nq\n", "row 2, .*not as many cells as the header"),
         ("my.csv", "prompt,answer\nq,1\nWie groß?,1\n".encode("latin-1"), "is not valid CSV"),
         ("my.parquet", b"PAR1", "is not valid PARQUET"),
-        ("my.txt", b"question,answer", "must be a file of the kind .jsonl, .json, .csv, .parquet"),
         ("other/train.csv", b"", "does not exist"),
     ],
 )
@@ -279,7 +274,6 @@ def test_only_duplicates_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["task.path=@300"], 256),
         (["task.path=@300", "eval.num_ids=all", "eval.id_seed_start=290"], 10),
         (["task.path=@20"], 20),
         (["task.path=@20", "eval.num_ids=21"], r"eval.num_ids=21: asks for problem 20 and the task has 20 "),

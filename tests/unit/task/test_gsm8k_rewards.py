@@ -15,13 +15,10 @@ PROBLEM = Problem("train-0", ({"role": "user", "content": "?"},), "6 times 12 is
     [
         ("tags", "<think>6 x 12</think><answer>$72.00</answer>", 1.0),
         ("tags", "<answer>71</answer><answer>72</answer>", 0.1),
-        ("tags", "<answer></answer>", 0.0),
-        ("tags", "72", 0.0),
         ("tags", "<answer>72", 0.0),
         ("boxed", r"<think>\boxed{1}</think> So \boxed{72}", 1.0),
         ("boxed", r"<think>\boxed{72}</think> So 72", -1.0),
         ("boxed", r"\boxed{71}", -1.0),
-        ("boxed", "", -1.0),
     ],
 )
 def test_rewards_of_other_trainers(name, text, reward):
@@ -37,13 +34,11 @@ WORKING = "<start_working_out>6 x 12</end_working_out>"
     ("text", "parts", "is_correct"),
     [  # correctness, strict_format, thinking, answer, no_trailing
         (f"{WORKING}<SOLUTION>72</SOLUTION>", (0.6, 0.045, 0.05, 0.03, 0.01), True),
-        ("<SOLUTION> 72.0 </SOLUTION>", (0.6, 0.045, 0, 0.03, 0.01), True),
         ("<SOLUTION>it is 72</SOLUTION>", (0.6, 0, 0, 0.03, 0.01), True),
         ("<SOLUTION>72</SOLUTION>" + "." * 50, (0.6, 0, 0, 0.03, 0.0075), True),
         (f"{WORKING}<SOLUTION>71</SOLUTION>", (0, 0.045, 0.05, 0.03, 0.01), False),
         (f"{WORKING}<solution>none</solution>" + "." * 500, (0, 0, 0.05, 0.03, 0), False),
         ("</end_working_out><start_working_out>72", (0, 0, 0, 0, 0), False),
-        ("", (0, 0, 0, 0, 0), False),
     ],
 )
 def test_grails_reward_is_a_sum_of_weighted_parts(text, parts, is_correct):

@@ -39,7 +39,7 @@ def check_generator(name):
         assert score.parts["format"] == (0.1 if "<answer>" in text else 0.0)
 
 
-@pytest.mark.parametrize("name", ["leg_counting", "countdown", "prime_factorization", "rush_hour"])
+@pytest.mark.parametrize("name", ["leg_counting", "rush_hour"])
 def test_own_answers_are_right_and_others_are_not_fatal(name):
     check_generator(name)
 
@@ -83,10 +83,7 @@ def test_levels_need_their_order():
     [
         (["task.name=leg_countin"], r"task\.name=leg_countin: .* no such generator; near are leg_counting"),
         (["task.settings={legs: 3}"], r"task\.settings=\{'legs': 3\}, .*: leg_counting refuses them .*legs"),
-        (["task.settings={seed: 3}"], r"task\.settings=\['seed'\]: is set by task\.seed"),
-        (["task.name=composite"], r"task\.name=composite: use task=mixture"),
         (["task.name=knight_swap", "task.levels=[0]"], r"knight_swap refuses them \(level 0\): min_nodes"),
-        (["task.levels=[-1]"], r"task\.levels=\[-1\]"),
     ],
 )
 def test_refused(overrides, message):
