@@ -28,8 +28,7 @@ def sample_groups(
     """Sample `group_size` completions of each problem, score them, and yield the index of each draw with its group, in
     any order.
 
-    A group is scored as soon as its completions are there, while the engine goes on with the others. Scores that have
-    to be waited for are waited for together.
+    A group is scored as soon as its completions are there; async scores are awaited while others are sampled.
 
     Args:
         draws: problems, each with the seed of its first completion (see `SamplingRequest`).

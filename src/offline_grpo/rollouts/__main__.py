@@ -51,7 +51,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
     from offline_grpo.rollouts.store.export import FORMATS
     from offline_grpo.rollouts.store.reader import shards_of
-    from offline_grpo.rollouts.store.show import facts_of, print_stats, show_groups
+    from offline_grpo.rollouts.store.show import print_stats, show_groups
 
     number = options.iteration
     if options.command == "export":
@@ -65,7 +65,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if options.command == "show":
         show_groups(output_console(), first[1], options.groups, full=options.full)
     elif options.command == "stats":
-        print_stats(output_console(), facts_of(table for _, table in chain([first], tables)))
+        print_stats(output_console(), (table for _, table in chain([first], tables)))
     else:
         count = FORMATS[options.format](chain([first], tables), options.out)
         print(f"wrote {count:,} {'groups' if options.format == 'atropos' else 'completions'} to {options.out}")

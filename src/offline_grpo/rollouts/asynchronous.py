@@ -191,8 +191,7 @@ class Asynchronous(OnPolicy):
         round_.groups = in_background(sample)
 
     def _count_seconds(self) -> None:
-        """Share the seconds since the last call among the iterations that are being sampled; without any, count them as
-        idle."""
+        """Share the seconds since the last call among the iterations that are being sampled, or count them as idle."""
         with self._counting:
             now = time.perf_counter()
             seconds, self._counted_to_s = now - self._counted_to_s, now

@@ -114,8 +114,7 @@ class OnPolicy(Source):
     def _others(self, iteration: int) -> list[tuple[Problem, int]]:
         """Draws for groups to be replaced: the i-th group takes every `problems_per_iteration`-th, from i on.
 
-        They depend on the iteration alone, so processes agree and a checkpoint needs none of it. Problems of the
-        iteration itself are left out, and no other comes twice.
+        They depend on the iteration alone. Its own problems are left out, and no other comes twice.
         """
         first = iteration * self.problems_per_iteration
         own = {self._index_at(first + i) for i in range(self.problems_per_iteration)}

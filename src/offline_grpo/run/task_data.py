@@ -16,8 +16,7 @@ from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.run.run_dir import refuse_written
 from offline_grpo.settings import RunConfig
 from offline_grpo.task.mixture import of_task
-from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
-from offline_grpo.task.problems import MANY, prompt_key
+from offline_grpo.task.problems import MANY, NearDuplicate, near_duplicates, prompt_key
 from offline_grpo.types import Problem, Split
 
 SOURCE_RUNTIME = (

@@ -177,9 +177,7 @@ def _is_equal(reference: list[Any], answer: list[Any]) -> bool:
 
 
 def _is_joined_digits(reference: str) -> bool:
-    """True for dates, scores and telephone numbers, such as `2020-01-05`, `3-2` and `01/05/2020`: as arithmetic, many
-    would be equal.
-    """
+    """True for dates, scores and telephone numbers, such as `2020-01-05` and `3-2`: many have equal values."""
     return re.fullmatch(_JOINED_DIGITS, _plain_words(reference)) is not None
 
 
@@ -231,8 +229,7 @@ def _is_short_arithmetic(plain: str) -> bool:
 
 
 def _is_short_formula(plain: str) -> bool:
-    """True for arithmetic with single letters, roots, small powers, pairs and intervals: no words, towers or
-    equations."""
+    """True for arithmetic with single letters, roots, small powers, pairs and intervals: no words or towers."""
     symbol = r"[+\-*/()\[\]{}^]|\\(?:[dt]?frac|sqrt|pi|infty|cup|times|cdot|div)(?![A-Za-z])"
     is_formula = re.fullmatch(rf"(?:[0-9., ]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|{symbol})+", plain) is not None
     compact = plain.replace(" ", "")
@@ -246,8 +243,7 @@ def _is_short_formula(plain: str) -> bool:
 
 
 def _nested_power(compact: str) -> int:
-    """The largest product of the powers of brackets that contain each other, to which their content is multiplied
-    out."""
+    """The largest product of the powers of brackets that contain each other."""
     inner = [1]  # for each bracket that is open, the largest product within it
     for match in re.finditer(r"[(\[{]|[)\]}](?:\^\{?-?([1-4]))?", compact):
         if match[0] in "([{":

@@ -51,11 +51,7 @@ def _in_language(text: str, language: Text) -> bool:
 
 
 def _num_sentences(text: str) -> int:
-    """What stands up to a word that ends with a full stop, question mark or exclamation mark, and what is left after
-    the last one.
-
-    A full stop ends nothing after an abbreviation, after the number of a list, or before a lower-case letter.
-    """
+    """A full stop ends no sentence after an abbreviation or the number of a list, or before a lower-case letter."""
     words = re.sub(f"([{_WIDE_ENDS}])", r"\1 ", text).split()
     num_sentences, is_open = 0, False
     for word, following in pairwise([*words, ""]):
@@ -101,9 +97,7 @@ def _number_words(text: str, num_words: Count, relation: Relation) -> bool:
 
 
 def _nth_paragraph_first_word(text: str, num_paragraphs: Count, nth_paragraph: Ordinal, first_word: Text) -> bool:
-    """Paragraphs are separated by an empty line. Of the first word counts what stands before the first punctuation
-    mark.
-    """
+    """Paragraphs are separated by an empty line. The first word ends at the first punctuation mark."""
     parts = text.split("\n\n")
     if sum(bool(part.strip()) for part in parts) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False

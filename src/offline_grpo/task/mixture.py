@@ -93,9 +93,7 @@ class Mixture:
 
     @cached_property
     def _order(self) -> Sequence[tuple[str, int]]:
-        """For each position of a period the task, and how many problems of it came before: always the task that is
-        furthest behind.
-        """
+        """For each position of a period the task that is furthest behind, and how many problems of it came before."""
         weights = self.weights or dict.fromkeys(self.tasks, 1 / len(self.tasks))
         counts = dict.fromkeys(weights, 0)
         order: list[tuple[str, int]] = []

@@ -1,8 +1,11 @@
-"""Problems that tasks make themselves: their messages, and sequences of problems without end."""
+"""Problems: their messages, sequences of them without end, and those held out that training has in almost the same
+words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -10,7 +13,9 @@ from offline_grpo.errors import require
 from offline_grpo.types import Message, Problem
 
 MANY = 10**9
-"""How many problems such a task says it has."""
+"""How many problems a task says it has that makes them without end."""
+NUM_WORDS, MIN_SHARE = 8, 0.5
+"""See `near_duplicates`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +55,52 @@ def asked(prompt: str, system_prompt: str | None) -> tuple[Message, ...]:
     """The user's message, after the system message if there is one."""
     system: tuple[Message, ...] = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
     return (*system, {"role": "user", "content": prompt})
+
+
+@dataclass(frozen=True)
+class NearDuplicate:
+    """`share` of a held-out problem's word sequences, in [0, 1], are in one training problem."""
+
+    held_out_id: str
+    train_id: str
+    share: float
+
+
+def near_duplicates(train: Iterable[Problem], held_out: Sequence[Problem]) -> list[NearDuplicate]:
+    """Held-out problems of whose sequences of 8 words more than half are in the same training problem.
+
+    That is the rule of Tülu 3 (arXiv 2411.15124, section 3.2) but for two things: it counts the words in such
+    sequences, and here words that more than half of the held-out problems have do not count. Nor do letter case and the
+    punctuation of prose; a sign such as + is a word. Problems are left out if fewer than 8 of their words count, or
+    less than half, because then a template wrote them.
+
+    Takes time in proportion to the words of the training problems: 0.3 s for 5,000 word problems.
+    """
+    words = [_words(problem) for problem in held_out]
+    num_problems = Counter(word for own in words for word in set(own))
+    common = {word for word, count in num_problems.items() if count > max(2, len(held_out) / 2)}
+    sequences = [_sequences(own, common) for own in words]
+    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for index, own in enumerate(sequences):
+        for each in own:
+            places[each].append(index)
+    best: dict[int, NearDuplicate] = {}
+    for problem in train:
+        shared = _sequences(_words(problem), common) & places.keys()
+        for index, count in Counter(index for each in shared for index in places[each]).items():
+            share = count / len(sequences[index])
+            if share > MIN_SHARE and (index not in best or share > best[index].share):
+                best[index] = NearDuplicate(held_out[index].problem_id, problem.problem_id, share)
+    return [best[index] for index in sorted(best)]
+
+
+def _words(problem: Problem) -> list[str]:
+    text = " ".join(message["content"] for message in problem.messages if message["role"] != "system")
+    return re.findall(r"\w+|[^\w\s.,;:!?'\"()]", text.lower())
+
+
+def _sequences(words: Sequence[str], common: Container[str]) -> set[tuple[str, ...]]:
+    kept = [word for word in words if word not in common]
+    if len(kept) < len(words) / 2:
+        return set()
+    return {tuple(kept[start : start + NUM_WORDS]) for start in range(len(kept) - NUM_WORDS + 1)}

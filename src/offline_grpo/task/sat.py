@@ -168,15 +168,11 @@ def _draw_clause(rng: random.Random, num_variables: int) -> Clause:
 def _draw_until_hard(
     rng: random.Random, num_variables: int, num_clauses: int, max_solution_frac: float
 ) -> tuple[Clause, ...]:
-    """At least `num_clauses` clauses; at least one assignment and at most a fraction `max_solution_frac` of all
-    satisfies them.
-
-    The loop terminates: while two solutions remain, a clause with a variable in which they differ can exclude one and
-    keep the other.
-    """
+    """At least `num_clauses` clauses that at least one assignment and at most `max_solution_frac` of all satisfies."""
     solutions = _all_assignments(num_variables)  # [S, k]
     most_solutions = max_solution_frac * len(solutions)
     clauses: list[Clause] = []
+    # it ends: while two solutions remain, a clause with a variable in which they differ can exclude one of them
     while len(clauses) < num_clauses or len(solutions) > most_solutions:
         clause = _draw_clause(rng, num_variables)
         literals = np.array(clause)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offline_grpo.task.near_duplicates import NearDuplicate, near_duplicates
+from offline_grpo.task.problems import NearDuplicate, near_duplicates
 from offline_grpo.types import Problem
 
 ROPE = (

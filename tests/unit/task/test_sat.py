@@ -112,7 +112,7 @@ def test_hard_problems_have_solutions_but_few(difficulty, frac):
 
 
 def test_fewer_solutions_than_one_are_refused():
-    with pytest.raises(ConfigError, match=r"task\\.max_solution_frac"):
+    with pytest.raises(ConfigError, match=r"task\.max_solution_frac"):
         make_sat(max_solution_frac=0.03)  # five variables: one solution is 1/32
 
 

@@ -85,11 +85,7 @@ class _Request:
 
 
 class _Worker(asyncio.Protocol):
-    """The connection to a worker. `hear` gets every message, None at the end.
-
-    Args:
-        is_shared: among all requests; otherwise it was started for one.
-    """
+    """The connection to a worker, for all requests (`is_shared`) or for one. `hear` gets each message, then None."""
 
     transport: asyncio.Transport
 
@@ -197,9 +193,7 @@ class Scorers:
         return ScoreError(f"the processes that score do not work ({memory}; scoring.workers=0 needs none): {reason}")
 
     def _ask(self, worker: _Worker, problem: Problem, text: str) -> asyncio.Future[dict[str, Any] | None]:
-        """The worker's answer; None where it did not answer because of another score. The deadline is kept also where
-        the caller gives up.
-        """
+        """The worker's answer; None where another score ended it. A caller that gives up does not end the deadline."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         deadline = loop.call_later(self._setup.timeout_s, self._end, worker, "timeout")
         worker.pending[number] = _Request(loop.create_future(), deadline)
@@ -236,8 +230,7 @@ class Scorers:
             self._free.put_nowait(worker)
 
     def _end(self, worker: _Worker, failure: str | None) -> None:
-        """Kill a worker with all that it started. Its request has failed, if it has one alone and `failure` is
-        given."""
+        """Kill a worker with all that it started. With `failure`, its request has failed, if it has one alone."""
         if not worker.is_alive:
             return
         worker.is_alive = False

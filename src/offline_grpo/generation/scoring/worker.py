@@ -178,9 +178,7 @@ class _Worker:
                 self._answer(*pickle.loads(self._result(reader.readexactly(size))))
 
     def _result(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result; async scores run meanwhile. The loop runs at no other time: a score that is not async may run one
-        itself.
-        """
+        """Its result; async scores run meanwhile, and at no other time: a score that is not async may run a loop."""
         waiting = self._loop.create_task(coroutine)
         while not waiting.done():
             # of a task that a score has made: asyncio leaves its loop, and all that it awaits

@@ -146,8 +146,7 @@ class Processes:
 
 
 class _Child:
-    """A command that is started again when it ends. `make` starts it for the n-th time, counted from 0, with a private
-    folder for its files."""
+    """A command that is started again when it ends. `make` starts it for the n-th time, with a private folder."""
 
     def __init__(self, name: str, make: Callable[[int, Path], ServerProcess]) -> None:
         self._name = name

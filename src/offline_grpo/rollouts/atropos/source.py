@@ -341,8 +341,7 @@ class Atropos(Source):
             log.info(text, self._api.url, waited_s, queue_size, num_polls)
 
     def _check_processes(self) -> bool:
-        """Every two seconds of a wait, see that what a batch needs still runs, the engine too. Returns whether it was
-        time."""
+        """Every two seconds, see that what a batch needs still runs, the engine too. Returns whether it was time."""
         if time.monotonic() - self._checked_s <= HEALTH_INTERVAL_S:
             return False
         self._checked_s = time.monotonic()

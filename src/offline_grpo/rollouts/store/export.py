@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic_core import from_json
 
-from offline_grpo.disk import UNFINISHED, write_whole
+from offline_grpo.disk import write_whole
 from offline_grpo.rollouts.atropos.groups import NOT_TRAINED
 from offline_grpo.rollouts.store.reader import ORIGIN_FILE, Shard
 from offline_grpo.rollouts.store.rows import group_rows, groups_of
@@ -84,15 +84,9 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
 
 
 def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> int:
-    """The file is complete or absent."""
-    hidden = out.with_name(f".{out.name}{UNFINISHED}")
     count = 0
-    try:
-        with hidden.open("w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                count += 1
-        hidden.replace(out)
-    finally:
-        hidden.unlink(missing_ok=True)
+    with out.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            count += 1
     return count

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -84,16 +83,8 @@ def _line(label: str, text: Text) -> Table:
     return grid
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Of R completions in order: `columns` [R] each, and whether the rewards of each group differ."""
-
-    columns: dict[str, np.ndarray]
-    has_signal: list[bool]
-
-
-def facts_of(tables: Iterable[pa.Table]) -> Facts:
-    """From tables with all columns, each with whole groups."""
+def _facts_of(tables: Iterable[pa.Table]) -> tuple[dict[str, np.ndarray], list[bool]]:
+    """Of R completions, columns [R]; and whether the rewards of each group differ."""
     names = ("iteration", "reward", "is_correct", "finish_reason", "failure")
     columns: dict[str, list] = {name: [] for name in (*names, "length", "repeated")}
     has_signal = []
@@ -110,20 +101,21 @@ def facts_of(tables: Iterable[pa.Table]) -> Facts:
         found = rows | {"length": map(len, rows["completion_ids"]), "repeated": repeated}
         for name, column in columns.items():
             column.extend(found[name])
-    return Facts({name: np.array(column) for name, column in columns.items()}, has_signal)
+    return {name: np.array(column) for name, column in columns.items()}, has_signal
 
 
-def print_stats(console: Console, facts: Facts) -> None:
-    """Totals, a table of iterations, and reward against length."""
-    of, count = facts.columns, len(facts.columns["reward"])
+def print_stats(console: Console, tables: Iterable[pa.Table]) -> None:
+    """Totals, and tables by length and by iteration, of tables that have all columns and whole groups."""
+    of, has_signal = _facts_of(tables)
+    count = len(of["reward"])
     reasons = Counter(reason or "unknown" for reason in of["finish_reason"])
     failures = Counter(failure for failure in of["failure"] if failure is not None)
-    equal = 1 - np.mean(facts.has_signal)
+    equal = 1 - np.mean(has_signal)
     correlation = "one of them does not vary"
     if of["length"].std() > 0 and of["reward"].std() > 0:
         correlation = f"correlation {np.corrcoef(of['length'], of['reward'])[0, 1]:+.2f}"
     lines = [
-        f"{count:,} completions in {len(facts.has_signal):,} groups, {of['length'].sum():,} tokens",
+        f"{count:,} completions in {len(has_signal):,} groups, {of['length'].sum():,} tokens",
         f"ended: {', '.join(f'{reason} {n / count:.1%}' for reason, n in reasons.most_common())}",
         f"repeated within their group: {of['repeated'].mean():.1%}; groups whose rewards are all equal: {equal:.1%}",
         f"reward against length: {correlation}",
