@@ -71,7 +71,7 @@ def look_at(name: str, *, trust: bool) -> tuple[dict[str, Any], Iterator[dict[st
 
     from offline_grpo.checkpoint.pretrained import find_model
     from offline_grpo.model.adapters import with_lora
-    from offline_grpo.model.layers import blocks_of
+    from offline_grpo.model.layers import named_blocks
     from offline_grpo.model.load import build_on_meta, context_length, read_model_config
     from offline_grpo.settings import LoraConfig
 
@@ -79,7 +79,7 @@ def look_at(name: str, *, trust: bool) -> tuple[dict[str, Any], Iterator[dict[st
     config = read_model_config(source.weights, "MODEL", trust_remote_code=trust)
     model: Any = build_on_meta(config, trust_remote_code=trust)
     num_blocks, num_weights = config.get_text_config().num_hidden_layers, _count(model.parameters())
-    path, blocks = blocks_of(model)
+    path, blocks = named_blocks(model)
     of_blocks = [_count(block.parameters()) for block in blocks]
     embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     lora = LoraConfig(LORA_RANK, 2 * LORA_RANK, 0.0, ["all-linear"], None)
