@@ -63,20 +63,6 @@ def texts(groups: Any) -> list[str]:
     return [str(group.rollouts[1].text) for group in groups]
 
 
-def test_environments_learn_what_the_trainer_wants(api: RunApi) -> None:
-    source = make_source(api.url)
-    source.start(4, None)
-    assert api.get("/info") == {"batch_size": 4, "max_token_len": 32}
-    found = api.get("/wandb_info")
-    assert found["project"] == "project"
-    assert found["group"].startswith("runs-first-")
-    assert source.state_dict() == {"registration": found["group"]}
-    told = api.post("/register-env", {"max_token_length": 64, "desired_name": "x", "weight": 1.0, "group_size": 2})
-    assert told["status"] == "success", "the trainer has polled"
-    names = ("checkpoint_dir", "starting_step", "checkpoint_interval", "num_steps")
-    assert [told[name] for name in names] == ["/runs/first", 4, 3, 10]
-
-
 def test_batches_that_were_formed_at_once_are_trained_oldest_first(api: RunApi) -> None:
     source = started(api)
     api.send(*(pair(number) for number in range(6)))

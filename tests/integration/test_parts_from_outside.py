@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 from pathlib import Path
 
 import pytest
 from children import SMALL, metrics_of
 from factories import compose_config
-from safetensors.torch import load_file
 
 from offline_grpo.run import app
 from offline_grpo.run.config import typed
@@ -67,23 +65,6 @@ FILES = {
         ''',
     "mine/conf/model/layout/one_by_one.yaml": """
         _target_: mine.one_by_one.OneByOne
-        """,
-    "mine/sgd.py": '''
-        """Plain gradient descent."""
-
-        import torch
-
-
-        class SGD:
-            def __init__(self, lr: float) -> None:
-                self.lr = lr
-
-            def create(self, parameters):
-                return torch.optim.SGD(parameters, lr=self.lr)
-        ''',
-    "mine/conf/train/optimizer/sgd.yaml": """
-        _target_: mine.sgd.SGD
-        lr: ${train.lr}
         """,
     "mine/stored.py": '''
         """The same two conversations in every iteration: no problems, no engine, advantages of their own."""
@@ -223,27 +204,6 @@ def test_they_train_as_the_packages_own_do(search_path: str, cache: str, tmp_pat
         assert actual[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
 
-def test_an_optimizer(search_path: str, cache: str, tmp_path: Path) -> None:
-    """A step of SGD at learning rate 1 is the gradient, whose norm was clipped to 0.01."""
-    run = (
-        *RUN,
-        cache,
-        "checkpoint.enabled=true",
-        "train.lr=1",
-        "train.grad_clip=0.01",
-        "train.updates_per_iteration=1",
-    )
-    app.run(compose_config(search_path, *run, "train/optimizer=sgd"), tmp_path / "run")
-    [model] = re.findall("loading the model (.*)", (tmp_path / "run" / "run.log").read_text())
-    before, after = (
-        load_file(f"{model}/model.safetensors"),
-        load_file(tmp_path / "run" / "checkpoints" / "iter_000" / "model.safetensors"),
-    )
-    assert sum(float((after[name] - before[name]).square().sum()) for name in before) ** 0.5 == pytest.approx(
-        0.01, rel=1e-3
-    )
-
-
 def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, cache: str, tmp_path: Path) -> None:
     run = (*RUN, cache, "checkpoint.enabled=true", "train.iterations=2", "train.updates_per_iteration=1")
     app.run(compose_config(search_path, *run, "rollouts=stored"), tmp_path / "run")
@@ -282,19 +242,3 @@ def test_a_client_and_a_strategy(search_path: str, cache: str, tmp_path: Path) -
             k: v for k, v in metrics.items() if not k.startswith("sync/")
         }
     assert actual["train_iter_002.json"]["sync/num_bytes"] > 0
-
-
-@pytest.mark.slow
-def test_an_engine_that_lags_behind_gets_the_newest_weights_when_its_run_resumes(
-    search_path: str, cache: str, tmp_path: Path
-) -> None:
-    lagging = (*RUN, *COPIES, cache, "weight_sync.interval=3", "checkpoint.enabled=true")
-    run = tmp_path / "run"
-
-    def versions(num_iterations: int, *words: str) -> list[float]:
-        app.run(compose_config(search_path, *lagging, f"train.iterations={num_iterations}", *words), run)
-        metrics = metrics_of(run)
-        return [metrics[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(num_iterations)]
-
-    assert versions(4) == [0, 0, 6, 6], "two updates per iteration"
-    assert versions(8, f"resume={run}", "train.lr=1e-3")[4:] == [8, 8, 14, 14]

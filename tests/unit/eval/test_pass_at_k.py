@@ -19,10 +19,6 @@ def table_of(correct: list[list[int]], rewards: list[list[float]] | None = None)
     )
 
 
-def test_hand_computed_with_four_replicates() -> None:
-    assert pass_at_k(np.array([0, 1, 2, 3]), 4, 2) == pytest.approx([0, 0.5, 5 / 6, 1], abs=1e-15)
-
-
 @pytest.mark.parametrize("replicates", [1, 6])
 def test_agrees_with_the_share_of_subsets_that_hold_a_right_answer(replicates: int) -> None:
     for num_correct in range(replicates + 1):
@@ -36,12 +32,6 @@ def test_agrees_with_the_share_of_subsets_that_hold_a_right_answer(replicates: i
 def test_exact_where_binomials_exceed_float_range() -> None:
     # 1 of 2000 right, k = 1000: half of all subsets hold it; C(2000, 1000) is about 1e600.
     assert pass_at_k(np.array([1]), 2000, 1000)[0] == pytest.approx(0.5, abs=1e-12)
-
-
-@pytest.mark.parametrize("k", [0, 5])
-def test_k_beyond_the_replicates_is_refused(k: int) -> None:
-    with pytest.raises(ValueError, match=rf"k={k}: must be in 1 .. 4"):
-        pass_at_k(np.array([1]), 4, k)
 
 
 def test_all_metrics_of_a_hand_computed_table() -> None:

@@ -5,7 +5,6 @@ is dropped.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +55,9 @@ def test_what_was_sampled_is_told_by_the_masks() -> None:
     assert found.advantages == ((0, 0, 1.5, 2, 0, 0, 3), (0, -1))
 
 
-def test_what_counts_as_a_success_is_a_setting() -> None:
-    scores = [-1.0, 0.0, 0.1, 0.5, 1.1]
-    raw = {"tokens": [[5, 6]] * 5, "masks": [[-100, 6]] * 5, "scores": scores, "inference_logprobs": [[1.0, -1.0]] * 5}
-    for least, correct in ((None, 3), (0.0, 4), (0.5, 2), (0.6, 1), (-1.0, 5)):
-        found = replace(read, max_members=5, correct_threshold=least)(raw)
-        assert [rollout.score.is_correct for rollout in found.rollouts] == [index >= 5 - correct for index in range(5)]
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, [1.0, 1.0]),
         ({"group_overrides": {"temperature": 0.5}, "generation_params": {"temperature": 0.7, "top_p": 1}}, [0.7, 0.7]),
         ({"generation_params": {"temperature": 0.7}, "overrides": [{"temperature": 2}, {}]}, [2.0, 0.7]),
     ],

@@ -90,12 +90,6 @@ def test_it_depends_on_the_iteration_alone_and_not_on_the_number_of_processes(it
     assert alone.state_dict() == {}
 
 
-def test_few_problems_are_asked_once_more_at_most():
-    groups = source(problems=PROBLEMS[:10]).next(0)
-    assert sum(group.num_replaced for group in groups) <= 2
-    assert sum(group.num_replaced for group in source(problems=PROBLEMS[:8]).next(0)) == 0
-
-
 # L_max = 10, L_cache = 4, by hand: (L_max - L_cache - length) / L_cache between 6 and 10
 def test_the_soft_overlong_penalty_is_dapos():
     assert [overlong_penalty(length, 10, 4) for length in (1, 6, 7, 9, 10, 99)] == [0, 0, -0.25, -0.75, -1, -1]

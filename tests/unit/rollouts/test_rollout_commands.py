@@ -113,11 +113,8 @@ def test_exports_that_were_joined_are_refused(store: Path, tmp_path: Path, print
     printed("export", store, tmp_path / "saved", "--format", "datasets")
     one = datasets.load_from_disk(str(tmp_path / "saved"))
     datasets.concatenate_datasets([one, one]).save_to_disk(tmp_path / "joined")
-    other = one.map(lambda row: {"messages": row["messages"].replace("2+2", "3+3")})
-    datasets.concatenate_datasets([one, other]).sort(["iteration", "group"]).save_to_disk(tmp_path / "sorted")
-    for name, message in (("joined", "iteration 1, group 1 are apart"), ("sorted", "of different prompts")):
-        with pytest.raises(ConfigError, match=rf"{message}.*rollouts.path=\[A,B\]"):
-            replayed(make_replay(tmp_path / name, "rollouts.any_model=true"))
+    with pytest.raises(ConfigError, match=r"iteration 1, group 1 are apart.*rollouts.path=\[A,B\]"):
+        replayed(make_replay(tmp_path / "joined", "rollouts.any_model=true"))
 
 
 def test_atropos_takes_what_is_exported_for_it(store: Path, tmp_path: Path, printed) -> None:

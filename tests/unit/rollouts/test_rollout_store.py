@@ -6,16 +6,14 @@ import json
 import re
 import struct
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from recorded import CONTEXT, ORIGIN, VOCAB, made_groups, make_replay, replayed, write_store
+from recorded import ORIGIN, made_groups, make_replay, replayed, write_store
 
 from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError
@@ -23,7 +21,7 @@ from offline_grpo.rollouts.store import recorder as recording
 from offline_grpo.rollouts.store.reader import shards_of
 from offline_grpo.rollouts.store.recorder import Recorder
 from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, table_of
-from offline_grpo.types import Rollout, RolloutGroup, Score, UnusableGroup
+from offline_grpo.types import Rollout, RolloutGroup, Score
 
 
 @pytest.fixture(scope="module")
@@ -160,22 +158,6 @@ def test_a_store_is_found_by_any_of_its_names(store: Path) -> None:
     assert single.table(["reward"])["reward"].to_pylist() == [0.1, 0.2, 0.3] * 2
     with pytest.raises(ConfigError, match=r"^PATH=.*: has no rollouts; name one of its runs: run$"):
         shards_of(store.parent, key="PATH")
-
-
-def rewritten(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-    about = pq.read_metadata(path).metadata
-    pq.write_table(change(pq.read_table(path)).replace_schema_metadata(about), path)  # as another tool writes it
-
-
-@pytest.mark.parametrize(("name", "value"), [("completion_ids", [1, VOCAB]), ("prompt_ids", [1] * CONTEXT)])
-def test_rows_that_nothing_can_be_learnt_from_are_refused(name: str, value: Any, tmp_path: Path) -> None:
-    def change(table: pa.Table) -> pa.Table:
-        values = [*table[name].to_pylist()[:2], value, *table[name].to_pylist()[3:]]
-        return table.set_column(table.column_names.index(name), name, pa.array(values))
-
-    rewritten(write_store(tmp_path / "run", iterations=1) / "rollouts" / "iter_000.parquet", change)
-    with pytest.raises(UnusableGroup):
-        replayed(make_replay(tmp_path / "run"), 1)
 
 
 def test_a_damaged_file_is_named_and_the_rest_used_if_asked(tmp_path: Path, store: Path) -> None:

@@ -15,10 +15,8 @@ from offline_grpo.types import Problem
 
 RIGHT = [
     ("auto", "0.5", r"so \boxed{\frac{1}{2}}"),
-    ("auto", r"\frac{1}{2}", "0.5"),
     ("auto", "x^2-1", r"\boxed{(x-1)(x+1)}"),
     ("auto", r"\frac{\sqrt{2}}{2}", r"\boxed{\frac{1}{\sqrt{2}}}"),
-    ("auto", "(1, 2)", r"\boxed{(1,2)}"),
     ("auto", r"\text{Evelyn}", r"\boxed{Evelyn}"),
     ("auto", "Paris", "<answer>paris</answer>"),
     ("auto", "72", "48 + 24 is 72 apples."),
@@ -37,9 +35,7 @@ RIGHT = [
 WRONG = [
     ("auto", "Paris", "Paris or London"),
     ("auto", "(1,2)", "(2,1)"),
-    ("auto", "x", "y"),
     ("auto", "72", r"72, so \boxed{71}"),
-    ("auto", "5", "The answer is -$5."),
     ("auto", "5", "It is .5"),
     ("auto", "2014", "It was 2020.2014"),
     ("math", "2020-01-05", "It was on 2021-01-06."),
@@ -71,35 +67,26 @@ def gsm8k():
 EQUAL = [
     ("72", r"48 + 24 = 72, so \boxed{72}."),
     ("72", r"\boxed{72.0}"),
-    ("72", r"\boxed{\$72}"),
     ("72", r"\boxed{72 \text{ dollars}}"),
     ("72", r"\boxed{72\%}"),
     ("72", r"\boxed{\text{Total} = 72}"),
     ("72", r"\boxed{48 + 24 = 72}"),
-    ("72", r"\boxed{\mathbf{72}}"),
-    ("72", r"\boxed{\boxed{72}}"),
     ("72", r"First \boxed{24}, then \boxed{72}"),
     ("1234", r"\boxed{1{,}234}"),
     ("1234", r"\boxed{1\,234}"),
     ("2.5", r"\boxed{2\frac{1}{2}}"),
     ("-5", "\\boxed{\N{MINUS SIGN}5}"),
-    ("0", r"\boxed{0}"),
     ("72", "**72**"),  # without a box, the last number
-    ("72", "She has 72 m2."),
     ("3", "8-3"),
 ]
 OTHER = [
     ("72", r"\boxed{-72}"),
     ("72", r"\boxed{72,000}"),
-    ("72", r"\boxed{70,72}"),
     ("72", r"\boxed{72 or 73}"),
-    ("72", r"72, or rather \boxed{24}"),
     ("72", "\\boxed{\u0667\u0662}"),
     ("72", r"\boxed{1/0}"),
     ("0", r"\boxed{0/0}"),
     ("72", "72 apples and 3 pears"),
-    ("72", ""),
-    ("72", "72" + "0" * 5000),
     ("72", r"\boxed{" + "9" * 100_000 + "}"),
 ]
 

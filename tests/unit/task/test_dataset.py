@@ -1,7 +1,6 @@
 """Data sets as other people write them."""
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -225,30 +224,9 @@ def test_csv_of_a_spreadsheet(tmp_path):
     assert answers(task) == ["007", "1,234"]
 
 
-def test_references_are_read_from_solutions(tmp_path):
-    texts = ["long story\n#### 1,600", r"so \boxed{\frac{1}{2}}.", "A"]
-    file = write_jsonl(tmp_path / "my.jsonl", [{"prompt": text, "answer": text} for text in texts])
-    assert answers(make(file, eval_split="train[:1]")) == ["1,600", r"\frac{1}{2}", "A"]
-    assert answers(make(file, eval_split="train[:1]", answer_kind="text")) == texts
-
-
-def test_import_is_light():
-    code = "import sys, offline_grpo.task.dataset; print({'math_verify', 'datasets', 'pyarrow'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
 def plan_data(*overrides):
     config = typed(compose_config(*overrides))
     return task_data(config), config
-
-
-def test_without_evaluations_rows_stay_held_out_unless_all_are_asked_for(tmp_path):
-    """`offline_grpo.evaluate` asks them later, of this run too."""
-    write_jsonl(tmp_path / "train.jsonl", ROWS[:30])
-    overrides = ("task=dataset", f"task.path={tmp_path}", "eval.enabled=false")
-    assert describe_data(plan_data(*overrides)[0], 1) == ["data: 27 training problems, no evaluations"]
-    everything = plan_data(*overrides, "task.eval_split=train")[0]
-    assert describe_data(everything, 1) == ["data: 30 training problems, no evaluations"]
 
 
 def test_duplicates_are_dropped_from_training_and_counted(tmp_path):
@@ -263,32 +241,3 @@ def test_duplicates_are_dropped_from_training_and_counted(tmp_path):
         "left out of training: 4 problems with prompts that are held out",
         "data.problems_per_iteration=40 is more: an iteration repeats problems",
     ]
-
-
-def test_only_duplicates_is_an_error(tmp_path):
-    file = write_jsonl(tmp_path / "my.jsonl", ROWS)
-    with pytest.raises(ConfigError, match=r"every training problem is held out too"):
-        plan_data("task=dataset", f"task.path={file}", "task.eval_split=train")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["task.path=@300", "eval.num_ids=all", "eval.id_seed_start=290"], 10),
-        (["task.path=@20"], 20),
-        (["task.path=@20", "eval.num_ids=21"], r"eval.num_ids=21: asks for problem 20 and the task has 20 "),
-        (["task=sat", "eval.num_ids=all", "data.num_train_seeds=10"], r"eval.num_ids=all: .* are more than 1,000,000"),
-    ],
-)
-def test_number_of_held_out_problems(tmp_path, overrides, expected):
-    for size in (20, 300):
-        (tmp_path / str(size)).mkdir()
-        write_jsonl(tmp_path / str(size) / "train.jsonl", ROWS)
-        held_out = [{"prompt": f"held out {i}", "answer": i} for i in range(size)]
-        write_jsonl(tmp_path / str(size) / "test.jsonl", held_out)
-    words = ["task=dataset", *(word.replace("@", f"{tmp_path}/") for word in overrides)]
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            plan_data(*words)
-    else:
-        assert len(plan_data(*words)[0].held_out) == expected

@@ -71,15 +71,6 @@ def test_a_score_is_that_of_the_problems_task():
     assert {problem.task for problem in task.problems(Split.TRAIN)} == {"a", "b"}
 
 
-def test_lazy_tasks_stay_lazy():
-    task = build_task(compose_plain("task=mixture", "+task@task.tasks.sat=sat", "+task@task.tasks.sums=arithmetic"))
-    train, held_out = task.problems(Split.TRAIN), task.problems(Split.EVAL)
-    assert len(train) == len(held_out) == 10**9
-    assert train[10**8].task in ("sat", "sums")
-    assert held_out[10**8].task == "sat"
-    assert [problem.task for problem in held_out[:4]] == ["sat", "sums", "sat", "sums"]
-
-
 def compose_plain(*overrides):
     return typed(compose_config(*overrides)).task
 

@@ -1,11 +1,6 @@
 """Generators of Reasoning Gym: their own answers earn everything, whatever a model writes costs nothing but the
 reward."""
 
-import os
-import pickle
-import re
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -89,32 +84,3 @@ def test_levels_need_their_order():
 def test_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         make(*overrides).problems(Split.TRAIN)
-
-
-HERE = """
-import pickle, sys
-task, problem = pickle.load(sys.stdin.buffer)
-problem = problem or task.problems("train")[0]
-try:
-    outcome = task.score(problem, f"<answer>{problem.answer}</answer>").reward
-except Exception as error:
-    outcome = str(error)
-sys.stdout.buffer.write(pickle.dumps((problem, outcome)))
-"""
-
-
-@pytest.mark.slow
-def test_a_problem_that_is_made_again_differently_is_not_scored():
-    """The polynomials of `polynomial_multiplication` have variables from a set."""
-
-    def in_a_process(hash_seed, problem=None):
-        """A problem, the task's first one if none is given, and what its own answer earns."""
-        run = {"input": pickle.dumps((task, problem)), "env": os.environ | {"PYTHONHASHSEED": hash_seed}}
-        return pickle.loads(subprocess.run([sys.executable, "-c", HERE], stdout=-1, check=True, **run).stdout)
-
-    task = make("task.name=polynomial_multiplication", "task.system_prompt=Think.", "task.num_train=4")
-    problem, earned = in_a_process("0")
-    assert (earned, in_a_process("0", problem)[1]) == (1.1, 1.1)
-    assert re.search(
-        "problem train-0 is not the one that was asked; set PYTHONHASHSEED=0 ", in_a_process("1", problem)[1]
-    )

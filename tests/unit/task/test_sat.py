@@ -93,17 +93,6 @@ def test_the_seed_projects_problems_are_reproduced():
     assert count_solved_by_zeros(make_sat(difficulty=0.48).problems(Split.TRAIN)[5000:5016]) / 16 == 0.25
 
 
-def test_problems_are_a_lazy_sequence():
-    problems = make_sat().problems(Split.TRAIN)
-    assert len(problems) == 10**9
-    assert problems[1000].problem_id == "sat-1000"
-    assert problems[-1].problem_id == "sat-999999999"
-    assert [p.problem_id for p in problems[1000:1064][2:4]] == ["sat-1002", "sat-1003"]
-    assert problems[7] == make_sat().problems(Split.TRAIN)[7]
-    with pytest.raises(IndexError):
-        problems[10**9]
-
-
 @pytest.mark.parametrize(("difficulty", "frac"), [(None, 1 / 32), (0.6, 0.01)])
 def test_hard_problems_have_solutions_but_few(difficulty, frac):
     for problem in make_sat(difficulty, max_solution_frac=frac).problems(Split.TRAIN)[1000:1040]:

@@ -145,7 +145,7 @@ def first_sampled(rollout: Rollout) -> int:
 
 
 def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGroup]:
-    """The groups of these rows. Raises ConfigError if one has several problems, as in records that were joined."""
+    """The groups of these rows."""
     rows = [list(row) for row in rows]
     members = iter(table.take([index for row in rows for index in row]).to_pylist())
     return [_group([next(members) for _ in row]) for row in rows]
@@ -168,10 +168,6 @@ def group_rows(table: pa.Table) -> dict[tuple[int, str, int], list[int]]:
 
 
 def _group(members: Sequence[Mapping[str, Any]]) -> RolloutGroup:
-    if len({member["messages"] for member in members}) > 1:
-        first, fix = members[0], "name the records that were joined one by one: rollouts.path=[A,B]"
-        where = f"iteration {first['iteration'] + 1}, group {first['group'] + 1}"
-        raise ConfigError(f"rollouts.path: {where} has completions of different prompts; {fix}")
     problem = None if members[0]["messages"] is None else _read_problem(members[0])
     advantages = None
     if all(member["advantages"] is not None for member in members):
