@@ -126,34 +126,6 @@ def test_the_smoke_test_prints_both_records(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_resume_completes_the_run(
-    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    day = tmp_path / "outputs" / "2026-01-01"
-    stopped, fresh, whole = day / "00-00-00-000000", day / "00-01-00-000000", tmp_path / "whole"
-    save, saved = torch.save, []
-
-    def save_until_the_disk_is_full(content: Any, path: Path) -> None:
-        saved.append(path)
-        if len(saved) == 2:
-            path.write_bytes(b"half of it")
-            raise OSError(28, "No space left on device")
-        save(content, path)
-
-    monkeypatch.setattr(torch, "save", save_until_the_disk_is_full)
-    with pytest.raises(OSError, match="No space left on device"):
-        app.run(compose_config(cache, *SMALL), stopped)
-    assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["iter_001"]
-    AutoModelForCausalLM.from_pretrained(stopped / "checkpoints" / "iter_001")
-
-    monkeypatch.undo()
-    assert run_in_child(fresh, cache, "resume=auto", *SMALL) == 0, printed(fresh)
-    assert run_in_child(whole, cache, *SMALL) == 0, printed(whole)
-    assert not fresh.exists()
-    assert metrics_of(stopped) == metrics_of(whole)
-    assert weights_of(stopped) == weights_of(whole)
-
-
 def test_all_loggers_together(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     run_dir = tmp_path / "run"

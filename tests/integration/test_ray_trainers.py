@@ -19,8 +19,6 @@ from children import SMALL, metrics_of, printed, run_command, run_in_child
 from engines import processes_naming
 from ray_machines import machines, wait_until
 
-from offline_grpo.run import launch, ray_trainers
-
 SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
 LONG = "train.iterations=1000"
 
@@ -151,10 +149,3 @@ def test_what_it_cannot_do_is_refused(words: str, tmp_path: Path) -> None:
     done = run_command(tmp_path, SCRIPT, *words.split())
     assert done.returncode == 2
     assert REFUSED[words] in done.stderr
-
-
-def test_all_processes_get_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/at/run_grpo.py"])
-    monkeypatch.setattr(launch, "typed", ["--config-dir", "mine", "seed=3", "hydra.run.dir=x"])
-    words = ["--config-dir", "mine", "hydra.run.dir=/at/outputs/1", "seed=3"]
-    assert ray_trainers._command(Path("/at/outputs/1")) == [sys.executable, "/at/run_grpo.py", *words]

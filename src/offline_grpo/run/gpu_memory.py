@@ -50,6 +50,10 @@ HOST_PROCESS_BYTES = 4 * GIB  # of a process that uses CUDA: libraries, kernels,
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks, recomputed; all of them cost a third of the time of an update
 MARGIN = 0.1  # of the activations, which are predicted worst; `choose_share` keeps it free
 CGROUP = Path("/sys/fs/cgroup")  # version 2
+LESS = (
+    "choose a smaller model or model/lora=default, train.optimizer.offload=true or train/optimizer=adamw_8bit, "
+    "train.gradient_checkpointing=true, or fewer train.tokens_per_microbatch, train.batch_size or generation.batch_size"
+)
 SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
 DEFAULT_SHARE = 0.92  # vLLM's own
 ACTIVATIONS = "activations"
@@ -60,12 +64,11 @@ Adafactor's rows and columns are few."""
 
 @dataclass(frozen=True)
 class Part:
-    """Memory on a GPU, the setting (KEY=VALUE) that it follows from, and a fix if it is too much."""
+    """Memory on a GPU, and the setting (KEY=VALUE) that it follows from."""
 
     name: str
     num_bytes: int
     setting: str
-    fix: str
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,6 @@ class Sizes:
     num_trained: int
     block_weights: tuple[int, ...]  # of every block; empty where no list of blocks is found
     first_trained_block: int  # earlier blocks keep no activations
-    trains_head: bool
-    has_tied_embeddings: bool
     has_qk_norm: bool
 
 
@@ -184,15 +185,13 @@ def sizes_of(request: MemoryRequest) -> Sizes:
         blocks = list(blocks_of(bare))
     except ConfigError:
         blocks = []
-    embeddings, head = bare.get_input_embeddings().weight, bare.get_output_embeddings().weight
+    embeddings = bare.get_input_embeddings().weight
     are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
     return Sizes(
         num_weights=sum(p.numel() for p in model.parameters()),
         num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
-        trains_head=head.requires_grad,
-        has_tied_embeddings=head is embeddings,
         has_qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules()),
     )
 
@@ -224,32 +223,26 @@ def predict(request: MemoryRequest, sizes: Sizes | None = None) -> list[DevicePl
     if request.reference_config is not None:
         reference_bytes = ceil(_num_weights(request.reference_config) * dtype.itemsize / num_parts)
 
-    of_model = f"model.train_id={model.train_id}"
-    smaller = "use model/lora=default or a smaller model" if model.lora is None else "choose a smaller model"
-    of_state = f"train.optimizer._target_={train.optimizer['_target_']}"
-    less_state = "use train.optimizer.offload=true, train/optimizer=adamw_8bit or model/lora=default"
+    of_model, of_state = f"model.train_id={model.train_id}", f"train.optimizer._target_={train.optimizer['_target_']}"
     if offload:
-        of_state, less_state = "train.optimizer.offload=true", f"{smaller}, or a machine with more memory"
+        of_state = "train.optimizer.offload=true"
     key = "tokens_per_microbatch" if train.tokens_per_microbatch is not None else "batch_size"
-    microbatch = f"train.{key}={getattr(train, key)}"
-    less_activations = "lower it, which changes no gradient"
-    if not request.recompute:
-        less_activations += ", or set train.gradient_checkpointing=true"
     weights_bytes = ceil(sizes.num_weights * (4 if has_fp32_parts else dtype.itemsize) / num_parts)
-    weights = Part("policy weights", weights_bytes, of_model, smaller)
     state_bytes = int(STATE_BYTES.get(type(plan.optimizer), STATE_BYTES[AdamW]) * num_trained)
     optimizer = [
-        Part("fp32 masters", 4 * num_trained * needs_masters, of_state if offload else of_model, smaller),
-        Part("optimizer state", state_bytes, of_state, less_state),
+        Part("fp32 masters", 4 * num_trained * needs_masters, of_state if offload else of_model),
+        Part("optimizer state", state_bytes, of_state),
     ]
-    reference = Part("reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}", "0 loads no reference")
+    weights = Part("policy weights", weights_bytes, of_model)
+    reference = Part("reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}")
+    context = Part("CUDA context", CONTEXT_BYTES, f"model.device={model.device}")
     others = [
         *([] if offload else optimizer),
-        Part("gradients", gradients_bytes, of_model, smaller),
+        Part("gradients", gradients_bytes, of_model),
         *([reference] if request.reference_gpu is None and model.ref_device != "cpu" else []),
-        Part(ACTIVATIONS, needed_bytes, microbatch, less_activations),
+        Part(ACTIVATIONS, needed_bytes, f"train.{key}={getattr(train, key)}"),
         _sampling_part(request, sizes, gradients_bytes + activations_bytes),
-        Part("CUDA context", CONTEXT_BYTES, "model.device=cuda", "train on another GPU"),
+        context,
         _gathered_part(request, sizes),
     ]
 
@@ -260,13 +253,13 @@ def predict(request: MemoryRequest, sizes: Sizes | None = None) -> list[DevicePl
         owners = [process for process in processes if process > 0 or not shares_weights]
         trainer = tuple(part for part in [weights] * len(owners) + others * len(processes) if part.num_bytes > 0)
         if gpu in of_reference:
-            trainer += (reference, Part("CUDA context", CONTEXT_BYTES, f"model.ref_device=cuda:{gpu}", "use another"))
+            trainer += (reference, context)
         num_servers = request.engine_gpus.count(gpu)
         served = _server_parts(request, request.total_bytes[gpu], num_servers) if num_servers else ()
         devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))
     if offload:
         num_processes = len(request.trainers) + (2 * plan.engine.num_managed if request.engine_gpus else 0)
-        processes = Part("processes", HOST_PROCESS_BYTES * num_processes, of_state, less_state)
+        processes = Part("processes", HOST_PROCESS_BYTES * num_processes, of_state)
         devices.append(DevicePlan(None, _available_bytes(), (*optimizer * len(request.trainers), processes), ()))
     return devices
 
@@ -326,18 +319,16 @@ def _activations_bytes(request: MemoryRequest, sizes: Sizes) -> int:
     num_recomputed = round(active * request.recompute)
     kept = block * (active - num_recomputed) + num_recomputed * num_tokens * hidden_size * itemsize
 
-    head_grad = itemsize * vocab_size * hidden_size if sizes.trains_head else 0
     keeps_tiles = request.dtype == torch.bfloat16 and request.plan.loss.entropy_coef == 0
     kept_gib = getattr(request.plan.head, "kept_gib", 0) if keeps_tiles else 0  # a head from outside keeps nothing
     kept_by_head = min(int(kept_gib * GIB), 2 * scored * vocab_size)
     # In the backward pass of the head: the fp32 sum that becomes the gradient of the hidden states, and a product.
     tiles = min(HEAD_TILES_BYTES, 8 * scored * vocab_size)
-    head = kept_by_head + max(tiles, head_grad + 10 * scored * hidden_size)
+    head = kept_by_head + max(tiles, 10 * scored * hidden_size)
     if not kept_by_head:
-        head += head_grad + tiles // 4
+        head += tiles // 4
     in_block = 3 * num_tokens * itemsize * _widths(config)[2]  # gradients inside the MLP
-    last_block = in_block + (block if num_recomputed else 0) + (head_grad if sizes.has_tied_embeddings else 0)
-    return int(kept + max(head, last_block))
+    return int(kept + max(head, in_block + (block if num_recomputed else 0)))
 
 
 def _widths(config: Any) -> tuple[int, int, int, int]:
@@ -388,8 +379,7 @@ def _gathered_part(request: MemoryRequest, sizes: Sizes) -> Part:
     num_bytes = (rest + 2 * largest) * itemsize
     if request.plan.config.model.lora is None:
         num_bytes += (rest + largest) * itemsize + 4 * largest
-    fix = "choose a model with smaller blocks, or train.sharding=none"
-    return Part("gathered embeddings and blocks", num_bytes * request.is_sharded, "train.sharding=fsdp2", fix)
+    return Part("gathered embeddings and blocks", num_bytes * request.is_sharded, "train.sharding=fsdp2")
 
 
 def _sampling_part(request: MemoryRequest, sizes: Sizes, free_bytes: int) -> Part:
@@ -405,7 +395,7 @@ def _sampling_part(request: MemoryRequest, sizes: Sizes, free_bytes: int) -> Par
     if request.is_sharded and rows:  # in process, from weights that are gathered for it
         needed += sizes.num_weights * itemsize
     name, setting = "KV cache of sampling, beyond gradients and activations", f"generation.batch_size={rows}"
-    return Part(name, max(0, needed - free_bytes), setting, "lower it, which changes no sample")
+    return Part(name, max(0, needed - free_bytes), setting)
 
 
 def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) -> tuple[Part, Part, Part]:
@@ -420,7 +410,7 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     setting, who = f"engine.args.{key}={share_frac:g}", "server" if num_servers == 1 else f"{num_servers} servers"
     rest = int(num_servers * total_bytes * share_frac) - weights
     sizes = {"weights": weights, "KV cache and the rest": rest, "CUDA context": num_servers * CONTEXT_BYTES}
-    first, second, third = (Part(f"{who}: {name}", size, setting, "lower it") for name, size in sizes.items())
+    first, second, third = (Part(f"{who}: {name}", size, setting) for name, size in sizes.items())
     return first, second, third
 
 
@@ -463,7 +453,7 @@ def check(devices: Sequence[DevicePlan]) -> None:
             continue
         parts = sorted(device.trainer + device.server, key=lambda part: -part.num_bytes)
         largest = max(device.trainer or device.server, key=lambda part: part.num_bytes)
-        setting, fix = largest.setting, largest.fix
+        setting, fix = largest.setting, LESS
         if device.server and (room := room_for_server(device, total_bytes=device.total_bytes)) is not None:
             setting = device.server[1].setting
             fix = f"use {setting.partition('=')[0]}={room:.2f} or less"

@@ -1,8 +1,5 @@
-"""`placement.trainer=ray`: starts the training processes on the machines of a Ray cluster, as torchrun does where one
-can log in.
-
-Each is the command that was typed, in an actor that holds its GPU. What they print comes out here, and Ctrl-C goes to
-all of them.
+"""`placement.trainer=ray`: starts the training processes on the machines of a Ray cluster. Each is the command that was
+typed, in an actor that holds its GPU. What they print comes out here, and Ctrl-C goes to all of them.
 """
 
 from __future__ import annotations
@@ -32,15 +29,10 @@ from offline_grpo.settings import RunConfig
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
-END_S = 15.0
-"""After one process has failed, the others may take this long to end by themselves: they wait for it in a collective
-operation.
-"""
+END_S = 15.0  # after one process has failed, for the others, which wait for it in a collective operation
 MAX_LINE_BYTES = 2**20
-STARTED = "OFFLINE_GRPO_STARTED_BY_RAY"
-"""Set for the processes that are started here."""
-OF_THIS_PROCESS = ("RAY_", "CUDA_VISIBLE_DEVICES", "HYDRA_FULL_ERROR")
-"""Environment variables that are not handed on."""
+STARTED = "OFFLINE_GRPO_STARTED_BY_RAY"  # set for the processes that are started here
+OF_THIS_PROCESS = ("RAY_", "CUDA_VISIBLE_DEVICES", "HYDRA_FULL_ERROR")  # environment variables that are not handed on
 
 
 def is_wanted(placement: Any) -> bool:
@@ -56,8 +48,6 @@ def train(config: RunConfig, folder: Path) -> None:
         GrpoError: a machine was lost.
         SystemExit: the processes ended with this exit code.
     """
-    fix = "starts the training processes itself; leave torchrun or accelerate launch out"
-    require(launch.num_processes() == 1, "placement.trainer", "ray", fix)
     fix = "starts the processes of one run; for a sweep on the cluster use hydra/launcher=ray"
     require(HydraConfig.get().mode is not RunMode.MULTIRUN, "placement.trainer", "ray", fix)
     placement = config.placement
@@ -76,7 +66,7 @@ def train(config: RunConfig, folder: Path) -> None:
         release(folder)  # the first of the processes writes there
         with closing(room):
             actors = [room.hire(index, TrainingActor) for index in range(placement.num_trainers)]
-            actors = _start(actors, _command(folder))
+            actors = _start(actors, folder)
             with StopSignal.listening() as stop, stop.held("the training processes have saved"):
                 code = _wait(actors, stop)
     finally:
@@ -84,14 +74,6 @@ def train(config: RunConfig, folder: Path) -> None:
             ray.shutdown()
     if code != 0:
         sys.exit(code)
-
-
-def _command(folder: Path) -> list[str]:
-    """The typed command, in this folder."""
-    typed = [word for word in launch.typed if not word.startswith("hydra.run.dir=")]
-    script = Path(sys.argv[0]).absolute()
-    command = ["-m", script.parent.name] if script.name == "__main__.py" else [str(script)]
-    return [sys.executable, *command, *typed, f"hydra.run.dir={quoted(folder.absolute())}"]
 
 
 class TrainingActor:
@@ -137,10 +119,14 @@ class TrainingActor:
             self._process.send_signal(number)
 
 
-def _start(actors: Sequence[Any], command: Sequence[str]) -> list[Any]:
-    """Start a process in each actor. Returns the actors in the order of ranks: those of a machine follow each other."""
+def _start(actors: Sequence[Any], folder: Path) -> list[Any]:
+    """Start the typed command, in this folder, in each actor. Returns them by rank, a machine's in a row."""
     import ray
 
+    typed = [word for word in launch.typed if not word.startswith("hydra.run.dir=")]
+    script = Path(sys.argv[0]).absolute()
+    program = ["-m", script.parent.name] if script.name == "__main__.py" else [str(script)]
+    command = [sys.executable, *program, *typed, f"hydra.run.dir={quoted(folder.absolute())}"]
     found: list[Any] = ray.get([actor.place.remote() for actor in actors])
     nodes = [place[0] for place in found]
     order = sorted(range(len(actors)), key=lambda index: nodes.index(nodes[index]))
@@ -167,9 +153,8 @@ def _start(actors: Sequence[Any], command: Sequence[str]) -> list[Any]:
 
 
 def _wait(actors: Sequence[Any], stop: StopSignal) -> int:
-    """Print what the processes print, and pass a signal on, until they have ended.
-
-    Returns 0, or the exit code of the first that failed.
+    """Print what the processes print, and pass a signal on, until they have ended. Returns 0, or the exit code of the
+    first that failed.
     """
     import ray
     from ray.exceptions import RayActorError

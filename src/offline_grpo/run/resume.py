@@ -30,7 +30,7 @@ from offline_grpo.redaction import flat
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run import launch, sweeps
 from offline_grpo.run.config import fresh_schedule, key_of, quoted
-from offline_grpo.run.run_dir import ResumePoint, RunDir, changed_keys, is_finished, local_path, run_of
+from offline_grpo.run.run_dir import NO_CHECKPOINT, ResumePoint, RunDir, changed_keys, is_finished, local_path, run_of
 from offline_grpo.settings import RunConfig, planned_updates
 from offline_grpo.train.milestones import early_stop_reason
 
@@ -78,8 +78,7 @@ def arguments(words: Sequence[str]) -> list[str]:
     require(not is_sweep, "resume", named, "is one run, whose folder all jobs of --multirun would share; leave it out")
     run, path = run_of(Path(named)), Path(named).expanduser().resolve()
     if run is None:
-        fix = "no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto"
-        raise ConfigError(f"resume={named}: {fix}")
+        raise ConfigError(f"resume={named}: {NO_CHECKPOINT}")
     typed = [word for word in typed if key_of(word) != "resume"] + [f"resume={quoted(named)}"]
     if path in (run, latest_checkpoint(run / "checkpoints")):
         typed.append(f"hydra.run.dir={quoted(run)}")

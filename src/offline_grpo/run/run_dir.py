@@ -30,6 +30,7 @@ from offline_grpo.train.milestones import early_stop_reason
 from offline_grpo.train.schedule import LrSchedule
 
 LOCK = ".lock"
+NO_CHECKPOINT = "no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto"
 NO_RESULTS = {".hydra", "run.log", LOCK, "multirun.yaml", ".submitit", ".failed_jobs"}  # before there is any result
 RECORDS = ("metrics", "samples", "rollouts")  # a run's folders with files for each iteration
 ITERATION = re.compile(r"(?:^|_)(?:iter_(?P<number>\d+)|init)(?=\.|$)")  # train_iter_004.json, eval_init.json
@@ -116,7 +117,9 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
     run = run_of(path)
     if resume == "auto" and run is None:
         return _newest_alike(fresh, config) or _begin(fresh, may_repeat=True)
-    if run is None or path == run:
+    if run is None:
+        raise ConfigError(f"resume={resume}: {NO_CHECKPOINT}")
+    if path == run:
         return _newest_in(path, f"resume={resume}")
     state = verified_state(path)
     if latest_checkpoint(run / "checkpoints") != path:

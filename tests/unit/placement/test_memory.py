@@ -267,28 +267,27 @@ def test_lora_pays_for_its_adapters_alone():
 
 
 def made_up(*, total_gib, trainer_gib=(), server_gib=(), num_servers=1):
-    trainer = tuple(
-        Part(f"part {i}", int(gib * GIB), f"train.key_{i}={i}", f"fix {i}") for i, gib in enumerate(trainer_gib)
-    )
+    trainer = tuple(Part(f"part {i}", int(gib * GIB), f"train.key_{i}={i}") for i, gib in enumerate(trainer_gib))
     names = ("weights", "KV cache", "context")
     setting = "engine.args.gpu_memory_utilization=0.6"
-    server = tuple(
-        Part(name, int(gib * GIB), setting, "lower it") for name, gib in zip(names, server_gib, strict=bool(server_gib))
-    )
+    server = tuple(Part(name, int(gib * GIB), setting) for name, gib in zip(names, server_gib, strict=bool(server_gib)))
     return [DevicePlan(0, int(total_gib * GIB), trainer, server, num_servers)]
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (made_up(total_gib=10, trainer_gib=[4, 7]), r"^train.key_1=1: GPU 0 has 10.0 GiB .* hold 11.0 GiB .*; fix 1; "),
+        (
+            made_up(total_gib=10, trainer_gib=[4, 7]),
+            r"^train.key_1=1: GPU 0 has 10.0 GiB .* hold 11.0 GiB .*; choose a smaller model ",
+        ),
         (  # 10 - 5 - 1 = 4 GiB are left, 2 for each
             made_up(total_gib=10, trainer_gib=[5.0], server_gib=[1, 11, 1.0], num_servers=2),
             r"use engine.args.gpu_memory_utilization=0.20 or less; ",
         ),
         (  # 1 GiB is left: the weights' own size
             made_up(total_gib=10, trainer_gib=[8.5], server_gib=[1, 5, 0.5]),
-            r"^train.key_0=0: GPU 0 .*; fix 0; ",
+            r"^train.key_0=0: GPU 0 .*; choose a smaller model ",
         ),
     ],
 )
