@@ -54,7 +54,7 @@ def main() -> None:
     same = {"n": args.group_size, "max_tokens": args.tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     asked = [same | {"seed": index} for index in range(args.prompts)]
     with served(args.base_url) as server:
-        name = server.api.get("/v1/models").read(lambda found: found["data"][0]["id"])
+        name = server.api.get("/v1/models").json()["data"][0]["id"]
         bodies = {
             "/generate": [
                 body | {"prompt": {"prompt_token_ids": prompt}} for body, prompt in zip(asked, prompts, strict=True)

@@ -298,7 +298,7 @@ def under_way(server: Server, *requests: Mapping[str, Any]) -> Iterator[None]:
 
 def num_running(server: Server) -> float:
     """Requests that the server is working on."""
-    lines = server.api.get("/metrics").body.decode().splitlines()
+    lines = server.api.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 

@@ -98,7 +98,7 @@ def test_restarted_servers_follow_it_too(lora_server: Server, model_folder: Path
 
 
 def count_requests(server: Server) -> float:
-    lines = server.api.get("/metrics").body.decode().splitlines()
+    lines = server.api.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{"))
 
 
@@ -328,7 +328,7 @@ def test_pushes_to_a_server_that_samples(
 
 
 def count_aborted(server: Server) -> float:
-    lines = server.api.get("/metrics").body.decode().splitlines()
+    lines = server.api.get("/metrics").text.splitlines()
     return sum(
         float(line.split()[-1])
         for line in lines

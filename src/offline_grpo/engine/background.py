@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -45,17 +44,3 @@ def made_once(make: Callable[[], T]) -> Callable[[], T]:
             return cached()
 
     return made
-
-
-def start_loop(name: str) -> asyncio.AbstractEventLoop:
-    """An event loop that runs in a thread of this name, until it is stopped."""
-    loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        try:
-            loop.run_forever()
-        finally:
-            loop.close()
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return loop

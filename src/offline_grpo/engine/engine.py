@@ -1,41 +1,113 @@
-"""What samples: this process, or a server with its client and control."""
+"""What samples: this process, or a server with its client, and what weight sync may do to it, whatever its kind."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from offline_grpo.engine.control import ServerControl
+import httpx
+
 from offline_grpo.engine.http import Refused
 from offline_grpo.engine.server import Server
-from offline_grpo.interfaces import RolloutClient
-from offline_grpo.types import Completion, SamplingParams, SamplingRequest
+from offline_grpo.errors import ConfigError
+from offline_grpo.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
+Check = Callable[[], None] | None
 
-class AsksServer(RolloutClient, Protocol):
-    """A client with an `engine_name`: it asks a server, and knows how weight sync may control that server."""
+
+@dataclass(frozen=True)
+class ServedBits:
+    """A server's fingerprints of the checkpoint's parameters; none where it holds parts of them, or quantised ones."""
+
+    dtype: str
+    fingerprints: dict[str, str]
+
+
+@dataclass
+class ServerControl(ABC):
+    """Control over a server. Calls raise EngineError, or EngineDied if a server that the run started has ended."""
 
     server: Server
-    num_asked: Counter[str]
 
-    @staticmethod
-    def control(server: Server) -> ServerControl:
-        """Control over a server of this kind, as it is now: a new one after each start."""
-        ...
+    name: ClassVar[str]
+    oldest: ClassVar[tuple[int, ...]]
+    newest: ClassVar[tuple[int, ...]]
 
-    def generate_now(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> list[list[Completion]]:
-        """The completions of a few requests, in their order, which do not wait behind those of `generate`."""
-        ...
+    def get(self, path: str) -> httpx.Response:
+        """GET `path`, see `ServerApi.get`."""
+        return self.server.watched(lambda: self.server.api.get(path))
+
+    def post(self, path: str, body: Any = None, **arguments: Any) -> httpx.Response:
+        """POST `path`, see `ServerApi.post`."""
+        return self.server.watched(lambda: self.server.api.post(path, body, **arguments))
+
+    def check_version(self) -> str:
+        """The server's version; raises ConfigError if it is not from `oldest` to `newest`."""
+        version = self.version()
+        numbers = re.match(r"\.".join([r"(\d{1,9})"] * len(self.oldest)), version)
+        if numbers is None or not self.oldest <= tuple(map(int, numbers.groups())) <= self.newest:
+            oldest, newest = (".".join(map(str, limit)) for limit in (self.oldest, self.newest))
+            key = "engine.python" if self.server.is_managed else self.server.key
+            raise ConfigError(
+                f"{self.server.base_url}: {self.name} {version[:40]} answers there, and versions {oldest} to {newest} "
+                f"are supported; see {key}"
+            )
+        return version
+
+    @abstractmethod
+    def version(self) -> str:
+        """The server's version."""
+
+    @abstractmethod
+    def lacks(self, moves: str) -> str | None:
+        """What this already running server lacks for the run, as a phrase for the error message; None if nothing.
+
+        Args:
+            moves: what weight sync brings, see `SyncRequirements`.
+        """
+
+    @abstractmethod
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
+        """Load the weights of a folder in place of those being served, and note their tag. The server is paused
+        meanwhile. After an error it stays paused: it must not serve half-written weights.
+
+        Args:
+            check: called before the weights are loaded. If it raises, the server continues as it was.
+        """
+
+    @abstractmethod
+    def set_tag(self, tag: str) -> None:
+        """Note which weights are being served, once everything written so far has arrived."""
+
+    @abstractmethod
+    def served_tag(self) -> str | None:
+        """The tag that was noted last; None since the server's start, "" if weights were loaded without a tag."""
+
+    def served_bits(self) -> ServedBits | None:
+        """Fingerprints of the weights being served; None from a kind of server that cannot compute them."""
+        return None
+
+    def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
+        """Of parameters with other fingerprints, those that do not just have the same numbers in another order, as some
+        architectures are served.
+
+        Args:
+            sums: see `offline_grpo_fingerprint.sums`.
+        """
+        return list(sums)
 
 
 class Engine:
     """An engine in this process: `client` samples from the trained module, and there is nothing to start or stop.
 
     Args:
+        client: a `RolloutClient`.
         sampling: the run's settings; a proof of the weights uses the same.
     """
 
@@ -47,7 +119,7 @@ class Engine:
     """Whether a server that the run started has ended, or a server that was found was started anew since its weights
     were tagged."""
 
-    def __init__(self, client: RolloutClient, sampling: SamplingParams) -> None:
+    def __init__(self, client: Any, sampling: SamplingParams) -> None:
         self.client = client
         self.sampling = sampling
 
@@ -65,18 +137,13 @@ class Engine:
 
 
 class ServerEngine(Engine):
-    """A server behind its client."""
+    """A server behind its client, a `ServerClient`, which has `server` and makes the `ServerControl` of its kind."""
 
-    client: AsksServer  # type: ignore[assignment]  # narrower than the base's
-
-    def __init__(self, client: AsksServer, sampling: SamplingParams) -> None:
+    def __init__(self, client: Any, sampling: SamplingParams) -> None:
         super().__init__(client, sampling)
+        self.server: Server = client.server
         self.control: Any = client.control(client.server)
         """A `ServerControl`; a strategy for one kind of server may use all that this kind's control can do."""
-
-    @property
-    def server(self) -> Server:
-        return self.client.server
 
     def begin(self, model: str, args: Mapping[str, Any]) -> None:
         self.server.begin(model, args=args)
@@ -92,7 +159,7 @@ class ServerEngine(Engine):
         if base_url != self.server.base_url:
             self.client.close()
             self.server.move_to(base_url)
-        self.server.watch(pid)
+        self.server.watched_pid = pid
 
     def stop(self) -> None:
         self.client.close()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 import httpx
 
-from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.errors import EngineError, require
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
@@ -36,99 +33,77 @@ class NotFound(Refused):
     """It has nothing at that path."""
 
 
-class Unreachable(EngineError):
-    """No answer came: no connection, a broken one, or none in time."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A whole answer from `url`."""
-
-    url: str
-    status: int
-    body: bytes
-
-    @classmethod
-    def of(cls, response: httpx.Response) -> Answer:
-        """The answer that httpx has read."""
-        return cls(str(response.request.url), response.status_code, response.content)
-
-    def check_status(self) -> None:
-        """Raise Refused unless the status is 200; the message has the server's own words."""
-        if self.status != 200:
-            kind = NotFound if self.status == 404 else Refused
-            raise kind(f"{self.url}: status {self.status}: {self.reason()}")
-
-    def read(self, reader: Callable[[Any], T]) -> T:
-        """What `reader` makes of the parsed JSON. Raises EngineError where the answer is no JSON, or `reader` fails."""
-        try:
-            return reader(json.loads(self.body))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            why = f"a malformed answer ({type(error).__name__}: {str(error)[:200]}): {self.body[:200]!r}"
-            raise EngineError(f"{self.url}: {why}; is that the right server, with no proxy in between?") from error
-
-    def reason(self) -> str:
-        """The server's own words about a status other than 200, as one line."""
-        text = self.body.decode(errors="replace")
-        with suppress(ValueError):
-            body = json.loads(text)
-            error = body.get("error", body) if isinstance(body, dict) else body
-            text = str(error.get("message", error) if isinstance(error, dict) else error)
-        return " ".join(text[:600].split())
-
-
 class ServerApi:
     """Calls that control a server, for callers that wait. Threads may share it.
 
-    `get` and `post` return the answer; `timeout_s` is the longest silence.
+    `get` and `post` return the response; `timeout_s` is the longest silence.
 
     Raises:
         Refused: a status other than 200.
-        Unreachable: no connection, or no answer in time.
+        EngineError: no connection, or no answer in time.
     """
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
         self._http = httpx.Client(**connection(base_url, api_key))
 
-    def get(self, path: str, *, timeout_s: float = TIMEOUT_S) -> Answer:
+    def get(self, path: str, *, timeout_s: float = TIMEOUT_S) -> httpx.Response:
         """The answer to GET `path`."""
-        answer = self._call("GET", path, timeout=timeout_s)
-        answer.check_status()
-        return answer
+        return checked(self._call("GET", path, timeout=timeout_s))
 
     def post(
         self, path: str, body: Any = None, *, params: Mapping[str, Any] | None = None, timeout_s: float = TIMEOUT_S
-    ) -> Answer:
+    ) -> httpx.Response:
         """The answer to POST `path`."""
-        answer = self._call("POST", path, timeout=timeout_s, json=body, params=params)
-        answer.check_status()
-        return answer
+        return checked(self._call("POST", path, timeout=timeout_s, json=body, params=params))
 
-    def answers(self, path: str) -> bool:
-        """Whether GET `path` succeeds now."""
+    def is_healthy(self) -> bool:
+        """Whether GET /health succeeds now."""
         try:
-            self.get(path, timeout_s=HEALTH_TIMEOUT_S)
+            self.get("/health", timeout_s=HEALTH_TIMEOUT_S)
         except EngineError:
             return False
         return True
 
     def has(self, path: str) -> bool:
-        """Whether there is a route for POST `path`; asked with GET, which such routes refuse with status 405.
+        """Whether there is a route for POST `path`; asked with GET, which such routes refuse with status 405."""
+        response = self._call("GET", path, timeout=TIMEOUT_S)
+        if response.status_code not in (404, 405):
+            checked(response)
+        return response.status_code != 404
 
-        Raises:
-            EngineError: no connection, or no permission.
-        """
-        answer = self._call("GET", path, timeout=TIMEOUT_S)
-        if answer.status not in (404, 405):
-            answer.check_status()
-        return answer.status != 404
-
-    def _call(self, method: str, path: str, **arguments: Any) -> Answer:
+    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         try:
-            return Answer.of(self._http.request(method, path, **arguments))
+            return self._http.request(method, path, **arguments)
         except httpx.HTTPError as error:
             url = f"{str(self._http.base_url).rstrip('/')}{path}"
-            raise Unreachable(f"{url}: {describe(error)}; is the server running, and reachable from here?") from error
+            raise EngineError(f"{url}: {describe(error)}; is the server running, and reachable from here?") from error
+
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """The response, if its status is 200. Raises Refused with the server's own words."""
+    if response.status_code != 200:
+        kind = NotFound if response.status_code == 404 else Refused
+        raise kind(f"{response.url}: status {response.status_code}: {reason(response)}")
+    return response
+
+
+def read(response: httpx.Response, reader: Callable[[Any], T]) -> T:
+    """What `reader` makes of the parsed JSON. Raises EngineError where the answer is no JSON, or `reader` fails."""
+    try:
+        return reader(json.loads(response.content))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        why = f"a malformed answer ({type(error).__name__}: {str(error)[:200]}): {response.content[:200]!r}"
+        raise EngineError(f"{response.url}: {why}; is that the right server, with no proxy in between?") from error
+
+
+def reason(response: httpx.Response) -> str:
+    """The server's own words about a status other than 200, as one line."""
+    text = response.text
+    with suppress(ValueError):
+        body = json.loads(text)
+        error = body.get("error", body) if isinstance(body, dict) else body
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    return " ".join(text[:600].split())
 
 
 def connection(base_url: str, api_key: str | None) -> dict[str, Any]:
@@ -138,23 +113,16 @@ def connection(base_url: str, api_key: str | None) -> dict[str, Any]:
         "headers": authorization(api_key),
         "limits": httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
         "trust_env": False,
-        "verify": base_url.lower().startswith("https:") and _ssl_context(),
+        "verify": base_url.lower().startswith("https:"),  # else httpx loads certificates, which takes long
     }
-
-
-@cache
-def _ssl_context() -> ssl.SSLContext:
-    """Takes long to make."""
-    return httpx.create_ssl_context(trust_env=False)
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
     """The header that vLLM and SGLang expect. Raises ConfigError for a key that does not fit into one."""
     if api_key is None:
         return {}
-    if not (api_key.isascii() and api_key.isprintable()):
-        fix = "must consist of printable ASCII characters: it is sent in an HTTP header"
-        raise ConfigError(f"generation.api_key or engine.api_key: {fix}")
+    fix = "must consist of printable ASCII characters: it is sent in an HTTP header"
+    require(api_key.isascii() and api_key.isprintable(), "generation.api_key or engine.api_key", "...", fix)
     return {"Authorization": f"Bearer {api_key}"}
 
 

@@ -69,8 +69,8 @@ class Launcher(ABC):
         python_fix = "no such interpreter; null takes the one that runs this"
         require(self.python is None or os.access(self.python, os.X_OK), "engine.python", self.python, python_fix)
         for name, value in self.args.items():
-            if (plain := str(name).replace("-", "_")) in ELSEWHERE:
-                raise ConfigError(f"engine.args.{name}={value}: is decided elsewhere; set {ELSEWHERE[plain]}")
+            instead = ELSEWHERE.get(name.replace("-", "_"))
+            require(instead is None, f"engine.args.{name}", value, f"is decided elsewhere; set {instead}")
         key_fix = "on that address others could control the server; set engine.api_key, or engine.host=127.0.0.1"
         require(self.api_key is not None or is_loopback(self.host), "engine.host", self.host, key_fix)
 
@@ -105,10 +105,8 @@ class Launcher(ABC):
         """Raise ConfigError if the server's package is certainly missing. Another interpreter is not looked into."""
         if self.python is None and "PYTHONPATH" not in self.env and find_spec(self.package) is None:
             extra = "start with `uv run --extra vllm run_grpo.py ...`, or " if self.package == "vllm" else ""
-            raise ConfigError(
-                f"engine.python=null: {self.name} is not installed in this environment; {extra}name an interpreter "
-                "that has it, or the generation.base_url of a server that is running"
-            )
+            fix = f"name an interpreter that has {self.name}, or the generation.base_url of a server that is running"
+            raise ConfigError(f"engine.python=null: {self.name} is not installed in this environment; {extra}{fix}")
 
     def expecting(self, num_sequences: int) -> Self:
         """The same engine, ready for as many sequences at once."""
@@ -125,9 +123,8 @@ class Launcher(ABC):
         launcher = cls(python=None, host=host, port=None, api_key=key, start_timeout_s=1.0, **cls.essentials)
         _, *words = launcher.command(model, url.port or 80, args)
         words += flags({"api_key": key if cls.key_is_option else None})
-        python = sys.executable if find_spec(cls.package) else "python"
         variables = [f"{name}={shlex.quote(value)}" for name, value in launcher.variables(env).items()]
-        return " ".join([*variables, shlex.join([python, *words])])
+        return " ".join([*variables, shlex.join([sys.executable if find_spec(cls.package) else "python", *words])])
 
     @property
     def interpreter(self) -> str:
@@ -141,18 +138,17 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
         if value is None or value is False:
             continue
         words.append("--" + name.replace("_", "-"))
-        if isinstance(value, (dict, list)):
-            words += [json.dumps(value)] if isinstance(value, dict) else [str(item) for item in value]
+        if isinstance(value, dict):
+            words.append(json.dumps(value))
         elif value is not True:
-            words.append(str(value))
+            words += map(str, value if isinstance(value, list) else [value])
     return words
 
 
 def visible(gpus: Sequence[int]) -> str:
     """CUDA_VISIBLE_DEVICES for GPUs numbered as this process sees them."""
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = ours.split(",") if ours else None
-    return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+    return ",".join(ours.split(",")[gpu] if ours else str(gpu) for gpu in gpus)
 
 
 def without_launch_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ SERVER_PORTS = range(15000, 30000)
 """Where free ports are looked for. A server opens its port seconds after it was chosen, and meanwhile the system could
 give those above 32767 to any connection of this machine (Linux: net.ipv4.ip_local_port_range)."""
 TRIES = 100
+TAKEN = (errno.EADDRINUSE, errno.EACCES)
 RELEASE_S = 10.0
 """How long the processes of a server that was killed may take to release its port."""
 POLL_S = 0.1
@@ -37,9 +38,9 @@ def choose_port(host: str, port: int | None, *, key: str, wait_s: float = 0.0) -
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            return _probed(host, port) if port is not None else _any_free(host)
+            return _free(host, port)
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            if error.errno not in TAKEN:
                 host_key = f"{key.removesuffix('port')}host" if key.endswith("port") else key
                 fix = f"cannot be used ({error.strerror}); name an address of this machine"
                 raise ConfigError(f"{host_key}={host}: {fix}") from error
@@ -51,36 +52,28 @@ def choose_port(host: str, port: int | None, *, key: str, wait_s: float = 0.0) -
         time.sleep(POLL_S)
 
 
-def _any_free(host: str) -> int:
-    for _ in range(TRIES):
+def _free(host: str, port: int | None) -> int:
+    """`port`, or for None any that is free. Raises OSError."""
+    # not by `random`, whose state belongs to the run's seed
+    ports = [port] if port is not None else [*(secrets.choice(SERVER_PORTS) for _ in range(TRIES)), 0]
+    for tried in ports[:-1]:
         try:
-            return _probed(host, secrets.choice(SERVER_PORTS))  # not by `random`, whose state belongs to the run's seed
+            return _free(host, tried)
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            if error.errno not in TAKEN:
                 raise
-    return _probed(host, 0)
-
-
-def _probed(host: str, port: int) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        probe.bind((host, port))
+        probe.bind((host, ports[-1]))
         return int(probe.getsockname()[1])
 
 
 def owner_of(port: int) -> str | None:
     """The process that listens on a port, such as `python3 server.py (pid 4711)`; None if none is visible to us."""
+    listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+    pid = next((c.pid for c in listening if c.laddr and c.laddr.port == port), None)
     try:
-        listeners = [
-            connection.pid
-            for connection in psutil.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
-        ]
-        if not listeners:
-            return None
-        if listeners[0] is None:
-            return "a process of another user, or one that is ending"
-        return f"{' '.join(' '.join(psutil.Process(listeners[0]).cmdline()).split())[:120]} (pid {listeners[0]})"
+        return None if pid is None else f"{' '.join(' '.join(psutil.Process(pid).cmdline()).split())[:120]} (pid {pid})"
     except psutil.Error:
         return None
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from offline_grpo.disk import OwnFolder, user_cache
-from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.errors import EngineDied
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ class ServerProcess:
     ) -> None:
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        read_end, self._pipe = os.pipe()
+        read_end, write_end = os.pipe()
+        self._pipe: int | None = write_end
         guardian = [sys.executable, "-I", str(GUARDIAN), str(os.getpid()), str(read_end), str(remove or ""), "--"]
         private = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # SGLang prints its key
         with open(private, "wb") as output:
@@ -96,8 +97,7 @@ class ServerProcess:
 
     def how_it_ended(self) -> str | None:
         """`has ended (exit code 1)`, and the last error lines of the log; None while it runs."""
-        code = self.exit_code
-        if code is None:
+        if (code := self.exit_code) is None:
             return None
         why = f"signal {code - 128}" if code > 128 else f"exit code {code}"
         return f"has ended ({why}); {self.last_words()}"
@@ -111,35 +111,12 @@ class ServerProcess:
         if (end := self.how_it_ended()) is not None:
             raise EngineDied(f"the server {end}")
 
-    def wait_until(self, is_ready: Callable[[], bool], *, timeout_s: float, what: str, since_s: float) -> None:
-        """Wait until `is_ready()`, and log now and then for how long.
-
-        Args:
-            since_s: when the wait began, on the clock `time.monotonic`.
-
-        Raises:
-            EngineDied: the server ended first.
-            EngineError: `timeout_s` passed first; the server has been stopped.
-        """
-        told = since_s
-        while not is_ready():
-            self.check_alive()
-            now = time.monotonic()
-            if now - since_s > timeout_s:
-                self.stop()
-                limit = f"{timeout_s:g} s (engine.start_timeout_s)"
-                raise EngineError(f"{what} was not ready after {limit}; {self.last_words()}")
-            if now - told >= PROGRESS_INTERVAL_S:
-                told = now
-                log.info("waiting for %s: %.0f s", what, now - since_s)
-            time.sleep(POLL_S)
-
     def stop(self) -> None:
         """End the command and wait until it has gone. Does nothing the second time."""
         atexit.unregister(self.stop)
-        if self._pipe >= 0:
+        if self._pipe is not None:
             os.close(self._pipe)
-            self._pipe = -1
+            self._pipe = None
         try:
             self._guardian.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -149,6 +126,24 @@ class ServerProcess:
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._guardian.pid, signal.SIGKILL)
+
+
+def wait_until(is_ready: Callable[[], bool], *, what: str, since_s: float, timeout_s: float) -> bool:
+    """Wait until `is_ready()`, and log now and then for how long. Returns False if it took `timeout_s`.
+
+    Args:
+        since_s: when the wait began, on the clock `time.monotonic`.
+    """
+    told = since_s
+    while not is_ready():
+        now = time.monotonic()
+        if now - since_s > timeout_s:
+            return False
+        if now - told >= PROGRESS_INTERVAL_S:
+            told = now
+            log.info("waiting for %s: %.0f s", what, now - since_s)
+        time.sleep(POLL_S)
+    return True
 
 
 def last_line(path: Path) -> str:
@@ -167,11 +162,8 @@ def last_lines(path: Path, *, count: int = 2) -> str:
     exceptions = list(dict.fromkeys(found[0].strip() for found in searched if found))
     causes = [text for text in exceptions if not POINTER.search(text)]
     chosen = (causes or exceptions or lines)[-count:]
-    return (
-        f"its last words: {' | '.join(line.strip()[:300].rstrip('.') for line in chosen)}."
-        if chosen
-        else "it was silent."
-    )
+    words = " | ".join(line.strip()[:300].rstrip(".") for line in chosen)
+    return f"its last words: {words}." if chosen else "it was silent."
 
 
 class Scratch(OwnFolder):

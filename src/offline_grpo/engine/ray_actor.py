@@ -19,6 +19,12 @@ CONNECT_S = 4.0
 """Timeout of a connection to the cluster's address."""
 SETTLE_S = 10.0
 """Until Ray must have granted a reservation that fits by its own numbers."""
+CALLS = 8
+"""Of an actor that run at the same time: it may be asked while it starts something."""
+
+
+class Lost(EngineDied):
+    """An actor has gone, mostly with its machine."""
 
 
 def connect(address: str, settings: Mapping[str, Any], *, group: str = "placement") -> bool:
@@ -95,22 +101,19 @@ class Room:
         fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={address}"
         require(count <= room, key, count, f"{fix} has room for {room} ({self.machines})")
         self._group = placement_group([self._needs] * count, strategy=strategy)
-        try:
-            is_granted = self._group.wait(SETTLE_S)
-            left = shown(ray.available_resources())
-            require(is_granted, key, count, f"{fix} has only {left} left; others use it. Try again later")
-        except BaseException:
+        if not self._group.wait(SETTLE_S):
             self.close()
-            raise
+            left = shown(ray.available_resources())
+            raise ConfigError(f"{key}={count}: {fix} has only {left} left; others use it. Try again later")
 
-    def hire(self, index: int, kind: type, *arguments: Any) -> Any:
+    def hire(self, index: int, kind: type) -> Any:
         """The handle of an actor of class `kind` in place `index`; Ray starts it when the place is there."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        size = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0.0)}
-        return ray.remote(kind).options(**size, scheduling_strategy=place).remote(*arguments)
+        size = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0.0), "max_concurrency": CALLS}
+        return ray.remote(kind).options(**size, scheduling_strategy=place).remote()
 
     def close(self) -> None:
         """End all actors in it, and release the reservation."""
@@ -124,7 +127,8 @@ def result_of(reference: Any, name: str, *, timeout_s: float) -> Any:
     """The result of an actor's method, or the error that it raised.
 
     Raises:
-        EngineDied: the actor `name` is lost, or does not answer in time.
+        Lost: the actor `name` is.
+        EngineDied: it does not answer in time.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -133,9 +137,10 @@ def result_of(reference: Any, name: str, *, timeout_s: float) -> Any:
         return ray.get(reference, timeout=timeout_s)
     except RayTaskError as error:
         raise error.cause from None
-    except (RayActorError, GetTimeoutError) as error:
-        why = f"does not answer within {timeout_s:g} s" if isinstance(error, GetTimeoutError) else "has gone"
-        raise EngineDied(f"{name} {why}.") from error
+    except RayActorError as error:
+        raise Lost(f"{name} has gone.") from error
+    except GetTimeoutError as error:
+        raise EngineDied(f"{name} does not answer within {timeout_s:g} s.") from error
 
 
 def room_for(resources: Mapping[str, float], needs: Mapping[str, float]) -> float:

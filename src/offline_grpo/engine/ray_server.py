@@ -1,8 +1,4 @@
-"""Servers on the machines of a Ray cluster: an actor there starts, watches and stops each.
-
-`begin` launches the server without waiting, `start` waits until it is ready; both may be called again. An actor that is
-lost is replaced: while it waits for its place by `_has_place`, later by `stop`, which comes before every restart.
-"""
+"""Servers on the machines of a Ray cluster: for each start an actor there, which starts, watches and stops it."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +16,10 @@ from offline_grpo import progress
 from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.launcher import Launcher
 from offline_grpo.engine.ports import is_loopback, reachable
-from offline_grpo.engine.process import POLL_S, PROGRESS_INTERVAL_S
-from offline_grpo.engine.ray_actor import Room, connect, result_of
+from offline_grpo.engine.process import wait_until
+from offline_grpo.engine.ray_actor import Lost, Room, connect, result_of
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, EngineDied, EngineError
+from offline_grpo.errors import ConfigError, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -72,46 +69,33 @@ class RayCluster:
 
 
 class ServerActor:
-    """What Ray runs on the server's machine: a `Server` that listens at the machine's address.
+    """What Ray runs on the server's machine: a `Server` that listens at the machine's address, for one start."""
 
-    Args:
-        launcher, log_dir, number, args, env: see `Server`. Where machines do not share the run's folder, the log is in
-            a folder of the same name on the server's own.
-    """
+    def start(
+        self, model: str, launcher: Launcher, log_dir: Path, start_args: Mapping[str, Any], about: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """See `Server.start`. Returns the URL at which other machines find the server, and the name of this one.
 
-    def __init__(
-        self, launcher: Launcher, log_dir: Path, number: int, args: Mapping[str, Any], env: Mapping[str, str]
-    ) -> None:
+        Args:
+            log_dir: where machines do not share the run's folder, a folder of the same name on the server's own.
+            about: `number`, `log_numbers`, `args` and `env`, see `Server`.
+        """
         import ray
 
-        self._log_number = 0
-        self._address = ray.util.get_node_ip_address()
-        self._launcher = replace(launcher, host=self._address) if is_loopback(launcher.host) else launcher
-        common: dict[str, Any] = {"launcher": self._launcher, "log_dir": log_dir, "number": number}
-        log_numbers = iter(lambda: self._log_number, None)
-        self._server = Server(**common, args=args, env=env, log_numbers=log_numbers)
-
-    def place(self) -> tuple[str, str]:
-        """The URL at which the server will answer, and the machine's name."""
-        port = self._server.base_url.rpartition(":")[2]
-        return f"http://{reachable(self._address)}:{port}", platform.node()
-
-    def begin(self, model: str, args: Mapping[str, Any], log_number: int) -> None:
-        """See `Server.begin`. Raises ConfigError, naming the machine, if it lacks the server's package."""
-        self._log_number = log_number
         try:
-            self._launcher.check_installed()
+            launcher.check_installed()
         except ConfigError as error:
             raise ConfigError(f"{platform.node()}, a machine of the Ray cluster: {error}") from error
-        self._server.begin(model, args=args)
+        address = ray.util.get_node_ip_address()
+        launcher = replace(launcher, host=address) if is_loopback(launcher.host) else launcher
+        self._server = Server(launcher=launcher, log_dir=log_dir, **about)
+        self._server.start(model, args=start_args)
+        port = self._server.base_url.rpartition(":")[2]
+        return f"http://{reachable(address)}:{port}", platform.node()
 
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """What this method of `Server` returns."""
-        return getattr(self._server, method)(*arguments, **options)
-
-    def is_ready(self) -> bool:
-        """See `Server.is_ready`."""
-        return self._server.is_ready
+    def call(self, method: str, **options: Any) -> None:
+        """Call this method of `Server`."""
+        getattr(self._server, method)(**options)
 
     def sees(self, path: Path) -> bool:
         """Whether the machine has this file."""
@@ -123,14 +107,13 @@ class RayServer(Server):
     where there is room.
 
     Args:
-        hire: creates a `ServerActor` with these arguments and returns its handle at once; Ray starts it when there
-            is room.
+        hire: creates a `ServerActor` and returns its handle at once; Ray starts it when there is room.
         launcher, log_dir, number, log_numbers, args, env: see `Server`.
     """
 
     def __init__(
         self,
-        hire: Callable[..., Any],
+        hire: Callable[[], Any],
         *,
         launcher: Launcher,
         log_dir: Path,
@@ -139,27 +122,25 @@ class RayServer(Server):
         args: Mapping[str, Any],
         env: Mapping[str, str],
     ) -> None:
-        self._hire: Callable[[], Any] = lambda: hire(launcher, log_dir.absolute(), number, dict(args), dict(env))
-        self._start_timeout_s = launcher.start_timeout_s
-        self._shared: OwnFolder | None = None
+        super().__init__(
+            base_url="http://a-machine-of-the-cluster",
+            api_key=launcher.api_key,
+            log_dir=log_dir,
+            log_numbers=log_numbers,
+            key="placement.address",
+        )
+        self._hire = hire
+        self._there: tuple[Launcher, Path] = launcher, log_dir.absolute()
+        self._about: dict[str, Any] = {"number": number, "args": dict(args), "env": dict(env)}
+        self._actor: Any = None
+        self._answer: Any = None  # the actor's, to `start`
         self._machine = "in the Ray cluster"
-        self._log_number = 0
-        self._words: tuple[str, dict[str, Any]] = ("", {})
-        self._begun: Any = None  # the actor's answer to `begin`, until `start` has waited for it
-        self._employ()
-        common: dict[str, Any] = {"api_key": launcher.api_key, "log_dir": log_dir, "log_numbers": log_numbers}
-        super().__init__(base_url="http://a-machine-of-the-cluster", **common, key="placement.address")
-        self._wait(self._has_place, "room in the Ray cluster", time.monotonic())
+        self._shared: OwnFolder | None = None
 
     @property
     def is_managed(self) -> bool:
         """See `Server.is_managed`."""
         return True
-
-    @property
-    def is_watched(self) -> bool:
-        """See `Server.is_watched`."""
-        return self._place is None
 
     @property
     def scratch(self) -> Path:
@@ -170,7 +151,7 @@ class RayServer(Server):
         """
         if self._shared is None:
             self._shared = OwnFolder(self.log_dir.absolute(), PREFIX)
-        if not self._ask("sees", self._shared.path):
+        if not result_of(self._actor.sees.remote(self._shared.path), self._name, timeout_s=ANSWER_S):
             raise ConfigError(
                 f"hydra.run.dir={self.log_dir}: {self._machine} has to read weights there, and does not see this "
                 "folder; put it on a file system that all machines share, or use weight_sync=nccl"
@@ -179,83 +160,68 @@ class RayServer(Server):
 
     def begin(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
         """See `Server.begin`. Does not wait for room in the cluster either."""
-        words = model, dict(args or {})
-        if self._begun is not None and words == self._words:
-            return
-        self._words, self._began_s = words, time.monotonic()
-        self._log_number = next(self._log_numbers)
-        self._begun = self._actor.begin.remote(*words, self._log_number)
+        if self._began_s is None:
+            self._began_s = time.monotonic()
+            self._about["log_numbers"] = iter([next(self._log_numbers)])
+            self._employ(model, dict(args or {}))
 
     def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
-        """See `Server.start`."""
+        """See `Server.start`. An actor whose machine is lost meanwhile is replaced."""
         self.begin(model, args=args)
         assert self._began_s is not None
+
+        def is_ready() -> bool:
+            import ray
+
+            if not ray.wait([self._answer], timeout=0)[0]:
+                return False
+            try:
+                url, self._machine = result_of(self._answer, self._name, timeout_s=ANSWER_S)
+            except Lost:
+                self._employ(model, dict(args or {}))
+                return False
+            self.move_to(url)
+            return True
+
+        timeout_s = self._there[0].start_timeout_s + STOP_S  # the actor itself raises earlier, for its server
         with progress.phase("start server"):
-            self._wait(self._has_place, "room in the Ray cluster", self._began_s)
-            self._result(self._begun, STOP_S)
-            self._wait(lambda: self._ask("is_ready"), f"the server on {self._machine}", self._began_s)
-            self._ask("call", "start", self._words[0], args=self._words[1], timeout_s=STOP_S)
-        seconds = time.monotonic() - self._began_s
+            if not wait_until(is_ready, what="a server in the Ray cluster", since_s=self._began_s, timeout_s=timeout_s):
+                raise EngineError(f"the Ray cluster had no room for a server for {timeout_s:.0f} s")
+        seconds, self._began_s = time.monotonic() - self._began_s, None
         log.info("a server is ready on %s, at %s, after %.0f s", self._machine, self.base_url, seconds)
-        self._begun = self._began_s = None
+
+    def check_alive(self, *, grace_s: float = 0.0) -> None:
+        """See `Server.check_alive`."""
+        if self._actor is not None and self._began_s is None:
+            self._call("check_alive", grace_s=grace_s, timeout_s=ANSWER_S + grace_s)
 
     def check_healthy(self) -> None:
         """See `Server.check_healthy`."""
-        self._ask("call", "check_healthy", timeout_s=STOP_S)
+        self._call("check_healthy", timeout_s=STOP_S)
 
     def stop(self) -> None:
-        """See `Server.stop`. The actor stays, for another start, unless it is lost."""
-        try:
-            if self._place is None:
-                self._ask("call", "stop", timeout_s=STOP_S)
-        except EngineError:
-            self._employ()
+        """See `Server.stop`. Ends the actor; what a lost one has started ends with its machine."""
+        if self._actor is not None:
+            import ray
+
+            with suppress(EngineError):
+                if self._began_s is None:
+                    self._call("stop", timeout_s=STOP_S)
+            ray.kill(self._actor)
+            self._actor = None
         if self._shared is not None:
             self._shared.remove()
             self._shared = None
-        self._begun = self._began_s = None
+        self._began_s = None
 
-    def _look(self) -> None:
-        self._ask("call", "check_alive")
+    @property
+    def _name(self) -> str:
+        return f"the server's machine {self._machine}"
 
-    def _wait(self, is_so: Callable[[], bool], what: str, since_s: float) -> None:
-        told = time.monotonic()
-        while not is_so():
-            now = time.monotonic()
-            if now - since_s > self._start_timeout_s + STOP_S:  # the actor itself raises earlier, for its server
-                raise EngineError(f"waited for {what} for {now - since_s:.0f} s (engine.start_timeout_s)")
-            if now - told >= PROGRESS_INTERVAL_S:
-                told = now
-                log.info("waiting for %s: %.0f s", what, now - since_s)
-            time.sleep(POLL_S)
-
-    def _employ(self) -> None:
+    def _employ(self, model: str, start_args: Mapping[str, Any]) -> None:
         """Have a new actor, wherever there will be room for it."""
         self._actor = self._hire()
-        self._place = self._actor.place.remote()
+        self._answer = self._actor.start.remote(model, *self._there, start_args, self._about)
 
-    def _has_place(self) -> bool:
-        """Whether the actor runs. One that Ray has put onto a machine that it did not know to be lost is replaced."""
-        import ray
-
-        if self._place is None:
-            return True
-        if not ray.wait([self._place], timeout=0)[0]:
-            return False
-        try:
-            url, self._machine = self._result(self._place, ANSWER_S)
-        except EngineDied:
-            self._employ()
-            if self._begun is not None:
-                self._begun = self._actor.begin.remote(*self._words, self._log_number)
-            return False
-        self._place = None
-        if url != self.base_url:
-            self.move_to(url)
-        return True
-
-    def _ask(self, method: str, *words: Any, timeout_s: float = ANSWER_S, **options: Any) -> Any:
-        return self._result(getattr(self._actor, method).remote(*words, **options), timeout_s)
-
-    def _result(self, reference: Any, timeout_s: float) -> Any:
-        return result_of(reference, f"the server's machine {self._machine}", timeout_s=timeout_s)
+    def _call(self, method: str, *, timeout_s: float, **options: Any) -> None:
+        result_of(self._actor.call.remote(method, **options), self._name, timeout_s=timeout_s)

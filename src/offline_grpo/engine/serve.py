@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,11 @@ Any other option of vLLM may follow, such as --max-num-seqs 64. A key is read fr
 def parser() -> argparse.ArgumentParser:
     """What the command takes, besides options of vLLM."""
     parser = argparse.ArgumentParser(
-        prog="python -m offline_grpo.engine.serve",
-        description=__doc__,
-        epilog=EPILOG,
-        allow_abbrev=False,
-        usage="%(prog)s MODEL [OPTIONS]",
+        prog="python -m offline_grpo.engine.serve", description=__doc__, epilog=EPILOG, allow_abbrev=False
     )
     parser.add_argument("model", metavar="MODEL", help="model folder or Hub id")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than the default need a key")
-    parser.add_argument("--port", type=port_or_null, default=9001, help="null: any free one (default: 9001)")
+    parser.add_argument("--port", default="9001", help="null: any free one (default: 9001)")
     parser.add_argument("--dtype", default="bfloat16", help="that of the trainer's train.precision (default: bfloat16)")
     parser.add_argument(
         "--gpu-memory-utilization", type=float, default=0.45, metavar="FRAC", help="of the GPU (default: 0.45)"
@@ -71,9 +66,10 @@ def run(words: Sequence[str] | None = None) -> None:
     has_vllm = options.python is not None or find_spec("vllm") is not None
     fix = "vLLM is not installed here; start with `uv run --extra vllm -m ...`, or name another environment's"
     require(has_vllm, "--python", options.python, fix)
-    port = choose_port(options.host, options.port, key="--port")
-    engine = replace(launcher(options, others, key), port=port)
-    server = Server(launcher=engine, log_dir=options.log_dir / f"serve_{port}")
+    fix = "must be from 1 to 65535, or null for any free one"
+    require(options.port == "null" or options.port.isdecimal(), "--port", options.port, fix)
+    port = choose_port(options.host, None if options.port == "null" else int(options.port), key="--port")
+    server = Server(launcher=launcher(options, others, key, port), log_dir=options.log_dir / f"serve_{port}")
     try:
         server.start(options.model)
         print("\n".join(how_to_use(options.model, server)), flush=True)
@@ -84,8 +80,8 @@ def run(words: Sequence[str] | None = None) -> None:
         server.stop()
 
 
-def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None) -> VllmLauncher:
-    """The engine of the command's options: that of a run, with its essentials."""
+def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None, port: int) -> VllmLauncher:
+    """The server of the command's options: that of a run, with its essentials."""
     essentials = VllmLauncher.essentials
     args = {**essentials["args"], "seed": 0}
     args |= {name: getattr(options, name) for name in ("dtype", "gpu_memory_utilization", "max_model_len")}
@@ -96,7 +92,7 @@ def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None
     return VllmLauncher(
         python=options.python,
         host=options.host,
-        port=options.port,
+        port=port,
         api_key=key,
         start_timeout_s=900.0,
         args=args | passed_through(others),
@@ -106,9 +102,7 @@ def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None
 
 
 def passed_through(words: Sequence[str]) -> dict[str, Any]:
-    """Options of vLLM, `["--max-num-seqs", "64", "--enforce-eager"]` as `{"max_num_seqs": ["64"], "enforce_eager": []}`
-    with one word instead of a list of one, and True instead of none.
-    """
+    """Options of vLLM: `["--max-num-seqs", "64", "--eager"]` as `{"max_num_seqs": "64", "eager": True}`."""
     given: dict[str, list[str]] = {}
     values: list[str] | None = None
     for word in words:
@@ -122,13 +116,6 @@ def passed_through(words: Sequence[str]) -> dict[str, Any]:
         else:
             values.append(word)
     return {name: values[0] if len(values) == 1 else values or True for name, values in given.items()}
-
-
-def port_or_null(word: str) -> int | None:
-    """For argparse."""
-    if word != "null" and not (word.isdecimal() and 0 < int(word) < 65536):
-        raise argparse.ArgumentTypeError(f"{word}: must be from 1 to 65535, or null for any free one")
-    return None if word == "null" else int(word)
 
 
 def read_key(file: Path | None) -> str | None:

@@ -18,7 +18,7 @@ from offline_grpo.engine.background import in_background
 from offline_grpo.engine.http import HEALTH_TIMEOUT_S, ServerApi
 from offline_grpo.engine.launcher import Launcher
 from offline_grpo.engine.ports import RELEASE_S, choose_port, plain_url, reachable
-from offline_grpo.engine.process import Scratch, ServerProcess, temporary_folder
+from offline_grpo.engine.process import Scratch, ServerProcess, temporary_folder, wait_until
 from offline_grpo.errors import EngineDied, EngineError
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Any)
 
 GRACE_S = 5.0
-"""How long after a failed request a managed server that is ending may take to end."""
+"""How long after a failed request a server that is ending may take to end."""
 HEALTH_INTERVAL_S = 2.0
 """How often a server is asked for its health while a control call to it is open."""
 PATIENCE_S = 30.0
@@ -46,6 +46,9 @@ class Server:
         gpus: that a managed server may see; None: all, or none.
         args, env: what the weight-sync strategy adds to the command line and the environment of a managed server.
         key: the setting that `base_url` comes from, for messages.
+
+    Attributes:
+        watched_pid: of a server that another process of the run has started, whose end is to be noticed.
     """
 
     def __init__(
@@ -71,10 +74,9 @@ class Server:
         self._args = dict(args or {})
         self._env = dict(env or {})
         self._process: ServerProcess | None = None
-        self._watched_pid: int | None = None
+        self.watched_pid: int | None = None
         self._scratch: Scratch | None = None
         self._began_s: float | None = None  # while a server that `begin` started is not waited for yet
-        self._words: tuple[str, dict[str, Any]] = ("", {})  # with which it was started
         self.api_key = api_key if launcher is None else launcher.api_key
         if launcher is not None:
             port = None if launcher.port is None else launcher.port + number
@@ -94,11 +96,6 @@ class Server:
         return self._launcher is not None
 
     @property
-    def version_key(self) -> str:
-        """The setting that decides which version answers."""
-        return "engine.python" if self.is_managed else self.key
-
-    @property
     def pid(self) -> int | None:
         """Of a managed server's guardian; None for an external server, or one that is not running."""
         return None if self._process is None else self._process.pid
@@ -114,28 +111,23 @@ class Server:
         return self._scratch.path
 
     def begin(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
-        """Start a managed server without waiting: `start` with the same words waits. An external one runs already.
-
-        One that was begun with the same words goes on, one that was begun with others is stopped first.
+        """Start a managed server without waiting, as `start` does. One that was begun goes on, as an external one does.
 
         Raises:
             ConfigError: the port is taken.
         """
-        launcher, words = self._launcher, (model, dict(args or {}))
-        if launcher is None or (self._began_s is not None and self._words == words):
+        launcher = self._launcher
+        if launcher is None or self._began_s is not None:
             return
-        if self._began_s is not None:
-            self.stop()
-        is_first = self._words == ("", {})
-        choose_port(launcher.host, self._port, key="engine.port", wait_s=0.0 if is_first else RELEASE_S)
+        choose_port(launcher.host, self._port, key="engine.port", wait_s=RELEASE_S)
         for file in self.scratch.glob(f"{self._memory_file.name}*"):
             file.unlink()
-        command = launcher.command(model, self._port, {**self._args, **words[1]}) + launcher.key_args(self.scratch)
+        command = launcher.command(model, self._port, {**self._args, **(args or {})}) + launcher.key_args(self.scratch)
         ours = {**temporary_folder(self.scratch), "OFFLINE_GRPO_HAS_MEMORY": str(self._memory_file)}
         env = launcher.environment({**ours, **self._env}, self.gpus)
         log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
         log.info("starting %s; its command and its output: %s", launcher.name, log_path)
-        self._began_s, self._words = time.monotonic(), words
+        self._began_s = time.monotonic()
         self._process = ServerProcess(command, env=env, log_path=log_path, remove=self.scratch)
 
     def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
@@ -156,7 +148,7 @@ class Server:
                 raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error}); {fix}") from error
             return
         self.begin(model, args=args)
-        self._wait_until(lambda: self.api.answers("/health"))
+        self._wait_until(self.api.is_healthy)
         assert self._began_s is not None
         seconds, self._began_s = time.monotonic() - self._began_s, None
         log.info("%s is ready at %s after %.0f s", self._launcher.name, self.base_url, seconds)
@@ -166,61 +158,51 @@ class Server:
         others allocate then is taken for its own, and it ends if they free something. Raises as `start`.
         """
         if self._began_s is not None:
-            self._wait_until(lambda: self._memory_file.exists() or self.api.answers("/health"))
+            self._wait_until(lambda: self._memory_file.exists() or self.api.is_healthy())
 
     @property
     def _memory_file(self) -> Path:
         return self.scratch / "has_memory"
 
     def _wait_until(self, is_ready: Callable[[], bool]) -> None:
-        assert self._launcher is not None
-        assert self._process is not None
+        launcher, process = self._launcher, self._process
+        assert launcher is not None
+        assert process is not None
         assert self._began_s is not None
-        what, timeout_s = f"{self._launcher.name} at {self.base_url}", self._launcher.start_timeout_s
+
+        def is_up() -> bool:
+            process.check_alive()
+            return is_ready()
+
+        what = f"{launcher.name} at {self.base_url}"
         with progress.phase("start server"):
-            self._process.wait_until(is_ready, timeout_s=timeout_s, what=what, since_s=self._began_s)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `start` need not wait for what `begin` started: it is healthy, has ended, or takes too long."""
-        assert self._launcher is not None
-        assert self._began_s is not None
-        is_late = time.monotonic() - self._began_s > self._launcher.start_timeout_s
-        return self.api.answers("/health") or is_late or self.has_ended
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether `check_alive` would notice its end: of a server that the run has started."""
-        return self._process is not None or self._watched_pid is not None
+            if not wait_until(is_up, what=what, since_s=self._began_s, timeout_s=launcher.start_timeout_s):
+                process.stop()
+                limit = f"{launcher.start_timeout_s:g} s (engine.start_timeout_s)"
+                raise EngineError(f"{what} was not ready after {limit}; {process.last_words()}")
 
     @property
     def has_ended(self) -> bool:
-        """Whether a watched server has; see `check_alive`."""
+        """Whether a server that the run started has; see `check_alive`."""
         try:
             self.check_alive()
         except EngineDied:
             return True
         return False
 
-    def watch(self, pid: int | None) -> None:
-        """Notice the end of a server that another process of the run has started."""
-        self._watched_pid = pid
-
     def check_alive(self, *, grace_s: float = 0.0) -> None:
-        """Raise EngineDied if a watched server has ended, or ends within `grace_s` seconds."""
+        """Raise EngineDied if a server that the run started has ended, or ends within `grace_s` seconds."""
         deadline = time.monotonic() + grace_s
-        while self.is_watched:
-            self._look()
+        while self._process is not None or self.watched_pid is not None:
+            if self._process is not None:
+                self._process.check_alive()
+            elif self.watched_pid is not None and not _runs(self.watched_pid):
+                raise EngineDied(
+                    f"the server at {self.base_url}, which another process of this run started, has ended."
+                )
             if time.monotonic() >= deadline:
                 return
             time.sleep(0.1)
-
-    def _look(self) -> None:
-        """Raise EngineDied if it has ended."""
-        if self._process is not None:
-            self._process.check_alive()
-        elif self._watched_pid is not None and not _runs(self._watched_pid):
-            raise EngineDied(f"the server at {self.base_url}, which another process of this run started, has ended.")
 
     def check_healthy(self) -> None:
         """Raise EngineDied if a managed server has ended or is unhealthy: one whose engine has died ends only when its
@@ -249,8 +231,6 @@ class Server:
                 return outcome.result(timeout=HEALTH_INTERVAL_S)
             except TimeoutError:
                 self.check_healthy()
-            except EngineDied:
-                raise
             except EngineError:
                 self.check_alive(grace_s=GRACE_S)
                 raise

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from offline_grpo.engine.control import Check, ServerControl
+from offline_grpo.engine.engine import Check, ServerControl
+from offline_grpo.engine.http import read
 from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.errors import require
 
@@ -30,9 +31,9 @@ class SglangLauncher(Launcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        seeded, key = self.args.get("enable_deterministic_inference"), "engine.args.enable_deterministic_inference"
-        require(bool(seeded), key, seeded, "SGLang would ignore seeds; set it to true")
-        file = self.args.get("config")
+        seeded, file = self.args.get("enable_deterministic_inference"), self.args.get("config")
+        fix = "SGLang would ignore seeds; set it to true"
+        require(bool(seeded), "engine.args.enable_deterministic_inference", seeded, fix)
         fix = "the run hands the server's key over in such a file; set the options themselves"
         require(file is None, "engine.args.config", file, fix)
 
@@ -63,11 +64,11 @@ class SglangControl(ServerControl):
 
     def version(self) -> str:
         """See `ServerControl.version`."""
-        return self.get("/server_info").read(lambda answer: answer["version"])
+        return read(self.get("/server_info"), lambda answer: answer["version"])
 
     def lacks(self, moves: str) -> str | None:
         """See `ServerControl.lacks`. Weights can be loaded into every SGLang server."""
-        is_seeded = self.get("/server_info").read(lambda answer: answer["enable_deterministic_inference"])
+        is_seeded = self.get("/server_info").json()["enable_deterministic_inference"]
         return None if is_seeded is True else "ignores the seeds of requests (--enable-deterministic-inference)"
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
@@ -95,5 +96,5 @@ class SglangControl(ServerControl):
 
     def served_tag(self) -> str | None:
         """See `ServerControl.served_tag`."""
-        found = self.get("/model_info").read(lambda answer: answer["weight_version"])
+        found = self.get("/model_info").json()["weight_version"]
         return None if found == NO_TAG else found

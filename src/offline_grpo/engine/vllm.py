@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offline_grpo.engine.control import Check, ServedBits, ServerControl
-from offline_grpo.engine.http import TIMEOUT_S, Refused
+from offline_grpo.engine.engine import Check, ServedBits, ServerControl
+from offline_grpo.engine.http import TIMEOUT_S, Refused, read
 from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.engine.process import usable_cores
 from offline_grpo.errors import require
@@ -134,7 +134,7 @@ class VllmControl(ServerControl):
 
     def version(self) -> str:
         """See `ServerControl.version`."""
-        return self.get("/version").read(lambda answer: answer["version"])
+        return read(self.get("/version"), lambda answer: answer["version"])
 
     def lacks(self, moves: str) -> str | None:
         """See `ServerControl.lacks`."""
@@ -142,11 +142,11 @@ class VllmControl(ServerControl):
             return "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)"
         if moves == "full" and not self.server.api.has("/collective_rpc"):
             return "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"
-        try:
-            if moves == "full":
+        if moves == "full":
+            try:
                 self.served_tag()
-        except Refused as error:
-            return f"has no worker extension (--worker-extension-cls; {error})"
+            except Refused as error:
+                return f"has no worker extension (--worker-extension-cls; {error})"
         return None
 
     def pause(self, mode: str, check: Check = None) -> None:
@@ -182,8 +182,7 @@ class VllmControl(ServerControl):
     def call_worker(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> Any:
         """The result of the worker's method, of several workers the first one's."""
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
-        answer = self.post("/collective_rpc", body, timeout_s=timeout_s + 10)
-        return answer.read(lambda answer: answer["results"][0])
+        return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).json()["results"][0]
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
         """See `ServerControl.load_weights`."""
@@ -220,7 +219,7 @@ class VllmControl(ServerControl):
 
     def adapters(self) -> set[str]:
         """The names of those that it serves, and of the base model."""
-        return self.get("/v1/models").read(lambda answer: {model["id"] for model in answer["data"]})
+        return {model["id"] for model in self.get("/v1/models").json()["data"]}
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name; requests in flight finish with it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,8 +10,8 @@ from typing import Any, ClassVar
 
 import httpx
 
-from offline_grpo.engine.control import ServerControl
-from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, Answer, Refused, connection, describe
+from offline_grpo.engine.engine import ServerControl
+from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, Refused, checked, connection, describe, read, reason
 from offline_grpo.engine.server import GRACE_S, Server
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.streaming import Streaming
@@ -87,7 +86,7 @@ class ServerClient(Streaming):
 
     @abstractmethod
     def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
-        """The completions in the server's answer, in order. May raise what `Answer.read` expects."""
+        """The completions in the server's answer, in order. May raise what `http.read` expects."""
 
     async def disconnect(self) -> None:
         """See `Streaming.disconnect`."""
@@ -123,24 +122,24 @@ class ServerClient(Streaming):
                 continue  # a push came between, and the adapter that the request named is no more
             finally:
                 self.num_asked -= Counter([weights.name])  # and without those that are 0
-            completions = answer.read(
-                lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version)
+            completions = read(
+                answer, lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version)
             )
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions
-            await self._check_alive(weights, GRACE_S)  # the push that aborted it is not over
+            await self._look(weights)  # the push that aborted it is not over
             num_aborted += self.weights is weights
         times = f"{self.max_retries + 1} times"
         raise EngineError(f"{self._url}: the server aborted the request, {times}; does another client pause it?")
 
-    async def _post(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
+    async def _post(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> httpx.Response:
         failure = ""
         for attempt in range(self.max_retries + 1):
             if attempt > 0:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)))
                 await asyncio.to_thread(self.server.check_alive)
             try:
-                answer = Answer.of(await self._exchange(http, body))
+                answer = await self._exchange(http, body)
             except TimeoutError as error:
                 group = self.server.key.partition(".")[0]
                 fix = f"raise {group}.timeout_s, or look at the server"
@@ -148,14 +147,13 @@ class ServerClient(Streaming):
             except httpx.HTTPError as error:
                 failure = describe(error)
                 continue
-            if answer.status in SAFE_TO_RETRY_STATUS:
-                failure = f"status {answer.status} ({answer.reason()})"
+            if answer.status_code in SAFE_TO_RETRY_STATUS:
+                failure = f"status {answer.status_code} ({reason(answer)})"
                 continue
-            if answer.status >= 500:
-                await self._check_alive(self.weights, self._grace_s)
-            answer.check_status()
-            return answer
-        await self._check_alive(self.weights, self._grace_s)
+            if answer.status_code >= 500:
+                await self._look(self.weights)
+            return checked(answer)
+        await self._look(self.weights)
         fix = f"is the server running, and {self.server.key} its address?"
         raise EngineError(f"{self._url}: {failure}, after {self.max_retries + 1} attempts; {fix}")
 
@@ -172,22 +170,13 @@ class ServerClient(Streaming):
                     task.cancel()
                     await asyncio.wait([task])
 
-    @property
-    def _grace_s(self) -> float:
-        """How long after a failure the server's death may show: that of an external server never does."""
-        return GRACE_S if self.server.is_watched else 0.0
-
-    async def _check_alive(self, weights: ServedWeights, grace_s: float) -> None:
-        """Raise EngineDied where a failure was the first sign of the server's death. A push that has ended meanwhile
-        explains it.
-
-        Args:
-            weights: those that were asked.
+    async def _look(self, weights: ServedWeights) -> None:
+        """Raise EngineDied where a failure was the first sign of the server's death. A push that has replaced `weights`
+        meanwhile explains it.
         """
-        deadline = time.monotonic() + grace_s
-        while True:
+        for _ in range(round(GRACE_S / END_LOOK_S)):
             await asyncio.to_thread(self.server.check_alive)
-            if self.weights is not weights or time.monotonic() >= deadline:
+            if self.weights is not weights:
                 return
             await asyncio.sleep(END_LOOK_S)
 

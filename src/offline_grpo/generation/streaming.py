@@ -14,7 +14,6 @@ from concurrent.futures import CancelledError, Future
 from itertools import islice
 from queue import SimpleQueue
 
-from offline_grpo.engine.background import start_loop
 from offline_grpo.errors import EngineError
 from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest
 
@@ -107,7 +106,8 @@ class Streaming(ABC):
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._changing_loop:
             if self._loop is None:
-                self._loop, self._slots = start_loop(f"requests to {self._name}"), asyncio.Semaphore(self._num_at_once)
+                self._loop, self._slots = asyncio.new_event_loop(), asyncio.Semaphore(self._num_at_once)
+                threading.Thread(target=_run, args=[self._loop], name=f"requests to {self._name}", daemon=True).start()
             return self._loop
 
     async def _ask_in_turn(
@@ -129,3 +129,8 @@ class Streaming(ABC):
             task.cancel()
         await asyncio.gather(*interrupted, return_exceptions=True)
         await self.disconnect()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()

@@ -64,7 +64,7 @@ class Nccl(WeightTransfer):
             raise ConfigError(
                 f"weight_sync=nccl: needs vLLM in the trainer's environment ({error}): uv sync --extra vllm"
             ) from error
-        world_size = 1 + engine.control.get("/get_world_size").read(lambda answer: int(answer["world_size"]))
+        world_size = 1 + engine.control.get("/get_world_size").json()["world_size"]
         address = self.master_address or address_towards(engine.server.base_url)
         port = choose_port(address, None, key="weight_sync.master_address")
         init_info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from offline_grpo.engine.control import ServedBits
-from offline_grpo.engine.engine import AsksServer, ServerEngine
+from offline_grpo.engine.engine import ServedBits, ServerEngine
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
 from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
 from offline_grpo.errors import ConfigError, EngineError
@@ -138,7 +138,7 @@ def probe_prompts(policy: Policy) -> list[list[int]]:
     ).tolist()
 
 
-def sample_probe(client: AsksServer, prompts: Sequence[Sequence[int]], temperature: float) -> list[Rollout]:
+def sample_probe(client: Any, prompts: Sequence[Sequence[int]], temperature: float) -> list[Rollout]:
     """A completion of each prompt, by a request that does not wait behind rollouts that are sampled ahead.
 
     The whole softmax at the run's temperature: greedy completions have the logprobs of temperature 1.

@@ -357,7 +357,7 @@ def test_a_push_notices_what_others_loaded_while_it_was_staged(
         patch.setattr(reload, "save_weights", save_and_be_late)
         with pytest.raises(EngineError, match="somebody else has loaded weights into the server"):
             sync.push(policy, version=1, amid_requests=True)
-        assert not client.server.api.get("/is_paused").read(lambda answer: answer["is_paused"])
+        assert not client.server.api.get("/is_paused").json()["is_paused"]
         sync.recover(policy, version=1)
         sync.push(policy, version=2)  # with all requests at an end, nothing has come of it
     assert sync.push(policy, version=3, amid_requests=True).version == 3

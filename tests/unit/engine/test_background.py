@@ -32,7 +32,3 @@ def test_an_error_is_raised_when_all_have_ended() -> None:
     with pytest.raises(ValueError, match=r"^0$"):
         at_once(work, range(4))
     assert sorted(ended) == [2, 3]
-
-
-def test_a_single_call_stays_in_its_thread() -> None:
-    assert at_once(lambda _: threading.current_thread(), [0]) == [threading.current_thread()]

@@ -14,7 +14,7 @@ from offline_grpo.errors import ConfigError
 def test_options_reach_the_servers_command_line() -> None:
     words = "Qwen/Qwen3-0.6B --max-model-len 512 --max-num-seqs=64 --enable-lora --trust-remote-code --a 1 2"
     options, others = serve.parser().parse_known_args(words.split())
-    engine = serve.launcher(options, others, None)
+    engine = serve.launcher(options, others, None, 9001)
     line = " ".join(engine.command(options.model, 9001, {}))
     for expected in (
         "--model Qwen/Qwen3-0.6B --host 127.0.0.1 --port 9001",
@@ -38,6 +38,7 @@ def test_options_reach_the_servers_command_line() -> None:
         (["m", "--api-key", "hush-hush"], "--api-key: is decided elsewhere; a key is given by --api-key-file"),
         (["m", "n"], "n: MODEL is one word and comes first"),
         (["m", "--api-key-file", "/dev/null"], "--api-key-file=/dev/null: is empty"),
+        (["m", "--python", "p", "--port", "x"], "--port=x: must be from 1 to 65535, or null for any free one"),
     ],
 )
 def test_what_cannot_be_served_is_refused(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,15 +48,6 @@ def test_what_cannot_be_served_is_refused(words: list[str], message: str, monkey
         serve.run(words)
     assert str(refused.value).startswith(message)
     assert "hush-hush" not in str(refused.value)
-
-
-def test_ports(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve.port_or_null("null") is None
-    assert serve.port_or_null("8001") == 8001
-    for word in ("0", "65536", "-1", "x"):
-        with pytest.raises(SystemExit):
-            serve.parser().parse_args(["m", "--port", word])
-        assert "or null for any free one" in capsys.readouterr().err
 
 
 def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

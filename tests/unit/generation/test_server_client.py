@@ -97,7 +97,6 @@ class MortalServer(Server):
     """A server that somebody found, with the life of one that was started."""
 
     is_dead = False
-    is_watched = False
 
     def check_alive(self, *, grace_s: float = 0.0) -> None:
         if self.is_dead:
@@ -161,6 +160,7 @@ def dialect(request: pytest.FixtureRequest) -> Dialect:
 @pytest.fixture
 def lab(dialect: Dialect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(server_client, "GRACE_S", 0.0)
     with ScriptedServer(lambda _: Reply(dialect.answer(TWO))) as server:
         handle = mortal(server.base_url, tmp_path)
         client = make_client(dialect, handle)
@@ -186,9 +186,8 @@ def test_completions_are_what_the_server_said(lab: Lab) -> None:
 ABORTED = [([5], [-0.5], "abort"), ([], [], "abort")]
 
 
-def test_what_the_server_aborts_is_asked_for_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_server_aborts_is_asked_for_again(lab: Lab) -> None:
     """Part of a completion must not be judged as a whole one."""
-    monkeypatch.setattr(server_client, "GRACE_S", 0.0)
     replies = iter([ABORTED, [TWO[0], ABORTED[1]], TWO])
     lab.set_script(lambda _: Reply(lab.dialect.answer(next(replies))))
     [completions] = lab.ask()
@@ -366,11 +365,12 @@ def test_completions_that_are_not_what_was_asked_for(lab: Lab, completions: list
 
 
 @pytest.mark.parametrize("reply", [Reply({"error": "engine dead"}, status=500), Reply({}, cut="reset")])
-def test_the_death_of_our_own_server_is_told(lab: Lab, reply: Reply) -> None:
+def test_the_death_of_our_own_server_is_told(lab: Lab, reply: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
     def script(_: Request) -> Reply:
         lab.handle.is_dead = True
         return reply
 
+    monkeypatch.setattr(server_client, "GRACE_S", 60.0)
     lab.set_script(script)
     assert "exit code 1" in lab.error(EngineDied)
     assert len(lab.server.requests) == 1

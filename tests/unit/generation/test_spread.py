@@ -79,6 +79,7 @@ class Lab:
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(server_client, "GRACE_S", 0.0)
     webs = [ScriptedServer(echo) for _ in range(3)]
     servers = [MortalServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path) for web in webs]
     about: dict[str, Any] = {
