@@ -159,9 +159,8 @@ def _evaluation_sync(
     spec: EngineSpec | None, settings: EvalConfig, training: WeightSync, *, has_lora: bool
 ) -> WeightSync:
     """The strategy that brings weights to the engine of evaluations; that of training if both share one engine."""
-    from offline_grpo.weight_sync.frozen import Frozen
-    from offline_grpo.weight_sync.in_process import InProcess
-    from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
+    from offline_grpo.weight_sync.in_process import Frozen, InProcess
+    from offline_grpo.weight_sync.lora import LoraHotswap
     from offline_grpo.weight_sync.reload import Reload
 
     if spec is None:

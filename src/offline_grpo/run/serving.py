@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from offline_grpo.engine.engine import engine_of
 from offline_grpo.engine.ray_server import RayCluster
@@ -28,8 +29,7 @@ from offline_grpo.run.plan import Plan
 from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync.deployment import Deployment as OneDeployment
 from offline_grpo.weight_sync.deployment import RankZeroDeployment
-from offline_grpo.weight_sync.lora_hotswap import room_for
-from offline_grpo.weight_sync.lora_restart import LoraRestart
+from offline_grpo.weight_sync.lora import LoraRestart, room_for
 from offline_grpo.weight_sync.strategy import WeightSync
 
 log = logging.getLogger(__name__)
@@ -167,8 +167,10 @@ def deployments(
             build(spec.client_node, key=spec.key, protocol=RolloutClient, server=server, **runtime)
             for server in servers or [None]
         ]
-        inner = OneDeployment([engine_of(client, sampling) for client in clients], sync, sharding.full_weights)
-        return RankZeroDeployment(inner, ranks, sharding.lead) if servers and ranks.world_size > 1 else inner
+        engines: list[Any] = [engine_of(client, sampling) for client in clients]
+        if servers and ranks.world_size > 1:
+            return RankZeroDeployment(engines, sync, sharding.full_weights, ranks, sharding.lead)
+        return OneDeployment(engines, sync, sharding.full_weights)
 
     training = deployment(plan.engine, servers, plan.weight_sync, plan.sampling)
     if plan.eval_engine is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from offline_grpo.engine.engine import Engine, ServerEngine
@@ -17,20 +17,10 @@ from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.types import Metrics, ServedWeights, SyncReport
-from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.snapshot import FullWeights, Snapshot
 from offline_grpo.weight_sync.strategy import WeightSync
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DeploymentState:
-    """Where the engines are that the first process started, for the other ones: of each, weights, URL and pid."""
-
-    weights: tuple[ServedWeights, ...]
-    urls: tuple[str | None, ...]
-    pids: tuple[int | None, ...]
 
 
 class Deployment:
@@ -47,7 +37,7 @@ class Deployment:
     def __init__(self, engines: Sequence[Engine], weight_sync: WeightSync, full_weights: FullWeights) -> None:
         assert len(engines) == 1 or not weight_sync.requires.one_engine, f"{weight_sync.name} serves one engine"
         self.engines = list(engines)
-        self._spread = SpreadClient([engine.client for engine in engines]) if len(engines) > 1 else None  # type: ignore[misc]  # servers
+        self._spread = SpreadClient([engine.client for engine in engines]) if len(engines) > 1 else None
         self._num_restarts = 0
         self._strategy = weight_sync
         self._full_weights = full_weights
@@ -64,24 +54,13 @@ class Deployment:
         return self._strategy.requires.moves == "nothing"
 
     def connect(self, policy: Policy) -> None:
-        """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer
-        exist.
-
-        Raises:
-            ConfigError: an engine or a policy that the strategy cannot work with.
-            EngineError: an engine cannot be started or reached.
-        """
+        """See `Deployment.connect` in interfaces.py."""
         snapshot = self._snapshot(policy)
         words = self._strategy.start_model(snapshot), self._strategy.start_args(snapshot)
         self._start(self.engines, words, lambda engine: self._strategy.attach(engine, snapshot))
 
     def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
-        """See `Deployment.push` in interfaces.py. Of several engines, the dead are started again first.
-
-        Raises:
-            EngineDied: a server that the run started has ended; `recover` starts it again.
-            EngineError: the weights did not arrive.
-        """
+        """See `Deployment.push` in interfaces.py. Of several engines, the dead are started again first."""
         if self._spread is not None and not self._strategy.requires.own_server:
             dead = [engine for engine in self.engines if engine not in self._serving]
             self._num_restarts += len(dead)
@@ -95,7 +74,7 @@ class Deployment:
             self._strategy.check_served(engine, self._version)
 
     def recover(self, policy: Policy, *, version: int) -> SyncReport:
-        """Restart the engines that have died, and push to all. Raises as `connect` and `push` do."""
+        """See `Deployment.recover` in interfaces.py."""
         self._restart([engine for engine in self.engines if engine.has_lost_weights], policy)
         return self._push(policy, version, amid_requests=False)
 
@@ -106,31 +85,13 @@ class Deployment:
         return {**self._spread.metrics(), "engines/num_restarts": float(self._num_restarts)}
 
     def close(self) -> None:
-        """Release all engines, and stop those that the run started. Called once, also if `connect` never ran."""
+        """See `Deployment.close` in interfaces.py."""
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.callback(engine.stop)
                 stack.callback(self._strategy.detach, engine)
             if self._spread is not None:
                 stack.callback(self._spread.close)
-
-    @property
-    def state(self) -> DeploymentState:
-        """For the other processes of a run, see `follow`."""
-        servers = [engine.server if isinstance(engine, ServerEngine) else None for engine in self.engines]
-        return DeploymentState(
-            weights=tuple(engine.client.weights for engine in self.engines),
-            urls=tuple(server.base_url if server is not None else None for server in servers),
-            pids=tuple(server.pid if server is not None else None for server in servers),
-        )
-
-    def follow(self, state: DeploymentState) -> None:
-        """Sample from engines that another process of the run started and pushed to."""
-        for engine, weights, url, pid in zip(self.engines, state.weights, state.urls, state.pids, strict=True):
-            engine.client.weights = weights
-            if isinstance(engine, ServerEngine) and url is not None:
-                engine.follow(url, pid)
-        self._ask_all()
 
     @property
     def _serving(self) -> list[Engine]:
@@ -155,6 +116,7 @@ class Deployment:
                 engine.check_alive()
             raise
         self._ask_all()
+        worst = max(proofs, key=lambda proof: proof.diff_abs_mean, default=None)
         return SyncReport(
             version=staged.version,
             num_tensors=staged.num_tensors,
@@ -162,13 +124,13 @@ class Deployment:
             seconds=delivered - started,
             paused_seconds=paused_seconds,
             proof_seconds=time.perf_counter() - delivered,
-            alignment=worst(proofs),
+            alignment={} if worst is None else worst.metrics(),
         )
 
     def _ask_all(self) -> None:
         """From now on `client` samples from every engine."""
         if self._spread is not None:
-            self._spread.serve_from([engine.client for engine in self.engines])  # type: ignore[misc]  # servers
+            self._spread.serve_from([engine.client for engine in self.engines])
             self._spread.weights = self.engines[0].client.weights
 
     def _restart(self, engines: Sequence[Engine], policy: Policy) -> None:
@@ -176,7 +138,7 @@ class Deployment:
         if not engines:
             return
         if self._spread is not None:
-            self._spread.leave_out([engine.client for engine in engines])  # type: ignore[misc]  # servers
+            self._spread.leave_out([engine.client for engine in engines])
         snapshot = self._snapshot(policy)
         words = self._strategy.recovery_model(snapshot), self._strategy.start_args(snapshot)
         for engine in engines:
@@ -184,7 +146,7 @@ class Deployment:
         self._start(engines, words, lambda engine: self._strategy.reattach(engine, snapshot))
 
     def _start(
-        self, engines: Iterable[Engine], words: tuple[str, Mapping[str, Any]], attach: Callable[[Engine], None]
+        self, engines: Sequence[Engine], words: tuple[str, Mapping[str, Any]], attach: Callable[[Engine], None]
     ) -> None:
         for engine in next_to_start(engines):
             engine.begin(*words)
@@ -196,67 +158,56 @@ class Deployment:
         return Snapshot(policy, self._full_weights, host=self.engines[0])
 
 
-def worst(proofs: Sequence[Proof]) -> Mapping[str, float]:
-    """The metrics of the engine that is furthest from the policy; none where nothing was compared."""
-    return max(proofs, key=lambda proof: proof.diff_abs_mean).metrics() if proofs else {}
+class RankZeroDeployment(Deployment):
+    """The `Deployment` of a run with several processes, each of which has one around the same servers.
 
-
-class RankZeroDeployment:
-    """The `Deployment` of a run with several processes, each of which has an `inner` of its own around the same
-    servers.
-
-    Rank 0's inner deployment alone starts servers and pushes; those of the others follow. An error on rank 0 is raised
-    on all.
+    Rank 0 alone starts servers and pushes; the others follow. An error on rank 0 is raised on all. `metrics` are about
+    what this process has sampled, and `close` uses no collectives: processes may end at different times.
 
     Args:
         lead: see `Sharding.lead`.
     """
 
-    def __init__(self, inner: Deployment, ranks: Ranks, lead: Callable[[Callable[[], Any]], Any]) -> None:
-        self._inner = inner
+    def __init__(
+        self,
+        engines: Sequence[ServerEngine],
+        weight_sync: WeightSync,
+        full_weights: FullWeights,
+        ranks: Ranks,
+        lead: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        super().__init__(engines, weight_sync, full_weights)
+        self._servers = list(engines)
         self._ranks = ranks
         self._lead = lead
 
-    @property
-    def client(self) -> RolloutClient:
-        """This process's own."""
-        return self._inner.client
-
-    @property
-    def is_frozen(self) -> bool:
-        """See `Deployment.is_frozen`."""
-        return self._inner.is_frozen
-
     def connect(self, policy: Policy) -> None:
         """See `Deployment.connect`."""
-        self._lead(lambda: self._inner.connect(policy))
+        self._lead(lambda: Deployment.connect(self, policy))
         self._follow()
 
     def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
         """See `Deployment.push`. Every process's client then asks for the same weights."""
-        report = self._lead(lambda: self._inner.push(policy, version=version, amid_requests=amid_requests))
+        report = self._lead(lambda: Deployment.push(self, policy, version=version, amid_requests=amid_requests))
         self._follow()
         return report
 
     def check_served(self) -> None:
         """See `Deployment.check_served`."""
-        self._ranks.on_main(self._inner.check_served)
+        self._ranks.on_main(lambda: Deployment.check_served(self))
 
     def recover(self, policy: Policy, *, version: int) -> SyncReport:
         """See `Deployment.recover`."""
-        report = self._lead(lambda: self._inner.recover(policy, version=version))
+        report = self._lead(lambda: Deployment.recover(self, policy, version=version))
         self._follow()
         return report
 
-    def metrics(self) -> Metrics:
-        """See `Deployment.metrics`. What this process has sampled."""
-        return self._inner.metrics()
-
-    def close(self) -> None:
-        """See `Deployment.close`. Uses no collectives: processes may end at different times."""
-        self._inner.close()
-
     def _follow(self) -> None:
-        state = self._ranks.broadcast(self._inner.state)
+        """Sample from the servers that rank 0 started and pushed to: weights, URL and pid of each."""
+        state = [(engine.client.weights, engine.server.base_url, engine.server.pid) for engine in self._servers]
+        state = self._ranks.broadcast(state)
         if not self._ranks.is_main:
-            self._inner.follow(state)
+            for engine, (weights, url, pid) in zip(self._servers, state, strict=True):
+                engine.client.weights = weights
+                engine.follow(url, pid)
+            self._ask_all()

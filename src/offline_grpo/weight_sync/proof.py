@@ -12,12 +12,12 @@ import torch
 from offline_grpo.engine.engine import ServedBits, ServerEngine
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
 from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
-from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.errors import EngineError, require
 from offline_grpo.model.load import context_length
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
-from offline_grpo.weight_sync.snapshot import Snapshot, this_run, weights_tag
+from offline_grpo.weight_sync.snapshot import Snapshot, this_run
 
 log = logging.getLogger(__name__)
 
@@ -58,40 +58,36 @@ def ask(engine: ServerEngine, prompts: Sequence[Sequence[int]], *, is_tagged: bo
 
 
 def compare(
-    snapshot: Snapshot, engine: ServerEngine, answers: Answers, *, version: int, tolerance_nats: float, is_tagged: bool
+    snapshot: Snapshot, engine: ServerEngine, answers: Answers, *, version: int, tag: str | None, tolerance_nats: float
 ) -> Proof:
     """Compare what an engine serves with what is trained, and log the verdict.
 
     Args:
+        tag: that the push has left in the server, if it notes any.
         tolerance_nats: for the mean |trainer - server| over the probe's logprobs.
-        is_tagged: see `ServerSync.is_tagged`.
 
     Raises:
         EngineError: another version, a tensor with other bits, or logprobs further apart than `tolerance_nats` on
         average.
     """
-    tag, bits, sampled = answers
+    found, bits, sampled = answers
     unequal, num_compared = _compare_bits(snapshot, bits)
     difference = probe_difference(snapshot.policy, sampled)
     diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
     num_equal = num_compared - len(unequal)
-    says = (
-        f"version {version}: |trainer - server| {diff_abs_mean:.2g} nats on average, {diff_max:.2g} at most"
-        f"{f'; {num_equal} of {num_compared} tensors equal bit for bit' if num_compared else ''}"
-    )
+    says = f"version {version}: |trainer - server| {diff_abs_mean:.2g} nats on average, {diff_max:.2g} at most"
+    says += f"; {num_equal} of {num_compared} tensors equal bit for bit" if num_compared else ""
     mismatch = f"[MISMATCH] {engine.server.base_url}: {says}"
-    if is_tagged and tag != weights_tag(version):
-        raise EngineError(f"{mismatch}; the server has version {tag}: something else pushes to it, or it was restarted")
+    if found != tag:
+        raise EngineError(f"{mismatch}; the server has version {found}: another run pushes to it, or it was restarted")
     if unequal:
         raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
     if not diff_abs_mean <= tolerance_nats:
         group = "eval" if engine.server.key.startswith("eval.") else "weight_sync"
         raise EngineError(
             f"{mismatch}; above {group}.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that "
-            "computes "
-            "something else (dtype, rope scaling, quantisation, logprobs returned without --logprobs-mode "
-            "processed_logprobs); see "
-            "docs/troubleshooting.md"
+            "computes something else (dtype, rope scaling, quantisation, logprobs returned without --logprobs-mode "
+            "processed_logprobs); see docs/troubleshooting.md"
         )
     log.info("[OK] %s", says)
     return Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
@@ -110,18 +106,13 @@ def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
         tag = f"base of run {this_run()}"
         engine.control.set_tag(tag)
     unequal, num_compared = _compare_bits(snapshot, engine.control.served_bits())
-    parameters = (
-        {plain_name(name): tensor for name, tensor in snapshot.weights() if plain_name(name) in unequal}
-        if unequal
-        else {}
-    )
-    if unequal := engine.control.other_numbers(dict(zip(parameters, sums(list(parameters.values())), strict=True))):
-        raise ConfigError(
-            f"{engine.server.key}={engine.server.base_url}: the adapters are for another base model than the server "
-            f"has: {len(unequal)} of "
-            f"{num_compared} tensors differ, {', '.join(unequal[:3])}; start the server from "
-            f"{snapshot.policy.causal_lm.name_or_path}"
-        )
+    if unequal:
+        ours = {plain_name(name): tensor for name, tensor in snapshot.weights() if plain_name(name) in unequal}
+        unequal = engine.control.other_numbers(dict(zip(ours, sums(list(ours.values())), strict=True)))
+    differ = f"{len(unequal)} of {num_compared} tensors differ, {', '.join(unequal[:3])}"
+    fix = f"start the server from {snapshot.policy.causal_lm.name_or_path}"
+    problem = f"the adapters are for another base model than the server has: {differ}; {fix}"
+    require(not unequal, engine.server.key, engine.server.base_url, problem)
     if num_compared:
         log.info("[OK] base model: %d of %d tensors equal bit for bit", num_compared, num_compared)
     return tag
@@ -133,9 +124,8 @@ def probe_prompts(policy: Policy) -> list[list[int]]:
     context = context_length(config) or PROBE_PROMPT_TOKENS + PROBE_TOKENS
     length = min(PROBE_PROMPT_TOKENS, context - PROBE_TOKENS)
     draw = torch.Generator().manual_seed(0)
-    return torch.randint(
-        min(config.get_text_config().vocab_size, 1000), (PROBE_PROMPTS, length), generator=draw
-    ).tolist()
+    num_ids = min(config.get_text_config().vocab_size, 1000)
+    return torch.randint(num_ids, (PROBE_PROMPTS, length), generator=draw).tolist()
 
 
 def sample_probe(client: Any, prompts: Sequence[Sequence[int]], temperature: float) -> list[Rollout]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import require
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements
 
@@ -41,8 +41,8 @@ class Reload(PausingSync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.location not in LOCATIONS:
-            raise ConfigError(f"weight_sync.location={self.location}: must be one of {', '.join(LOCATIONS)}")
+        fix = f"must be one of {', '.join(LOCATIONS)}"
+        require(self.location in LOCATIONS, "weight_sync.location", self.location, fix)
 
     @property
     def requires(self) -> SyncRequirements:
@@ -68,9 +68,8 @@ class Reload(PausingSync):
         started, folder, tag = time.perf_counter(), str(staged.folder), weights_tag(staged.version)
 
         def load(engine: ServerEngine) -> None:
-            engine.control.load_weights(
-                folder, tag=tag, pause_mode=self.pause_mode, check=self.check_replaced(engine, staged)
-            )
+            check = self.check_replaced(engine, staged)
+            engine.control.load_weights(folder, tag=tag, pause_mode=self.pause_mode, check=check)
 
         at_once(load, engines)
         return time.perf_counter() - started

@@ -72,24 +72,21 @@ class Restart(ServerSync):
             engine.stop()
         for engine in next_to_start(stale):
             engine.begin(model, args)
-        yield StagedStart(
-            version=version, num_tensors=0, num_bytes=num_bytes, model=model, args=args, bits=bits, began_s=began_s
-        )
+        start = {"model": model, "args": args, "bits": bits, "began_s": began_s}
+        yield StagedStart(version=version, num_tensors=0, num_bytes=num_bytes, **start)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedStart) -> float:
-        """See `WeightSync.deliver`. Starts overlap, for `staged` has begun them. So they are waited for one after the
-        other.
+        """See `WeightSync.deliver`. Starts overlap, for `staged` has begun them, so they are waited for one after the
+        other. A server that was started from these weights is only told the version.
         """
-        return max(self._started(engine, staged) for engine in engines)
-
-    def _started(self, engine: ServerEngine, staged: StagedStart) -> float:
-        """Seconds for which it stood still. A server that was started from these weights is only told the version."""
-        is_new = self._started_from[engine] != staged.bits
-        if is_new:
-            engine.start(staged.model, staged.args)
-            self._started_from[engine] = staged.bits
-        engine.control.set_tag(weights_tag(staged.version))
-        return time.perf_counter() - staged.began_s if is_new else 0.0
+        paused_seconds = 0.0
+        for engine in engines:
+            if self._started_from[engine] != staged.bits:
+                engine.start(staged.model, staged.args)
+                self._started_from[engine] = staged.bits
+                paused_seconds = time.perf_counter() - staged.began_s
+            engine.control.set_tag(weights_tag(staged.version))
+        return paused_seconds
 
     def detach(self, engine: ServerEngine) -> None:
         """See `WeightSync.detach`. Deletes the served weights: checkpoints are elsewhere."""

@@ -11,26 +11,31 @@ Nothing is sent. CUDA graphs and compiled code hold addresses, not values, so th
 from __future__ import annotations
 
 import atexit
+import base64
+import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offline_grpo.disk import write_whole
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
-from offline_grpo.errors import ConfigError, EngineDied
+from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
 from offline_grpo.model.policy import Policy
-from offline_grpo.weight_sync.bridge import Bridge
 from offline_grpo.weight_sync.snapshot import Snapshot, gpu_uuid, this_run, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements, foreign_write
 
 log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Records = list[dict[str, Any]]
 
 
 @dataclass(kw_only=True)
@@ -54,10 +59,8 @@ class SharedVllm(PausingSync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.interval != 1:
-            raise ConfigError(
-                f"weight_sync.interval={self.interval}: shared weights are always the newest; set it to 1"
-            )
+        fix = "shared weights are always the newest; set it to 1"
+        require(self.interval == 1, "weight_sync.interval", self.interval, fix)
 
     @property
     def requires(self) -> SyncRequirements:
@@ -84,30 +87,25 @@ class SharedVllm(PausingSync):
         policy, self._engine, self._paused_at, self._version = snapshot.policy, engine, None, None
         views = self._open_views(engine, snapshot)
         check_coverage(dict(policy.causal_lm.named_parameters()), views, compare=False)
-        with torch.no_grad():
+        with torch.no_grad():  # before the policy points there: whatever interrupts this, the policy stays what it was
             for name, master in policy.masters.values.items():
-                views[name].copy_(
-                    master
-                )  # before the policy is pointed at it: whatever interrupts this, the policy stays what it was
+                views[name].copy_(master)
         self._splice(policy, views)
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
         """See `WeightSync.staged`. The optimizer's updates are in place already."""
-        parameters = dict(snapshot.policy.causal_lm.named_parameters())
+        policy, parameters = snapshot.policy, dict(snapshot.policy.causal_lm.named_parameters())
         moved = [name for name, p in parameters.items() if p.data_ptr() != self._addresses[name]]
         assert not moved, f"parameters have left the server's memory: {moved[:3]}"
         self._pause()
         if self._version is not None:
             self.check_served(snapshot.host, self._version)
-        if others := snapshot.policy.masters.differing():
-            raise foreign_write(
-                snapshot.host.server.base_url, f"wrote to {len(others)} tensors of the policy, {others[0]}"
-            )
-        if snapshot.policy.compute_device.type == "cuda":
-            torch.cuda.synchronize(
-                snapshot.policy.compute_device
-            )  # the fence: our writes are queued, and must be done before the server goes on
+        if others := policy.masters.differing():
+            found = f"wrote to {len(others)} tensors of the policy, {others[0]}"
+            raise foreign_write(snapshot.host.server.base_url, found)
+        if policy.compute_device.type == "cuda":  # the fence: our writes must be done before the server goes on
+            torch.cuda.synchronize(policy.compute_device)
         yield Staged(version=version, num_tensors=len(parameters), num_bytes=0)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: Staged) -> float:
@@ -118,8 +116,7 @@ class SharedVllm(PausingSync):
         self._version = staged.version
         engine.control.resume()
         assert self._paused_at is not None
-        paused_seconds = time.perf_counter() - self._paused_at
-        self._paused_at = None
+        paused_seconds, self._paused_at = time.perf_counter() - self._paused_at, None
         return paused_seconds
 
     def _splice(self, policy: Policy, views: dict[str, Tensor]) -> None:
@@ -145,52 +142,128 @@ class SharedVllm(PausingSync):
             log.warning("%s The update goes on without it.", death)
 
     def _open_views(self, engine: ServerEngine, snapshot: Snapshot) -> dict[str, Tensor]:
-        home = snapshot.policy.compute_device
-        described = engine.control.describe()
+        home, control = snapshot.policy.compute_device, engine.control
+        described = control.describe()
         for reason in described["refusals"]:
-            raise ConfigError(
-                f"weight_sync=shared_vllm: {reason}; use weight_sync=ipc on one GPU, nccl on several, or reload"
-            )
+            fix = "use weight_sync=ipc on one GPU, nccl on several, or reload"
+            raise ConfigError(f"weight_sync=shared_vllm: {reason}; {fix}")
         if self.bridge_config is not None:
             bridge = Bridge.read(Path(self.bridge_config))
         else:
-            exported, layout = (
-                engine.control.call_worker("grpo_export"),
-                engine.control.call_worker("grpo_layout"),
+            bridge = Bridge(
+                run_id=this_run(),
+                model=self.start_model(snapshot),
+                pid=described["pid"],
+                start_time=start_time_of(described["pid"]) or 0,
+                device=described["device"],
+                gpu_uuid=described["gpu_uuid"],
+                **control.call_worker("grpo_export"),
+                param_mappings=control.call_worker("grpo_layout"),
             )
-            bridge = Bridge.from_worker(this_run(), self.start_model(snapshot), described, exported, layout)
             bridge.write(engine.server.log_dir / "vllm_bridge_config.json")
-        check_device(bridge, home)
+        if (bridge.device, bridge.gpu_uuid) != (home.type, gpu_uuid(home)):
+            raise ConfigError(
+                f"model.device={home}: is on {gpu_uuid(home) or 'no GPU'}, and the server's weights are on "
+                f"{bridge.gpu_uuid or 'no GPU'}; put both on one (placement.engine_devices), or use weight_sync=nccl "
+                "for two GPUs, reload for CPUs"
+            )
         if home.type == "cuda":
             torch.zeros(1, device=home)  # opening a handle before CUDA is up in this process would crash it
             atexit.register(remove_cuda_driver_files)
         started = time.perf_counter()
         views = bridge.open(home)
-        log.info(
-            "opened %d storages (%.0f MiB) of the server as %d parameters in %.2f s",
-            len(bridge.storages),
-            sum(storage["num_bytes"] for storage in bridge.storages) / 2**20,
-            len(views),
-            time.perf_counter() - started,
-        )
+        num_mib = sum(storage["num_bytes"] for storage in bridge.storages) / 2**20
+        seconds = time.perf_counter() - started
+        log.info("opened %.0f MiB of the server as %d parameters in %.2f s", num_mib, len(views), seconds)
         return views
 
 
-def check_device(bridge: Bridge, device: torch.device) -> None:
-    """Raise ConfigError unless the server's memory is on `device`, where the trainer computes."""
-    if bridge.device != device.type:
-        raise ConfigError(
-            f"model.device={device}: the server's weights are on its {bridge.device}; train there, or use "
-            "weight_sync=reload"
+@dataclass(frozen=True)
+class Bridge:
+    """`vllm_bridge_config.json`: which memory of a vLLM worker holds which parameter.
+
+    It names the worker's process, by pid and start time, so a file that outlived its server is refused. What it
+    describes is compared with the policy, shape, dtype and bits, before anything is trained (`check_coverage`).
+
+    Args:
+        storages: pieces of memory: an open file of the worker (CPU), or a CUDA IPC handle with its offset and
+            reference counter.
+        tensors: of the server, views of `storages`. Offset and strides count elements.
+        param_mappings: parameters of the checkpoint: `rows` rows of the server's tensor `tensor`, from `row` on.
+    """
+
+    run_id: str
+    pid: int
+    start_time: int
+    model: str
+    device: str
+    gpu_uuid: str | None
+    storages: Records
+    tensors: Records
+    param_mappings: Records
+    format: int = 1
+
+    def write(self, path: Path) -> None:
+        """Save, for tools that attach later and for people who want to look. The file appears complete."""
+        write_whole(path, json.dumps(asdict(self), indent=1), is_private=True)  # it says how to write to the weights
+
+    @classmethod
+    def read(cls, path: Path) -> Bridge:
+        """Load what `write` saved. Raises ConfigError where there is no file, or its server has ended."""
+        key, fix = "weight_sync.bridge_config", "no such file; it is in the run folder of a weight_sync=shared_vllm run"
+        require(path.exists(), key, path, fix)
+        bridge = cls(**json.loads(path.read_text()))
+        fix = f"is stale: the server that wrote it (pid {bridge.pid}, run {bridge.run_id}) has ended"
+        require(start_time_of(bridge.pid) == bridge.start_time, key, path, fix)
+        return bridge
+
+    def open(self, device: torch.device) -> dict[str, Tensor]:
+        """The server's memory as tensors of ours: checkpoint name -> view. Nothing is copied.
+
+        Raises:
+            EngineError: the memory cannot be opened from here.
+        """
+        try:
+            storages = [self._open_storage(handle, device) for handle in self.storages]
+        except (RuntimeError, OSError) as error:
+            raise EngineError(
+                f"memory of the server cannot be opened (pid {self.pid}: {reason_of(error)}): trainer and server must "
+                "run on one machine, as one user, not in separate containers, and without expandable_segments in "
+                "PYTORCH_CUDA_ALLOC_CONF"
+            ) from error
+        whole, parts = {}, {}
+        for t in self.tensors:
+            view = torch.empty(0, dtype=DTYPES[t["dtype"]], device=device)
+            whole[t["name"]] = view.set_(storages[t["storage"]], t["offset"], t["shape"], t["stride"])
+        for part in self.param_mappings:
+            view = whole[part["tensor"]]
+            parts[part["name"]] = view.narrow(0, part["row"], part["rows"]) if view.dim() else view
+        return parts
+
+    def _open_storage(self, handle: Mapping[str, Any], device: torch.device) -> Any:
+        if handle["kind"] == "file":
+            path = f"/proc/{self.pid}/fd/{handle['fd']}"
+            return torch.UntypedStorage.from_file(path, shared=True, nbytes=handle["num_bytes"])
+        return torch.UntypedStorage._new_shared_cuda(
+            device.index or 0,
+            base64.b64decode(handle["handle"]),
+            handle["num_bytes"],
+            handle["offset_bytes"],
+            base64.b64decode(handle["counter_handle"]),
+            handle["counter_offset"],
+            base64.b64decode(handle["event_handle"]),
+            handle["event_sync_required"],
         )
-    if bridge.device == "cuda":
-        ours = gpu_uuid(device)
-        if bridge.gpu_uuid != ours:
-            raise ConfigError(
-                f"model.device={device}: that is GPU {ours}, and the server's weights are on GPU {bridge.gpu_uuid}; "
-                "put both on one "
-                "(placement.engine_devices), or use weight_sync=nccl"
-            )
+
+
+def start_time_of(pid: int) -> int | None:
+    """When a process started, in clock ticks since the machine did; None if there is no such process. With the pid it
+    is unique.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
 
 
 def check_coverage(parameters: dict[str, Any], views: dict[str, Tensor], *, compare: bool) -> None:
@@ -202,27 +275,20 @@ def check_coverage(parameters: dict[str, Any], views: dict[str, Tensor], *, comp
         ConfigError: lists what is missing or different.
     """
     problems = [f"{name}: the server has no such tensor" for name in parameters if name not in views]
-    for name, parameter in parameters.items():
-        view = views.get(name)
-        if view is None:
-            continue
+    for name in parameters.keys() & views.keys():
+        parameter, view = parameters[name], views[name]
         if view.shape != parameter.shape or view.dtype != parameter.dtype:
             problems.append(f"{name}: {_kind(parameter)} in the trainer, {_kind(view)} in the server")
         elif compare and not torch.equal(view, parameter.data.to(view.device)):
             problems.append(f"{name}: other values than the trainer's")
-    covered = {view.data_ptr() for name, view in views.items() if name in parameters}
-    problems += [
-        f"{name}: the trainer has no such parameter"
-        for name, v in views.items()
-        if name not in parameters and v.data_ptr() not in covered
-    ]
+    covered = {view.data_ptr() for name, view in views.items() if name in parameters}  # a tied one has two names
+    others = [name for name, v in views.items() if name not in parameters and v.data_ptr() not in covered]
+    problems += [f"{name}: the trainer has no such parameter" for name in others]
     if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ConfigError(
-            f"weight_sync=shared_vllm: {len(problems)} of {len(parameters)} parameters cannot be shared: {shown}. "
-            "Start the server from "
-            "the policy's own weights and dtype (engine.args.dtype, train.precision), or use weight_sync=reload: it "
-            "needs no equal layout"
+            f"weight_sync=shared_vllm: {len(problems)} of {len(parameters)} parameters cannot be shared: "
+            f"{'; '.join(sorted(problems)[:5])}. Start the server from the policy's own weights and dtype "
+            "(engine.args.dtype, train.precision), or use weight_sync=reload: it needs no equal layout"
         )
 
 

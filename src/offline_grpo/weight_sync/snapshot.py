@@ -91,12 +91,8 @@ def save_weights(snapshot: Snapshot, folder: Path) -> int:
         save(snapshot.policy, snapshot.weights(), folder)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise EngineError(
-            f"the weights cannot be saved to {folder} ({reason_of(error)}); make room there: /dev/shm is as large as "
-            "the container's "
-            "--shm-size, and weight_sync.location=disk (reload; eval.location for a server of evaluations) does "
-            "without it"
-        ) from error
+        fix = "make room there; /dev/shm is as large as a container's --shm-size, or use weight_sync.location=disk"
+        raise EngineError(f"the weights cannot be saved to {folder} ({reason_of(error)}); {fix}") from error
     return sum(path.stat().st_size for path in folder.iterdir())
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import ServerEngine
-from offline_grpo.errors import ConfigError, EngineDied, EngineError
+from offline_grpo.errors import EngineDied, EngineError, require
 from offline_grpo.weight_sync.proof import Proof, ask, compare, probe_prompts
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 
@@ -164,33 +164,28 @@ class ServerSync(WeightSync):
     tolerance_nats: float
     server_args: Any
 
-    name: ClassVar[str]
     is_tagged: ClassVar[bool] = True
     """The server notes the tags of pushes; False where requests name the version themselves."""
 
     def __post_init__(self) -> None:
-        if self.interval < 1:
-            raise ConfigError(f"weight_sync.interval={self.interval}: must be at least 1")
-        if self.tolerance_nats <= 0:
-            raise ConfigError(f"weight_sync.tolerance_nats={self.tolerance_nats}: must be above 0")
+        require(self.interval >= 1, "weight_sync.interval", self.interval, "must be at least 1")
+        require(self.tolerance_nats > 0, "weight_sync.tolerance_nats", self.tolerance_nats, "must be above 0")
 
     @property
     def requires(self) -> SyncRequirements:  # type: ignore[override]
         """See `WeightSync.requires`. Most strategies use what vLLM alone can do."""
         return SyncRequirements(engines=("vLLM",), server_args=self.server_args)
 
-    @abstractmethod
-    def deliver(self, engines: Sequence[ServerEngine], staged: Any) -> float:
-        """See `WeightSync.deliver`."""
-
     def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
         """See `WeightSync.verify`. All servers are asked at the same time; the policy then scores what one after the
         other has sampled.
         """
-        prompts, is_tagged = probe_prompts(snapshot.policy), self.is_tagged
-        answers = at_once(lambda engine: ask(engine, prompts, is_tagged=is_tagged), engines)
-        settings: dict[str, Any] = {"version": version, "tolerance_nats": self.tolerance_nats, "is_tagged": is_tagged}
-        return [compare(snapshot, engine, answer, **settings) for engine, answer in zip(engines, answers, strict=True)]
+        prompts, tag = probe_prompts(snapshot.policy), weights_tag(version) if self.is_tagged else None
+        answers = at_once(lambda engine: ask(engine, prompts, is_tagged=self.is_tagged), engines)
+        return [
+            compare(snapshot, engine, answer, version=version, tag=tag, tolerance_nats=self.tolerance_nats)
+            for engine, answer in zip(engines, answers, strict=True)
+        ]
 
     def check_served(self, engine: ServerEngine, version: int) -> None:
         """See `WeightSync.check_served`."""
@@ -203,11 +198,9 @@ class ServerSync(WeightSync):
 
 def foreign_write(url: str, found: str) -> EngineError:
     """The error about a server whose weights something else than this run has changed."""
-    return EngineError(
-        f"{url}: somebody else has loaded weights into the server: it {found}. Nothing was learnt from its samples; "
-        "give each run a "
-        "server of its own (generation.base_url=null starts one that obeys nobody else), and resume with resume=auto"
-    )
+    fix = "give each run a server of its own (generation.base_url=null starts one), and resume with resume=auto"
+    what = f"somebody else has loaded weights into the server: it {found}. Nothing was learnt from its samples"
+    return EngineError(f"{url}: {what}; {fix}")
 
 
 @dataclass(kw_only=True)
@@ -224,8 +217,8 @@ class PausingSync(ServerSync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pause_mode not in PAUSE_MODES:
-            raise ConfigError(f"weight_sync.pause_mode={self.pause_mode}: must be one of {', '.join(PAUSE_MODES)}")
+        fix = f"must be one of {', '.join(PAUSE_MODES)}"
+        require(self.pause_mode in PAUSE_MODES, "weight_sync.pause_mode", self.pause_mode, fix)
 
     @property
     def requires(self) -> SyncRequirements:  # type: ignore[override]

@@ -40,7 +40,7 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_adapter, save_policy
 from offline_grpo.types import Completion, SamplingParams
 from offline_grpo.weight_sync import lora_hotswap, reload, snapshot
-from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
+from offline_grpo.weight_sync.lora import LoraHotswap
 
 FULL = ("reload", "shared_vllm")
 NUM_TENSORS = 2 * 13 + 2

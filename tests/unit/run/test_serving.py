@@ -23,8 +23,7 @@ from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
 from offline_grpo.run.serving import check_found_servers, loads_onto_servers_gpu, starts_before_the_policy
 from offline_grpo.weight_sync.deployment import RankZeroDeployment
-from offline_grpo.weight_sync.frozen import Frozen
-from offline_grpo.weight_sync.in_process import InProcess
+from offline_grpo.weight_sync.in_process import Frozen, InProcess
 from offline_grpo.weight_sync.reload import Reload
 
 DEAD = "http://127.0.0.1:1"
@@ -41,8 +40,7 @@ def evaluation(overrides: str, folder: Path, *, num_processes: int = 1, with_ada
     )
     _, found = assembled(plan, make_policy(with_adapters=with_adapters), folder, ranks)
     assert isinstance(found, RankZeroDeployment) is (num_processes > 1)
-    inner = found._inner if isinstance(found, RankZeroDeployment) else found
-    return found.client, inner._strategy
+    return found.client, found._strategy
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -200,7 +198,7 @@ def test_a_server_of_the_run_has_a_key_that_nobody_else_knows(kind: str, tmp_pat
     other_rank: Any = SimpleNamespace(is_main=False, world_size=2, on_main=told)
     plan = make_plan(typed(compose_config(*overrides, "eval.enabled=false")))
     training, _ = assembled(plan, make_policy(), tmp_path, other_rank)
-    assert training._inner.engines[0].client.server.api_key == "of rank 0"  # type: ignore[attr-defined]
+    assert training.engines[0].client.server.api_key == "of rank 0"  # type: ignore[attr-defined]
 
 
 def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:

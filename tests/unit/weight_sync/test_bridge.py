@@ -13,8 +13,8 @@ import pytest
 import torch
 from inside_vllm import SHAPES, FusedModel, make_worker
 
-from offline_grpo.errors import EngineError
-from offline_grpo.weight_sync.bridge import Bridge, start_time_of
+from offline_grpo.errors import ConfigError
+from offline_grpo.weight_sync.shared_vllm import Bridge, start_time_of
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,10 @@ def worker(model: FusedModel) -> Iterator[Any]:
 
 @pytest.fixture
 def bridge(worker: Any) -> Bridge:
-    return Bridge.from_worker("run-1", "some/model", worker.grpo_describe(), worker.grpo_export(), worker.grpo_layout())
+    about = {name: value for name, value in worker.grpo_describe().items() if name != "refusals"}
+    start_time = start_time_of(os.getpid()) or 0
+    about |= {"run_id": "run-1", "model": "some/model", "start_time": start_time, **worker.grpo_export()}
+    return Bridge(**about, param_mappings=worker.grpo_layout())
 
 
 def by_name(model: FusedModel) -> dict[str, torch.Tensor]:
@@ -58,11 +61,9 @@ def by_name(model: FusedModel) -> dict[str, torch.Tensor]:
     }
 
 
-def test_views_are_the_servers_memory(model: FusedModel, worker: Any, tmp_path: Path) -> None:
+def test_views_are_the_servers_memory(model: FusedModel, bridge: Bridge, tmp_path: Path) -> None:
     """Through the file and back: equal bits, and a write by either side is there for the other."""
     before = {name: parameter.clone() for name, parameter in by_name(model).items()}
-    exported = worker.grpo_export()
-    bridge = Bridge.from_worker("run-1", "some/model", worker.grpo_describe(), exported, worker.grpo_layout())
     path = tmp_path / "vllm_bridge_config.json"
     bridge.write(path)
     assert Bridge.read(path) == bridge
@@ -77,7 +78,7 @@ def test_views_are_the_servers_memory(model: FusedModel, worker: Any, tmp_path: 
         model.model.layers[0].self_attn.qkv_proj.weight[16] = 77
     assert views["model.layers.0.self_attn.k_proj.weight"][0].tolist() == [77] * 8
     assert views["lm_head.weight"].data_ptr() == views["model.embed_tokens.weight"].data_ptr()
-    assert len(exported["storages"]) == len(list(model.parameters()))
+    assert len(bridge.storages) == len(list(model.parameters()))
 
 
 def test_padding_is_out_of_reach(model: FusedModel, bridge: Bridge) -> None:
@@ -107,6 +108,6 @@ def test_a_file_that_outlived_its_server(bridge: Bridge, tmp_path: Path) -> None
     for pid, start_time in ((ended.pid, own_start), (os.getpid(), own_start + 1)):
         path.write_text(json.dumps(record | {"pid": pid, "start_time": start_time}))
         with pytest.raises(
-            EngineError, match=rf"is stale: the server that wrote it \(pid {pid}, run run-1\) has ended$"
+            ConfigError, match=rf"is stale: the server that wrote it \(pid {pid}, run run-1\) has ended"
         ):
             Bridge.read(path)

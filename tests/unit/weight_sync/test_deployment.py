@@ -130,15 +130,18 @@ class Sync:
 class Lab:
     """Engines a, b and c, connected and pushed to."""
 
-    def __init__(self, names: str = "abc", gpus: Mapping[str, list[int]] | None = None) -> None:
+    def __init__(self, names: str = "abc", gpus: Mapping[str, list[int]] | None = None, ranks: Any = None) -> None:
         self.calls: list[str] = []
         self.sync: Any = Sync(self.calls)
         self.servers = {name: FakeServer(name, self.calls) for name in names}
         for name, own in (gpus or {}).items():
             self.servers[name].gpus = own
         clients: list[Any] = [Client(server) for server in self.servers.values()]  # type: ignore[arg-type]
-        self.deployment = Deployment(
-            [ServerEngine(client, SamplingParams(1)) for client in clients], self.sync, full_weights
+        engines = [ServerEngine(client, SamplingParams(1)) for client in clients]
+        self.deployment = (
+            Deployment(engines, self.sync, full_weights)
+            if ranks is None
+            else RankZeroDeployment(engines, self.sync, full_weights, ranks, ranks.on_main)
         )
         self.deployment.connect(POLICY)
         self.of_connect = list(self.calls)
@@ -255,39 +258,28 @@ class FirstOfTwo:
 
 
 @pytest.fixture
-def two() -> tuple[list[Lab], list[RankZeroDeployment]]:
-    labs, wire = [Lab("a"), Lab("a")], FirstOfTwo()
+def two() -> list[Lab]:
+    wire = FirstOfTwo()
+    labs = [Lab("a", ranks=wire.ranks(rank)) for rank in range(2)]
     labs[0].servers["a"].pid = 4711
-    all_ranks = [wire.ranks(rank) for rank in range(2)]
-    return labs, [
-        RankZeroDeployment(lab.deployment, ranks, ranks.on_main) for lab, ranks in zip(labs, all_ranks, strict=True)
-    ]
+    return labs
 
 
-def test_the_first_process_moves_weights_and_the_others_follow(
-    two: tuple[list[Lab], list[RankZeroDeployment]],
-) -> None:
-    labs, deployments = two
-    for lab in labs:
+def test_the_first_process_moves_weights_and_the_others_follow(two: list[Lab]) -> None:
+    for lab in two:
         lab.calls.clear()
-    reports = [deployment.push(POLICY, version=7) for deployment in deployments]
+    reports = [lab.deployment.push(POLICY, version=7) for lab in two]
     assert reports[0] == reports[1]
-    assert labs[0].calls == of_push(7, "a")
-    assert (labs[1].calls, labs[1].servers["a"].watched_pid) == ([], 4711)
-    assert [each.client.weights for each in deployments] == [ServedWeights(7, "adapter-7")] * 2
+    assert two[0].calls == of_push(7, "a")
+    assert (two[1].calls, two[1].servers["a"].watched_pid) == ([], 4711)
+    assert [lab.deployment.client.weights for lab in two] == [ServedWeights(7, "adapter-7")] * 2
 
 
 @pytest.mark.parametrize("name", ["push", "check_served", "recover"])
-def test_an_error_of_the_first_is_raised_on_all(
-    name: str, two: tuple[list[Lab], list[RankZeroDeployment]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    labs, deployments = two
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise EngineDied("the server has ended")
-
-    monkeypatch.setattr(labs[0].deployment, name, fail)
-    arguments: dict[str, Any] = {} if name == "check_served" else {"policy": POLICY, "version": 1}
-    for deployment in deployments:
-        with pytest.raises(EngineDied, match="the server has ended"):
-            getattr(deployment, name)(**arguments)
+def test_an_error_of_the_first_is_raised_on_all(name: str, two: list[Lab]) -> None:
+    two[0].servers["a"].has_ended = True
+    two[0].servers["a"].begin = lambda *_, **__: None  # type: ignore[method-assign]  # it does not come back
+    for lab in two:
+        with pytest.raises(EngineDied, match="a has ended"):
+            call = getattr(lab.deployment, name)
+            call() if name == "check_served" else call(POLICY, version=1)

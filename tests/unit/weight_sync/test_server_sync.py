@@ -24,8 +24,8 @@ from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import SamplingParams, ServedWeights
-from offline_grpo.weight_sync import lora_hotswap
-from offline_grpo.weight_sync.lora_hotswap import LoraHotswap
+from offline_grpo.weight_sync import lora
+from offline_grpo.weight_sync.lora import LoraHotswap
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 from offline_grpo.weight_sync.strategy import ServerSync, Staged
@@ -196,12 +196,6 @@ def test_a_failure_that_another_engine_died_of_is_a_death(
         deployment.push(policy, version=1)
 
 
-# What is refused
-
-
-STOCK, ADAPTERS, DEVELOPMENT = set[str](), {"/v1/load_lora_adapter"}, {"/v1/load_lora_adapter", "/collective_rpc"}
-
-
 # Pausing
 
 
@@ -253,7 +247,7 @@ def test_adapters_get_new_names_and_old_ones_go(
     client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The adapter of requests in flight keeps its files; the one before it does not. Both keep their names."""
-    monkeypatch.setattr(lora_hotswap, "KEPT_FOLDERS", 2)
+    monkeypatch.setattr(lora, "KEPT_FOLDERS", 2)
     monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [PROOF])
     deployment = deploy(strategy("lora_hotswap"), client)
     policy = with_adapters(8)
@@ -272,6 +266,4 @@ def test_adapters_get_new_names_and_old_ones_go(
     assert sorted(path.name for path in client.server.scratch.iterdir()) == sorted(names[2:])
     assert [path for path, _ in bodies[:4]] == ["/v1/load_lora_adapter"] * 3 + ["/v1/unload_lora_adapter"]
     deployment.close()
-    assert [request.body for request in web.requests[-2:]] == [
-        {"lora_name": name} for name in names[2:]
-    ]  # whose folders go
+    assert [request.body for request in web.requests[-2:]] == [{"lora_name": name} for name in names[2:]]

@@ -21,7 +21,7 @@ from offline_grpo.errors import EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams
-from offline_grpo.weight_sync import nccl
+from offline_grpo.weight_sync import weight_transfer
 from offline_grpo.weight_sync.snapshot import Named, Snapshot, buckets, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
 from offline_grpo.weight_sync.weight_transfer import WeightTransfer
@@ -52,7 +52,7 @@ class Recorder(WeightTransfer):
 
     name = "recorder"
 
-    def send(self, engines: Sequence[ServerEngine], bucket: Sequence[Named], update_info: dict[str, Any]) -> None:
+    def send(self, engines: Sequence[ServerEngine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
         for engine in engines:
             engine.control.post("/update_weights", {"update_info": update_info})
 
@@ -108,7 +108,7 @@ def test_a_server_that_refuses_nccl_is_heard_at_once(monkeypatch: pytest.MonkeyP
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(nccl, "gpu_uuid", lambda _: "GPU-1")
+    monkeypatch.setattr(weight_transfer, "gpu_uuid", lambda _: "GPU-1")
 
     def script(request: Any) -> Reply:
         if request.path == "/init_weight_transfer_engine":

@@ -1,8 +1,8 @@
-"""LoRA adapters are swapped over HTTP while the server runs, with CUDA graphs on.
+"""LoRA adapters are swapped over HTTP while the server runs, with CUDA graphs on; or the server starts again with each.
 
-Every push has a name of its own. vLLM keys its prefix cache on the name, requests in flight finish on the adapter they
-began with, and the `load_inplace` option, which makes the server read the adapter from disk again at every step, is
-never used.
+Every hot swap has a name of its own. vLLM keys its prefix cache on the name, requests in flight finish on the adapter
+they began with, and the `load_inplace` option, which makes the server read the adapter from disk again at every step,
+is never used.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import os
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from offline_grpo.engine.background import at_once
@@ -24,6 +23,7 @@ from offline_grpo.engine.vllm import LORA_KERNELS
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.weight_sync.proof import prove_base
 from offline_grpo.weight_sync.reload import StagedFolder
+from offline_grpo.weight_sync.restart import Restart, StagedStart
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
 from offline_grpo.weight_sync.strategy import STARTED_ANEW, ServerSync, SyncRequirements, foreign_write
 
@@ -42,9 +42,8 @@ class LoraHotswap(ServerSync):
     _prefix: str = field(default_factory=lambda: f"policy-{os.getpid()}-{uuid.uuid4().hex[:6]}", init=False)
     _num_pushes: int = field(default=0, init=False)
     _names: list[str] = field(default_factory=list, init=False)  # whose folders are there, newest last
-    _loaded: dict[ServerEngine, list[str]] = field(
-        default_factory=lambda: defaultdict(list), init=False
-    )  # names, newest last
+    # names, newest last
+    _loaded: dict[ServerEngine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
     _base_tags: dict[ServerEngine, str] = field(default_factory=dict, init=False)  # see `prove_base`
 
     @property
@@ -96,15 +95,14 @@ class LoraHotswap(ServerSync):
         def load(engine: ServerEngine) -> None:
             folder = engine.server.scratch / staged.name
             if folder != staged.folder:
-                _link(staged.folder, folder)
+                shutil.copytree(staged.folder, folder)
             try:
                 engine.control.load_adapter(staged.name, str(folder))
             except Refused as error:
                 if "experts" not in str(error):
                     raise
-                raise Refused(
-                    f"{error}; to adapt no experts, use model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
-                ) from error
+                fix = "to adapt no experts, use model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+                raise Refused(f"{error}; {fix}") from error
             self._loaded[engine].append(staged.name)
 
         at_once(load, engines)
@@ -134,16 +132,35 @@ class LoraHotswap(ServerSync):
                     engine.control.unload_adapter(name)
 
 
-def _link(folder: Path, other: Path) -> None:
-    """Let the other folder have the same files, which take no room a second time."""
+ADAPTER = "policy-adapter"
 
-    def link(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:  # some file systems that machines share have no hard links
-            shutil.copyfile(source, target)
 
-    shutil.copytree(folder, other, copy_function=link)
+@dataclass(kw_only=True)
+class LoraRestart(Restart):
+    """See `Restart`. The base model is what the server is started with, every time, and the adapter is named on its
+    command line.
+    """
+
+    name = "lora_restart"
+
+    @property
+    def requires(self) -> SyncRequirements:
+        """See `WeightSync.requires`."""
+        return replace(lora_requirements(self.server_args), own_server=True)
+
+    def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
+        """See `WeightSync.start_args`. The newest adapter, under a name that requests then carry."""
+        self._save(snapshot)
+        return {"lora_modules": [f"{ADAPTER}={self._folder}"]}
+
+    @contextlib.contextmanager
+    def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
+        """See `Restart.staged`."""
+        with super().staged(snapshot, version) as staged:
+            yield replace(staged, name=ADAPTER)
+
+    def _model(self, snapshot: Snapshot) -> str:
+        return self.start_model(snapshot)
 
 
 def lora_requirements(server_args: Any) -> SyncRequirements:
