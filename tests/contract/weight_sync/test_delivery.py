@@ -39,7 +39,7 @@ from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_adapter, save_policy
 from offline_grpo.types import Completion, SamplingParams
-from offline_grpo.weight_sync import lora_hotswap, reload, snapshot
+from offline_grpo.weight_sync import lora, reload, snapshot
 from offline_grpo.weight_sync.lora import LoraHotswap
 
 FULL = ("reload", "shared_vllm")
@@ -250,7 +250,7 @@ def test_an_adapter_stays_until_nobody_asks_for_it(
     sync.push(policy, version=0)
     old, control = load(model_folder, CPU, lora=True), sync.engines[0].control
     monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [])
-    monkeypatch.setattr(lora_hotswap, "KEPT_FOLDERS", 2)
+    monkeypatch.setattr(lora, "KEPT_FOLDERS", 2)
     with ThreadPoolExecutor(1) as thread:
         control.pause("keep")
         waiting = thread.submit(sample, client)
