@@ -9,13 +9,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import torch
@@ -272,28 +271,6 @@ def distance(
     """Mean |trainer - server| over the tokens of completions of `prompts`, in nats."""
     theirs = torch.cat([torch.tensor(c.logprobs) for c in completions])
     return (torch.cat(score(policy, completions, prompts, temperature=temperature)) - theirs).abs().mean().item()
-
-
-@contextmanager
-def under_way(server: Server, *requests: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, somebody else's requests to vLLM's own endpoint have begun, and will not end: they are cancelled
-    afterwards.
-    """
-    answers: list[Iterator[str]] = []
-    with ExitStack() as stack:
-        for body in requests:
-            asked = {
-                "model": "policy",
-                "max_tokens": CONTEXT - len(body["prompt"]),
-                "ignore_eos": True,
-                "stream": True,
-                **body,
-            }
-            request = httpx.stream("POST", f"{server.base_url}/v1/completions", json=asked, timeout=120)
-            answers.append(stack.enter_context(request).iter_lines())
-            next(answers[-1])  # its first token
-        yield
-        assert num_running(server) == len(requests)
 
 
 def num_running(server: Server) -> float:

@@ -25,7 +25,6 @@ class Reply:
         body: bytes, or what is sent as JSON (NaN and infinities as Python writes them).
         cut: "reset" or "close" ends the connection in the middle of the body, "silence" before the answer.
         byte_pause_s: between any two bytes of the body.
-        raw: writes to the connection instead of an answer.
     """
 
     body: Any = None
@@ -33,7 +32,6 @@ class Reply:
     cut: str = ""
     headers: dict[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
     byte_pause_s: float = 0.0
-    raw: Callable[[socket.socket], object] | None = None
 
     @property
     def content(self) -> bytes:
@@ -69,9 +67,7 @@ class ScriptedServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = (
-                True  # headers and body are written apart: the second would wait for the first's receipt
-            )
+            disable_nagle_algorithm = True  # the body would wait for the receipt of the headers
 
             def do_POST(self) -> None:
                 server._handle(self)
@@ -150,10 +146,7 @@ def _parsed(content: bytes) -> Any:
 
 
 def _send(handler: BaseHTTPRequestHandler, reply: Reply) -> None:
-    handler.close_connection = bool(reply.cut or reply.raw)
-    if reply.raw is not None:
-        reply.raw(handler.connection)
-        return
+    handler.close_connection = bool(reply.cut)
     if reply.cut == "silence":
         return
     content = reply.content

@@ -62,7 +62,7 @@ def passed_on(module: ModuleType, requests: dict[str, SimpleNamespace], steps: S
     return [scheduler.update_from_output(step, None)[0].outputs for step in steps], scheduler
 
 
-@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("length", [1, 33, 64])
 def test_bundles_tell_what_their_outputs_told(module: ModuleType, length: int) -> None:
     from vllm.v1.engine import FinishReason
 
@@ -86,7 +86,7 @@ def test_bundles_tell_what_their_outputs_told(module: ModuleType, length: int) -
     assert not scheduler._held
 
 
-@pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA", "text"])
+@pytest.mark.parametrize("kind", ["CUMULATIVE", "text"])
 def test_who_reads_tokens_one_by_one_gets_them_so(module: ModuleType, kind: str) -> None:
     """Answers in parts, and texts in which the HTTP server looks for strings that end them."""
     from vllm.sampling_params import RequestOutputKind

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from children import Kill, metrics_of, printed, run_in_child, start_in_child
-from engines import forking_python, kill_engine, preloaded_python, processes_naming, save_model, writers
+from children import metrics_of, printed, start_in_child
+from engines import kill_engine, preloaded_python, processes_naming, save_model, writers
 from served_runs import assert_same, at, five, own_server, run
 
 ITERATIONS = 3
@@ -88,17 +88,6 @@ def test_a_killed_trainer_leaves_nothing(victim: Victim) -> None:
     victim.process.kill()
     victim.process.join()
     assert_nothing_left(victim.folder, victim.model, victim.leftovers)
-
-
-def test_a_trainer_killed_while_the_server_loads_leaves_nothing(tmp_path: Path) -> None:
-    """The same where weights travel as files."""
-    model, leftovers = save_model(tmp_path / "model"), frozenset(ownerless())
-    kill = Kill("offline_grpo.weight_sync.reload:shutil.rmtree", count=3)
-    code = run_in_child(
-        tmp_path / "run", *five(model), *own_server(forking_python(tmp_path)), "weight_sync=reload", kill=kill
-    )
-    assert code == -signal.SIGKILL, printed(tmp_path / "run")
-    assert_nothing_left(tmp_path / "run", model, leftovers)
 
 
 def is_stopped(process: BaseProcess, folder: Path) -> bool:

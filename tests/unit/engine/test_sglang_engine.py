@@ -106,30 +106,17 @@ def control(web: ScriptedServer, tmp_path: Path) -> SglangControl:
     return SglangControl(Server(base_url=web.base_url, api_key="secret", launcher=None, log_dir=tmp_path))
 
 
-@pytest.mark.parametrize("version", ["0.5.10", "0.6.0", "nightly"])
+@pytest.mark.parametrize("version", ["0.6.0", "nightly"])
 def test_versions_that_are_not(control: SglangControl, fake: FakeSglang, version: str) -> None:
     fake.version = version
-    url, rule = control.server.base_url, r"versions 0\.5\.11 to 0\.5\.15 are supported"
-    for key in ("generation.base_url", "eval.base_url"):
-        control.server.key = key
-        with pytest.raises(ConfigError, match=rf"^{url}: SGLang {version} answers there, and {rule}; see {key}$"):
-            control.check_version()
+    with pytest.raises(ConfigError, match=rf"SGLang {version} answers there, and .*; see generation.base_url$"):
+        control.check_version()
 
 
-@pytest.mark.parametrize("moves", ["full", "nothing"])
-def test_a_server_that_ignores_seeds_is_noticed(moves: str, control: SglangControl, fake: FakeSglang) -> None:
-    assert control.lacks(moves) is None
+def test_a_server_that_ignores_seeds_is_noticed(control: SglangControl, fake: FakeSglang) -> None:
+    assert control.lacks("full") is None
     fake.is_deterministic = False
-    assert control.lacks(moves) == "ignores the seeds of requests (--enable-deterministic-inference)"
-
-
-def test_the_version_is_kept_with_the_weights(control: SglangControl, fake: FakeSglang) -> None:
-    assert control.served_tag() is None
-    control.set_tag("3")
-    assert control.served_tag() == "3"
-    assert fake.num_aborts == 0
-    control.load_weights("/some/folder", tag="4", pause_mode="abort")
-    assert (control.served_tag(), fake.loaded) == ("4", ["/some/folder"])
+    assert control.lacks("full") == "ignores the seeds of requests (--enable-deterministic-inference)"
 
 
 def test_loading_weights_cannot_end_the_server(control: SglangControl, fake: FakeSglang, web: ScriptedServer) -> None:

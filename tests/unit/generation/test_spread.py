@@ -120,14 +120,6 @@ def test_every_request_is_answered_once_and_all_servers_are_busy(lab: Lab) -> No
     assert sum(lab.num_asked) == 60  # both completions of a prompt in one request
 
 
-def test_all_dead(lab: Lab) -> None:
-    for i in range(3):
-        lab.die(i)
-    with pytest.raises(EngineDied, match=r"^the server at http.* has ended\.$"):
-        lab.all(5)
-    assert len(lab.spread.serving) == 1
-
-
 def test_what_was_sent_to_a_server_that_only_starts_is_asked_of_the_others(lab: Lab) -> None:
     """Its process lives, so a request that was on its way when it was taken out fails like one to a server that is not
     there.

@@ -87,15 +87,6 @@ def closing() -> Iterator[list[Slow]]:
         client.close()
 
 
-def test_two_calls_share_the_slots_and_the_earlier_one_goes_first(num_at_once: int, closing: list[Slow]) -> None:
-    client = Slow(num_at_once)
-    closing.append(client)
-    told = answers_of_two_calls(client)
-    assert client.most_open == num_at_once
-    assert client.asked == [*range(2 * num_at_once), *range(100, 104)]
-    assert sorted(len(indices) for indices in told) == sorted([2 * num_at_once, 4])  # type: ignore[arg-type]
-
-
 def test_a_call_that_fails_leaves_its_slots_to_the_others(num_at_once: int, closing: list[Slow]) -> None:
     client = Slow(num_at_once, fails=lambda seed: seed < num_at_once)
     closing.append(client)

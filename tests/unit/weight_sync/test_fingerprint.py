@@ -9,7 +9,7 @@ import torch
 from offline_grpo.engine.inside_vllm import offline_grpo_fingerprint as module
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints, sums
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
 
 def one(tensor: torch.Tensor) -> str:
@@ -27,20 +27,17 @@ def by_hand(words: numpy.ndarray) -> str:
     return f"{sum(int(word) * (2 * place + 1) for place, word in enumerate(words)) % 2**64:016x}"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "word"), [(torch.float32, numpy.int64), (torch.float16, numpy.int64), (torch.int8, numpy.int64)]
-)
-def test_against_arithmetic_without_overflow(dtype: torch.dtype, word: type) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_against_arithmetic_without_overflow(dtype: torch.dtype) -> None:
     tensor = random(6, 8, dtype=dtype)
-    assert one(tensor) == by_hand(tensor.numpy().reshape(-1).view(word))
+    assert one(tensor) == by_hand(tensor.numpy().reshape(-1).view(numpy.int64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("row", "rows"), [(0, 4), (1, 4), (2, 3), (3, 5)])
-@pytest.mark.parametrize("width", [5, 8])
-def test_views_and_copies_are_equal(dtype: torch.dtype, row: int, rows: int, width: int) -> None:
+@pytest.mark.parametrize(("row", "rows"), [(1, 4), (3, 5)])
+def test_views_and_copies_are_equal(dtype: torch.dtype, row: int, rows: int) -> None:
     """Trainer and server hold a parameter at different places of their storages, even and odd ones."""
-    whole = random(9, width, dtype=dtype)
+    whole = random(9, 5, dtype=dtype)
     view = whole.narrow(0, row, rows)
     assert one(view) == one(view.clone()) == one(torch.nn.Parameter(view, requires_grad=False))
     transposed = view.t().contiguous().t()
@@ -49,15 +46,11 @@ def test_views_and_copies_are_equal(dtype: torch.dtype, row: int, rows: int, wid
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 2, 7, 8])
+@pytest.mark.parametrize("size", [7, 8])
 def test_every_bit_counts(dtype: torch.dtype, size: int) -> None:
     tensor = random(size, dtype=dtype)
     expected = one(tensor)
-    raw = (
-        tensor.numpy().view(numpy.uint8)
-        if dtype is not torch.bfloat16
-        else tensor.view(torch.int16).numpy().view(numpy.uint8)
-    )
+    raw = tensor.view(torch.uint8).numpy()
     for byte in range(len(raw)):
         for bit in range(8):
             raw[byte] ^= 1 << bit

@@ -40,7 +40,7 @@ def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: 
     assert num_bytes == sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3_moe", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", "gemma3"])
 def test_an_adapter_for_a_server_is_the_one_that_peft_saves(name: str, tmp_path: Path) -> None:
     model: Any = ZOO[name].build()
     targets = [

@@ -158,44 +158,6 @@ def test_what_was_pushed_last_is_what_must_be_served(policy: Policy, client: Vll
         assert not isinstance(error.value, EngineDied)
 
 
-def test_an_external_server_gets_the_weights_again_if_it_has_none(
-    policy: Policy, client: VllmClient, web: ScriptedServer
-) -> None:
-    sync = recorder()
-    deployment = deploy(sync, client)
-    deployment.connect(policy)
-    for tag, expected in (("6 of run 1-abc", []), (None, ["reattach"])):
-        web.script = lambda request, tag=tag: Reply(
-            {"version": "0.32.0"} if request.path == "/version" else {"results": [tag]}
-        )
-        sync.events.clear()
-        deployment.recover(policy, version=6)
-        assert sync.events == [*expected, *push_events(6)]
-
-
-def test_a_failure_that_another_engine_died_of_is_a_death(
-    policy: Policy, client: VllmClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have taken along what this one was to read: the run recovers."""
-    sync = recorder()
-    deployment = deploy(sync, client)
-    deployment.connect(policy)
-
-    def fail(*_: Any) -> float:
-        raise EngineError("no such folder")
-
-    monkeypatch.setattr(sync, "deliver", fail)
-    with pytest.raises(EngineError, match="no such folder"):
-        deployment.push(policy, version=1)
-
-    def check_alive(**_: Any) -> None:
-        raise EngineDied("the server has ended")
-
-    monkeypatch.setattr(client.server, "check_alive", check_alive)
-    with pytest.raises(EngineDied):
-        deployment.push(policy, version=1)
-
-
 # Pausing
 
 

@@ -37,8 +37,6 @@ def sizes(lengths: list[int], max_bytes: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        ([4, 6], [[4, 6]]),
-        ([4, 7], [[4], [7]]),
         ([1, 50, 1, 1], [[1], [50], [1, 1]]),
         ([5, 5, 5, 5, 5], [[5, 5], [5, 5], [5]]),
     ],

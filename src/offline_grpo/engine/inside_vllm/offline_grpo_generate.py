@@ -3,7 +3,7 @@ needs. And POST /generate_tokens, which a run's own client calls: the same witho
 time per token.
 
 vLLM loads the class by `--middleware`, and its own endpoints stay as they are. Like its neighbour, the module stands
-alone. All that it uses of vLLM is alike from 0.25 to 0.32.
+alone. All that it uses of vLLM is alike in all versions that are supported.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import asyncio
 import contextlib
 import math
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import exceptions
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -36,10 +40,6 @@ OF_REQUEST = (ValueError, TypeError, OverflowError, RecursionError, getattr(exce
 NOT_NOW = getattr(exceptions, "VLLMError", EngineDeadError)
 """Of what vLLM raises otherwise, such as over a full queue. 0.25 has no such class."""
 
-Message = dict[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-Receive = Callable[[], Coroutine[Any, Any, Message]]
-
 
 class Refusal(Exception):
     """A request that is not answered, with the HTTP status that says why."""
@@ -59,39 +59,40 @@ class Generate:
     same, but for `stream`, and without `model` it asks the base model.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in KINDS:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in (PATH, TOKENS_PATH):
             await self._app(scope, receive, send)
             return
         try:
-            await self._answer(scope, receive, send)
+            answer = await self._answer(scope, receive, send)
+            status = 200
         except Refusal as refusal:
-            await reply(send, refusal.status, {"error": " ".join(str(refusal).split())})
+            answer, status = {"error": " ".join(str(refusal).split())}, refusal.status
+        if answer is not None:
+            response = Response(msgspec.json.encode(answer), status, media_type="application/json")
+            await response(scope, receive, send)
 
-    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Raises Refusal, as long as nothing was sent."""
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> dict[str, Any] | None:
+        """None if it was sent in parts, or the client has gone. Raises Refusal, as long as nothing was sent."""
         if scope["method"] != "POST":
             raise Refusal(405, f"{scope['path']} is asked with POST")
         state = scope["app"].state
-        engine = state.engine_client
-        body = await read_body(receive)
-        if body is None:
-            return
         try:
-            request = KINDS[scope["path"]](body, state)
+            body = await HttpRequest(scope, receive).body()
+            request = Request(body, state, of_tokens=scope["path"] == TOKENS_PATH)
+        except ClientDisconnect:
+            return None
         except OF_REQUEST as error:
             raise Refusal(400, str(error)) from error
-        working = asyncio.create_task(
-            request.stream(engine, send) if request.is_stream else request.complete(engine, send)
-        )
-        leaving = asyncio.create_task(receive())  # returns when the client has gone
+        outputs = request.outputs(state.engine_client)
+        working = asyncio.create_task(request.stream(outputs, send) if request.is_stream else request.whole(outputs))
+        leaving = asyncio.ensure_future(receive())  # returns when the client has gone
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
+            return working.result() if working.done() else None
         finally:
             for task in (working, leaving):
                 task.cancel()  # which makes vLLM abort the request
@@ -99,28 +100,25 @@ class Generate:
 
 
 class Request:
-    """What one body asks for. Raises one of OF_REQUEST or Refusal for anything impossible that is seen before the
-    engine sees it.
+    """What one body asks for. Raises one of OF_REQUEST for anything impossible that is seen before the engine sees it.
 
     Args:
         state: of vLLM's application.
+        of_tokens: of POST /generate_tokens. Only stop strings have tokens turned into text, and a token has one
+            logprob, its own. An aborted completion is handed out, for it is the client that knows whether to ask again.
     """
 
-    refused = frozenset({"abort", "error"})
-    """Finish reasons of completions that are not handed out."""
-    takes_newest = True
-    """Whether a request that names no model asks the newest adapter."""
-
-    def __init__(self, body: bytes, state: Any) -> None:
-        fields = msgspec.json.decode(body)
-        if not isinstance(fields, dict):
-            raise ValueError("a JSON object with a prompt belongs here")
+    def __init__(self, body: bytes, state: Any, *, of_tokens: bool) -> None:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        self._of_tokens = of_tokens
         self.is_stream = bool(fields.pop("stream", False))
-        self.tokenizer = state.engine_client.tokenizer
+        if self.is_stream and of_tokens:
+            raise ValueError(f"stream: only {PATH} answers in parts")
+        self._tokenizer = state.engine_client.tokenizer
         vocab_size = state.engine_client.model_config.get_vocab_size()
-        self.prompt_ids, self._prompt = self._read_prompt(fields.pop("prompt", None), vocab_size)
+        self._prompt_ids, self._prompt = self._read_prompt(fields.pop("prompt", None), vocab_size)
         name, models = fields.pop("model", None), state.openai_serving_models
-        self.adapter = adapter_named(name, models) if name is not None or self.takes_newest else None
+        self._adapter = None if name is None and of_tokens else adapter_named(name, models)
         if unknown := fields.keys() - SAMPLING:
             known = ", ".join(["prompt", "model", "stream", *sorted(SAMPLING)])
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a request may have {known}")
@@ -130,21 +128,14 @@ class Request:
         params = msgspec.convert(fields, SamplingParams, str_keys=True)
         params.output_kind = RequestOutputKind.CUMULATIVE if self.is_stream else RequestOutputKind.FINAL_ONLY
         params.flat_logprobs = not self.is_stream
-        self.wants_text = params.detokenize
+        self._wants_text = params.detokenize
         if not (self.is_stream or params.stop):  # a whole text is made from its tokens faster than token by token
             params.detokenize = False
-        self.params = params
-
-    @property
-    def prompt(self) -> str:
-        """The prompt's text."""
-        if self._prompt is None:
-            self._prompt = "" if self.tokenizer is None else self.tokenizer.decode(self.prompt_ids)
-        return self._prompt
+        self._params = params
 
     def _read_prompt(self, prompt: Any, vocab_size: int) -> tuple[list[int], str | None]:
-        if isinstance(prompt, str) and self.tokenizer is not None:
-            return self.tokenizer.encode(prompt), prompt
+        if isinstance(prompt, str) and self._tokenizer is not None:
+            return self._tokenizer.encode(prompt), prompt
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         if not (isinstance(ids, list) and ids and {*map(type, ids)} == {int}):
             raise ValueError('prompt: must be a string, or {"prompt_token_ids": [...]} with at least one id')
@@ -152,36 +143,53 @@ class Request:
             raise ValueError(f"prompt: ids must be from 0 to {vocab_size - 1}, the model's")
         return ids, None
 
-    async def complete(self, engine: Any, send: Send) -> None:
-        """Answer in one piece."""
-        [final] = [output async for output in self._outputs(engine)]
+    def _prompt_text(self) -> str:
+        if self._prompt is None:
+            self._prompt = "" if self._tokenizer is None else self._tokenizer.decode(self._prompt_ids)
+        return self._prompt
+
+    async def whole(self, outputs: AsyncIterator[Any]) -> dict[str, Any]:
+        """The answer in one piece."""
+        [final] = [output async for output in outputs]
+        if self._of_tokens:
+            choices = [
+                {
+                    "token_ids": list(output.token_ids),
+                    "logprobs": [values[first] for first in output.logprobs.start_indices],
+                    "finish_reason": output.finish_reason,
+                }
+                for output in final.outputs
+                for values in [finite(output.logprobs.logprobs)]
+            ]
+            return {"prompt_token_ids": final.prompt_token_ids, "choices": choices}
         answer = {
             "text": [self._text(output) for output in final.outputs],
-            "prompt": self.prompt,
+            "prompt": self._prompt_text(),
             "finish_reasons": [output.finish_reason for output in final.outputs],
             "logprobs": [[[position] for position in by_position(output.logprobs)] for output in final.outputs],
-            "prompt_token_ids": self.prompt_ids,
+            "prompt_token_ids": self._prompt_ids,
             "token_ids": [list(output.token_ids) for output in final.outputs],
         }
-        if self.params.prompt_logprobs is not None:
+        if self._params.prompt_logprobs is not None:
             answer["prompt_logprobs"] = [position or None for position in by_position(final.prompt_logprobs)]
-        await reply(send, 200, answer)
+        return answer
 
-    async def stream(self, engine: Any, send: Send) -> None:
+    async def stream(self, outputs: AsyncIterator[Any], send: Send) -> None:
         """Answer in lines of JSON, each with all text so far, or with the error that ends the answer."""
-        texts = [self.prompt] * self.params.n
+        texts = [self._prompt_text()] * self._params.n
+        headers = [(b"content-type", b"application/x-ndjson")]
         has_begun = False
 
-        async def send_line(line: Message) -> None:
+        async def send_line(line: dict[str, Any]) -> None:
             await send({"type": "http.response.body", "body": msgspec.json.encode(line) + b"\n", "more_body": True})
 
         try:
-            async for output in self._outputs(engine):
+            async for output in outputs:
                 for completion in output.outputs:
-                    texts[completion.index] = self.prompt + completion.text
+                    texts[completion.index] = self._prompt_text() + completion.text
                 if not has_begun:
                     has_begun = True
-                    await send(start(200, b"application/x-ndjson"))
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send_line({"text": texts})
         except Refusal as refusal:
             if not has_begun:
@@ -189,15 +197,16 @@ class Request:
             await send_line({"error": str(refusal)})
         await send({"type": "http.response.body", "body": b""})
 
-    async def _outputs(self, engine: Any) -> AsyncIterator[Any]:
+    async def outputs(self, engine: Any) -> AsyncIterator[Any]:
         """vLLM's outputs. Raises Refusal where they are not the completions that were asked for."""
         generating = engine.generate(
-            tokens_input(self.prompt_ids), self.params, f"generate-{uuid.uuid4().hex}", lora_request=self.adapter
+            tokens_input(self._prompt_ids), self._params, f"generate-{uuid.uuid4().hex}", lora_request=self._adapter
         )
+        refused = {"error"} if self._of_tokens else {"abort", "error"}
         try:
             async with contextlib.aclosing(generating):
                 async for output in generating:
-                    if self.refused & {completion.finish_reason for completion in output.outputs}:
+                    if refused & {completion.finish_reason for completion in output.outputs}:
                         why = "the engine aborted the request, as it does for a push of weights; send it again"
                         raise Refusal(503, why)
                     yield output
@@ -211,50 +220,16 @@ class Request:
             raise Refusal(503, str(error)) from error
 
     def _text(self, output: Any) -> str:
-        if self.params.detokenize or not self.wants_text or self.tokenizer is None:
+        if self._params.detokenize or not self._wants_text or self._tokenizer is None:
             return output.text
-        ends_itself = output.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        ends_itself = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
         ids = list(output.token_ids)[: -1 if ends_itself else None]
-        before = self.prompt_ids[-CONTEXT_TOKENS:]
+        before = self._prompt_ids[-CONTEXT_TOKENS:]
         context, whole = (
-            self.tokenizer.decode(tokens, skip_special_tokens=self.params.skip_special_tokens)
+            self._tokenizer.decode(tokens, skip_special_tokens=self._params.skip_special_tokens)
             for tokens in (before, before + ids)
         )
         return whole.removeprefix(context)
-
-
-class TokensRequest(Request):
-    """What a body asks of POST /generate_tokens. Only stop strings have tokens turned into text, and a token has one
-    logprob, its own.
-
-    An aborted completion is handed out, for it is the client that knows whether to ask again.
-    """
-
-    refused = frozenset({"error"})
-    takes_newest = False
-
-    def __init__(self, body: bytes, state: Any) -> None:
-        super().__init__(body, state)
-        if self.is_stream:
-            raise ValueError(f"stream: only {PATH} answers in parts")
-
-    async def complete(self, engine: Any, send: Send) -> None:
-        """Answer in one piece."""
-        [final] = [output async for output in self._outputs(engine)]
-        choices = [
-            {
-                "token_ids": list(output.token_ids),
-                "logprobs": [values[first] for first in output.logprobs.start_indices],
-                "finish_reason": output.finish_reason,
-            }
-            for output in final.outputs
-            for values in [finite(output.logprobs.logprobs)]
-        ]
-        await reply(send, 200, {"prompt_token_ids": final.prompt_token_ids, "choices": choices})
-
-
-KINDS: dict[str, type[Request]] = {PATH: Request, TOKENS_PATH: TokensRequest}
-"""Who reads the body of a request, by its path."""
 
 
 def adapter_named(name: Any, models: Any) -> Any:
@@ -267,7 +242,7 @@ def adapter_named(name: Any, models: Any) -> Any:
     base = [path.name for path in models.base_model_paths]
     if name in base:
         return None
-    if not isinstance(name, str) or name not in adapters:
+    if name not in adapters:
         raise ValueError(f"model={str(name)[:80]}: is not served; there are {', '.join([*base, *adapters])}")
     return adapters[name]
 
@@ -284,27 +259,3 @@ def finite(logprobs: Sequence[float]) -> list[float]:
     if any(map(math.isnan, logprobs)):
         raise Refusal(500, "a logprob is not a number: the weights or their activations are probably not finite")
     return [max(value, LOWEST_LOGPROB) for value in logprobs]
-
-
-async def read_body(receive: Receive) -> bytes | None:
-    """All of a request's body; None if the client has gone."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-async def reply(send: Send, status: int, answer: Message) -> None:
-    """Send a whole answer."""
-    body = msgspec.json.encode(answer)
-    await send(start(status, b"application/json", (b"content-length", str(len(body)).encode())))
-    await send({"type": "http.response.body", "body": body})
-
-
-def start(status: int, content: bytes, *headers: Sequence[bytes]) -> Message:
-    """The message that begins an answer."""
-    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", content), *headers]}
