@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import pytest
 from children import child_process
-from factories import compose_config
-from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine.ports import choose_port
-from offline_grpo.errors import GrpoError
-from offline_grpo.interfaces import Source
-from offline_grpo.rollouts.atropos import Atropos, source
-from offline_grpo.rollouts.atropos.processes import Processes
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
+from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.types import RolloutGroup, SamplingParams
 
 TIMEOUT_S = 30.0
@@ -154,73 +144,3 @@ def as_json(groups: RolloutGroup) -> dict[str, Any]:
         ],
         "generation_params": {"temperature": rollouts[0].temperature},
     }
-
-
-def settings_effect(overrides: str) -> Any:
-    """What an API hears from the source that these overrides make, how long that waits at most, and what it says.
-
-    @here and @there are APIs; @owned is one of another trainer, and @gone one that answers no question for a batch but
-    the first.
-    """
-    heard: dict[str, Any] = {}
-    pauses: list[float] = []
-    names = ("here", "there", "owned", "gone")
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            web = stack.enter_context(ScriptedServer(scripted_api(name, heard)))
-            overrides = overrides.replace(f"@{name}", web.base_url)
-        main, sleep = threading.current_thread(), time.sleep
-        is_main = lambda: threading.current_thread() is main  # noqa: E731
-        patch.setattr(time, "sleep", lambda seconds: pauses.append(seconds) if is_main() else sleep(seconds))
-        patch.setattr(source, "API_START_S", 0.0)
-        patch.setattr(Processes, "start_api", lambda *_: heard.update(started_api=True))
-        patch.setattr(Processes, "start_environment", lambda self, **_: heard.update(environment=self._command))
-        words = ("rollouts=atropos", "rollouts.url=http://127.0.0.1:9", "rollouts.start_api=false", *overrides.split())
-        node = as_plain(compose_config(*words))["rollouts"]
-        del node["record"]  # the run acts on it
-        codec = SimpleNamespace(decode=str)
-        server = SimpleNamespace(base_url="http://127.0.0.1:9", api_key=None, check_healthy=lambda: None)
-        client = SimpleNamespace(engine_name="vLLM", server=server)
-        given = {"client": client, "codec": codec, "vocab_size": 30, "context": None}
-        given |= {"run_folder": Path("/runs/a"), "model_id": "model", "sampling": SamplingParams(8), "rank": 0}
-        made = build(node, key="rollouts", protocol=Source, **given)
-        try:
-            made.start(0, None)
-            heard["success"] = [[rollout.score.is_correct for rollout in group.rollouts] for group in made.next(0)]
-        except GrpoError as error:
-            heard["error"] = str(error).replace(node["url"], "")
-    # of an error, the pause is a matter of luck
-    return heard if "error" in heard else heard | {"longest_pause_s": max(pauses, default=0)}
-
-
-def scripted_api(name: str, heard: dict[str, Any]) -> Any:
-    """Of one batch, after six questions for it."""
-    owner: dict[str, Any] = {"wandb_group": "another", "batch_size": 1, "max_token_len": 1} if name == "owned" else {}
-    num_polls = 0
-
-    def answer(request: Request) -> Reply:
-        nonlocal num_polls
-        if request.path == "/register":
-            owner.update(request.body)
-            heard[name] = {**request.body, "wandb_group": ""}
-        if request.path == "/reset_data":
-            owner.clear()
-        if request.path == "/batch":
-            num_polls += 1
-            if name == "gone" and num_polls > 1:
-                return Reply(cut="silence")
-            size = owner["batch_size"]
-            return Reply({"batch": [pair(1)] * (size // 2) if num_polls > 6 else None})
-        return Reply(
-            {
-                "uuid": 1,
-                "group": owner.get("wandb_group"),
-                "batch_size": owner.get("batch_size", -1),
-                "max_token_len": owner.get("max_token_len", -1),
-                "current_step": 0,
-                "queue_size": 0,
-            },
-            cut="silence" if name == "gone" and num_polls > 1 else "",
-        )
-
-    return answer

@@ -18,9 +18,6 @@ from torch import nn
 
 from offline_grpo.errors import GrpoError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model import lm_head, masters
-from offline_grpo.model.scoring import Scoring
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app, assemble
 
@@ -49,8 +46,6 @@ class Trace:
     groups: list[list[Any]] = field(default_factory=list)  # of each of those, RolloutGroups
     evaluations: list[list[tuple[int, ...]]] = field(default_factory=list)  # of each evaluation, every completion
     calls: Counter[str] = field(default_factory=Counter)
-    num_threads: int = 0
-    dtype: str = ""
 
 
 class Laboratory:
@@ -108,8 +103,8 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     def count(owner: Any, name: str, what: str) -> None:
         after(owner, name, lambda *_: trace.calls.update([what]))
 
-    def note_policy(policy: Any, _config: Any, model_id: str) -> None:
-        trace.model_dir, trace.dtype, trace.num_threads = Path(model_id), str(policy.dtype), torch.get_num_threads()
+    def note_policy(_policy: Any, _config: Any, model_id: str) -> None:
+        trace.model_dir = Path(model_id)
 
     def note_groups(groups: Any, _source: Any, iteration: int) -> None:
         trace.iterations.append(iteration)
@@ -121,10 +116,6 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     after(assemble, "load_policy", note_policy)
     after(OnPolicy, "next", note_groups)
     after(PassAtKEvaluator, "sample", note_answers)
-    count(TransformersClient, "_sample", "decode")
-    count(Scoring, "forward", "forward")
-    count(lm_head, "_matmul_into", "product")
-    count(masters, "HostTensors", "host")
     count(nn.functional, "scaled_dot_product_attention", "sdpa")
     patch.setattr(
         nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager")

@@ -10,7 +10,6 @@ import torch
 from factories import compose_config, make_completion
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import Source
 from offline_grpo.rollouts.replay import Replay
 from offline_grpo.rollouts.store.recorder import Origin, Recorder
@@ -98,11 +97,3 @@ def replayed(source: Replay, count: int = 4) -> list[list[tuple[str, float]]]:
     """Text and reward of every completion of the first iterations."""
     source.start(0, None)
     return [[(str(r.text), r.score.reward) for group in source.next(i) for r in group.rollouts] for i in range(count)]
-
-
-def replay_effect(path: object, *words: str) -> Any:
-    """What a run trains on, or why it does not."""
-    try:
-        return replayed(make_replay(path, *words))
-    except GrpoError as error:
-        return str(error)

@@ -1,8 +1,5 @@
-"""No key is inert: some code reads every leaf of the configuration, and most of those that change the numbers or the
-files of a run stand in one of the tables below, with a changed value and the change that it must make.
-
-Keys of the default configuration, and of LoRA, are changed in small runs of the whole application; those that only act
-beside a server, or on a machine with GPUs, where such a run is put together.
+"""No key is inert: some code reads every leaf of the configuration. A component gets its settings by name; the plain
+settings, which the run itself passes on, stand in the tables below, with a changed value and what that must change.
 """
 
 from __future__ import annotations
@@ -11,9 +8,8 @@ import inspect
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, fields, replace
-from functools import cache
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,23 +18,15 @@ import bad_rewards
 import pytest
 import torch
 import yaml
-from atropos_api import settings_effect as atropos_effect
 from factories import CONF, compose_config, prompt_of, sampled
 from laboratory import Laboratory, Trace
-from recorded import replay_effect, write_store
-from serving_effects import Asked, ask, assembled, make_policy
-from transformers import Qwen2Config
 
-from offline_grpo.engine import ray_actor
-from offline_grpo.errors import ConfigError
 from offline_grpo.generation.scoring import cluster, pool
-from offline_grpo.placement.devices import server_gpus
-from offline_grpo.run import gpu_memory, ray_trainers, serving
-from offline_grpo.run.build import build, resolve
+from offline_grpo.run import serving
+from offline_grpo.run.build import resolve
 from offline_grpo.run.config import typed
-from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.plan import make_plan
-from offline_grpo.run.task_data import SOURCE_RUNTIME, isolated, source_node
+from offline_grpo.run.task_data import isolated
 from offline_grpo.types import SamplingParams
 
 SOURCE = CONF.parent / "src"
@@ -116,39 +104,25 @@ def calls(name: str) -> View:
 
 
 LENIENT = "generation.allow_truncated_sampling=true"
-FILTERED = f"generation.repetition_penalty=1.5 {LENIENT}"  # the sampler's probabilities then differ from the trainer's
 BRIEF = "train.iterations=1 eval.enabled=false checkpoint.enabled=false data.problems_per_iteration=1"
 SCORED = (
     f"{BRIEF} data.rollouts_per_problem=2 model.train_id=@model task=dataset task.path=@rows "
     f"task.reward=bad_rewards:expensive"
 )
 SCORED += " data.num_train_seeds=null"
-SOLVED = SCORED.replace("expensive", "vowels task.correct_threshold=0")
-RESAMPLED = "data.resample_zero_signal=true"
 GOES_ON = "scoring.stop_at_failed_frac=null"
 FIRST = "train_iter_000.json"
 QUICK = "model.tiny.warm_start_steps=2 model.tiny.warm_start_batch_size=4"
 QUERIES = {"0.self_attn.q_proj", "1.self_attn.q_proj"}
 LORA = "model/lora=default"
-FLAT = (
-    "train.stop_when.metric=-pass@1 train.stop_when.threshold=-1 train.lr=1e-9"  # reaches nothing, and changes nothing
-)
 GREEDY_BASE = "eval.replicates=1 eval.ks=[1]"
 
 RUNS: dict[str, Acts] = {
     "seed": Acts("seed=1", samples, keeps=lambda run: run.start["model.norm.weight"].tolist()),
-    "num_threads": Acts("num_threads=2", lambda run: run.num_threads, base=BRIEF, to=2),
     "model.ref_id": Acts("model.ref_id=@model", metric("kl_divergence"), keeps=samples),
     "model.compile": Acts("model.compile=true", calls("compile"), base=BRIEF, to=4),  # blocks of policy and reference
-    "model.head.tile_width": Acts("model.head.tile_width=1", calls("product")),
-    "task.operations": Acts('task.operations=["-"]', prompts, base="model.train_id=@model"),
-    "task.prompt_template": Acts('task.prompt_template="{a}{op}{b}=?"', prompts, base="model.train_id=@model"),
-    "task.format_weight": Acts("task.format_weight=0.25", metric("reward_mean", "train_iter_000.json"), keeps=samples),
     "scoring.timeout_s": Acts(
         "scoring.timeout_s=0.2", metric("scoring/num_failed_timeout", FIRST), f"{SCORED} {GOES_ON}", to=2
-    ),
-    "scoring.memory_mib": Acts(
-        "scoring.memory_mib=128", metric("scoring/num_failed_memory", FIRST), f"{SCORED} {GOES_ON}", to=2
     ),
     "scoring.stop_at_failed_frac": Acts(GOES_ON, error, base=SCORED, to=""),
     "data.num_train_seeds": Acts(
@@ -156,20 +130,13 @@ RUNS: dict[str, Acts] = {
     ),
     "data.shuffle": Acts("data.shuffle=false", prompts),
     "rollouts.record": Acts("rollouts.record=false", recorded, to=set(), keeps=weights),
-    "data.resample_zero_signal": Acts(RESAMPLED, metric("num_groups_replaced"), base="task.format_weight=0"),
-    "data.penalize_length_if_solved": Acts(
-        "data.penalize_length_if_solved=true", metric("reward/length", FIRST), SOLVED, keeps=prompts
-    ),
     "data.soft_overlong_tokens": Acts("data.soft_overlong_tokens=7", metric("reward/overlong"), keeps=prompts),
-    "generation.batch_size": Acts("generation.batch_size=3", calls("decode"), keeps=samples),
     "generation.temperature": Acts("generation.temperature=0.3", samples, keeps=prompts),
     "generation.top_p": Acts("generation.top_p=0.5", samples, base=LENIENT),
     "generation.stop": Acts('generation.stop=["1"]', samples, keeps=prompts),
     "train.stop_when.metric": Acts(
         "train.stop_when.metric=-pass@1", lambda run: run.iterations, "train.stop_when.threshold=2", to=[0]
     ),
-    "train.stop_when.patience": Acts("train.stop_when.patience=1", lambda run: run.iterations, FLAT, to=[0]),
-    "train.epochs": Acts("train.epochs=2", metric("num_updates"), to=4),
     "train.grad_accum_steps": Acts(
         "train.grad_accum_steps=2",
         metric("num_updates"),
@@ -179,7 +146,6 @@ RUNS: dict[str, Acts] = {
     "train.weight_decay": Acts("train.weight_decay=0.5", weights),
     "train.schedule": Acts("train.schedule=constant", metric("lr"), to=0.02),
     "train.grad_clip": Acts("train.grad_clip=0.01", weights, keeps=samples),
-    "train.precision": Acts("train.precision=bf16", lambda run: run.dtype, to="torch.bfloat16"),
     "train.gradient_checkpointing": Acts("train.gradient_checkpointing=true", calls("sdpa"), keeps=weights),
     "train.train_layer_indices": Acts("train.train_layer_indices=1", moved, to={"model.layers.1"}),
     "train.mask_truncated": Acts("train.mask_truncated=true", metric("loss_pg"), base="generation.max_new_tokens=1"),
@@ -189,26 +155,10 @@ RUNS: dict[str, Acts] = {
     "train.profile": Acts(
         "train.profile=1", lambda run: "profile/iter_000.json.gz" in run.files, to=True, keeps=weights
     ),
-    "train.loss.clip_low": Acts("train.loss.clip_low=0", metric("clip_low_frac"), base="train.epochs=2"),
-    "train.loss.ratio_reference": Acts(
-        "train.loss.ratio_reference=rollout",
-        metric("ratio_mean"),
-        base=f"{FILTERED} train.loss.importance_correction=none",
-    ),
-    "train.loss.kl_importance_weight": Acts("train.loss.kl_importance_weight=false", metric("loss_kl")),
-    "train.loss.importance_correction": Acts(
-        "train.loss.importance_correction=none", metric("importance_weight_mean"), FILTERED, to=1
-    ),
-    "train.loss.importance_cap": Acts("train.loss.importance_cap=1.01", metric("importance_weight_mean"), FILTERED),
-    "train.optimizer.offload": Acts("train.optimizer.offload=true", calls("host"), keeps=weights),
     "eval.interval": Acts("eval.interval=2", evaluated, to={"eval_init.json", "eval_iter_001.json"}),
     "eval.id_seed_start": Acts("eval.id_seed_start=4", answers),
-    "eval.bootstrap_samples": Acts(
-        "eval.bootstrap_samples=50", metric("reward_mean_all_high", "eval_iter_001.json"), keeps=answers
-    ),
     "eval.do_sample": Acts("eval.do_sample=false", answers, base=GREEDY_BASE, keeps=samples),
     "eval.temperature": Acts("eval.temperature=0.1", answers, keeps=samples),
-    "eval.stop": Acts('eval.stop=["4"]', answers, keeps=samples),
     "checkpoint.enabled": Acts("checkpoint.enabled=false", checkpoints, to=set()),
     "checkpoint.save_interval": Acts("checkpoint.save_interval=0", checkpoints, to={"iter_001"}),
     "checkpoint.keep_best": Acts(
@@ -221,88 +171,8 @@ RUNS: dict[str, Acts] = {
 }
 
 
-def settings(asked: Asked) -> Any:
-    return asked.settings
-
-
-CLIENT: dict[str, tuple[str, Callable[[Asked], Any], str]] = {
-    # setting: changed to, what that changes in a request, on top of
-    "base_url": ("@there", lambda asked: asked.where, ""),
-    "api_key": ("key", lambda asked: asked.key, ""),
-    "batch_size": ("1", lambda asked: asked.max_active, ""),
-    "timeout_s": ("0.03", lambda asked: asked.error, ""),
-    "max_retries": ("0", lambda asked: asked.error, ""),
-    "max_new_tokens": ("3", settings, ""),
-    "temperature": ("0.5", settings, ""),
-    "top_p": ("0.5", settings, LENIENT),
-    "top_k": ("5", settings, LENIENT),
-    "repetition_penalty": ("1.5", settings, LENIENT),
-    "stop": ("[x]", settings, ""),
-    "allow_truncated_sampling": ("true", lambda asked: asked.error, "generation.top_k=5"),
-}
-"""Settings of the clients that ask a server."""
-
-
-ATROPOS: dict[str, tuple[str, str]] = {
-    # setting of rollouts=atropos: changed to, on top of
-    "url": ("@there", "rollouts.url=@here"),
-    "problems_per_iteration": ("6", "rollouts.url=@here"),
-    "max_token_len": ("64", "rollouts.url=@here"),
-    "connect_timeout_s": ("0.02", "rollouts.connect_timeout_s=0.01"),
-    "restart_timeout_s": ("0.02", "rollouts.restart_timeout_s=0.01 rollouts.url=@gone"),
-    "start_api": ("true", "rollouts.connect_timeout_s=0.01"),
-    "environment": ("sleep", "rollouts.url=@here"),
-}
-
-
-AHEAD: dict[str, str] = {
-    # setting of rollouts=async: changed to
-    "max_staleness": "2",
-    "buffer_size": "16",
-    "in_flight": "wait",
-}
-"""Its other settings are those of `rollouts=on_policy`, whose class it inherits from."""
-
-
-REPLAY: dict[str, tuple[str, str]] = {
-    # setting of rollouts=replay: changed to, on top of
-    "path": ("@shorter", ""),
-    "problems_per_iteration": ("3", ""),
-    "shuffle": ("true", ""),
-    "iterations": ("[1,2]", ""),
-    "rewards": ("[0.25,0.35]", ""),
-    "rescore": ("true", ""),
-}
-
-
 def launcher_effect(overrides: str) -> Any:
     return make_plan(typed(compose_config(*overrides.split()))).engine.launcher
-
-
-def placement_effect(overrides: str) -> Any:
-    """Which of two small GPUs the server gets, and whether what cannot fit is refused."""
-    model = Qwen2Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: 2)
-        patch.setattr(
-            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**20, major=9, minor=0)
-        )
-        patch.setattr(gpu_memory, "read_model_config", lambda *_, **__: model)
-        plan = make_plan(typed(compose_config("model.device=cuda", *overrides.split())))
-        try:
-            check_memory(plan, "some/model", prompt_tokens=(20, 20), num_processes=1)
-            error = ""
-        except ConfigError as caught:
-            error = str(caught)
-        return server_gpus(plan.devices(1)), error
 
 
 def cluster_effect(overrides: str) -> Any:
@@ -330,58 +200,12 @@ def scorers_effect(overrides: str) -> Any:
     return asked
 
 
-def trainers_effect(overrides: str) -> Any:
-    """Whether the training processes are started in a Ray cluster, and for how many of them room is asked for."""
-    config, asked = typed(compose_config(*overrides.split())), []
-    is_wanted = ray_trainers.is_wanted(config.placement)
-
-    def room(*words: Any, **how: Any) -> None:
-        asked.append((words, how))
-        raise ConfigError("no room")
-
-    with pytest.MonkeyPatch.context() as patch, suppress(ConfigError):
-        patch.setattr(ray_trainers, "HydraConfig", SimpleNamespace(get=lambda: SimpleNamespace(mode=None)))
-        patch.setattr(ray_actor, "connect", lambda *_: False)
-        patch.setattr(ray_actor, "Room", room)
-        ray_trainers.train(config, Path())
-    return is_wanted, asked
-
-
-def evaluation_effect(overrides: str) -> Asked:
-    asked = ask(overrides, role="evaluation")
-    return replace(
-        asked, max_active=min(asked.max_active, 2)
-    )  # one at a time, or several; how many of them meet is the machine's affair
-
-
-def evaluation_sync_effect(overrides: str) -> Any:
-    """How the evaluations' own server gets the weights."""
-    plan = make_plan(typed(compose_config(*overrides.replace("@here", "http://127.0.0.1:1").split())))
-    ranks = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value, on_main=lambda act: act())
-    return assembled(plan, make_policy(), Path("/nowhere"), ranks)[1]._strategy
-
-
 OWN_SERVER = "generation=vllm_server weight_sync=reload engine.api_key=ours"  # else each run makes one up
-EVAL_SERVER = "eval.backend=vllm_server eval.base_url=@here"
 ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "engine": (launcher_effect, OWN_SERVER, "engine=sglang"),
     "model.trust_remote_code": (launcher_effect, OWN_SERVER, "model.trust_remote_code=true"),
-    "placement.num_engines": (
-        placement_effect,
-        f"{OWN_SERVER} placement.check_memory=false placement.engine_devices=[0,1]",
-        "placement.num_engines=2",
-    ),
-    "placement.engine_devices": (
-        placement_effect,
-        f"{OWN_SERVER} placement.check_memory=false",
-        "placement.engine_devices=[0]",
-    ),
     "placement.address": (cluster_effect, f"{OWN_SERVER} placement=ray", "placement.address=local"),
     "placement.score_on_cluster": (scorers_effect, "placement=ray", "placement.score_on_cluster=true"),
-    "placement.trainer": (trainers_effect, "placement=ray", "placement.trainer=ray"),
-    "placement.check_memory": (placement_effect, "", "placement.check_memory=false"),
-    "eval.batch_size": (evaluation_effect, EVAL_SERVER, "eval.batch_size=1"),
-    "eval.location": (evaluation_sync_effect, EVAL_SERVER, "eval.location=disk"),
 }
 """Key: what sees it, on top of which overrides, its change."""
 
@@ -479,74 +303,8 @@ def test_a_run_changes_with(key: str, run: Laboratory) -> None:
     assert after.error == ""
 
 
-@cache
-def unchanged(effect: Callable[..., Any], *words: Any) -> Any:
-    """The effect without a change, which is the same every time: else a difference would prove nothing."""
-    before = effect(*words)
-    assert before == effect(*words)
-    return before
-
-
-ask_once = cache(ask)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CLIENT)
-@pytest.mark.parametrize("option", ["vllm_server", "sglang_server"])
-def test_a_client_of_a_server_changes_with(option: str, name: str) -> None:
-    value, sees, base = CLIENT[name]
-    common = f"generation={option} weight_sync=reload weight_sync.pause_mode=abort generation.base_url=@here {base}"
-    before, after = ask_once(common), ask_once(f"{common} generation.{name}={value}")
-    assert sees(before) != sees(after)
-    assert (before.error == "") is (name != "allow_truncated_sampling")
-    assert (after.error == "") is (name not in ("timeout_s", "max_retries"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("key", ASSEMBLED)
 def test_a_run_is_put_together_otherwise_with(key: str) -> None:
     effect, base, change = ASSEMBLED[key]
-    assert unchanged(effect, base) != effect(f"{base} {change}")
-
-
-@pytest.mark.parametrize("name", ATROPOS)
-def test_the_trainer_of_an_atropos_api_changes_with(name: str) -> None:
-    value, base = ATROPOS[name]
-    assert unchanged(atropos_effect, base) != atropos_effect(f"{base} rollouts.{name}={value}")
-
-
-@pytest.mark.parametrize("name", AHEAD)
-def test_sampling_ahead_changes_with(name: str) -> None:
-    def effect(*overrides: str) -> tuple[list[int], str]:
-        """The iterations that are begun at the start, and what a push does to requests."""
-        config = typed(compose_config("generation=vllm_server", "weight_sync=reload", "rollouts=async", *overrides))
-        runtime = dict.fromkeys(SOURCE_RUNTIME) | {
-            "trainer_version": lambda: 0,
-            "updates_per_iteration": 1,
-            "num_iterations": 9,
-        }
-        source, begun = build(source_node(config), key="rollouts", **runtime), []
-        source._begin = begun.append
-        source.start(0, None)
-        return begun, config.weight_sync["pause_mode"]
-
-    base = ("data.problems_per_iteration=16", "rollouts.max_staleness=3")
-    assert effect(*base) != effect(*base, f"rollouts.{name}={AHEAD[name]}")
-
-
-@pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with the stores `here` and `shorter`."""
-    folder = tmp_path_factory.mktemp("stores")
-    for name, count in (("here", 4), ("shorter", 3)):
-        write_store(folder / name, iterations=count)
-    return folder
-
-
-@pytest.mark.parametrize("name", REPLAY)
-def test_a_replay_changes_with(name: str, stores: Path) -> None:
-    change, base = (words.replace("@", f"{stores}/") for words in REPLAY[name])
-    words = (stores / "here", *base.split())
-    after = replay_effect(*words, f"rollouts.{name}={change}")
-    assert unchanged(replay_effect, *words) != after
-    assert isinstance(after, list)
+    before = effect(base)
+    assert before == effect(base) != effect(f"{base} {change}")

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from factories import compose_config, strategy
+from factories import compose_config, make_qwen2, make_scoring, strategy
 from fake_sglang import FakeSglang
 from scripted_server import Reply, Request, ScriptedServer
-from serving_effects import assembled, make_policy
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run import serving
 from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
+from offline_grpo.run.plan import Plan, make_plan
 from offline_grpo.run.serving import check_found_servers, loads_onto_servers_gpu, starts_before_the_policy
+from offline_grpo.train.sharding import Replicas
 from offline_grpo.weight_sync.deployment import RankZeroDeployment
 from offline_grpo.weight_sync.in_process import Frozen, InProcess
 from offline_grpo.weight_sync.reload import Reload
@@ -32,13 +35,24 @@ SERVED = f"generation=vllm_server generation.base_url={DEAD} weight_sync=reload"
 TUNED = "generation.timeout_s=7 generation.max_retries=0 weight_sync.tolerance_nats=0.4"
 
 
-def evaluation(overrides: str, folder: Path, *, num_processes: int = 1, with_adapters: bool = False) -> tuple[Any, Any]:
+def make_policy() -> Policy:
+    return Policy(make_scoring(make_qwen2(vocab_size=100, eos_token_id=2)), build_char_tokenizer(64))
+
+
+def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any, Any]:
+    """The deployments of training and evaluation, as a run puts them together."""
+    gpus = [None] * plan.engine.num_managed
+    servers = serving.training_servers(plan, gpus, folder, ranks, ExitStack())
+    return serving.deployments(plan, servers, policy, Replicas(ranks), folder, ranks)
+
+
+def evaluation(overrides: str, folder: Path, *, num_processes: int = 1) -> tuple[Any, Any]:
     """The client and the strategy of evaluations."""
     plan = make_plan(typed(compose_config(*overrides.split())))
     ranks: Any = SimpleNamespace(
         is_main=True, world_size=num_processes, broadcast=lambda value: value, on_main=lambda act: act()
     )
-    _, found = assembled(plan, make_policy(with_adapters=with_adapters), folder, ranks)
+    _, found = assembled(plan, make_policy(), folder, ranks)
     assert isinstance(found, RankZeroDeployment) is (num_processes > 1)
     return found.client, found._strategy
 
