@@ -28,9 +28,8 @@ import pyarrow.dataset
 import torch
 from common import Target, alternate, write_result
 
-from offline_grpo.rollouts.store.recorder import Origin
 from offline_grpo.rollouts.store.reader import shards_of
-from offline_grpo.rollouts.store.recorder import Recorder
+from offline_grpo.rollouts.store.recorder import Origin, Recorder
 from offline_grpo.rollouts.store.rows import groups_of
 from offline_grpo.types import Completion, FinishReason, Problem, Rollout, RolloutGroup, Score
 

@@ -27,9 +27,7 @@ _LOW_BITS = 2**64 - 1
 
 
 class Draws:
-    """What the rows of a batch have drawn so far. All rows are at the same step; a row's tokens after `ended` mean
-    nothing.
-    """
+    """What the rows of a batch have drawn so far, all at the same step. A row's tokens after `ended` mean nothing."""
 
     def __init__(self, num_rows: int, max_new_tokens: int, device: torch.device) -> None:
         self.token_ids = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)  # [B, N]
@@ -58,17 +56,15 @@ class Draws:
 
     def completions(self, version: int) -> list[Completion]:
         """One completion for each of the B rows."""
-        token_ids, logprobs, num_tokens, ended = (
-            x.tolist() for x in (self.token_ids, self.logprobs, self.num_tokens, self.ended)
-        )
+        columns = (x.tolist() for x in (self.token_ids, self.logprobs, self.num_tokens, self.ended))
         return [
             Completion(
-                token_ids=tuple(token_ids[row][:length]),
-                logprobs=tuple(logprobs[row][:length]),
-                finish_reason=FinishReason.STOP if ended[row] else FinishReason.LENGTH,
+                token_ids=tuple(token_ids[:length]),
+                logprobs=tuple(logprobs[:length]),
+                finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
                 versions=(version,) * length,
             )
-            for row, length in enumerate(num_tokens)
+            for token_ids, logprobs, length, has_ended in zip(*columns, strict=True)
         ]
 
 
@@ -77,15 +73,16 @@ def filters(sampling: SamplingParams) -> list[LogitsProcessor]:
 
     Greedy decoding takes the most probable token before temperature, top-k and top-p, none of which changes it.
     """
-    is_greedy = sampling.temperature == 0
     chain: list[LogitsProcessor] = []
     if sampling.repetition_penalty != 1:
         chain.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
-    if not is_greedy and sampling.temperature != 1:
+    if sampling.temperature == 0:
+        return chain
+    if sampling.temperature != 1:
         chain.append(TemperatureLogitsWarper(float(sampling.temperature)))
-    if not is_greedy and sampling.top_k > 0:
+    if sampling.top_k > 0:
         chain.append(TopKLogitsWarper(sampling.top_k))
-    if not is_greedy and sampling.top_p < 1:
+    if sampling.top_p < 1:
         chain.append(TopPLogitsWarper(sampling.top_p))
     return chain
 
@@ -107,12 +104,10 @@ def uniforms(seeds: Sequence[int], length: int) -> Tensor:
 
 
 class SeededSampler(LogitsProcessor):
-    """The last logits processor: picks each row's token, writes it and its logprob into `draws`, and makes the token
-    the only choice.
+    """The last logits processor: picks each row's token, writes it into `draws`, and makes it the only choice.
 
-    A token is picked by inverting the cumulative distribution at the row's own random number, so a row's completion
-    does not depend on its batch, nor on torch's global random state. With `uniforms` None the most probable token is
-    picked.
+    A token is picked by inverting the cumulative distribution at the row's own random number, so that a completion does
+    not depend on its batch or on torch's random state. With `uniforms` None the most probable token is picked.
     """
 
     def __init__(self, draws: Draws, uniforms: Tensor | None) -> None:
@@ -133,12 +128,10 @@ class SeededSampler(LogitsProcessor):
 
 
 def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token [R] at which the cumulative sum of `probs` [R, V] exceeds `uniforms` [R] (of the total, which
-    rounding moves off 1).
-
-    A token of probability 0 adds nothing to the sum, so it is never the first. A GPU adds in an order that is not the
-    same each time, and in float32 the difference is as large as the probability of a rare token.
+    """The first token [R] at which the cumulative sum of `probs` [R, V] exceeds `uniforms` [R] times the total, which
+    rounding moves off 1. A token of probability 0 adds nothing to the sum, so it is never the first.
     """
+    # A GPU adds in changing order; in float32 the difference is as large as the probability of a rare token.
     cdf = probs.cumsum(-1, dtype=torch.float64 if probs.is_cuda else None)  # [R, V]
     # [R, 1], below the total because a random number is at most 1 - 2**-24
     thresholds = uniforms[:, None].to(cdf.dtype) * cdf[:, -1:]
@@ -147,12 +140,8 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 class RowEnds(StoppingCriteria):
-    """Marks the rows whose newest token ended them, and ends `generate` early once half of its rows have, so that they
-    can be dropped.
-
-    Args:
-        eos_ids: tokens that end a completion.
-        stop: strings that end a completion; looked for in the completion's text without special tokens.
+    """Marks the rows whose newest token ended them: by a token of `eos_ids`, or a string of `stop` in the text without
+    special tokens. Ends `generate` early once half of its rows have ended, so that they can be dropped.
     """
 
     def __init__(

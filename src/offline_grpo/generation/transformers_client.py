@@ -19,20 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
-from transformers import (
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.generation.decoding_graph import graphed_steps, has_graphs, with_fixed_size
+from offline_grpo.generation.decoding_graph import graphed_steps, has_graphs, shared_heads, with_fixed_size
 from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
-from offline_grpo.generation.shared_heads import shared_heads
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.compiling import not_compiled
 from offline_grpo.model.load import context_length
@@ -42,10 +34,7 @@ from offline_grpo.model.text import end_ids
 from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest, ServedWeights
 
 REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Not cuDNN's attention: on an H100 it rounds the same decoding step differently each time once there are more than 64
-keys.
-"""
-
+"""Not cuDNN's attention: on an H100 it rounds the same decoding step differently each time from 65 keys on."""
 
 CACHE_NAMES = {"cache", "past_key_values"}
 """What models call the argument: the former since transformers 5.24."""
@@ -73,38 +62,30 @@ class TransformersClient:
     engine_name: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        if (lacks := self._lacks()) is not None:
-            name = type(self._lm).__name__
+        lacks = None if self._cache_name else "does not use a cache of keys and values"
+        try:
+            self._new_cache().get_seq_length()
+        except ValueError:
+            lacks = lacks or "has no layer with attention"
+        if lacks is not None:
             fix = "so it cannot be sampled in process; use generation=vllm_server"
-            raise ConfigError(f"generation=transformers: {name} {lacks}, {fix}")
+            raise ConfigError(f"generation=transformers: {type(self._lm).__name__} {lacks}, {fix}")
 
     @property
     def _lm(self) -> Any:
         """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
         return unwrapped(self.model)
 
-    def _lacks(self) -> str | None:
-        """What the model would need to be sampled here, and has not."""
-        if not CACHE_NAMES & inspect.signature(self._lm.forward).parameters.keys():
-            return "does not use a cache of keys and values"
-        try:
-            self._new_cache().get_seq_length()
-        except ValueError:
-            return "has no layer with attention"
-        return None
-
     def _new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._lm.config.get_text_config(decoder=True))
 
     @cached_property
     def _cache_name(self) -> str:
-        """What this model's forward calls its cache of keys and values."""
-        [name] = CACHE_NAMES & inspect.signature(self._lm.forward).parameters.keys()
-        return name
+        """What this model's forward calls its cache of keys and values; empty if it has none."""
+        return next(iter(CACHE_NAMES & inspect.signature(self._lm.forward).parameters.keys()), "")
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        """See `RolloutClient.generate`. All requests are taken at once, and those with prompts of like length are
-        decoded together.
+        """See `RolloutClient.generate`. All requests are taken at once; prompts of like length are decoded together.
 
         Raises:
             ConfigError: an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
@@ -131,16 +112,11 @@ class TransformersClient:
     ) -> list[Completion]:
         """Decode B rows together, each a (request, replicate)."""
         place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
-        # of the model's own config, before a neutral one takes its place
-        eos_ids = end_ids(self._lm.generation_config, self.tokenizer)
+        prompts, prompt_of_row = [requests[index].prompt_ids for index in place], [place[index] for index, _ in batch]
+        seeds = [requests[index].seed + replicate for index, replicate in batch]
+        eos_ids = end_ids(self._lm.generation_config, self.tokenizer)  # before a neutral one takes its place
         with sampling_state(self._lm), not_compiled(self._lm), sdpa_kernel(REPEATABLE), shared_heads():
-            draws = self._sample(
-                [requests[index].prompt_ids for index in place],
-                [place[index] for index, _ in batch],
-                [requests[index].seed + replicate for index, replicate in batch],
-                sampling,
-                eos_ids,
-            )
+            draws = self._sample(prompts, prompt_of_row, seeds, sampling, eos_ids)
         if (bad := draws.first_non_finite()) is not None:
             row, step = bad
             where = f"token {step} after prompt {batch[row][0]}"
@@ -161,7 +137,9 @@ class TransformersClient:
         token_ids, mask = left_pad(prompts, lm.device)  # [U, P]
         cache = self._new_cache()
         if len(prompt_of_row) > len(prompts) and token_ids.shape[1] > 1:
-            self._prefill(cache, token_ids[:, :-1], mask[:, :-1])
+            position_ids = (mask[:, :-1].cumsum(-1) - 1).clamp(min=0)
+            inputs = {"input_ids": token_ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": position_ids}
+            decoder_of(lm)(**inputs, use_cache=True, **{self._cache_name: cache})  # without logits
             _keep_rows(cache, index)
         cache = with_fixed_size(cache, lm, token_ids.shape[1] + sampling.max_new_tokens) if has_graphs(lm) else cache
         token_ids, mask = token_ids[index], mask[index]  # [B, P]
@@ -187,17 +165,6 @@ class TransformersClient:
             token_ids, mask = token_ids[kept], pad(mask[kept], (0, token_ids.shape[1] - mask.shape[1]), value=1)
             _keep_rows(cache, kept)
 
-    def _prefill(self, cache: DynamicCache, token_ids: Tensor, mask: Tensor) -> None:
-        """Fill the cache with the keys and values of tokens [U, P], without logits."""
-        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-        decoder_of(self._lm)(
-            input_ids=token_ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            use_cache=True,
-            **{self._cache_name: cache},
-        )
-
     def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
         context = context_length(self._lm.config)
         for index, prompt in enumerate(request.prompt_ids for request in requests):
@@ -210,7 +177,8 @@ class TransformersClient:
 
 
 def _keep_rows(cache: Cache, rows: Tensor) -> None:
-    """Make these rows the cache's; a row may come several times. States of convolutions lack `batch_select_indices`."""
+    """Make these rows the cache's; a row may come several times."""
+    # states of convolutions lack `batch_select_indices`
     cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]  # an int64 tensor by another name
 
 
@@ -227,9 +195,8 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 
 
 @contextmanager
-def sampling_state(lm: PreTrainedModel) -> Iterator[None]:
-    """Inside: dropout off, and a neutral generation config, because `generate` fills what it is not told from the
-    model's own. Afterwards: every module's former mode, and the model's own generation config."""
+def sampling_state(lm: Any) -> Iterator[None]:
+    """Inside: dropout off, and a neutral generation config, because `generate` takes defaults from the model's own."""
     own_config = lm.generation_config
     lm.generation_config = GenerationConfig()
     try:

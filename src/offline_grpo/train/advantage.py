@@ -14,14 +14,10 @@ import numpy as np
 from offline_grpo.types import RolloutGroup, TokenBatch
 
 CONSTANT_STD = 1e-6
-"""A group whose rewards spread less than this holds equal rewards: what is left of `reward - mean` is rounding, not
-signal.
-"""
+"""A group whose rewards spread less than this holds equal rewards: the rest of `reward - mean` is rounding."""
 
 STD_EPS = 1e-4
-"""Added to a standard deviation before dividing by it; TRL's value, which bounds the advantages of nearly constant
-groups.
-"""
+"""Added to a standard deviation before dividing by it; TRL's value. Bounds advantages of nearly constant groups."""
 
 
 class GroupStd:
@@ -65,9 +61,8 @@ def group_advantages(
     if not rewards:
         return []
     sizes = np.array([len(group) for group in rewards])
-    flat = np.array(
-        [reward for group in rewards for reward in group], np.float64
-    )  # [S], as what follows: loops over groups take longer
+    # [S], as what follows: loops over groups take longer
+    flat = np.array([reward for group in rewards for reward in group], np.float64)
     starts = np.cumsum(sizes) - sizes
     centred = flat - np.repeat(np.add.reduceat(flat, starts) / sizes, sizes)
     group_std = np.repeat(np.sqrt(np.add.reduceat(centred**2, starts) / np.maximum(sizes - 1, 1)), sizes)
@@ -78,7 +73,5 @@ def group_advantages(
 
 
 def zero_signal_groups(advantages: Sequence[Sequence[float]]) -> list[bool]:
-    """For each group, whether all its advantages are 0: it moves the policy nowhere and its forward passes can be
-    saved.
-    """
+    """For each group, whether all its advantages are 0, so that it moves the policy nowhere."""
     return [all(advantage == 0.0 for advantage in group) for group in advantages]

@@ -29,10 +29,8 @@ class Alignment:
     def add(self, part: TokenBatch, policy_logprobs: torch.Tensor) -> None:
         """Count a microbatch, with the logprobs [T] of the policy in training. Does not wait for the device."""
         at = part.completion_positions  # [N]
-        ours, theirs, policy, advantages = (
-            values.detach()[at].double()
-            for values in (part.old_logprobs, part.rollout_logprobs, policy_logprobs, part.advantages)
-        )
+        of_tokens = part.old_logprobs, part.rollout_logprobs, policy_logprobs, part.advantages
+        ours, theirs, policy, advantages = (values.detach()[at].double() for values in of_tokens)
         difference = ours - theirs
         largest = difference.abs().max() if len(difference) else difference.new_zeros(())
         weights = difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
@@ -80,25 +78,19 @@ class Alignment:
         return found
 
 
-class MismatchWarning:
-    """Says that trainer and engine disagree: once, and again where they are twice as far apart."""
-
-    def __init__(self) -> None:
-        self._above = MISMATCH_NATS
-
-    def see(self, found: Mapping[str, float]) -> None:
-        """Look at the metrics of an iteration."""
-        difference = found.get("alignment/diff_abs_mean", 0.0)
-        if difference > self._above:
-            self._above = 2 * difference
-            log.warning(
-                "[MISMATCH] trainer and engine differ by %.3f nats per token on average (alignment/diff_abs_mean, "
-                "above %g); "
-                "rollouts of other weights (rollouts=async, atropos or replay, weight_sync.interval) add to it; "
-                "see docs/troubleshooting.md",
-                difference,
-                MISMATCH_NATS,
-            )
+def warn_of_mismatch(found: Mapping[str, float], above: float) -> float:
+    """Say that trainer and engine disagree by more than `above`. Returns what the next warning must exceed."""
+    difference = found.get("alignment/diff_abs_mean", 0.0)
+    if difference <= above:
+        return above
+    log.warning(
+        "[MISMATCH] trainer and engine differ by %.3f nats per token on average (alignment/diff_abs_mean, above %g); "
+        "rollouts of other weights (rollouts=async, atropos or replay, weight_sync.interval) add to it; "
+        "see docs/troubleshooting.md",
+        difference,
+        MISMATCH_NATS,
+    )
+    return 2 * difference
 
 
 def _std(total: float, squares: float, count: float) -> float:

@@ -39,23 +39,17 @@ def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBa
         "temperature": np.array([r.temperature for r in rollouts], np.float32)[sequence_ids],
     }
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    ref_logprobs = (
-        torch.from_numpy(np.where(completion_mask, _flat(refs, np.float32), zeros))
-        if len(refs) == len(rollouts)
-        else None
-    )
+    ref_logprobs = None
+    if len(refs) == len(rollouts):
+        ref_logprobs = torch.from_numpy(np.where(completion_mask, _flat(refs, np.float32), zeros))
     return TokenBatch(**tensors, ref_logprobs=ref_logprobs, sequence_lengths=tuple(lengths))
 
 
 def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[float]]) -> TokenBatch:
-    """The batch with the advantages of S sequences: one number for all tokens of a sequence, or one for each of its
-    tokens.
-    """
+    """The batch with the advantages of S sequences: one number for all tokens of a sequence, or one for each."""
     per_token = [
-        torch.full((length,), advantage)
-        if isinstance(advantage, float)
-        else torch.tensor(advantage, dtype=torch.float32)
-        for advantage, length in zip(advantages, batch.sequence_lengths, strict=True)
+        torch.full((length,), own) if isinstance(own, float) else torch.tensor(own, dtype=torch.float32)
+        for own, length in zip(advantages, batch.sequence_lengths, strict=True)
     ]
     return replace(batch, advantages=torch.cat(per_token) * batch.completion_mask)
 
@@ -89,11 +83,8 @@ def split_updates(num_sequences: int, *, num_updates: int | None, sequences_per_
 
 
 def share_of_rank(sequences: Sequence[int], lengths: Sequence[int], *, rank: int, world_size: int) -> list[int]:
-    """The sequences that this process trains, longest first: each goes to the process that has the fewest tokens so
-    far.
-
-    That is Graham's rule for sharing out jobs (1969): the busiest process has at most 4/3 of the tokens that the best
-    division gives it.
+    """The sequences that this process trains, longest first: each goes to the process with the fewest tokens so far,
+    which has at most 4/3 of the tokens of the best division (Graham, 1969).
     """
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, r) for r in range(world_size)]

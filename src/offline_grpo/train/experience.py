@@ -36,9 +36,7 @@ def prepare_batch(
     metrics: dict[str, float] = {}
     penalised = groups
     if updater.reward_penalty is not None:
-        fix = (
-            "these rollouts come with advantages, which no penalty on rewards changes; use train.loss.kl_placement=loss"
-        )
+        fix = "these come with advantages, which no penalty on rewards changes; use train.loss.kl_placement=loss"
         require(all(group.advantages is None for group in groups), "train.loss.kl_placement", "reward", fix)
         # truncated completions pay their penalty too
         whole = updater.score(build_batch(rollouts, mask_truncated=False))
@@ -55,7 +53,8 @@ def prepare_batch(
     if config.drop_zero_signal_groups:
         keep = _keep(groups, is_silent, updater, fills_updates=fills_updates)
     kept = [number for number, is_kept in enumerate(keep) if is_kept]
-    masked = [number for number in kept if config.mask_truncated and _is_masked(groups[number])]
+    are_cut = [all(r.finish_reason is FinishReason.LENGTH for r in group.rollouts) for group in groups]
+    masked = [number for number in kept if config.mask_truncated and are_cut[number]]
     metrics |= {
         "num_groups": float(len(groups)),
         "num_groups_zero_signal": float(sum(is_silent)),
@@ -70,8 +69,14 @@ def prepare_batch(
     if not sequences or not bool(batch.completion_mask.any()):
         return None, per_rollout, metrics
     batch = with_advantages(batch, [advantage for number in kept for advantage in advantages[number]])
-    numbers = [_numbers(groups[n], advantages[n], mask_truncated=config.mask_truncated) for n in kept]
-    metrics |= _advantage_metrics([number for own in numbers for number in own])
+    of_groups = [_numbers(groups[n], advantages[n], mask_truncated=config.mask_truncated) for n in kept]
+    numbers = [number for own in of_groups for number in own]
+    metrics |= {
+        "advantage_mean": fmean(numbers),
+        "advantage_std": float(np.std(numbers)),
+        "num_advantages_positive": float(sum(n > 0 for n in numbers)),
+        "num_advantages_negative": float(sum(n < 0 for n in numbers)),
+    }
     return batch if updater.reward_penalty is not None else updater.score(batch), per_rollout, metrics
 
 
@@ -162,10 +167,8 @@ def _without_zeroed(group: RolloutGroup, advantages: Advantages) -> list[float |
 
 
 def _numbers(group: RolloutGroup, advantages: Advantages, *, mask_truncated: bool = False) -> list[float]:
-    """A group's advantages as numbers: one per rollout, or, where there is one per token, those of the sampled tokens.
-
-    Args:
-        mask_truncated: leave out those of rollouts whose tokens `build_batch` leaves out of the loss.
+    """A group's advantages as numbers: one per rollout, or those of its sampled tokens. `mask_truncated` leaves out
+    those of rollouts whose tokens `build_batch` leaves out of the loss.
     """
     found: list[float] = []
     for rollout, own in zip(group.rollouts, advantages, strict=True):
@@ -174,32 +177,19 @@ def _numbers(group: RolloutGroup, advantages: Advantages, *, mask_truncated: boo
     return found
 
 
-def _advantage_metrics(numbers: Sequence[float]) -> dict[str, float]:
-    return {
-        "advantage_mean": fmean(numbers),
-        "advantage_std": float(np.std(numbers)),
-        "num_advantages_positive": float(sum(n > 0 for n in numbers)),
-        "num_advantages_negative": float(sum(n < 0 for n in numbers)),
-    }
-
-
 def _per_rollout(group: RolloutGroup, advantages: Advantages) -> list[float]:
     """One number per rollout: its advantage, or the mean of those of its sampled tokens."""
-    pairs = zip(advantages, group.rollouts, strict=True)
     return [
         sum(compress(own, r.is_sampled)) / max(r.num_sampled, 1) if isinstance(own, Sequence) else own
-        for own, r in pairs
+        for own, r in zip(advantages, group.rollouts, strict=True)
     ]
 
 
 def _keep(
     groups: Sequence[RolloutGroup], is_silent: Sequence[bool], updater: Updater, *, fills_updates: bool
 ) -> list[bool]:
-    """Which groups are trained on, where those without signal are dropped.
-
-    Args:
-        fills_updates: as many of those stay, the first of them, as it takes to make the updates that the whole
-            batch would make.
+    """Which groups are trained on, where those without signal are dropped. With `fills_updates` as many of them stay,
+    the first, as it takes to make the updates that the whole batch would make.
     """
     keep, sizes = [not silent for silent in is_silent], [len(group.rollouts) for group in groups]
     planned = len(updater.updates_of(sum(sizes))) if fills_updates else 0
@@ -211,15 +201,9 @@ def _keep(
 
 
 def _subtract(groups: Sequence[RolloutGroup], penalties: Sequence[float]) -> list[RolloutGroup]:
-    """The groups with each rollout's penalty subtracted from its reward."""
     remaining = iter(penalties)
 
     def lowered(rollout: Rollout) -> Rollout:
         return replace(rollout, score=replace(rollout.score, reward=rollout.score.reward - next(remaining)))
 
     return [replace(group, rollouts=tuple(map(lowered, group.rollouts))) for group in groups]
-
-
-def _is_masked(group: RolloutGroup) -> bool:
-    """Whether `train.mask_truncated` leaves nothing of it."""
-    return all(rollout.finish_reason is FinishReason.LENGTH for rollout in group.rollouts)

@@ -55,7 +55,7 @@ class FullyShardedPolicy(Replicas):
         self._policy, policy.is_sharded, policy.logprobs = policy, True, self._led_logprobs
 
     def prepare_reference(self, reference: Any) -> None:
-        """See `Sharding.prepare_reference`. The base of an adapted policy is spread already."""
+        """The base of an adapted policy is spread already."""
         if isinstance(reference, Scoring):
             self._shard(reference, is_trained=False)
 
@@ -86,23 +86,22 @@ class FullyShardedPolicy(Replicas):
         root._get_fsdp_state()._lazy_init()  # it is the root, also where a block runs first
 
     def num_microbatches(self, own: int) -> int:
-        """See `Sharding.num_microbatches`. All processes gather every block in every pass."""
+        """All processes gather every block in every pass."""
         return max(self.ranks.gather([own]))
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """See `Sharding.reduce_gradients`. FSDP2 has done so already, except for adapters."""
+        """FSDP2 has done so already, except for adapters."""
         super().reduce_gradients([p for p in parameters if not isinstance(p, DTensor)])
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> float:
-        """See `Sharding.clip_gradients`. The norm is that of all processes' parts together."""
+        """The norm is that of all processes' parts together."""
         return _whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)).item()
 
     @contextmanager
     def gathered(self, policy: Policy) -> Iterator[None]:
-        """See `Sharding.gathered`."""
         modules = [module for module in policy.scoring.modules() if isinstance(module, FSDPModule)]
         root: Any = policy.scoring
         root.set_reshard_after_forward(False)  # and of all modules in it
@@ -116,7 +115,7 @@ class FullyShardedPolicy(Replicas):
                 module.reshard()
 
     def lead(self, action: Callable[[], T], tensors: Any = None) -> T:
-        """See `Sharding.lead`. The other processes do what rank 0 tells them, until it is done."""
+        """The other processes do what rank 0 tells them, until it is done."""
         if not self.ranks.is_main:
             return self._follow(tensors)
         result, error = None, None
@@ -148,7 +147,7 @@ class FullyShardedPolicy(Replicas):
                     pass
 
     def full_weights(self, policy: Policy) -> Iterator[tuple[str, Tensor]]:
-        """See `Sharding.full_weights`. Of an adapted policy the adapters alone: the base never changes."""
+        """Of an adapted policy the adapters alone: the base never changes."""
         if not policy.is_sharded:
             return super().full_weights(policy)
         if has_adapters(policy.model):
@@ -156,13 +155,12 @@ class FullyShardedPolicy(Replicas):
         return self._gather("weights", self._weights())
 
     def whole(self, tensors: T, folder: Path) -> T:
-        """See `Sharding.whole`."""
         found = on_disk(self._gather("tensors", _shards_of(tensors)), folder)
         whole = iter(found.values())
         return tree_map(lambda leaf: next(whole) if isinstance(leaf, DTensor) else leaf, tensors)
 
     def like(self, target: Tensor, tensor: Tensor) -> Tensor:
-        """See `Sharding.like`. No process waits."""
+        """No process waits."""
         if not isinstance(target, DTensor) or isinstance(tensor, DTensor) or target.shape != tensor.shape:
             return tensor
         return distribute_tensor(tensor.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

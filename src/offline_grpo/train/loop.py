@@ -21,14 +21,7 @@ from typing import Any, TypeVar
 
 from offline_grpo import progress
 from offline_grpo.errors import EngineDied, StopRequested
-from offline_grpo.interfaces import (
-    Checkpointer,
-    Deployment,
-    Evaluator,
-    RunListener,
-    Source,
-    StopSignal,
-)
+from offline_grpo.interfaces import Checkpointer, Deployment, Evaluator, RunListener, Source, StopSignal
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
@@ -45,9 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The evaluator, the deployment that it samples from, and its schedule: after an iteration if `is_due`, and
-    `before_training`.
-    """
+    """The evaluator, the deployment that it samples from, and when it does so."""
 
     evaluator: Evaluator
     deployment: Deployment
@@ -92,8 +83,7 @@ class Loop:
     def run(
         self, first_iteration: int, source_state: Mapping[str, Any] | None, *, evaluates_first: bool = False
     ) -> None:
-        """Train from `first_iteration` (0 for a new run) to the configured number of iterations, or until `milestones`
-        say stop.
+        """Train from `first_iteration` (0 for a new run) to the last one, or until `milestones` say stop.
 
         Args:
             source_state: what the source returned for the checkpoint that the run resumes from, None for a new run.
@@ -192,12 +182,9 @@ class Loop:
     def _push(self, *, force: bool) -> Metrics:
         """Push if it is the iteration to do so, or if an evaluation wants the newest weights (`force`)."""
         self._num_skipped += 1
+        report = SyncReport(self._served_version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
         if force or self._num_skipped >= self.push_interval:
             report = self._recovering(self.deployment, self._push_now)
-        else:
-            report = SyncReport(
-                version=self._served_version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0
-            )
         return {
             **report.metrics(),
             **_frozen_metric(self.deployment),
@@ -206,18 +193,16 @@ class Loop:
         }
 
     def _push_now(self) -> SyncReport:
-        report = self.deployment.push(self.policy, version=self._version, amid_requests=self.source.samples_ahead)
-        self._pushed(report)
-        return report
+        amid_requests = self.source.samples_ahead
+        return self._pushed(self.deployment.push(self.policy, version=self._version, amid_requests=amid_requests))
 
-    def _pushed(self, report: SyncReport) -> None:
+    def _pushed(self, report: SyncReport) -> SyncReport:
         self._num_skipped, self._served_version = 0, report.version
         self.source.weights_changed(report.version)
+        return report
 
     def _sample(self, deployment: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
-        """The groups of all processes, each of which samples its `share`, from the weights of the last push and no
-        others.
-        """
+        """The groups of all processes, each of which samples its `share`, from the weights of the last push alone."""
 
         def sample() -> list[RolloutGroup]:
             is_own = deployment.client.engine_name is None  # it samples from the policy's module
@@ -230,20 +215,17 @@ class Loop:
         return self._recovering(deployment, sample)
 
     def _recovering(self, deployment: Deployment, action: Callable[[], T]) -> T:
-        """Run `action`; if the engine dies, start it again and run `action` once more. A second time in a row ends the
-        run.
-        """
+        """Run `action`; if the engine dies, start it again and run `action` once more. A second death ends the run."""
         try:
             return action()
         except EngineDied as death:
             self._num_recoveries += 1
             log.warning("%s Serving the weights again.", death)
-            is_trained_from = deployment is self.deployment
-            if is_trained_from:
+            if deployment is self.deployment:
                 self.source.weights_lost()
-            report = deployment.recover(self.policy, version=self._version)
-            if is_trained_from:
-                self._pushed(report)
+                self._pushed(deployment.recover(self.policy, version=self._version))
+            else:
+                deployment.recover(self.policy, version=self._version)
             return action()
 
     @contextmanager
@@ -260,8 +242,8 @@ class Loop:
         with progress.phase(name, iteration):
             yield
         self._seconds[name] = time.perf_counter() - started
-        in_use = card_bytes(self.policy.compute_device)  # torch keeps what a phase needed at most
-        self._card_bytes = max(self._card_bytes, in_use)
+        # torch keeps what a phase needed at most
+        self._card_bytes = max(self._card_bytes, card_bytes(self.policy.compute_device))
 
     def _cost(self, metrics: Metrics) -> dict[str, float]:
         device, start_metrics, self._start_metrics = self.policy.compute_device, self._start_metrics, {}

@@ -61,11 +61,8 @@ class Milestones:
             self._watches["keep_best"] = Watch(keep_best)
 
     def see(self, metrics: Mapping[str, float], iteration: int) -> bool:
-        """Take note of an evaluation. Returns whether the state after `iteration` must be saved: as the best one, or as
-        the last one.
-
-        The evaluation before training is what later ones are compared with for early stopping; it belongs to no
-        checkpoint.
+        """Take note of an evaluation. Returns whether the state after `iteration` must be saved: as the best one, or
+        the last one. The evaluation before training counts for early stopping alone: it belongs to no checkpoint.
         """
         names = [name for name in self._watches if iteration >= 0 or name != "keep_best"]
         is_best = {name: self._watches[name].see(metrics, iteration) for name in names}
@@ -90,9 +87,7 @@ class Milestones:
         return None
 
     def early_end(self, iteration: int, num_iterations: int) -> dict[str, float]:
-        """The metric by which a record says that the run ended after this iteration, before its time; none where it
-        goes on.
-        """
+        """The metric by which a record says that the run ended after this iteration, before its time; else none."""
         return {"stopped_early": 1.0} if self.stop_reason is not None and iteration + 1 < num_iterations else {}
 
     def state_dict(self) -> dict[str, Watch]:

@@ -7,11 +7,8 @@ Per weight, in bytes, of training in bf16 with AdamW:
     offloaded, on the GPU      2          4           -             -                                    45
     offloaded, on the host     -          -           4             8                                           90
 
-A step moves 12 bytes per weight to the GPU and 12 back, both ways at once, 96 GB each for 8B: about 2 s at 50 GB/s. A
-step on the CPU would move less over the bus (4 down, 2 up) but 28 bytes per weight through the CPU's memory, which
-takes as long or longer, and no gradients could be clipped before they all are down. So the GPU does the arithmetic, by
-the very kernel of the resident optimizer: the results are the same bits. Gradients stay because a host that has 128 GiB
-has no room for 4 more bytes per weight.
+A step moves 12 bytes per weight to the GPU and 12 back, both ways at once, 96 GB each for 8B: about 2 s at 50 GB/s. On
+the CPU it would take as long. The GPU does it by the kernel of the resident optimizer: the results are the same bits.
 
     parameters   |---- chunk 0 ----|---- chunk 1 ----|---- chunk 2 ----| ...     one row of numbers, across tensors
     up stream    0 1 2 . 3 . 4 .
@@ -53,8 +50,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     """`like`, a fused `torch.optim.AdamW` over the parameters of `masters`, with masters and state in the host's
     memory.
 
-    It has the same parameter groups, the same settings and the same `state_dict()`: a checkpoint of either goes on with
-    the other.
+    Parameter groups, settings and `state_dict()` are the same: a checkpoint of either continues with the other.
     """
 
     def __init__(self, like: torch.optim.Optimizer, masters: MasterWeights) -> None:
@@ -118,7 +114,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 means,
                 squares,
                 [],
-                [self._steps_before(piece.parameter) for piece in mine],
+                [torch.full((), float(self.state[p.parameter]["step"]) - 1, device=self._device) for p in mine],
                 fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],
@@ -128,10 +124,6 @@ class OffloadedAdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
-
-    def _steps_before(self, parameter: nn.Parameter) -> Tensor:
-        """[] on the device, without waiting for it. One for each piece: the function adds this step to it."""
-        return torch.full((), float(self.state[parameter]["step"]) - 1, device=self._device)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """See `torch.optim.Optimizer`, which would move the state to the GPU."""

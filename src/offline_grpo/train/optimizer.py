@@ -15,17 +15,8 @@ from offline_grpo.interfaces import OptimizerFactory
 
 
 def is_offloaded(factory: OptimizerFactory) -> bool:
-    """Whether masters and state are in the host's memory. Optimizers that know of no such thing, also those from
-    outside, are not.
-    """
+    """Whether masters and state are in the host's memory; not of optimizers that know of no such thing."""
     return getattr(factory, "offload", False)
-
-
-def check_settings(optimizer: Any) -> None:
-    """Raise ConfigError for a setting out of its range: torch would, but once the model is loaded."""
-    for name, value in vars(optimizer).items():
-        is_good = {"lr": value > 0, "beta1": 0 <= value < 1, "beta2": 0 <= value < 1}.get(name, value >= 0)
-        require(is_good, f"train.optimizer.{name}", value, "lr is above 0, a beta in [0, 1), anything else 0 or more")
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -38,56 +29,54 @@ def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> lis
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """torch.optim.AdamW (Loshchilov & Hutter, arXiv 1711.05101). State: two running means per weight, and a step count
-    per tensor.
-
-    Args:
-        offload: masters and state are in the host's memory, see offload.py.
-    """
+class _Optimizer:
+    """Raises ConfigError for a setting out of its range: torch would, but once the model is loaded."""
 
     lr: float
     weight_decay: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            is_good = {"lr": value > 0, "beta1": 0 <= value < 1, "beta2": 0 <= value < 1}.get(name, value >= 0)
+            fix = "lr is above 0, a beta in [0, 1), anything else 0 or more"
+            require(is_good, f"train.optimizer.{name}", value, fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(_Optimizer):
+    """torch.optim.AdamW (Loshchilov & Hutter, arXiv 1711.05101). State: two running means per weight, and a step count
+    per tensor. With `offload`, masters and state are in the host's memory, see offload.py.
+    """
+
     beta1: float
     beta2: float
     eps: float
     offload: bool
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
     def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over fp32 `parameters`."""
-        return torch.optim.AdamW(
-            decay_groups(parameters, self.weight_decay),
-            lr=self.lr,
-            betas=(self.beta1, self.beta2),
-            eps=self.eps,
-            fused=True,
-        )
+        groups = decay_groups(parameters, self.weight_decay)
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW8bit:
+class AdamW8bit(_Optimizer):
     """bitsandbytes' AdamW with block-wise 8-bit state (Dettmers et al., arXiv 2110.02861): two bytes per weight, two
     scales per block.
     """
 
-    lr: float
-    weight_decay: float
     beta1: float
     beta2: float
     eps: float
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        super().__post_init__()
         try:
             importlib.import_module("bitsandbytes")
         except (ImportError, OSError, RuntimeError) as error:
-            raise ConfigError(
-                f"train/optimizer=adamw_8bit: bitsandbytes cannot be used here ({reason_of(error)}); "
-                "install it with `uv sync` on a machine with a CUDA GPU, or use train/optimizer=adamw"
-            ) from error
+            fix = "install it with `uv sync` on a machine with a CUDA GPU, or use train/optimizer=adamw"
+            fault = f"bitsandbytes cannot be used here ({reason_of(error)}); {fix}"
+            raise ConfigError(f"train/optimizer=adamw_8bit: {fault}") from error
 
     def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over fp32 `parameters`.
@@ -99,27 +88,18 @@ class AdamW8bit:
 
         groups = decay_groups(parameters, self.weight_decay)
         device = groups[0]["params"][0].device
-        if device.type != "cuda":
-            raise ConfigError(
-                "train/optimizer=adamw_8bit: bitsandbytes' 8-bit state needs a CUDA device and the model is on "
-                f"{device}; "
-                "use train/optimizer=adamw"
-            )
+        fix = f"bitsandbytes' 8-bit state needs a CUDA device and the model is on {device}; use train/optimizer=adamw"
+        require(device.type == "cuda", "train/optimizer", "adamw_8bit", fix)
         return BitsAndBytesAdamW8bit(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adafactor:
+class Adafactor(_Optimizer):
     """transformers' Adafactor (Shazeer & Stern, arXiv 1804.04235). State: squared gradients of rows and of columns for
     a matrix, of every weight for a vector."""
 
-    lr: float
-    weight_decay: float
     scale_parameter: bool
     relative_step: bool
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over fp32 `parameters`; with `relative_step` it sets its own learning rate."""

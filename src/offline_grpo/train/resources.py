@@ -24,9 +24,7 @@ PEAK_FLOPS = {
     "A10G": 70e12,
     "L4": 121e12,
 }
-"""Of the makers' data sheets, dense, in bfloat16, by a part of the GPU's name; PCIe and SXM cards of a name count
-alike.
-"""
+"""Of the makers' data sheets, dense, in bfloat16, by a part of the GPU's name; PCIe and SXM cards count alike."""
 
 
 def time_metrics(seconds: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
@@ -59,14 +57,8 @@ def card_bytes(device: torch.device) -> int:
 
 
 def gpu_memory(device: torch.device, card_bytes: int) -> dict[str, float]:
-    """The most memory that this process has held on its GPU since the last call, in GB (1e9 bytes); empty without a
-    GPU.
-
-    Allocated is what tensors took, reserved what torch took from the device to put them into. What a server takes is
-    not in them.
-
-    Args:
-        card_bytes: the most that was seen in use on that GPU, a server's share included.
+    """The most memory that this process has held on its GPU since the last call, in GB (1e9 bytes): in tensors, and
+    reserved for them; and `card_bytes`, the most that was in use there, a server's share included. Empty without a GPU.
     """
     if device.type != "cuda":
         return {}
@@ -90,25 +82,19 @@ def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> flo
     config: Any = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((number for name in names if (number := getattr(config, name, None))), None)
+    active_experts = config.num_experts_per_tok / num_experts if num_experts else 1.0
     per_token = 0.0
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or (parameter is embedding.weight and not is_tied):
             continue
-        active = _active_share(config) if ".experts." in name else 1.0
+        active = active_experts if ".experts." in name else 1.0
         per_token += active * parameter.numel() * (6 if parameter.requires_grad else 4)
     num_heads = getattr(config, "num_attention_heads", 0)  # Mamba has none
     head_size = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
     per_square = 12 * config.num_hidden_layers * num_heads * head_size / 2
     return per_token * sum(sequence_lengths) + per_square * sum(length**2 for length in sequence_lengths)
-
-
-def _active_share(config: Any) -> float:
-    """The part of the experts that a token goes to."""
-    total = next(
-        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))),
-        None,
-    )
-    return getattr(config, "num_experts_per_tok", None) / total if total else 1.0
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -43,10 +43,9 @@ class LrSchedule:
         return self.scale * (1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
 
     def continuing(self, earlier: LrSchedule, update: int, *, restart: bool, warms_up: bool) -> LrSchedule:
-        """The schedule of a run that goes on at `update`, where it had `earlier` and its settings now ask for this one.
-
-        With the same settings it is `earlier` itself. With others the learning rate goes on from where it is: the curve
-        of the new kind, scaled to begin there, over the updates that are left.
+        """The schedule of a run that continues at `update`, where it had `earlier` and its settings now ask for this
+        one. With the same settings it is `earlier` itself. With others the learning rate continues from where it is:
+        the curve of the new kind, scaled to begin there, over the updates that are left.
 
         Args:
             restart: begin anew at the peak instead, because the user has set one.
@@ -57,22 +56,15 @@ class LrSchedule:
         """
         if restart:
             return replace(self, first=update, warms_up=warms_up)
-        if (self.kind, self.num_updates, self.warmup_steps) == (
-            earlier.kind,
-            earlier.num_updates,
-            earlier.warmup_steps,
-        ):
+        if self == replace(earlier, first=self.first, scale=self.scale, warms_up=self.warms_up):
             return earlier
         if earlier.warms_up and update - earlier.first < earlier.warmup_steps:
             return replace(self, first=earlier.first, scale=earlier.scale)
         scale = earlier(update)
         if scale == 0.0:
-            raise ConfigError(
-                f"train.iterations: the {earlier.kind} schedule of this run has come to its end, where the learning "
-                "rate is 0; "
-                "say what it is from now on, such as train.lr=1e-4 (it falls from there to 0 again, unless "
-                "train.schedule=constant)"
-            )
+            fault = f"the {earlier.kind} schedule of this run has come to its end, where the learning rate is 0"
+            fix = "set a new one, such as train.lr=1e-4 (it falls to 0 again, unless train.schedule=constant)"
+            raise ConfigError(f"train.iterations: {fault}; {fix}")
         return replace(self, first=update, scale=scale, warms_up=False)
 
 

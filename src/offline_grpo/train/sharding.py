@@ -19,48 +19,44 @@ T = TypeVar("T")
 
 @dataclass
 class Replicas:
-    """A `Sharding` that spreads nothing: every process has the whole policy and takes the same optimizer step."""
+    """A `Sharding` that spreads nothing: every process has the whole policy and takes the same optimizer step. For its
+    methods see `interfaces.Sharding`.
+    """
 
     ranks: Ranks
 
     def prepare(self, policy: Policy) -> None:
-        """See `Sharding.prepare`. Every process has loaded the same weights."""
+        """Every process has loaded the same weights."""
 
     def prepare_reference(self, reference: Any) -> None:
-        """See `Sharding.prepare_reference`. Each has its own."""
+        """Each has its own."""
 
     def num_microbatches(self, own: int) -> int:
-        """See `Sharding.num_microbatches`. A pass needs no other process."""
+        """A pass needs no other process."""
         return own
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """See `Sharding.reduce_gradients`. One message for all."""
+        """One message for all."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.ranks.sum_([p.grad for p in parameters if p.grad is not None])
 
     def clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> float:
-        """See `Sharding.clip_gradients`."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
 
     def full_weights(self, policy: Policy) -> Iterator[tuple[str, Tensor]]:
-        """See `Sharding.full_weights`."""
         for name, parameter in policy.causal_lm.named_parameters():
             yield name, parameter.data
 
     def gathered(self, policy: Policy) -> AbstractContextManager[None]:
-        """See `Sharding.gathered`."""
         return nullcontext()
 
     def lead(self, action: Callable[[], T], tensors: Any = None) -> T:
-        """See `Sharding.lead`."""
         return self.ranks.on_main(action)
 
     def whole(self, tensors: T, folder: Path) -> T:
-        """See `Sharding.whole`."""
         return tensors
 
     def like(self, target: Tensor, tensor: Tensor) -> Tensor:
-        """See `Sharding.like`."""
         return tensor

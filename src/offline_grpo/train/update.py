@@ -27,7 +27,7 @@ from offline_grpo.model.scoring import BaseScoring, Scoring, prepare_for_gradien
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import TrainConfig
-from offline_grpo.train.alignment import Alignment, MismatchWarning
+from offline_grpo.train.alignment import MISMATCH_NATS, Alignment, warn_of_mismatch
 from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 from offline_grpo.types import BatchTotals, TokenBatch, TokenStats
@@ -56,53 +56,45 @@ class Updater:
     reward_penalty: Callable[[TokenBatch], Tensor] | None = None  # [S], see `loss.base.reward_penalty`
     counters: UpdateCounters = field(default_factory=UpdateCounters)
 
-    _mismatch: MismatchWarning = field(default_factory=MismatchWarning, init=False)
+    _warns_above: float = field(default=MISMATCH_NATS, init=False)
 
     def __post_init__(self) -> None:
         self._peak_lrs: list[float | None] = [group["lr"] for group in self.optimizer.param_groups]
 
     def run(self, batch: TokenBatch, *, iteration: int) -> dict[str, float]:
-        """Every update of an iteration on `batch` (CPU tensors, the same on every process) that has a token to train
-        on. Returns metrics averaged over updates.
-
-        `batch.old_logprobs` and `ref_logprobs` are filled in by `score`, where this iteration needs them.
+        """Every update of an iteration on a scored `batch` (CPU tensors, the same on every process) that has a token to
+        train on. Returns metrics averaged over updates.
         """
         _seed_dropout(derive_seed(self.seed, "dropout", iteration, self.ranks.rank))
         split = self.updates_of(batch.num_sequences)
         one_pass = [(sequences, totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)) for sequences in split]
-        updates = self.config.epochs * [
-            (sequences, totals) for sequences, totals in one_pass if totals.num_completion_tokens > 0
-        ]
+        updates = self.config.epochs * [pair for pair in one_pass if pair[1].num_completion_tokens > 0]
         alignment = Alignment()
         results = []
         for number, (sequences, totals) in enumerate(updates):
             progress.report(number, len(updates), "updates")
             self._set_lr()
             shares = self._gradients(batch, sequences, totals, alignment)
-            results.append(self._step(self._sum_over_ranks(shares)))
+            results.append(self._step(shares))
             self._count(results[-1] is not None, batch, sequences, iteration)
         applied = [metrics for metrics in results if metrics is not None]
-        means = {
-            name: sum(metrics[name] for metrics in applied) / len(applied) for name in (applied[0] if applied else ())
-        }
+        names = applied[0] if applied else ()
+        means = {name: sum(metrics[name] for metrics in applied) / len(applied) for name in names}
         means |= alignment.metrics(self.ranks)
         if self.ranks.is_main:
-            self._mismatch.see(means)
-        return means | {
-            "num_updates": float(len(applied)),
-            "num_updates_refused": float(len(results) - len(applied)),
-            **self._lr_metric(),
-        }
+            self._warns_above = warn_of_mismatch(means, self._warns_above)
+        means |= {"num_updates": float(len(applied)), "num_updates_refused": float(len(results) - len(applied))}
+        lr = self.optimizer.param_groups[0]["lr"]
+        return means if lr is None else means | {"lr": lr}
 
     def updates_of(self, num_sequences: int) -> list[range]:
         """The sequences of each update of one pass over a batch of this many."""
-        per_update = None
-        if self.config.grad_accum_steps is not None:
-            assert self.config.batch_size is not None
-            per_update = self.config.batch_size * self.config.grad_accum_steps
-        return split_updates(
-            num_sequences, num_updates=self.config.updates_per_iteration, sequences_per_update=per_update
-        )
+        config, per_update = self.config, None
+        if config.grad_accum_steps is not None:
+            assert config.batch_size is not None
+            per_update = config.batch_size * config.grad_accum_steps
+        num_updates = config.updates_per_iteration
+        return split_updates(num_sequences, num_updates=num_updates, sequences_per_update=per_update)
 
     def needs_old_logprobs(self, batch: TokenBatch) -> bool:
         """Whether a scoring pass is due: not if the ratio is to the engine, nor if a single update's policy is itself
@@ -113,24 +105,16 @@ class Updater:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the logprobs of the policy before its first update, and of the reference, where the iteration
-        needs them.
-
-        Reference logprobs that came with the rollouts take the place of a pass.
+        needs them. Reference logprobs that came with the rollouts take the place of a pass.
         """
         old = self._score_all(self.policy.scoring, batch) if self.needs_old_logprobs(batch) else None
-        ref = (
-            self._score_all(self.reference, batch)
-            if self.reference is not None and batch.ref_logprobs is None
-            else None
-        )
+        needs_ref = self.reference is not None and batch.ref_logprobs is None
+        ref = self._score_all(self.reference, batch) if needs_ref else None
         return batch.with_logprobs(old=old, ref=ref)
 
-    def _score_all(self, scoring: Scoring | BaseScoring, batch: TokenBatch) -> Tensor:
+    def _score_all(self, scoring: Any, batch: TokenBatch) -> Tensor:
         logprobs = torch.zeros_like(batch.old_logprobs)  # [T]
-        mine = share_of_rank(
-            range(batch.num_sequences), batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size
-        )
-        passes = list(self._passes(mine, range(batch.num_sequences), batch))
+        passes = list(self._passes(range(batch.num_sequences), batch))
         scored: list[tuple[Sequence[int], Tensor]] = []  # on the device: it is not waited for between two microbatches
         for number, (sequences, counts) in enumerate(passes):
             part = scoring.logprobs(batch.select(sequences).to(scoring.device))
@@ -147,11 +131,10 @@ class Updater:
     ) -> dict[str, Tensor]:
         """Fill in the gradients of one update on these sequences. Returns this process's shares of the metrics."""
         self.optimizer.zero_grad(set_to_none=True)
-        mine = share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size)
         shares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.policy.device))
         needs_old_logprobs = self.needs_old_logprobs(batch)
         prepare_for_gradients(self.policy.model)
-        passes = list(self._passes(mine, sequences, batch))
+        passes = list(self._passes(sequences, batch))
         for number, (chosen, counts) in enumerate(passes):
             progress.report(number, len(passes), "microbatches")
             part = batch.select(chosen).to(self.policy.device)
@@ -168,11 +151,18 @@ class Updater:
                     shares[name] = shares[name] + share
         return shares
 
-    def _step(self, metrics: dict[str, float]) -> dict[str, float] | None:
-        """One optimizer step. Returns the update's metrics; None if loss or gradient was not finite and the step was
-        refused.
+    def _step(self, shares: dict[str, Tensor]) -> dict[str, float] | None:
+        """One optimizer step. Returns the update's metrics, summed over processes, with the L2 norm of the gradient
+        before clipping; None if loss or gradient was not finite and the step was refused.
         """
-        metrics["grad_norm"] = self._gradient_norm()
+        names = sorted(self.ranks.broadcast(list(shares)))
+        sums = torch.stack([shares[name] for name in names])
+        self.ranks.sum_([sums])
+        parameters = list(self.policy.masters.parameters.values())
+        self.sharding.reduce_gradients(parameters)
+        self.scaler.unscale_(self.optimizer)
+        metrics = dict(zip(names, sums.tolist(), strict=True))
+        metrics["grad_norm"] = self.sharding.clip_gradients(parameters, self.config.grad_clip)
         is_finite = all(map(math.isfinite, metrics.values()))
         if is_finite:
             self.scaler.step(self.optimizer)
@@ -180,13 +170,6 @@ class Updater:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return metrics if is_finite else None
-
-    def _gradient_norm(self) -> float:
-        """Sum the gradients over processes, undo the loss scale, clip. Returns the L2 norm before clipping."""
-        parameters = list(self.policy.masters.parameters.values())
-        self.sharding.reduce_gradients(parameters)
-        self.scaler.unscale_(self.optimizer)
-        return self.sharding.clip_gradients(parameters, self.config.grad_clip)
 
     def _count(self, is_finite: bool, batch: TokenBatch, sequences: Sequence[int], iteration: int) -> None:
         self.counters.num_updates += 1
@@ -205,40 +188,26 @@ class Updater:
             "advantages"
         )
 
-    def _sum_over_ranks(self, shares: dict[str, Tensor]) -> dict[str, float]:
-        names = sorted(self.ranks.broadcast(list(shares)))
-        values = [shares[name] for name in names]
-        stacked = torch.stack(values)
-        self.ranks.sum_([stacked])
-        return dict(zip(names, stacked.tolist(), strict=True))
-
-    def _passes(
-        self, mine: Sequence[int], sequences: Sequence[int], batch: TokenBatch
-    ) -> Iterator[tuple[Sequence[int], bool]]:
-        """This process's microbatches of an update, then as many passes that do not count as the sharding asks for."""
-        own = self._microbatches(mine, batch)
-        yield from ((chosen, True) for chosen in own)
-        filler = own[-1] if own else sequences[:1]
-        yield from ((filler, False) for _ in range(self.sharding.num_microbatches(len(own)) - len(own)))
-
-    def _microbatches(self, sequences: Sequence[int], batch: TokenBatch) -> list[list[int]]:
-        return microbatches(
-            sequences,
+    def _passes(self, sequences: Sequence[int], batch: TokenBatch) -> Iterator[tuple[Sequence[int], bool]]:
+        """This process's microbatches of these sequences, then as many passes that do not count as the sharding asks
+        for.
+        """
+        own = microbatches(
+            share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size),
             batch.sequence_lengths,
             batch_size=self.config.batch_size,
             max_tokens=self.config.tokens_per_microbatch,
             padded=self.policy.scoring.layout.pads,
         )
+        yield from ((chosen, True) for chosen in own)
+        filler = own[-1] if own else sequences[:1]
+        yield from ((filler, False) for _ in range(self.sharding.num_microbatches(len(own)) - len(own)))
 
     def _set_lr(self) -> None:
         scale = self.lr_schedule(self.counters.num_updates)
         for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
             if peak is not None:  # None: an optimizer that sets its own (Adafactor's relative_step)
                 group["lr"] = peak * scale
-
-    def _lr_metric(self) -> dict[str, float]:
-        lr = self.optimizer.param_groups[0]["lr"]
-        return {} if lr is None else {"lr": lr}
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer and scaler, for the checkpoint, which has the counters too."""
@@ -250,10 +219,9 @@ class Updater:
         Raises:
             ValueError: a running mean has another shape than its parameter, which fused kernels would not notice.
         """
-        settings = [
-            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
-        ]
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        groups = self.optimizer.param_groups
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
         for number, means in state["optimizer"]["state"].items():
             for name in MEANS & means.keys():
                 means[name] = self.sharding.like(parameters[number], means[name])
@@ -269,9 +237,7 @@ class Updater:
 
 
 def _seed_dropout(seed: int) -> None:
-    """`torch.manual_seed` without what it does for GPUs that are not there: 2 ms, a tenth of an update of the main job
-    on a CPU.
-    """
+    """`torch.manual_seed` without what it does for GPUs that are not there: 2 ms, a tenth of a small update."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)

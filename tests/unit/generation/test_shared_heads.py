@@ -15,13 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from offline_grpo.generation import transformers_client
-from offline_grpo.generation.shared_heads import shared_heads
+from offline_grpo.generation.decoding_graph import shared_heads
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import Completion, SamplingParams
 
 PROMPTS = [[5, 6, 7], [9], list(range(2, 22)), [3, 3, 4, 8]]
-KERNEL = "offline_grpo.generation.shared_heads.scaled_dot_product_attention"
+KERNEL = "offline_grpo.generation.decoding_graph.scaled_dot_product_attention"
 SHARES_HEADS = ["llama", "qwen3", "mixtral", "gemma3", "phi3", "llama4"]
 
 
