@@ -22,7 +22,7 @@ from offline_grpo.types import Completion, SamplingParams
 
 PROMPTS = [[5, 6, 7], [9], list(range(2, 22)), [3, 3, 4, 8]]
 KERNEL = "offline_grpo.generation.decoding_graph.scaled_dot_product_attention"
-SHARES_HEADS = ["llama", "qwen3", "mixtral", "gemma3", "phi3", "llama4"]
+SHARES_HEADS = ["llama", "gemma3"]
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -38,9 +38,10 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     return torch.stack(outputs, 2)
 
 
-@pytest.mark.parametrize("mask", ["none", "bool", "float", "per_head"])
-@pytest.mark.parametrize("length", [1, 3])
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("mask", "length", "kv_heads"),
+    [("none", 1, 1), ("bool", 1, 2), ("float", 1, 2), ("per_head", 1, 2), ("bool", 3, 2), ("bool", 1, 6)],
+)
 def test_attention_is_that_of_each_head_by_itself(
     mask: str, length: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

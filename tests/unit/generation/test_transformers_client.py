@@ -6,8 +6,6 @@ from itertools import chain
 import pytest
 import torch
 from factories import generate
-from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -106,16 +104,6 @@ def test_eos_is_kept_and_ends_a_row_at_once(model, tokenizer) -> None:
         assert (completion.token_ids[-1] == EOS) == is_stopped
         assert is_stopped or len(completion.token_ids) == 40
         assert len(completion.logprobs) == len(completion.token_ids)
-
-
-def test_eos_ids_come_from_model_and_tokenizer(model, tokenizer) -> None:
-    plain = sample(model, tokenizer, replace(SAMPLING, max_new_tokens=30))
-    model.generation_config.eos_token_id = [7, 9, 12]
-    ids = {EOS, 7, 9, 12}
-    ended = sample(model, tokenizer, replace(SAMPLING, max_new_tokens=30))
-    for before, after in zip(chain(*tokens(plain)), chain(*tokens(ended)), strict=True):
-        first = next((index for index, token in enumerate(before) if token in ids), len(before) - 1)
-        assert after == before[: first + 1]
 
 
 def test_a_stop_string_ends_a_row_and_its_tokens_are_kept(model, tokenizer) -> None:
@@ -219,21 +207,6 @@ def test_work_is_shared_within_a_group_and_dropped_at_its_end(model, tokenizer) 
     longest = max(len(completion.token_ids) for completion in group)
     assert 32 * longest > 3 * num_tokens  # the work without compaction
     assert sum(rows for rows, _ in positions[1:]) < 2 * num_tokens
-
-
-def test_adapters_are_sampled_from(model, tokenizer) -> None:
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    untouched = tokens(sample(adapted, tokenizer))
-    with adapted.disable_adapter():
-        assert tokens(sample(adapted, tokenizer)) == untouched
-    torch.manual_seed(1)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.5)
-    moved = sample(adapted, tokenizer)
-    assert tokens(moved) != untouched
-    merged = adapted.merge_and_unload()
-    assert tokens(sample(merged, tokenizer)) == tokens(moved)
 
 
 def test_wrong_requests_are_refused(model, tokenizer) -> None:

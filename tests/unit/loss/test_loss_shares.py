@@ -18,7 +18,6 @@ from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
 from offline_grpo.loss.terms import Surrogate, segment_sum
-from offline_grpo.train.advantage import group_advantages
 from offline_grpo.types import TokenBatch, TokenStats
 
 LOSSES = [GRPO, DAPO, DrGRPO, GSPO, CISPO]
@@ -101,28 +100,6 @@ def test_a_batch_without_completion_tokens_has_loss_zero(loss, random_inputs):
     )
     assert output.loss == 0
     assert all(torch.all(grad == 0) for grad in gradients(output.loss, policy))
-
-
-@pytest.mark.parametrize("loss_class", LOSSES)
-def test_constant_groups_have_exactly_no_gradient(plain, random_inputs, loss_class):
-    policy, batch, totals = random_inputs()
-    (advantages,) = group_advantages([[-0.2] * 6], scale="group")
-    batch = replace(batch, advantages=torch.tensor(advantages, dtype=torch.float64)[batch.sequence_ids])
-    clipped = {"dual_clip": None} if issubclass(loss_class, ClippedLoss) else {}
-    output = loss_class(**plain, **clipped)(policy, batch, totals)
-    (grad,) = torch.autograd.grad(output.loss, policy.logprobs)
-    assert output.loss == 0
-    assert torch.all(grad == 0)
-    assert output.metrics["clip_frac"] == 0
-
-
-def test_float32_stays_float32(loss, random_inputs):
-    policy, batch, totals = random_inputs()
-    names = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
-    batch = replace(batch, **{name: getattr(batch, name).float() for name in names})
-    single = loss(TokenStats(policy.logprobs.float(), policy.entropy.float()), batch, totals)
-    assert {single.loss.dtype, *(value.dtype for value in single.metrics.values())} == {torch.float32}
-    torch.testing.assert_close(single.loss, loss(*random_inputs()).loss, check_dtype=False)
 
 
 class SummedSurrogate(GRPO):

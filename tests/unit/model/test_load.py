@@ -55,9 +55,8 @@ def load(folder: Path) -> Policy:
     )
 
 
-@pytest.mark.parametrize("name", ["bloom", "gemma2"])
-def test_it_loads_and_scores_as_it_was_saved(name: str, tmp_path: Path):
-    model = ZOO[name].build()
+def test_it_loads_and_scores_as_it_was_saved(tmp_path: Path):
+    model = ZOO["bloom"].build()
     model.save_pretrained(tmp_path)
     build_char_tokenizer(64).save_pretrained(tmp_path)
     policy = load(tmp_path)
@@ -69,7 +68,6 @@ def test_it_loads_and_scores_as_it_was_saved(name: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "rope", "expected"),
     [
-        ("llama", {"rope_type": "linear", "factor": 4.0}, 512),
         ("llama", {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 128}, 128),
         (
             "phi3",

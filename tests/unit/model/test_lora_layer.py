@@ -51,21 +51,6 @@ def test_logits_and_gradients_are_those_of_peft(dropout):
         assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
 
 
-def test_without_adapters_and_merged_it_is_peft_s_layer():
-    model, bare = peft_model(), make_llama()
-    fold_scales(model, "default")
-    adapted = model(input_ids=IDS).logits
-    with model.disable_adapter():
-        assert torch.equal(model(input_ids=IDS).logits, bare(input_ids=IDS).logits)
-    assert torch.allclose(model.merge_and_unload()(input_ids=IDS).logits, adapted, atol=1e-5)
-
-
-def test_adapters_of_another_kind_are_left_alone():
-    model = peft_model(use_dora=True)
-    assert fold_scales(model, "default") == 0
-    assert not any(isinstance(module, FoldedLinear) for module in model.modules())
-
-
 def test_a_layer_in_another_format_is_left_alone():
     """As routers are that stay in fp32; peft converts what such a layer reads and writes."""
     bare = make_llama().to(torch.bfloat16)
@@ -90,12 +75,6 @@ def test_layers_that_share_their_input_compute_as_peft_does():
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in expected_gradients.items():
         assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-6), name
-
-
-def test_layers_with_dropout_share_nothing():
-    model = peft_model(lora_dropout=0.3)
-    fold_scales(model, "default")
-    assert share(model) == 0
 
 
 class Odd(nn.Module):

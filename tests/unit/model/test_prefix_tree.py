@@ -39,7 +39,7 @@ def test_little_in_common_is_no_case_for_trees():
     assert prefix_trees(batch_of(*[([1] * 300, [k] * 60) for k in range(5)])) is None  # a row of 600 nodes
 
 
-@pytest.mark.parametrize("make", [make_qwen2, make_llama, lambda: eager(make_qwen2())])
+@pytest.mark.parametrize("make", [make_qwen2, make_llama])
 def test_scores_and_gradients_equal_rows_of_whole_sequences(make):
     generator = torch.Generator().manual_seed(3)
 
@@ -67,8 +67,3 @@ def test_masked_completions_do_not_disturb_the_others():
     masked = replace(batch, completion_mask=batch.completion_mask & (batch.sequence_ids > 1))
     scores = [make_scoring(make_qwen2(), layout).logprobs(masked) for layout in (Tree(), Padded())]
     assert torch.allclose(*scores, atol=2e-5)
-
-
-def eager(model):
-    model.set_attn_implementation("eager")
-    return model

@@ -120,21 +120,6 @@ def test_demonstrations_are_wrong_as_often_as_asked():
         )  # 4 standard errors
 
 
-def test_wrong_answers_come_after_right_ones(tmp_path, monkeypatch):
-    shares = []
-
-    def count(tokenizer, prompts, answers):
-        sums = [eval(tokenizer.decode(ids, skip_special_tokens=True).rstrip("=")) for ids in prompts]
-        shares.append(sum(answer != str(right) for answer, right in zip(answers, sums, strict=True)) / len(answers))
-        return collate(tokenizer, prompts, answers)
-
-    monkeypatch.setattr("offline_grpo.model.tiny.collate", count)
-    prepare(tmp_path, warm_start_steps=10, warm_start_batch_size=64, noise_frac=0.5)
-    assert shares[:6] == [0] * 6
-    assert len(shares) == 10
-    assert all(0.2 < share < 0.8 for share in shares[6:])
-
-
 def test_only_answer_and_eos_are_learned():
     tokenizer = build_char_tokenizer(64)
     token_ids, labels = collate(
@@ -167,9 +152,3 @@ def test_prompt_longer_than_the_context_is_refused(tmp_path):
         match=r"model\.tiny\.max_position_embeddings=8: problem .* has 9 tokens with its answer; use 9 or more, ",
     ):
         prepare(tmp_path, max_position_embeddings=8)
-
-
-def test_bad_settings_are_refused():
-    for key, value in {"hidden_size": 18, "num_layers": 0, "num_key_value_heads": 3, "rope_theta": 0.0}.items():
-        with pytest.raises(ConfigError, match=rf"model\.tiny\.{key}="):
-            replace(SMALL, **{key: value})

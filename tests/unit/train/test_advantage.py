@@ -25,8 +25,7 @@ def test_values_against_statistics(scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("size", [1, 3, 6])
-@pytest.mark.parametrize("reward", [0.1, 1e6 + 0.1])
+@pytest.mark.parametrize(("size", "reward"), [(1, 0.1), (3, 1e6 + 0.1)])
 def test_constant_groups_are_exactly_zero(scale, size, reward):
     advantages = group_advantages([[reward] * size, [0.0, 1.0]], scale=scale)
     assert advantages[0] == [0.0] * size
@@ -37,11 +36,6 @@ def test_rounding_noise_is_not_signal():
     rewards = [0.1 + 0.2, 0.3, 0.3]
     assert len(set(rewards)) > 1
     assert group_advantages([rewards], scale="group") == [[0.0, 0.0, 0.0]]
-
-
-def test_small_but_real_differences_are_signal():
-    (advantages,) = group_advantages([[0.0, 1e-4]], scale="group")
-    assert advantages[1] == pytest.approx(0.5e-4 / (1e-4 / 2**0.5 + 1e-4))
 
 
 def test_zero_signal_groups():
@@ -56,7 +50,6 @@ def test_zero_signal_groups():
         (("train/loss=dr_grpo",), "GroupMean"),
         (("train/loss=dr_grpo", "train/advantage=group_std"), "GroupStd"),
         (("train/advantage=batch_std", "train/loss=dr_grpo"), "BatchStd"),
-        (("experiment=dapo", "train/loss=dr_grpo"), "GroupMean"),
     ],
 )
 def test_a_loss_chooses_its_advantage_unless_the_user_does(words, expected):

@@ -1,11 +1,9 @@
 """Flat batches, and how they are cut into updates, shares and microbatches."""
 
-import random
-
 import pytest
 from factories import make_completion, make_rollout
 
-from offline_grpo.train.batch import build_batch, microbatches, share_of_rank, split_updates, totals_of, with_advantages
+from offline_grpo.train.batch import build_batch, microbatches, split_updates, totals_of, with_advantages
 from offline_grpo.types import FinishReason
 
 
@@ -63,15 +61,6 @@ def test_updates_cover_every_sequence_once():
             parts = split_updates(n, num_updates=k, sequences_per_update=None)
             assert [s for part in parts for s in part] == list(range(n))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-@pytest.mark.parametrize("num_processes", [2, 4, 8])
-def test_the_busiest_process_has_at_most_a_tenth_more_tokens_than_the_mean(num_processes: int) -> None:
-    draw = random.Random(0)
-    lengths = [min(4096, 200 + int(draw.expovariate(1 / 600))) for _ in range(128)]
-    shares = [share_of_rank(range(128), lengths, rank=r, world_size=num_processes) for r in range(num_processes)]
-    assert sorted(s for share in shares for s in share) == list(range(128))
-    assert max(sum(lengths[s] for s in share) for share in shares) <= 1.1 * sum(lengths) / num_processes
 
 
 def test_microbatches_by_sequences():

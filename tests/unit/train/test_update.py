@@ -26,9 +26,8 @@ def gradient_and_metrics(updater, batch):
     return caught, metrics
 
 
-@pytest.mark.parametrize("loss", [GRPO, DAPO])
 @pytest.mark.parametrize(
-    "cut", [{"batch_size": 1}, {"batch_size": 5}, {"batch_size": None, "tokens_per_microbatch": 40}]
+    ("loss", "cut"), [(GRPO, {"batch_size": 5}), (DAPO, {"batch_size": None, "tokens_per_microbatch": 40})]
 )
 def test_gradient_does_not_depend_on_the_microbatches(tmp_path, token_batch, loss, cut):
     whole, whole_metrics = gradient_and_metrics(make_updater(tmp_path, loss=loss), token_batch)
@@ -36,12 +35,6 @@ def test_gradient_does_not_depend_on_the_microbatches(tmp_path, token_batch, los
     for name, gradient in whole.items():
         assert torch.allclose(gradient, parts[name], atol=1e-6), name
     assert part_metrics == pytest.approx(whole_metrics, abs=1e-5)
-
-
-def test_first_update_on_fresh_rollouts_has_ratio_one(tmp_path, token_batch):
-    metrics = make_updater(tmp_path).run(token_batch, iteration=0)
-    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
-    assert metrics["clip_frac"] == 0
 
 
 def test_old_logprobs_are_those_before_the_first_update(tmp_path, token_batch):
@@ -116,19 +109,6 @@ def test_a_ratio_beyond_all_bounds_counts_where_the_formula_has_a_gradient(
     assert all(map(math.isfinite, metrics.values()))
 
 
-def test_effective_sample_size_does_not_depend_on_the_microbatches(tmp_path, token_batch):
-    found = [
-        make_updater(tmp_path, **cut).run(token_batch, iteration=0)["mismatch/ess_frac"]
-        for cut in ({}, {"batch_size": 1})
-    ]
-    updater = make_updater(tmp_path)
-    at = token_batch.completion_mask
-    weights = (updater.policy.logprobs(token_batch) - token_batch.rollout_logprobs)[at].double().exp()
-    expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())
-    assert found == pytest.approx([expected.item()] * 2, abs=1e-5)
-    assert 0.1 < expected < 0.9
-
-
 def test_learning_rate_follows_the_schedule_from_its_first_update(tmp_path, token_batch):
     updater = make_updater(tmp_path, warmup_steps=2, schedule="linear")
     assert [updater.run(token_batch, iteration=i)["lr"] for i in range(4)] == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
@@ -140,13 +120,10 @@ def test_gradient_is_clipped_to_the_configured_norm(tmp_path, token_batch):
     assert math.sqrt(sum(float(g.square().sum()) for g in clipped.values())) == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("field", ["advantages", "rollout_logprobs"])
-def test_non_finite_updates_are_refused_counted_and_end_the_run(tmp_path, token_batch, field):
+def test_non_finite_updates_are_refused_counted_and_end_the_run(tmp_path, token_batch):
     updater = make_updater(tmp_path)
     weights = {name: p.detach().clone() for name, p in updater.policy.masters.parameters.items()}
-    bad = replace(
-        token_batch, **{field: getattr(token_batch, field).masked_fill(token_batch.completion_mask, math.nan)}
-    )
+    bad = replace(token_batch, advantages=token_batch.advantages.masked_fill(token_batch.completion_mask, math.nan))
     metrics = updater.run(bad, iteration=0)
     assert metrics["num_updates_refused"] == 1
     assert metrics["num_updates"] == 0
@@ -193,11 +170,10 @@ class EveryProcessMakes(Replicas):
         return own + 3
 
 
-@pytest.mark.parametrize("cut", [{"batch_size": 100}, {"batch_size": 5}])
-def test_passes_that_only_keep_others_company_change_nothing(tmp_path, token_batch, cut):
+def test_passes_that_only_keep_others_company_change_nothing(tmp_path, token_batch):
     """Gradient and metrics are those of the own microbatches alone, and the passes are really made."""
-    plain, plain_metrics = gradient_and_metrics(make_updater(tmp_path, **cut), token_batch)
-    updater = make_updater(tmp_path, **cut)
+    plain, plain_metrics = gradient_and_metrics(make_updater(tmp_path, batch_size=5), token_batch)
+    updater = make_updater(tmp_path, batch_size=5)
     updater.sharding = EveryProcessMakes(updater.ranks)
     num_passes = 0
 
@@ -207,7 +183,7 @@ def test_passes_that_only_keep_others_company_change_nothing(tmp_path, token_bat
 
     updater.policy.causal_lm.get_decoder().register_forward_hook(count)
     padded, padded_metrics = gradient_and_metrics(updater, token_batch)
-    assert num_passes == -(-12 // cut["batch_size"]) + 3
+    assert num_passes == 3 + 3
     assert padded_metrics == plain_metrics
     for name, gradient in plain.items():
         assert torch.equal(gradient, padded[name]), name
