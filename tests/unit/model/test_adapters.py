@@ -81,7 +81,7 @@ def test_chosen_blocks_have_the_adapters_that_all_blocks_have(name: str) -> None
 
 
 def test_dropout_is_off_without_gradient_and_the_mode_comes_back() -> None:
-    scoring = make_scoring(adapted(make_qwen2(), dropout=0.5).train())
+    scoring = make_scoring(adapted(make_qwen2(vocab_size=97), dropout=0.5).train())
     for name, parameter in scoring.model.named_parameters():
         if ".lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
