@@ -21,8 +21,7 @@ class GrpoError(Exception):
 
 
 class ConfigError(GrpoError):
-    """The configuration or the input is invalid. Raised as early as possible, mostly before a model is loaded; the
-    message names key, value and fix."""
+    """The configuration or the input is invalid. The message names key, value and fix."""
 
     exit_code = 2
 
@@ -32,9 +31,7 @@ class EngineError(GrpoError):
 
 
 class EngineDied(EngineError):
-    """The server exited, or was restarted without our weights. `Deployment.recover` restarts it or sends the weights
-    again.
-    """
+    """The server exited, or was restarted without our weights; see `Deployment.recover`."""
 
 
 class CheckpointError(GrpoError):
@@ -75,28 +72,17 @@ def reason_of(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """What a user's code raised, in one line: type, message and place."""
-    raised = type(error).__name__ if not str(error) else f"{type(error).__name__}: {reason_of(error)}"
-    return f"{raised}{place_of(error)}"
-
-
-def place_of(error: BaseException) -> str:
-    """Where a user's code raised, as ` (my_module.py, line 3, in reward)`; "" where no code but the package's and
-    Python's own did.
-
-    What that code calls in turn is not named.
+    """What a user's code raised, in one line: type, message, and place as ` (my_module.py, line 3, in reward)`. Calls
+    of the package, of Python and of what the user's code calls in turn are no place.
     """
-    own = (
-        str(Path(__file__).parent),
-        sysconfig.get_path("stdlib"),
-        "<",
-    )  # <frozen ...>, and <string>: what dataclasses make
+    raised = type(error).__name__ if not str(error) else f"{type(error).__name__}: {reason_of(error)}"
+    own = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")  # <frozen ...>, and <string> of dataclasses
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = next(
-        (f.filename for f in frames if not f.filename.startswith(own) or "site-packages" in f.filename), None
-    )
-    last = next((frame for frame in reversed(frames) if frame.filename == foreign), None)
-    return "" if last is None else f" ({Path(last.filename).name}, line {last.lineno}, in {last.name})"
+    foreign = [f.filename for f in frames if not f.filename.startswith(own) or "site-packages" in f.filename]
+    if not foreign:
+        return raised
+    last = next(frame for frame in reversed(frames) if frame.filename == foreign[0])
+    return f"{raised} ({Path(last.filename).name}, line {last.lineno}, in {last.name})"
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from offline_grpo.errors import ConfigError, reason_of, require
 
-CONNECT_TIMEOUT_S = 2.5
-ANSWER_TIMEOUT_S = 4.0
+CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 2.5, 4.0
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +32,8 @@ def is_model_id(name: str) -> bool:
 
 
 def need_model(name: str, key: str) -> None:
-    """Make sure that a model can be had from the Hub or the cache. A local folder is let through, and so is everything
-    where HF_HUB_OFFLINE is set.
-
-    Where the Hub cannot be reached and the cache has the model, this process and those that it starts use the cache
-    alone from then on.
+    """Make sure that a model is a local folder, or can be had from the Hub or the cache. Where the Hub cannot be
+    reached, this process and those that it starts use the cache alone from then on.
 
     Raises:
         ConfigError: a local file; or the Hub cannot be reached, and the cache does not have the model's config.json.
@@ -51,11 +47,7 @@ def need_model(name: str, key: str) -> None:
 
 
 def need_dataset(name: str, key: str, fix: str) -> None:
-    """As `need_model`, for a data set: the cache has it if an earlier run has loaded it.
-
-    Args:
-        fix: the advice where there is no network.
-    """
+    """As `need_model`, for a data set; `fix` is the advice where there is no network."""
     from huggingface_hub.constants import HF_HOME
 
     folder = Path(os.environ.get("HF_DATASETS_CACHE", Path(HF_HOME) / "datasets")).expanduser()
@@ -86,9 +78,7 @@ def _need(wanted: str, is_cached: bool, fix: str) -> None:
     if is_offline() or (reason := unreachable()) is None:
         return
     if not is_cached:
-        raise ConfigError(
-            f"{wanted}: the Hugging Face Hub cannot be reached ({reason}), and the cache does not have it; {fix}"
-        )
+        raise ConfigError(f"{wanted}: the Hugging Face Hub cannot be reached ({reason}), nor is it cached; {fix}")
     log.warning("%s: the Hugging Face Hub cannot be reached (%s); taken from the cache", wanted, reason)
     from huggingface_hub import constants
 

@@ -1,8 +1,4 @@
-"""The Protocols that components implement and the training loop is written against. Nothing here imports a concrete
-component.
-
-This file is longer than others may be, so that all of them are on one page.
-"""
+"""The Protocols that components implement and the loop is written against. No component is imported."""
 
 from __future__ import annotations
 
@@ -52,9 +48,7 @@ class Task(Protocol):
         ...
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
-        """Judge a completion's text, free of special tokens. Pure, maybe async; should not raise, whatever the model
-        wrote.
-        """
+        """Judge a completion's text, free of special tokens. Pure, maybe async; should not raise whatever it gets."""
         ...
 
 
@@ -63,21 +57,14 @@ class RolloutClient(Protocol):
     """Our handle on the engine that samples."""
 
     engine_name: ClassVar[str | None]
-    """The kind of server that it asks, such as "vLLM", and then has `server` and `control` (see engine/engine.py); None
-    asks no server.
-    """
-
+    """The kind of server that it asks, such as "vLLM" (see engine/engine.py); None asks no server."""
     weights: ServedWeights
-    """What the engine serves; replaced as a whole after each push, so that a request never mixes a name with another's
-    version.
-    """
+    """What the engine serves; replaced as a whole after each push, so that no request mixes names and versions."""
 
     def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        """Answer the requests: yields the index of each with its completions as soon as they are complete, in any
-        order.
+        """Answer the requests: yields the index of each with its completions as soon as they are complete.
 
-        Requests are taken from the iterable as there is room for them, and each gets the version of the weights that
-        are served when it is sent. Closing the iterator abandons what is still open.
+        Requests are taken from the iterable as there is room for them. Closing the iterator abandons what is open.
 
         Raises:
             offline_grpo.errors.EngineError: the engine did not return exactly what was asked for.
@@ -85,7 +72,7 @@ class RolloutClient(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of connections. Called once, on every way out."""
+        """Let go of connections. Called once."""
         ...
 
 
@@ -104,11 +91,9 @@ class TextCodec(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """Where an iteration's rollouts come from: a component of the group `rollouts`. Inherit from this class; `next` is
-    all that a source must have.
+    """Where an iteration's rollouts come from: a component of the group `rollouts`. Inherit from it, and write `next`.
 
-    Every process has a source of its own, which knows its rank and contributes its share. A source uses no collectives:
-    the loop gathers the shares. What it does in the background must end with `close`.
+    Every process has a source of its own, which contributes its share without collectives: the loop gathers them.
     """
 
     needs_problems: ClassVar[bool] = True
@@ -118,14 +103,10 @@ class Source(Protocol):
 
     @staticmethod
     def check(config: Any) -> None:
-        """Raise ConfigError if it cannot work in a run with this `settings.RunConfig`. Called before a model is
-        loaded.
-        """
+        """Raise ConfigError, before a model is loaded, if it cannot work in a run with this `settings.RunConfig`."""
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Called once, before the first `next`, with the iteration that comes first and what `state_dict` returned for
-        the checkpoint.
-        """
+        """Called once, with the iteration that comes first and what `state_dict` returned for the checkpoint."""
 
     @abstractmethod
     def next(self, iteration: int) -> list[RolloutGroup]:
@@ -141,9 +122,7 @@ class Source(Protocol):
         """The engine serves new weights, which carry `version` updates."""
 
     def weights_lost(self) -> None:
-        """The engine has died: what was sampled and not handed out yet is worth nothing. Nothing more is sampled before
-        `weights_changed`.
-        """
+        """The engine has died, and with it what was sampled and not handed out; `weights_changed` says it is back."""
 
     def metrics(self) -> Metrics:
         """About the last `next`, for the iteration's metrics file; those of the first process are kept."""
@@ -154,7 +133,7 @@ class Source(Protocol):
         return {}
 
     def close(self) -> None:
-        """Let go of everything. Called once, on every way out."""
+        """Let go of everything, also of what runs in the background. Called once."""
 
 
 @runtime_checkable
@@ -167,8 +146,7 @@ class Advantage(Protocol):
         """For each group one number per rollout, or per rollout one number for each of its N tokens.
 
         Args:
-            groups: of all processes, none dropped yet. From their rewards the KL penalty is already subtracted, with
-                `train.loss.kl_placement=reward`.
+            groups: of all processes, none dropped yet; with `train.loss.kl_placement=reward`, less the KL penalty.
             batch: the same rollouts as sequences, in the order of the groups; it has `rollout_logprobs`.
         """
         ...
@@ -190,9 +168,7 @@ class Loss(Protocol):
 
     @property
     def ratio_reference(self) -> str:
-        """What the policy is compared with in the ratio: "old", for which several updates need a scoring pass, or
-        "rollout", the engine.
-        """
+        """What the policy's ratio is to: "old" (several updates need a scoring pass) or "rollout", the engine."""
         ...
 
     def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
@@ -206,30 +182,21 @@ class Layout(Protocol):
 
     @property
     def pads(self) -> bool:
-        """Whether a sequence takes as many positions as the longest of its microbatch, which
-        `train.tokens_per_microbatch` then counts.
-        """
+        """Whether a sequence takes as many positions as the longest of its microbatch."""
         ...
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ConfigError if this layout does not run on `device` with weights of `dtype`. Called before weights are
-        loaded.
-        """
+        """Raise ConfigError, before weights are loaded, if it does not run on `device` with weights of `dtype`."""
         ...
 
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
-        """The decoder's last hidden states [T, H]. Every token attends to itself and to those before it in its own
-        sequence.
-
-        Args:
-            decoder: the transformers model below the language-model head.
+        """The last hidden states [T, H] of the transformers model below the language-model head. Every token attends
+        to itself and to those before it in its own sequence.
         """
         ...
 
     def attention(self, decoder: nn.Module, batch: TokenBatch) -> AbstractContextManager[None]:
-        """Inside, the decoder attends as in `hidden_states`: with gradient checkpointing the backward pass runs it
-        again.
-        """
+        """Inside, the decoder attends as in `hidden_states`: gradient checkpointing runs it again, backwards."""
         ...
 
 
@@ -286,14 +253,11 @@ class Deployment(Protocol):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the engines keep the weights that they were started with: a push changes nothing, and reports version
-        0.
-        """
+        """Whether the engines keep the weights that they were started with: a push reports version 0."""
         ...
 
     def connect(self, policy: Any) -> None:
-        """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer
-        exist.
+        """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer.
 
         Raises:
             offline_grpo.errors.ConfigError: an engine or a policy that cannot be served.
@@ -305,24 +269,20 @@ class Deployment(Protocol):
         """Serve the policy's weights, and prove that they are served. Idempotent.
 
         Args:
-            amid_requests: samples of the last push's weights are still under way. Before it overwrites these, it
-                does as `check_served`.
+            amid_requests: samples of the last push's weights are still under way; it does as `check_served` first.
 
-        Raises EngineDied where an engine that the run started has ended, EngineError where one does not serve what was
-        pushed.
+        Raises EngineDied where an engine of the run has ended, EngineError where one does not serve what was pushed.
         """
         ...
 
     def check_served(self) -> None:
-        """See that all engines still have the weights of the last push. Called after sampling, before anything is
-        learnt from the samples.
-
-        Raises EngineDied where one has none, EngineError where it has others.
+        """After sampling: raise EngineDied where an engine has lost the weights of the last push, EngineError where it
+        has others.
         """
         ...
 
     def recover(self, policy: Any, *, version: int) -> SyncReport:
-        """After EngineDied, start the engines again that have died, as far as the run started them, and push to all."""
+        """After EngineDied, start the run's engines again that have died, and push to all."""
         ...
 
     def metrics(self) -> Metrics:
@@ -330,14 +290,12 @@ class Deployment(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the engines. Called once, on every way out, also before `connect`."""
+        """Let go of the engines. Called once, maybe before `connect`."""
         ...
 
 
 class Sharding(Protocol):
-    """How the processes of a run share the policy's weights, gradients and optimizer state. Every method is called on
-    all processes.
-    """
+    """How the processes of a run share weights, gradients and optimizer state. All of them call every method."""
 
     def prepare(self, policy: Any) -> None:
         """Spread the policy's parameters. Called once, before masters and optimizer are made from them."""
@@ -348,17 +306,13 @@ class Sharding(Protocol):
         ...
 
     def num_microbatches(self, own: int) -> int:
-        """How many forward and backward passes this process makes in an update for which it has `own` microbatches.
-
-        At least `own`. Where a pass needs all processes, it is the same number on all; passes beyond `own` count for
-        nothing.
+        """How many passes this process makes in an update for which it has `own` microbatches: at least `own`, and the
+        same on all where a pass needs all processes; those beyond `own` count for nothing.
         """
         ...
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of all processes in place; a parameter that no token of this process reached gets zeros
-        first.
-        """
+        """Sum the gradients of all processes in place; a parameter that no token here reached gets zeros first."""
         ...
 
     def clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> float:
@@ -366,9 +320,7 @@ class Sharding(Protocol):
         ...
 
     def full_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
-        """The whole of each parameter of the policy, by its name in the checkpoint, one after the other. Called on rank
-        0, in `lead`.
-        """
+        """The whole of each parameter, by its name in the checkpoint. Called on rank 0 alone, in `lead`."""
         ...
 
     def gathered(self, policy: Any) -> AbstractContextManager[None]:
@@ -377,16 +329,12 @@ class Sharding(Protocol):
 
     def lead(self, action: Callable[[], T], tensors: Any = None) -> T:
         """What `action` returns on rank 0, which alone runs it, on every process. A GrpoError there is raised on all.
-
-        Args:
-            tensors: nested dicts and lists, which `action` gives to `whole`.
+        `tensors`: nested dicts and lists, which `action` gives to `whole`.
         """
         ...
 
     def whole(self, tensors: T, folder: Path) -> T:
-        """`tensors` of `lead` with whole tensors, whose memory may be files in `folder`. Called on rank 0. Raises
-        OSError: no room.
-        """
+        """`tensors` of `lead` with whole tensors, whose memory may be files in `folder`. Called on rank 0 alone."""
         ...
 
     def like(self, target: Tensor, tensor: Tensor) -> Tensor:
@@ -399,8 +347,7 @@ class Evaluator(Protocol):
     """Measures the served policy on held-out problems."""
 
     def sample(self, client: RolloutClient, *, cycle: int) -> list[RolloutGroup]:
-        """This process's share of an evaluation's groups, shared out as by `Source.next`. `cycle` (0, 1, ...)
-        gives each evaluation sampling noise of its own."""
+        """This process's share of an evaluation's groups, as by `Source.next`; each `cycle` has noise of its own."""
         ...
 
     def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
@@ -410,30 +357,23 @@ class Evaluator(Protocol):
 
 @runtime_checkable
 class RunListener(Protocol):
-    """Follows a run: a component of the group `logger`. Inherit from this class and write the methods that you need.
-
-    One process of a run has listeners. All methods are called from its main thread.
+    """Follows a run: a component of the group `logger`. Inherit from it, and write the methods that you need. They are
+    called from the main thread of the first process.
     """
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         """Called once, with the resolved configuration; before it come the phases of loading alone."""
 
     def phase(self, name: str, iteration: int) -> None:
-        """Phase `name` ("generate", "train", "sync", "eval", "checkpoint", or one of the start) of `iteration` begins,
-        or goes on.
-        """
+        """Phase `name` ("generate", "train", "sync", "eval", "checkpoint", or one of the start) begins or continues."""
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """`done` of the phase's `total` (0: unknown) "completions", "microbatches", ... are done, as far as this
-        process knows.
-        """
+        """`done` of the phase's `total` (0: unknown) "completions", "microbatches", ... of this process are done."""
 
     def rollouts(
         self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int
     ) -> None:
-        """What phase `name` ("train" or "eval") sampled, on all processes, before any is dropped; advantages in
-        training only.
-        """
+        """What phase `name` ("train" or "eval") sampled, on all processes; advantages in training only."""
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         """The metrics of phase `name` ("train" or "eval"). Iteration -1 is the evaluation before any training."""

@@ -1,7 +1,5 @@
 """How far a run is: said where the work is done, heard by the run's listeners. Like logging, it needs no handle and
-goes one way.
-
-What is said outside `followed`, or in another thread, is heard by nobody.
+goes one way. Outside `followed`, and in other threads, nobody listens.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ import psutil
 if TYPE_CHECKING:
     from offline_grpo.interfaces import RunListener
 
-COLUMNS = 80
 LONG_S = 1.0
 """A step that took longer says how long, when it is done."""
-
 _NOTE = "in the phase "
 
 log = logging.getLogger(__name__)
@@ -31,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Followed:
-    began_s: float  # in seconds since the epoch
+    began_s: float = field(default_factory=time.time)  # since the epoch
     listeners: Sequence[RunListener] = ()
     phases: list[tuple[str, int]] = field(default_factory=list)  # that are open, the innermost last
     seconds: dict[str, float] = field(default_factory=dict)  # of the start's phases
@@ -43,13 +39,12 @@ _runs_of_this_process = count()
 
 @contextmanager
 def followed() -> Iterator[None]:
-    """A run. Inside, progress is told to the listeners that `tell` names.
-
-    The first run of a process began with the process, before its imports; the next job of a sweep in the same process
-    begins here.
-    """
-    began_s = psutil.Process().create_time() if next(_runs_of_this_process) == 0 else time.time()
-    token = _current.set(_Followed(began_s, seconds={"imports and data": time.time() - began_s}))
+    """A run. The first one of a process began with the process, before its imports."""
+    run = _Followed()
+    if next(_runs_of_this_process) == 0:
+        run.began_s = psutil.Process().create_time()
+    run.seconds["imports and data"] = time.time() - run.began_s
+    token = _current.set(run)
     try:
         yield
     finally:
@@ -64,10 +59,8 @@ def tell(listeners: Sequence[RunListener]) -> None:
 
 @contextmanager
 def phase(name: str, iteration: int = -1) -> Iterator[None]:
-    """Inside, the run is in phase `name`; afterwards in the one before, if that goes on. Iteration -1 is before the
-    first.
-
-    An error that leaves it says so at the end of its traceback (see `phase_of`).
+    """Inside, the run is in phase `name`; afterwards in the one around it, if there is one. Iteration -1 is before the
+    first. An error that leaves it says so at the end of its traceback (see `phase_of`).
     """
     run = _current.get()
     if run is None:
@@ -85,8 +78,7 @@ def phase(name: str, iteration: int = -1) -> Iterator[None]:
     finally:
         run.phases.pop()
         run.seconds[name] = run.seconds.get(name, 0.0) + time.perf_counter() - began
-        if run.phases:
-            _tell_phase(run)
+        _tell_phase(run)
 
 
 def phase_of(error: BaseException) -> str | None:
@@ -96,9 +88,7 @@ def phase_of(error: BaseException) -> str | None:
 
 @contextmanager
 def step(name: str, message: str) -> Iterator[None]:
-    """A phase of the start that may take long: the log has a line when it begins and, if it was long, another one when
-    it is done.
-    """
+    """A phase of the start that the log has a line of, and another one at its end if it took long."""
     log.info(message)
     began = time.perf_counter()
     with phase(name):
@@ -121,26 +111,19 @@ def elapsed_s() -> float:
 
 
 def start_metrics() -> dict[str, float]:
-    """What took how long until now, when the first iteration begins."""
-    run = _current.get()
-    parts = {} if run is None else run.seconds
-    return {"time/start_s": elapsed_s()} | {
-        f"time/start_{name.replace(' ', '_')}_s": seconds for name, seconds in parts.items()
-    }
+    """Seconds until now, when the first iteration begins, and those of each phase of the start."""
+    parts = run.seconds if (run := _current.get()) is not None else {}
+    named = {f"time/start_{name.replace(' ', '_')}_s": seconds for name, seconds in parts.items()}
+    return {"time/start_s": elapsed_s()} | named
 
 
 def describe_start() -> str:
-    """What took longest until now, in a line of at most 80 columns; a server starts while a model is loaded."""
+    """The same in a line with the three longest phases."""
     run = _current.get()
-    line = f"ready after {elapsed_s():.1f} s"
-    for name, seconds in sorted(run.seconds.items(), key=lambda part: -part[1]) if run is not None else ():
-        longer = f"{line}{',' if ':' in line else ':'} {name} {seconds:.1f}"
-        if len(longer) > COLUMNS:
-            break
-        line = longer
-    return line
+    parts = sorted(run.seconds.items(), key=lambda part: -part[1])[:3] if run is not None else []
+    return f"ready after {elapsed_s():.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts)
 
 
 def _tell_phase(run: _Followed) -> None:
-    for listener in run.listeners:
+    for listener in run.listeners if run.phases else ():
         listener.phase(*run.phases[-1])

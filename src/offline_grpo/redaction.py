@@ -16,9 +16,7 @@ _IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 def redacted(value: Any) -> Any:
     """A configuration, or a part of it, with `***` for the value of every key such as `api_key`, `HF_TOKEN` or
-    `password`.
-
-    Keys without a value stay as they are. Texts lose what `redacted_text` finds in them.
+    `password`; texts lose what `redacted_text` finds in them.
     """
     if isinstance(value, Mapping):
         return {
