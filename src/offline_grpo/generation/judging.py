@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 
@@ -25,6 +24,7 @@ MAX_CONCURRENT = 64
 LARGEST = 1e30
 """Of a reward: the spread of larger ones is beyond what numbers can be, and nothing would be learnt without a word."""
 
+_ROOM = asyncio.Semaphore(MAX_CONCURRENT)  # of the one loop below
 _SHOWN_CHARS = 200
 
 
@@ -98,7 +98,7 @@ def checked(score: object) -> Score:
 
 async def _awaited(score: Awaitable[Score]) -> Score:
     try:
-        async with _room():
+        async with _ROOM:
             return await score
     finally:
         if inspect.iscoroutine(score):  # cancelled before it was awaited, perhaps
@@ -120,8 +120,3 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         # of a task that a score has made: asyncio leaves its loop, and all that it awaits
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()
-
-
-@cache
-def _room() -> asyncio.Semaphore:
-    return asyncio.Semaphore(MAX_CONCURRENT)

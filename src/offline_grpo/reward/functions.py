@@ -153,18 +153,14 @@ def _imported(path: str) -> Callable[..., Any]:
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name.isidentifier() or module_name.endswith(".py") or "/" in module_name:
         raise ConfigError(f"task.reward={path}: write it as my_module:my_function, for a function in my_module.py")
-    top = module_name.partition(".")[0]
-    beside = next((place for place in (Path.cwd() / f"{top}.py", Path.cwd() / top) if place.exists()), None)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the module does, such as a script's sys.exit()
-        looked = "" if beside else f"; {module_name} was looked for in {Path.cwd()} and among the installed packages"
-        raise ConfigError(f"task.reward={path}: cannot be imported ({told(error)}){looked}") from error
-    file = getattr(module, "__file__", None)
-    if beside is not None and file is not None and not Path(file).is_relative_to(Path.cwd()):
-        raise ConfigError(f"task.reward={path}: also the name of {file}, which is found first; rename {beside}")
+        looked = f"{module_name} was looked for in {Path.cwd()} and among the installed packages"
+        raise ConfigError(f"task.reward={path}: cannot be imported ({told(error)}); {looked}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         known = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise ConfigError(f"task.reward={path}: {file or module_name} has no function {function_name}; it has {known}")
+        file = getattr(module, "__file__", module_name)
+        raise ConfigError(f"task.reward={path}: {file} has no function {function_name}; it has {known}")
     return function

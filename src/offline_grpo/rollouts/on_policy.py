@@ -95,7 +95,9 @@ class OnPolicy(Source):
             groups = [self._with_penalties(group, "overlong", self.soft_overlong_tokens) for group in groups]
         if self.penalize_length_if_solved:
             half = self.sampling.max_new_tokens / 2
-            groups = [self._with_penalties(group, "length", half) if _is_solved(group) else group for group in groups]
+            solved = [all(rollout.score.is_correct for rollout in group.rollouts) for group in groups]
+            pairs = zip(groups, solved, strict=True)
+            groups = [self._with_penalties(group, "length", half) if is_solved else group for group, is_solved in pairs]
         return groups
 
     def _waited(self, seconds: float) -> None:
@@ -135,10 +137,6 @@ def overlong_penalty(num_tokens: int, longest: int, cache: float) -> float:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest - cache` tokens, from there on
     linear down to -1 at `longest`, and -1 beyond."""
     return -min(max(num_tokens - (longest - cache), 0) / cache, 1.0)
-
-
-def _is_solved(group: RolloutGroup) -> bool:
-    return all(rollout.score.is_correct for rollout in group.rollouts)
 
 
 def _is_silent(group: RolloutGroup) -> bool:

@@ -76,15 +76,13 @@ class Arithmetic:
             for high in numbers[low:]:
                 split = Split.EVAL if hash_frac(f"split {low} {high}") < self.eval_frac else Split.TRAIN
                 for a, b in {(low, high), (high, low)}:
-                    splits[split].extend(self._problem(a, operation, b) for operation in self.operations)
+                    for op in self.operations:
+                        messages = ({"role": "user", "content": self._prompt(a, op, b)},)
+                        splits[split].append(Problem(f"{a}{op}{b}", messages, str(OPERATIONS[op](a, b))))
         return {
             split: tuple(sorted(problems, key=lambda p: hash_frac(f"order {p.problem_id}")))
             for split, problems in splits.items()
         }
-
-    def _problem(self, a: int, operation: str, b: int) -> Problem:
-        messages = ({"role": "user", "content": self._prompt(a, operation, b)},)
-        return Problem(problem_id=f"{a}{operation}{b}", messages=messages, answer=str(OPERATIONS[operation](a, b)))
 
     def _prompt(self, a: int, operation: str, b: int) -> str:
         return self.prompt_template.format(a=a, op=operation, b=b)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -222,15 +221,13 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
 }
 
 
-@cache
-def _validating(instruction_id: str) -> Callable[..., bool]:
-    return validate_call(CHECKS[instruction_id])
+_VALIDATING: Mapping[str, Callable[..., bool]] = {name: validate_call(check) for name, check in CHECKS.items()}
 
 
 def problem_with(instruction_id: str, arguments: Mapping[str, Any]) -> str:
     """What is wrong with the arguments of an instruction of `CHECKS`; "" if nothing is."""
     try:
-        _validating(instruction_id)("", **arguments)
+        _VALIDATING[instruction_id]("", **arguments)
     except ValidationError as error:
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"

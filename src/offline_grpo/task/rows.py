@@ -9,7 +9,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
@@ -58,13 +58,17 @@ def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
     """
     match = _SPLIT_SPEC.fullmatch(spec)
     assert match is not None  # see `RowTask`
-    source = _local_source(path)
+    source, split = _local_source(path), match["name"]
     if source is None:
-        found = _hub_rows(path, name, match["name"], key)
+        what = f"{key}={split}"
+        values = _from_hub(path, name, what, lambda datasets: datasets.load_dataset(path, name, split=split))
+        found = [
+            (f"task.path={path} ({name}, {split}), row {number},", value) for number, value in enumerate(values, 1)
+        ]
     else:
-        found = [row for file in _split_files(source, name, match["name"], key) for row in _file_rows(file)]
+        found = [row for file in _split_files(source, name, split, key) for row in _file_rows(file)]
     start, stop = (None if match[bound] is None else int(match[bound]) for bound in ("start", "stop"))
-    rows = [replace(row, index=index) for index, row in enumerate(found)][start:stop]
+    rows = [Row(where, index, value) for index, (where, value) in enumerate(found)][start:stop]
     if not rows:
         raise ConfigError(f"{key}={spec} selects none of the {len(found)} rows of task.path={path}")
     return rows
@@ -162,13 +166,6 @@ def _files_of(source: Path, name: str | None, split: str) -> list[Path]:
     return [file for file in files if file.exists()][:1] or sorted(folder.glob(f"{split}-*.parquet"))
 
 
-def _hub_rows(path: str, name: str | None, split: str, key: str) -> list[Row]:
-    rows = _from_hub(path, name, f"{key}={split}", lambda datasets: datasets.load_dataset(path, name, split=split))
-    return [
-        Row(f"task.path={path} ({name}, {split}), row {number + 1},", number, row) for number, row in enumerate(rows)
-    ]
-
-
 def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
     fix = f"set task.path to a local file ({', '.join(SUFFIXES)}), or to a folder with one such file for each split"
     need_dataset(path, "task.path", fix)
@@ -182,13 +179,13 @@ def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
         raise ConfigError(f"{about} failed: {reason_of(error)}. Without a network, {fix}") from error
 
 
-def _file_rows(file: Path) -> Iterator[Row]:
-    """The rows of a file, numbered from 0 within it."""
+def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """The place and the value of each row of a file."""
     number = 0
     read = {".csv": _csv_rows, ".parquet": _parquet_rows}.get(file.suffix, _json_rows)
     try:
         for number, value in enumerate(read(file), start=1):
-            yield Row(f"task.path: {file}, row {number},", number - 1, value)
+            yield f"task.path: {file}, row {number},", value
     except (ValueError, csv.Error) as error:
         kind = file.suffix.removeprefix(".").upper()
         raise ConfigError(f"task.path: {file}, row {number + 1}, is not valid {kind} ({reason_of(error)})") from error

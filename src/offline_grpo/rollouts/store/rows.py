@@ -168,15 +168,15 @@ def group_rows(table: pa.Table) -> dict[tuple[int, str, int], list[int]]:
 
 
 def _group(members: Sequence[Mapping[str, Any]]) -> RolloutGroup:
-    problem = None if members[0]["messages"] is None else _read_problem(members[0])
+    row = members[0]
+    problem = None
+    if row["messages"] is not None:
+        messages, fields = from_json(row["messages"]), from_json(row["fields"])
+        problem = Problem(row["problem_id"], tuple(messages), row["answer"], fields)
     advantages = None
     if all(member["advantages"] is not None for member in members):
         advantages = tuple((0.0,) * len(member["prompt_ids"]) + tuple(member["advantages"]) for member in members)
     return RolloutGroup(problem, tuple(_rollout(member) for member in members), advantages)
-
-
-def _read_problem(row: Mapping[str, Any]) -> Problem:
-    return Problem(row["problem_id"], tuple(from_json(row["messages"])), row["answer"], from_json(row["fields"]))
 
 
 def _rollout(row: Mapping[str, Any]) -> Rollout:
