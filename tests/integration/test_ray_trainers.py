@@ -125,17 +125,6 @@ def test_whatever_dies_nothing_is_left_running(cluster: Any, tmp_path: Path) -> 
     wait_until(lambda: not processes_naming(str(tmp_path)), seconds=30)
 
 
-@pytest.mark.slow
-def test_what_has_no_room_is_refused(cluster: Any, tmp_path: Path) -> None:
-    run = start(cluster, tmp_path / "run", "placement.num_trainers=3")
-    _, err = run.communicate(timeout=60)
-    assert run.returncode == 2
-    assert err.splitlines()[-1].startswith(
-        "error: placement.num_trainers=3: each needs a CPU core on one machine, and the Ray cluster at "
-    )
-    assert not (tmp_path / "run").exists()
-
-
 REFUSED = {
     "placement.trainer=ray": "placement.trainer=ray: add placement=ray",
     "placement.num_trainers=2": "placement.num_trainers=2: at least 1, and more with placement.trainer=ray alone",

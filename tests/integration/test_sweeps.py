@@ -153,17 +153,6 @@ def test_a_cluster_for_a_sweep_that_is_not_there_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_cluster_that_is_too_small_for_a_run_is_refused(tmp_path: Path) -> None:
-    done, sweep = multirun(
-        tmp_path, "hydra/launcher=ray", *TWO_CORES, "hydra.launcher.num_cpus=3", "hydra.launcher.num_gpus=1", "seed=0,1"
-    )
-    assert done.returncode == 2
-    asked = "error: hydra.launcher.num_cpus=3 hydra.launcher.num_gpus=1: no machine of the Ray cluster has as many"
-    assert done.stderr.splitlines()[-1] == f"{asked} for a run (there are 0 GPUs and 2 CPUs)"
-    assert not sweep.exists()
-
-
-@pytest.mark.slow
 def test_optuna_searches_for_the_best_pass_at_1(tmp_path: Path) -> None:
     done, sweep = multirun(tmp_path, "experiment=[smoke,search]", "hydra.sweeper.n_trials=2")
     assert done.returncode == 0, done.stderr
@@ -194,15 +183,6 @@ def test_failures_of_other_processes_reach_the_one_that_started_the_sweep(job: D
     callback.on_multirun_end(job)
     assert sweeps.exit_codes == [2]
     assert {path.name for path in folder.iterdir()} == {".lock", "0"}
-
-
-def test_a_sweep_whose_jobs_were_all_refused_leaves_no_folder(job: DictConfig, tmp_path: Path) -> None:
-    callback = RunCallback()
-    callback.on_multirun_start(job)
-    record_failure(2)
-    (Path(job.hydra.sweep.dir) / "multirun.yaml").touch()
-    callback.on_multirun_end(job)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_lines_of_parallel_jobs_have_their_number() -> None:

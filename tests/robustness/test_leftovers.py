@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-from children import SMALL, Kill, run_in_child
 from engines import forking_python, preloaded_python, processes_naming, save_model, writers
 from served_runs import five, own_server
 
@@ -27,21 +26,6 @@ UNFINISHED = ("*.unfinished", ".writing_*", ".tiny-*", "*.tmp", ".lock")
 
 def unfinished(folder: Path) -> list[Path]:
     return [path for pattern in UNFINISHED for path in folder.rglob(pattern)]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_while_it_saved_leaves_nothing_once_it_went_on(tmp_path: Path) -> None:
-    run, cache = tmp_path / "run", (f"cache_dir={tmp_path / 'cache'}", "model.tiny.warm_start_steps=1")
-    kills = (
-        Kill("offline_grpo.model.tiny:OwnFolder.__exit__", 1),
-        Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 1),
-    )
-    for kill, left in zip(kills, (".tiny-*", ".writing_iter_001"), strict=True):
-        assert run_in_child(run, *SMALL, *cache, kill=kill) == -signal.SIGKILL
-        assert list(tmp_path.rglob(left)), "else this test would see nothing"
-    assert run_in_child(run, *SMALL, *cache, "train.iterations=2", "resume=auto") == 0
-    assert unfinished(tmp_path) == []
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {"iter_001"}
 
 
 # Beside a server

@@ -10,7 +10,7 @@ import pytest
 from children import SMALL, Kill, metrics_of, printed, run_in_child, start_in_child, weights_of
 
 WORDS = (*SMALL, "checkpoint.save_interval=1", "checkpoint.keep_last_k=2", "checkpoint.keep_best=pass@1")
-QUICK, ALL = 1, 12
+QUICK, ALL = 1, 6
 
 
 @pytest.fixture(scope="module")

@@ -117,24 +117,3 @@ def test_of_two_that_start_at_once_one_trains(seed, alone, cache, tmp_path):
     [run] = [path for path in day.iterdir() if (path / "metrics").is_dir()]
     assert metrics_of(run) == metrics_of(alone)
     assert weights_of(run) == weights_of(alone)
-
-
-@pytest.mark.slow
-def test_the_folder_of_a_sweep_that_runs_is_refused_to_another(cache, tmp_path):
-    words = ("--multirun", cache, *WORDS, "train.iterations=2", "seed=0,1")
-    with ThreadPoolExecutor() as pool, letting_go(tmp_path):
-        first, pid = started(pool, tmp_path, *words)
-        [sweep] = (tmp_path / "multirun").glob("*/*")
-        for typed in (["resume=auto", WAITS], [f"hydra.sweep.dir={sweep}"]):
-            assert_refused(run_command(tmp_path, SCRIPT, *words, *typed), f"hydra.sweep.dir={sweep}", pid, sweep)
-        job = run_command(tmp_path, SCRIPT, f"resume={sweep}/0")
-        assert_refused(job, f"resume={sweep}/0", pid, sweep / "0")
-        (tmp_path / "go").touch()
-        assert first.result().returncode == 0, first.result().stderr
-    assert "1 configuration, 2 runs" in first.result().stdout
-    again = run_command(tmp_path, SCRIPT, *words, "resume=auto", WAITS)
-    assert again.returncode == 0, again.stderr
-    assert f"going on with the sweep in {sweep}; leave resume out to start another one" in again.stdout
-    assert len(re.findall(r"^run \d of the sweep is finished: ", again.stdout, re.MULTILINE)) == 2
-    assert "1 configuration, 2 runs" in again.stdout
-    assert list((tmp_path / "multirun").glob("*/*")) == [sweep]

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from architectures import ZOO
 from factories import compose_config
 from transformers import Qwen2Config
 
@@ -152,9 +151,6 @@ def test_shared_weights_are_the_servers():
     _, second = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1])
     assert parts(second)["policy weights"] == about(2 * NUM_WEIGHTS), "the first process alone shares them"
     assert not second.server
-    (in_fp32,) = predicted(*SERVED, "weight_sync=shared_vllm", "train.precision=fp32")
-    assert parts(in_fp32)["fp32 masters"] == about(4 * NUM_WEIGHTS)
-    assert parts(in_fp32)["server: weights"] == about(4 * NUM_WEIGHTS)
 
 
 def test_the_host_holds_what_is_offloaded(monkeypatch):
@@ -192,22 +188,6 @@ def test_a_reference_elsewhere_leaves_the_trainers_gpu():
     assert "reference weights" not in parts(without)
 
 
-def test_the_shares_of_servers_on_one_gpu_add_up():
-    own = (
-        "generation=vllm_server",
-        "placement.num_engines=2",
-        "engine.args.gpu_memory_utilization=0.2",
-        "train.precision=bf16",
-    )
-    first, second = predicted(*own, "weight_sync=reload", trainers=[0], engine_gpus=[1, 1])
-    assert not first.server
-    assert parts(second) == {
-        "2 servers: weights": about(2 * 2 * NUM_WEIGHTS),
-        "2 servers: KV cache and the rest": about(0.4 * 16 * GIB - 2 * 2 * NUM_WEIGHTS),
-        "2 servers: CUDA context": 2 * 3 * GIB // 4,
-    }
-
-
 def test_two_processes_need_room_for_the_sum_of_their_gradients():
     settings = ("train.precision=bf16", "train.kl_coef=0", CHECKPOINTING, "data.problems_per_iteration=2")
     (alone,) = predicted(*settings)
@@ -215,28 +195,6 @@ def test_two_processes_need_room_for_the_sum_of_their_gradients():
     assert parts(first) == parts(second)
     assert parts(alone)["activations"] < parts(first)["activations"]
     assert parts(first)["activations"] == about(2 * 4 * NUM_WEIGHTS)
-
-
-def test_the_kv_cache_of_sampling_in_process_counts_where_it_is_more_than_training():
-    (device,) = predicted(
-        "train.precision=bf16",
-        "generation.batch_size=2048",
-        "generation.max_new_tokens=2048",
-        "train.batch_size=1",
-        CHECKPOINTING,
-    )
-    kv_cache = (
-        2 * 2048 * (56 + 2048) * 256 * 2 * (4 + 1)
-    )  # keys and values, rows, tokens, width, bytes, layers and a copy of one
-    logits = 4 * 4 * 2048 * 20480
-    expected = kv_cache + logits - parts(device)["gradients"] - parts(device)["activations"]
-    assert parts(device)["KV cache of sampling, beyond gradients and activations"] == about(expected)
-
-
-def test_a_model_without_attention_is_planned_beside_its_server():
-    request = request_of("generation=vllm_server", "weight_sync=reload", "train.kl_coef=0")
-    (device,) = predict(replace(request, model_config=ZOO["mamba2"].config))
-    assert parts(device)["activations"] > 0
 
 
 @pytest.mark.parametrize(

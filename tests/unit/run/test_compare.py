@@ -21,7 +21,7 @@ import torch
 from offline_grpo import compare
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
 from offline_grpo.run import compare as module
-from offline_grpo.run.compare import Comparison, gpu_sets, run_comparison
+from offline_grpo.run.compare import Comparison, run_comparison
 
 
 def asked(out: Path, **changes: Any) -> Comparison:
@@ -70,14 +70,6 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         compare.run([*words, f"out={tmp_path / 'new'}"])
     assert not (tmp_path / "new").exists()
-
-
-def test_modes_run_at_the_same_time_where_each_has_gpus_of_its_own(tmp_path: Path) -> None:
-    def found(num_gpus: int, gpus: int) -> list[Any]:
-        return gpu_sets(num_gpus, asked(tmp_path, gpus=gpus, modes="restart,reload,ipc"))
-
-    assert (found(0, 1), found(1, 1), found(3, 2)) == ([None], [None], [None])
-    assert (found(8, 1), found(5, 2)) == ([[0], [1], [2]], [[0, 1], [2, 3]])
 
 
 RUN = """

@@ -70,14 +70,6 @@ def test_held_work_is_waited_for_and_named(said):
     assert said == ["Ctrl-C: stopping after this iteration; a second one ends it at once"]
 
 
-def test_interruptible_parts_of_held_work_are_cut_short():
-    reached = []
-    with StopSignal.listening() as stop, stop.held("it"), pytest.raises(StopRequested), stop.interruptible():
-        send(signal.SIGTERM)
-        reached.append("the next line")
-    assert reached == []
-
-
 def test_a_signal_does_not_take_the_place_of_an_error(said):
     """Servers take seconds to stop, and the error is reported after that."""
     with StopSignal.listening() as stop, pytest.raises(EngineError, match="other weights"), ExitStack() as stack:
