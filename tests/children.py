@@ -88,19 +88,6 @@ class StopsRun(RunListener):
             signal.raise_signal(signal.SIGTERM)
 
 
-class Waits(RunListener):
-    """Waits at the second iteration until there is a file `go` in the working directory; the file `waiting` has its
-    process id.
-    """
-
-    def phase(self, name: str, iteration: int) -> None:
-        if (name, iteration) == ("generate", 1):
-            Path("waiting.new").write_text(str(os.getpid()))
-            os.rename("waiting.new", "waiting")
-            while not Path("go").exists():
-                time.sleep(0.02)
-
-
 class Heard(RunListener):
     """Remembers what a run in this process told its listeners, except the groups."""
 

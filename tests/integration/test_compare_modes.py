@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from engines import preloaded_python, processes_naming, save_model
 from served_runs import five, own_server
@@ -63,27 +57,3 @@ def test_the_table_says_what_the_metrics_files_say(
     assert first[0] == first[1], "the same model, problems and seeds"
     assert (out / "vllm_bridge_config_shared_vllm.json").exists()
     assert processes_naming(str(tmp_path)) == []
-
-
-@pytest.mark.slow
-def test_a_comparison_that_is_killed_takes_its_runs_along(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    small = [word for word in words(tmp_path) if "engine." not in word]
-    command = [sys.executable, "-m", "offline_grpo.compare", "steps=100000", "modes=in_process", f"out={out}", *small]
-    with (tmp_path / "output").open("wb") as output:
-        comparison = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": str(TESTS)}, start_new_session=True
-        )
-    deadline = time.monotonic() + 120
-    while not list(out.glob("in_process/metrics/train_iter_002.json")):
-        assert comparison.poll() is None, (tmp_path / "output").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    [pid] = [int(line.split()[1]) for line in (out / "pids.txt").read_text().splitlines()]
-    assert "offline_grpo" in psutil.Process(pid).cmdline()
-    comparison.send_signal(signal.SIGKILL)
-    comparison.wait()
-    deadline = time.monotonic() + 20
-    while found := processes_naming(str(out)):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.2)

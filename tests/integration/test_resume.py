@@ -1,6 +1,5 @@
 """A run that dies anywhere and is resumed ends with the files of a run that did not die."""
 
-import json
 import re
 import signal
 from dataclasses import replace
@@ -140,6 +139,7 @@ def test_a_signal_before_anything_is_saved_says_that_and_leaves_no_folder(tmp_pa
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumed_by_path_can_be_made_longer(cache, tmp_path):
     # A schedule that falls to the end would make the longer run another run from its first update on.
     overrides = [cache, *SMALL, "train.schedule=constant"]
@@ -182,45 +182,3 @@ def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     longer = run_command(tmp_path, ROOT / "run_grpo.py", "resume='a run'", "train.iterations=6")
     assert longer.returncode == 2
     assert longer.stderr.startswith("error: train.iterations=6: the linear schedule of the learning rate has ended at")
-
-
-@pytest.mark.slow
-def test_paths_are_relative_to_where_the_run_was_started(cache, tmp_path):
-    """A run that is resumed from another folder finds its data and its model."""
-    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("task=dataset", "task.path=rows.jsonl", "eval.enabled=false", "data.num_train_seeds=16")
-    words = (*SMALL[:-1], "cache_dir=cache", *words, "train.schedule=constant", "train.iterations=1")
-    first = run_command(tmp_path, ROOT / "run_grpo.py", *words, "hydra.run.dir=run")
-    assert first.returncode == 0, first.stderr
-    (tmp_path / "elsewhere").mkdir()
-    again = run_command(tmp_path / "elsewhere", ROOT / "run_grpo.py", "resume=../run", "train.iterations=2")
-    assert again.returncode == 0, again.stderr
-    assert "changed: train.iterations=2 (was 1)\n" in again.stdout
-    assert not list((tmp_path / "elsewhere").iterdir())
-
-
-def test_a_run_that_stops_early_stops_there_after_a_kill_too(cache, tmp_path):
-    greedy = ("eval.do_sample=false", "eval.replicates=1", "eval.ks=[1]", "eval.interval=1")
-    overrides = [
-        cache,
-        *SMALL,
-        *greedy,
-        "checkpoint.save_interval=1",
-        "train.lr=1e-9",
-        "train.stop_when.patience=2",
-        "checkpoint.keep_best=-pass@1",
-    ]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run_in_child(whole, *overrides) == 0, printed(whole)
-    assert "stopped early after iteration 2: no better pass@1 than" in printed(whole)
-    assert metrics_of(whole).keys() == {"eval_init.json"} | {
-        f"{name}_iter_00{i}.json" for name in ("train", "eval") for i in (0, 1)
-    }
-    assert [metrics_of(whole)[f"train_iter_00{i}.json"].get("stopped_early") for i in (0, 1)] == [None, 1.0]
-    mishap = {("generate", 1): partial(signal.raise_signal, signal.SIGKILL)}
-    assert run_in_child(killed, *overrides, mishaps=mishap) == -signal.SIGKILL
-    assert run_in_child(tmp_path / "fresh", *overrides, f"resume={killed}") == 0, printed(tmp_path / "fresh")
-    assert metrics_of(killed) == metrics_of(whole)
-    assert weights_of(killed) == weights_of(whole)
-    assert [(run / "checkpoints" / "best").readlink().name for run in (killed, whole)] == ["iter_000"] * 2

@@ -144,6 +144,7 @@ def test_jobs_side_by_side_save_and_end_when_their_sweep_is_killed(
     assert "Traceback" not in (tmp_path / "printed").read_text()
 
 
+@pytest.mark.slow
 def test_a_cluster_for_a_sweep_that_is_not_there_is_refused(tmp_path: Path) -> None:
     done, sweep = multirun(tmp_path, "hydra/launcher=ray", "hydra.launcher.address=127.0.0.1:1", "seed=0,1")
     assert done.returncode == 2

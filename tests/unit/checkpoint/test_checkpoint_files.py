@@ -6,8 +6,7 @@ import os
 import pytest
 from checkpoints import make_checkpoint, state_of
 
-from offline_grpo.checkpoint.files import MANIFEST, check_model_folder, latest_state, newest_sound, verified_state
-from offline_grpo.checkpoint.pretrained import find_model
+from offline_grpo.checkpoint.files import MANIFEST, check_model_folder, verified_state
 from offline_grpo.errors import CheckpointError
 from offline_grpo.train.milestones import Watch
 
@@ -50,23 +49,3 @@ def test_a_model_to_start_from_may_have_more_files_but_no_damage(checkpoint, dam
     damage(checkpoint / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"^model.train_id={checkpoint}: is damaged: .*model.safetensors"):
         check_model_folder(str(checkpoint), "model.train_id")
-
-
-def test_the_newest_sound_checkpoint_is_used_and_the_damaged_ones_are_named(tmp_path, caplog):
-    checkpoints = tmp_path / "checkpoints"
-    for iteration in range(3):
-        folder = checkpoints / f"iter_{iteration:03d}"
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(b"weights")
-        make_checkpoint(folder, state_of(iteration))
-    flip(checkpoints / "iter_002" / "model.safetensors")
-    (checkpoints / "iter_001" / "trainer" / "state.json").unlink()
-    state = latest_state(checkpoints)
-    assert state is not None
-    assert state.iteration == 2, "its own file is sound"
-    assert newest_sound(checkpoints) == (checkpoints / "iter_000", state_of(0))
-    first, second = (record.getMessage() for record in caplog.records)
-    assert "iter_002: is damaged: model.safetensors has changed since it was written" in first
-    assert "iter_001: is damaged: no readable trainer/state.json" in second
-    with pytest.raises(CheckpointError, match=r"MODEL=.*iter_002: is damaged"):
-        find_model(str(tmp_path))

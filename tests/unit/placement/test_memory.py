@@ -167,13 +167,12 @@ def test_the_host_holds_what_is_offloaded(monkeypatch):
         check([replace(host, total_bytes=8 * GIB)])
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("max", 1000), ("900", 500)])
-def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch, limit, expected):
+def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     monkeypatch.setattr(gpu_memory, "CGROUP", tmp_path)
-    for name, text in {"max": limit, "current": "500", "stat": "anon 3\ninactive_file 100"}.items():
+    for name, text in {"max": "900", "current": "500", "stat": "anon 3\ninactive_file 100"}.items():
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    assert gpu_memory._available_bytes() == expected
+    assert gpu_memory._available_bytes() == 500
 
 
 def test_a_reference_elsewhere_leaves_the_trainers_gpu():
@@ -182,19 +181,6 @@ def test_a_reference_elsewhere_leaves_the_trainers_gpu():
     assert found.pop("reference weights") == about(2 * NUM_WEIGHTS)
     assert moved == found
     assert parts(apart[1]) == {"reference weights": about(2 * NUM_WEIGHTS), "CUDA context": 3 * GIB // 4}
-    (on_the_host,) = predicted("train.precision=bf16", "train.kl_coef=0.1", "model.ref_device=cpu")
-    assert parts(on_the_host) == found
-    (without,) = predicted("train.precision=bf16", "train.kl_coef=0", "model.ref_device=cuda:1", ref_gpu=1)
-    assert "reference weights" not in parts(without)
-
-
-def test_two_processes_need_room_for_the_sum_of_their_gradients():
-    settings = ("train.precision=bf16", "train.kl_coef=0", CHECKPOINTING, "data.problems_per_iteration=2")
-    (alone,) = predicted(*settings)
-    first, second = predicted(*settings, trainers=[0, 1])
-    assert parts(first) == parts(second)
-    assert parts(alone)["activations"] < parts(first)["activations"]
-    assert parts(first)["activations"] == about(2 * 4 * NUM_WEIGHTS)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +188,7 @@ def test_two_processes_need_room_for_the_sum_of_their_gradients():
     [
         # 8 problems x 4 rollouts = 32 sequences of up to 600 tokens, up to 500 of them sampled
         (["train.batch_size=64"], 2, (16 * 600, 16 * 500)),
-        (["train.batch_size=4", "train.updates_per_iteration=null", "train.grad_accum_steps=3"], 2, (2400, 2000)),
         (["train.batch_size=null", "train.tokens_per_microbatch=2000"], 1, (2000, 1666)),
-        (["train.batch_size=null", "train.tokens_per_microbatch=100"], 1, (600, 500)),
     ],
 )
 def test_the_largest_microbatch(overrides, num_processes, expected):
@@ -212,16 +196,6 @@ def test_the_largest_microbatch(overrides, num_processes, expected):
     settings = ["model=qwen2_5_0_5b", "generation.max_new_tokens=500", "eval.max_new_tokens=500", *data, *overrides]
     request = request_of(*settings, prompt_tokens=(100, 100), trainers=range(num_processes))
     assert largest_microbatch(request) == expected
-
-
-def test_lora_pays_for_its_adapters_alone():
-    (device,) = predicted(*SERVED, "weight_sync=lora_hotswap", "model/lora=default", "model.lora.r=8")
-    adapters = 4 * 8 * (4 * (256 + 256) + 3 * (256 + 1280))
-    found = parts(device)
-    assert found["policy weights"] == about(2 * NUM_WEIGHTS + 2 * adapters)
-    assert found["fp32 masters"] == pytest.approx(4 * adapters, rel=0.05)
-    assert found["gradients"] == pytest.approx(4 * adapters, rel=0.05)
-    assert found["optimizer state"] == pytest.approx(8 * adapters, rel=0.1)
 
 
 def made_up(*, total_gib, trainer_gib=(), server_gib=(), num_servers=1):

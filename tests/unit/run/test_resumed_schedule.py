@@ -57,11 +57,6 @@ def test_what_goes_on_after_that_is_the_same(tmp_path: Path) -> None:
     assert longer.num_updates == first.num_updates + 4
 
 
-def test_updates_that_were_left_out_change_nothing(tmp_path: Path) -> None:
-    """Where an iteration had no groups to learn from."""
-    assert schedule_of(stopped(tmp_path, *RUN, num_updates=9), *RUN) == fresh_schedule(typed(compose_config(*RUN)))
-
-
 def test_a_schedule_that_has_ended_is_not_continued(tmp_path: Path) -> None:
     """Neither at 0 nor at the little that was left of it where some iterations made no update."""
     over = (*RUN, "train.iterations=3")
