@@ -99,10 +99,6 @@ def test_a_machine_is_lost_and_another_one_is_found(cluster: Any, model: Path, t
     ("words", "message"),
     [
         (["placement.address=127.0.0.1:1"], r"^placement.address=127.0.0.1:1: no Ray cluster .*refused\); start one"),
-        (
-            ["placement.address=local", "+placement.ray_init.num_cpu=3"],
-            r"^placement.address=local, ray_init=.*: no Ray cluster \(.*num_cpu",
-        ),
     ],
 )
 def test_a_cluster_that_is_not_there_is_refused_in_time(

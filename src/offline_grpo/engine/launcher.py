@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Self
-from urllib.parse import urlsplit
 
 from offline_grpo.engine.ports import is_loopback
 from offline_grpo.errors import ConfigError, require
@@ -54,13 +52,8 @@ class Launcher(ABC):
 
     name: ClassVar[str]
     package: ClassVar[str]
-    essentials: ClassVar[Mapping[str, Any]]
-    """Settings that a server started by hand must have to be usable by a run: `args`, `env`, and fields of the class.
-    """
     tells_of_memory: ClassVar[bool] = False
     """Whether the server makes the file OFFLINE_GRPO_HAS_MEMORY of its environment; see `Server.wait_for_memory`."""
-    key_is_option: ClassVar[bool]
-    """Whether the server takes its key as an option alone, and not from the environment."""
 
     def __post_init__(self) -> None:
         port_fix = "must be from 1 to 65535, or null for a free one"
@@ -95,11 +88,7 @@ class Launcher(ABC):
         """Options for a key, which must not stand on the command line: other users can read that. May write to the
         private `folder`.
         """
-        if self.api_key is None or not self.key_is_option:
-            return []
-        file = folder / "key.yaml"
-        file.write_text(json.dumps({"api-key": self.api_key}))
-        return ["--config", str(file)]
+        return []
 
     def check_installed(self) -> None:
         """Raise ConfigError if the server's package is certainly missing. Another interpreter is not looked into."""
@@ -111,20 +100,6 @@ class Launcher(ABC):
     def expecting(self, num_sequences: int) -> Self:
         """The same engine, ready for as many sequences at once."""
         return self
-
-    @classmethod
-    def by_hand(
-        cls, model: str, base_url: str, *, has_key: bool, args: Mapping[str, Any], env: Mapping[str, str]
-    ) -> str:
-        """A shell command that starts a server like the run's own, listening at `base_url`."""
-        url = urlsplit(base_url)
-        host = url.hostname or "127.0.0.1"
-        key = "YOUR_KEY" if has_key or not is_loopback(host) else None
-        launcher = cls(python=None, host=host, port=None, api_key=key, start_timeout_s=1.0, **cls.essentials)
-        _, *words = launcher.command(model, url.port or 80, args)
-        words += flags({"api_key": key if cls.key_is_option else None})
-        variables = [f"{name}={shlex.quote(value)}" for name, value in launcher.variables(env).items()]
-        return " ".join([*variables, shlex.join([sys.executable if find_spec(cls.package) else "python", *words])])
 
     @property
     def interpreter(self) -> str:

@@ -139,7 +139,6 @@ class RayServer(Server):
 
     @property
     def is_managed(self) -> bool:
-        """See `Server.is_managed`."""
         return True
 
     @property
@@ -191,12 +190,10 @@ class RayServer(Server):
         log.info("a server is ready on %s, at %s, after %.0f s", self._machine, self.base_url, seconds)
 
     def check_alive(self, *, grace_s: float = 0.0) -> None:
-        """See `Server.check_alive`."""
         if self._actor is not None and self._began_s is None:
             self._call("check_alive", grace_s=grace_s, timeout_s=ANSWER_S + grace_s)
 
     def check_healthy(self) -> None:
-        """See `Server.check_healthy`."""
         self._call("check_healthy", timeout_s=STOP_S)
 
     def stop(self) -> None:

@@ -97,7 +97,7 @@ def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None
         start_timeout_s=900.0,
         args=args | passed_through(others),
         env=env,
-        blackwell_workaround=essentials["blackwell_workaround"],
+        blackwell_workaround=False,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 from offline_grpo.engine.engine import Check, ServerControl
 from offline_grpo.engine.http import read
@@ -23,11 +25,6 @@ class SglangLauncher(Launcher):
 
     name = "SGLang"
     package = "sglang"
-    essentials: ClassVar[Mapping[str, Any]] = {
-        "args": {"mem_fraction_static": 0.45, "enable_deterministic_inference": True},
-        "env": {},
-    }
-    key_is_option = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,8 +39,15 @@ class SglangLauncher(Launcher):
         settings = {"host": self.host, "port": port, **self.args, **args}
         return [self.interpreter, "-m", "sglang.launch_server", "--model-path", model, *flags(settings)]
 
+    def key_args(self, folder: Path) -> list[str]:
+        """See `Launcher.key_args`. The server takes its key as an option alone."""
+        if self.api_key is None:
+            return []
+        file = folder / "key.yaml"
+        file.write_text(json.dumps({"api-key": self.api_key}))
+        return ["--config", str(file)]
+
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        """See `Launcher.variables`."""
         ours = {
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # "1" gives logprobs from before the division by the temperature
             # "1": /health samples a token, and so fails while weights are loaded
@@ -63,7 +67,6 @@ class SglangControl(ServerControl):
     oldest, newest = (0, 5, 11), (0, 5, 15)
 
     def version(self) -> str:
-        """See `ServerControl.version`."""
         return read(self.get("/server_info"), lambda answer: answer["version"])
 
     def lacks(self, moves: str) -> str | None:
@@ -91,10 +94,8 @@ class SglangControl(ServerControl):
         self.post("/continue_generation", {})
 
     def set_tag(self, tag: str) -> None:
-        """See `ServerControl.set_tag`."""
         self.post("/update_weight_version", {"new_version": tag, "abort_all_requests": False})
 
     def served_tag(self) -> str | None:
-        """See `ServerControl.served_tag`."""
         found = self.get("/model_info").json()["weight_version"]
         return None if found == NO_TAG else found

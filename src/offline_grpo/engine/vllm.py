@@ -68,10 +68,9 @@ class VllmLauncher(Launcher):
             "generation_config": "vllm",
         },
         "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
-        "blackwell_workaround": False,
     }
+    """Settings that a server outside of a run must have to be usable by one."""
     tells_of_memory = True
-    key_is_option = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +99,6 @@ class VllmLauncher(Launcher):
         return words
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        """See `Launcher.variables`."""
         ours = {
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, collective_rpc, weight transfer
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -117,7 +115,6 @@ class VllmLauncher(Launcher):
         return {**merged, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        """See `Launcher.environment`."""
         merged = super().environment(env, gpus)
         merged.pop("VLLM_API_KEY", None)  # the shell's: requests would have to carry it
         return merged if self.api_key is None else {**merged, KEY: self.api_key}
@@ -133,11 +130,9 @@ class VllmControl(ServerControl):
     oldest, newest = (0, 25), (0, 32)
 
     def version(self) -> str:
-        """See `ServerControl.version`."""
         return read(self.get("/version"), lambda answer: answer["version"])
 
     def lacks(self, moves: str) -> str | None:
-        """See `ServerControl.lacks`."""
         if moves == "lora" and not self.server.api.has("/v1/load_lora_adapter"):
             return "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)"
         if moves == "full" and not self.server.api.has("/collective_rpc"):
@@ -185,7 +180,6 @@ class VllmControl(ServerControl):
         return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).json()["results"][0]
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
-        """See `ServerControl.load_weights`."""
         self.pause(pause_mode, check)
         self.call_worker("reload_weights", weights_path=folder)
         self.reset_prefix_cache()
@@ -193,20 +187,16 @@ class VllmControl(ServerControl):
         self.resume()
 
     def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
-        """See `ServerControl.other_numbers`."""
         found = self.call_worker("grpo_sums", names=list(sums)) if sums else {}
         return [name for name, own in sums.items() if found.get(name) != own]
 
     def set_tag(self, tag: str) -> None:
-        """See `ServerControl.set_tag`."""
         self.call_worker("grpo_set_tag", tag=tag)
 
     def served_tag(self) -> str | None:
-        """See `ServerControl.served_tag`."""
         return self.call_worker("grpo_tag")
 
     def served_bits(self) -> ServedBits:
-        """See `ServerControl.served_bits`."""
         return ServedBits(**self.call_worker("grpo_state"))
 
     def describe(self) -> dict[str, Any]:

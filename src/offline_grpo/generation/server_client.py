@@ -89,12 +89,10 @@ class ServerClient(Streaming):
         """The completions in the server's answer, in order. May raise what `http.read` expects."""
 
     async def disconnect(self) -> None:
-        """See `Streaming.disconnect`."""
         while self._idle:
             await self._idle.pop().aclose()
 
     async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        """See `Streaming.ask`."""
         if self._idle:
             http = self._idle.pop()
         else:

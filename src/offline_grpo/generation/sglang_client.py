@@ -27,7 +27,6 @@ class SglangClient(ServerClient):
 
     @staticmethod
     def control(server: Server) -> SglangControl:
-        """See `ServerClient.control`."""
         return SglangControl(server)
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:

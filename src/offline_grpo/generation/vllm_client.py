@@ -32,7 +32,6 @@ class VllmClient(ServerClient):
 
     @staticmethod
     def control(server: Server) -> VllmControl:
-        """See `ServerClient.control`."""
         return VllmControl(server)
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
@@ -58,7 +57,6 @@ class VllmClient(ServerClient):
         }
 
     def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
-        """See `ServerClient.choices`."""
         choices = answer["choices"]
         if "prompt_token_ids" in answer:  # of `TOKENS`
             prompt_ids = answer["prompt_token_ids"]

@@ -5,6 +5,7 @@ current.
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
@@ -12,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.engine.engine import engine_of
+from offline_grpo.engine.launcher import flags
 from offline_grpo.engine.ray_server import RayCluster
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.sglang import SglangLauncher
-from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Deployment, RolloutClient, Sharding
 from offline_grpo.model.device import TORCH_NAMES
@@ -33,9 +33,6 @@ from offline_grpo.weight_sync.lora import LoraRestart, room_for
 from offline_grpo.weight_sync.strategy import WeightSync
 
 log = logging.getLogger(__name__)
-
-LAUNCHERS = {launcher.name: launcher for launcher in (VllmLauncher, SglangLauncher)}
-"""How a server of each kind is started."""
 
 
 def check_found_servers(plan: Plan, model_id: str) -> None:
@@ -66,21 +63,17 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
                 continue
             if lack is not None:
                 fix = f"that server {lack}; see docs/weight_sync.md, Your own server"
-                raise ConfigError(
-                    f"{server.key}={server.base_url}: {fix}{_right_server(server, plan, spec, weight_sync, model_id)}"
-                )
+                if spec.client_class.engine_name == "vLLM":
+                    fix += f". Start one that has it: {_command(plan, weight_sync, model_id)}"
+                raise ConfigError(f"{server.key}={server.base_url}: {fix}")
 
 
-def _right_server(server: Server, plan: Plan, spec: EngineSpec, weight_sync: WeightSync, model_id: str) -> str:
-    """The command that starts a server which has what weight sync needs; "" for a client of the user's own."""
-    launcher = LAUNCHERS.get(spec.client_class.engine_name)
-    if launcher is None:
-        return ""
+def _command(plan: Plan, weight_sync: WeightSync, model_id: str) -> str:
+    """What starts a server that has what weight sync needs."""
     needs, room = weight_sync.requires, {} if plan.lora_rank is None else {"max_lora_rank": room_for(plan.lora_rank)}
-    args = {"dtype": TORCH_NAMES[plan.config.train.precision], **needs.server_args, **room}
-    has_key = spec.api_key is not None
-    command = launcher.by_hand(model_id, server.base_url, has_key=has_key, args=args, env=needs.env)
-    return f". Start one that has it: {command}"
+    args = flags({"dtype": TORCH_NAMES[plan.config.train.precision], **needs.server_args, **room})
+    env = [f"{name}={shlex.quote(value)}" for name, value in needs.env.items()]
+    return " ".join([*env, shlex.join(["python", "-m", "offline_grpo.engine.serve", model_id, *args])])
 
 
 def found_servers(spec: EngineSpec, log_dir: Path) -> list[Server]:

@@ -50,11 +50,9 @@ class Deployment:
 
     @property
     def is_frozen(self) -> bool:
-        """See `Deployment.is_frozen` in interfaces.py."""
         return self._strategy.requires.moves == "nothing"
 
     def connect(self, policy: Policy) -> None:
-        """See `Deployment.connect` in interfaces.py."""
         snapshot = self._snapshot(policy)
         words = self._strategy.start_model(snapshot), self._strategy.start_args(snapshot)
         self._start(self.engines, words, lambda engine: self._strategy.attach(engine, snapshot))
@@ -74,18 +72,15 @@ class Deployment:
             self._strategy.check_served(engine, self._version)
 
     def recover(self, policy: Policy, *, version: int) -> SyncReport:
-        """See `Deployment.recover` in interfaces.py."""
         self._restart([engine for engine in self.engines if engine.has_lost_weights], policy)
         return self._push(policy, version, amid_requests=False)
 
     def metrics(self) -> Metrics:
-        """See `Deployment.metrics` in interfaces.py."""
         if self._spread is None:
             return {}
         return {**self._spread.metrics(), "engines/num_restarts": float(self._num_restarts)}
 
     def close(self) -> None:
-        """See `Deployment.close` in interfaces.py."""
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.callback(engine.stop)
@@ -182,7 +177,6 @@ class RankZeroDeployment(Deployment):
         self._lead = lead
 
     def connect(self, policy: Policy) -> None:
-        """See `Deployment.connect`."""
         self._lead(lambda: Deployment.connect(self, policy))
         self._follow()
 
@@ -193,11 +187,9 @@ class RankZeroDeployment(Deployment):
         return report
 
     def check_served(self) -> None:
-        """See `Deployment.check_served`."""
         self._ranks.on_main(lambda: Deployment.check_served(self))
 
     def recover(self, policy: Policy, *, version: int) -> SyncReport:
-        """See `Deployment.recover`."""
         report = self._lead(lambda: Deployment.recover(self, policy, version=version))
         self._follow()
         return report

@@ -48,7 +48,6 @@ class LoraHotswap(ServerSync):
 
     @property
     def requires(self) -> SyncRequirements:
-        """See `WeightSync.requires`."""
         return replace(lora_requirements(self.server_args), in_flight=("keep",))
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
@@ -145,7 +144,6 @@ class LoraRestart(Restart):
 
     @property
     def requires(self) -> SyncRequirements:
-        """See `WeightSync.requires`."""
         return replace(lora_requirements(self.server_args), own_server=True)
 
     def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
@@ -155,7 +153,6 @@ class LoraRestart(Restart):
 
     @contextlib.contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
-        """See `Restart.staged`."""
         with super().staged(snapshot, version) as staged:
             yield replace(staged, name=ADAPTER)
 

@@ -46,7 +46,6 @@ class Reload(PausingSync):
 
     @property
     def requires(self) -> SyncRequirements:
-        """See `WeightSync.requires`."""
         fix = "SGLang loads weights only where no request is in flight; set weight_sync.pause_mode=abort"
         refused = {} if self.pause_mode == "abort" else {"SGLang": ("weight_sync.pause_mode", self.pause_mode, fix)}
         return replace(super().requires, engines=("vLLM", "SGLang"), refused=refused)
@@ -64,7 +63,6 @@ class Reload(PausingSync):
             shutil.rmtree(folder, ignore_errors=True)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedFolder) -> float:
-        """See `WeightSync.deliver`."""
         started, folder, tag = time.perf_counter(), str(staged.folder), weights_tag(staged.version)
 
         def load(engine: ServerEngine) -> None:

@@ -45,7 +45,6 @@ class Restart(ServerSync):
 
     @property
     def requires(self) -> SyncRequirements:
-        """See `WeightSync.requires`."""
         return SyncRequirements(engines=("vLLM", "SGLang"), own_server=True, server_args=self.server_args)
 
     def recovery_model(self, snapshot: Snapshot) -> str:

@@ -43,7 +43,6 @@ class Snapshot:
     host: Any
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `FullWeights`."""
         return self.full_weights(self.policy)
 
     @cached_property

@@ -188,7 +188,6 @@ class ServerSync(WeightSync):
         ]
 
     def check_served(self, engine: ServerEngine, version: int) -> None:
-        """See `WeightSync.check_served`."""
         url, found, pushed = engine.server.base_url, engine.control.served_tag(), weights_tag(version)
         if found is None:
             raise EngineDied(f"{url}: {STARTED_ANEW}")
@@ -222,7 +221,6 @@ class PausingSync(ServerSync):
 
     @property
     def requires(self) -> SyncRequirements:  # type: ignore[override]
-        """See `WeightSync.requires`."""
         return replace(super().requires, in_flight=(self.pause_mode,))
 
     def check_replaced(self, engine: ServerEngine, staged: Staged) -> Callable[[], None] | None:

@@ -59,7 +59,6 @@ class WeightTransfer(PausingSync):
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedWeights]:
-        """See `WeightSync.staged`."""
         policy, named = snapshot.policy, list(snapshot.policy.causal_lm.parameters())
         num_bytes = sum(p.numel() * (policy.dtype if policy.is_sharded else p.dtype).itemsize for p in named)
         yield StagedWeights(version=version, num_tensors=len(named), num_bytes=num_bytes, snapshot=snapshot)
@@ -111,7 +110,6 @@ class Ipc(WeightTransfer):
 
     @property
     def requires(self) -> SyncRequirements:
-        """See `WeightSync.requires`."""
         env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
         return replace(super().requires, gpu=True, placement="same", env=env)
 
@@ -164,7 +162,6 @@ class Nccl(WeightTransfer):
 
     @property
     def requires(self) -> SyncRequirements:
-        """See `WeightSync.requires`."""
         return replace(super().requires, gpu=True, placement="other")
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from engines import COMMAND_LINE
@@ -31,8 +31,6 @@ def test_flags() -> None:
 class Engine(Launcher):
     name = "The server"
     package = "no_such_package"
-    key_is_option = False
-    essentials: ClassVar[dict[str, Any]] = {"args": {}, "env": {"B": "two words"}}
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         return ["python", model, f"{self.host}:{port}", *flags(args), str(self.api_key)]
@@ -54,19 +52,6 @@ def test_a_server_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     engine(env={"PYTHONPATH": "/elsewhere"}).check_installed()
     monkeypatch.setattr(Engine, "package", "pytest")
     engine().check_installed()
-
-
-@pytest.mark.parametrize(
-    ("url", "has_key", "address"),
-    [
-        ("http://127.0.0.1:8000", False, "127.0.0.1:8000 --dtype float16 None"),
-        ("http://localhost", True, "localhost:80 --dtype float16 YOUR_KEY"),
-        ("http://gpu7:30000/v1", False, "gpu7:30000 --dtype float16 YOUR_KEY"),  # others reach it
-    ],
-)
-def test_a_command_to_copy(url: str, has_key: bool, address: str) -> None:
-    line = Engine.by_hand("my model", url, has_key=has_key, args={"dtype": "float16"}, env={"C": "3"})
-    assert line == f"A=1 C=3 B='two words' python 'my model' {address}"
 
 
 @pytest.mark.parametrize(

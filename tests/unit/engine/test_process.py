@@ -117,29 +117,11 @@ time.sleep(100)
 """A run that has a server of its own, with a folder that goes away with it."""
 
 
-# What it says
-
-
-def test_what_a_log_says(start: Starter, tmp_path: Path) -> None:
-    code = "import sys; print('out', flush=True); print('ValueError: no room', file=sys.stderr); sys.exit(3)"
-    server = start(*python(code, "two words"), env={**os.environ, "ONE": "1"})
-    wait_for(lambda: server.exit_code is not None, "the end")
-    with pytest.raises(EngineDied) as error:
-        server.check_alive()
-    last = f"its last words: ValueError: no room. The whole log: {server.log_path}"
-    assert str(error.value) == f"the server has ended (exit code 3); {last}"
-    command, *output = server.log_path.read_text().splitlines()
-    assert command.startswith(f"$ {sys.executable} -I -S -c ")
-    assert command.endswith(" 'two words'")
-    assert output == ["out", "ValueError: no room"]
-
-
 @pytest.mark.parametrize(
     ("log", "words"),
     [
         ("", "it was silent."),
         ("KeyError: 0\nIOError: 1\n at\n(pid=7) t.A_Error: 2\nbye", "its last words: IOError: 1 | t.A_Error: 2."),
-        ("ValueError: 1\nEngineDeadError: See stack trace (above) for it.\nbye", "its last words: ValueError: 1."),
         (" WARNING this may raise ValueError: 1\nbye", "its last words: WARNING this may raise ValueError: 1 | bye."),
     ],
 )  # fmt: skip

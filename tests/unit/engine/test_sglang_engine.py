@@ -53,7 +53,6 @@ def test_the_key_is_on_no_command_line(tmp_path: Path) -> None:
     assert file.endswith(".yaml")
     assert yaml.safe_load(Path(file).read_text()) == {"api-key": "0123e45"}, "a text, though it looks like a number"
     assert SglangLauncher(**SETTINGS).key_args(tmp_path) == []
-    assert " --api-key YOUR_KEY" in SglangLauncher.by_hand("m", "http://127.0.0.1:1", has_key=True, args={}, env={})
 
 
 def test_the_shipped_engine_makes_seeds_act_and_keeps_the_temperature_in_the_logprobs(

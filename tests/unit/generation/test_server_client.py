@@ -260,22 +260,6 @@ def requests(num_prompts: int) -> list[SamplingRequest]:
     return [SamplingRequest((number, 8, 9), 1, number) for number in range(num_prompts)]
 
 
-def test_completions_have_the_version_that_was_served_when_they_were_asked_for(lab: Lab) -> None:
-    """A push may come while a request is open: what it says later is of no request that was sent before."""
-
-    def script(request: Request) -> Reply:
-        lab.client.weights = ServedWeights(8)
-        return lab.echo(request)
-
-    lab.client.weights = ServedWeights(7)
-    lab.set_script(script)
-    answers = lab.client.generate(requests(1), SAMPLING)
-    [(_, [completion])] = answers
-    assert completion.versions == (7, 7)
-    [(_, [completion])] = lab.client.generate(requests(1), SAMPLING)
-    assert completion.versions == (8, 8)
-
-
 # What is tried again
 
 

@@ -187,15 +187,3 @@ def test_whoever_dies_and_comes_back_nothing_is_lost_or_answered_twice(seed: int
                 lab.spread.serving = [*lab.spread.serving, lab.clients[i]]
     assert sorted(answers) == [(i, i) for i in range(200)]
     assert sum(lab.num_asked) > 200  # some were asked twice
-
-
-def test_how_uneven_it_was(lab: Lab) -> None:
-    lab.spread.serving = lab.clients[:1]
-    lab.all(10)
-    assert lab.spread.metrics() == {"engines/num_serving": 1, "engines/imbalance": 3}
-    lab.spread.serving = lab.clients
-    lab.all(60)
-    found = lab.spread.metrics()
-    assert found["engines/num_serving"] == 3
-    assert found["engines/imbalance"] == pytest.approx(max(lab.num_asked[0] - 10, *lab.num_asked[1:]) / 20)
-    assert lab.spread.metrics()["engines/imbalance"] == 1

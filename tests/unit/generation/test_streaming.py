@@ -117,18 +117,3 @@ def test_what_is_asked_now_does_not_wait(num_at_once: int, closing: list[Slow]) 
     thread.join(10)
     assert told_now == [[[]]]
     assert [sorted(indices) for indices in told] == [[*range(3 * num_at_once)]]  # type: ignore[call-overload]
-
-
-def test_what_is_asked_now_ends_with_the_client() -> None:
-    client = Slow(1)
-
-    def close_once_asked() -> None:  # before that, nothing would be there to end
-        while not client.asked:
-            time.sleep(0.001)
-        client.close()
-
-    closing = threading.Thread(target=close_once_asked, daemon=True)
-    closing.start()
-    with pytest.raises(EngineError, match="a slow server: the client was closed while it waited"):
-        client.generate_now([REQUEST], SAMPLING)
-    closing.join()

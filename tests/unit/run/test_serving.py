@@ -150,15 +150,9 @@ def look(overrides: str, url: str) -> None:
 def test_an_sglang_server_without_its_option(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeSglang(is_deterministic=False)
     with ScriptedServer(fake) as web:
-        refusal = (
-            rf"^generation\.base_url={web.base_url}: that server ignores the seeds of requests .*: "
-            rf"SGLANG_RETURN_ORIGINAL_LOGPROB=0 "
-        )
-        with pytest.raises(ConfigError, match=refusal) as refused:
+        refusal = rf"^generation\.base_url={web.base_url}: that server ignores the seeds of requests "
+        with pytest.raises(ConfigError, match=refusal):
             look(SGLANG, web.base_url)
-        command = str(refused.value).partition(" -m ")[2]
-        assert command.startswith("sglang.launch_server --model-path some/model --host 127.0.0.1 --port ")
-        assert command.endswith(" --mem-fraction-static 0.45 --enable-deterministic-inference --dtype float32")
         look("generation=sglang_server weight_sync=none", web.base_url)  # nobody may start it otherwise
         [line] = caplog.messages
         assert line.startswith(f"generation.base_url={web.base_url}: that server ignores the seeds of requests ")
@@ -185,7 +179,7 @@ def test_a_server_that_environments_cannot_call() -> None:
         plan.config.rollouts["url"] = "http://127.0.0.1:2"
         refusal = (
             rf"^generation\.base_url={web.base_url}: that server has no POST /generate, .* Start one that has it: "
-            rf".*offline_grpo_generate"
+            rf"python -m offline_grpo.engine.serve some/model --dtype float32$"
         )
         with pytest.raises(ConfigError, match=refusal):
             check_found_servers(plan, "some/model")

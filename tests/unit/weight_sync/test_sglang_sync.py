@@ -96,23 +96,6 @@ def test_weights_and_version_arrive(
     sync.close()
 
 
-def test_a_first_push_of_other_weights_restarts_the_server(
-    policy: Policy, client: SglangClient, fake: FakeSglang
-) -> None:
-    """A resumed run first serves what its engine served, which may be older than the files that the server was started
-    from.
-    """
-    sync = deploy(strategy("restart"), client)
-    sync.connect(policy)
-    train(policy)
-    report = sync.push(policy, version=0)
-    assert (len(fake.loaded), report.num_bytes > 0) == (2, True)
-    assert report.alignment["sync/probe_diff_max"] < 1e-4
-    assert sync.push(policy, version=1).num_bytes == 0  # the same weights under another version
-    assert (len(fake.loaded), fake.weight_version) == (2, weights_tag(1))
-    sync.close()
-
-
 def test_stale_weights_are_found(policy: Policy, client: SglangClient, fake: FakeSglang) -> None:
     sync = deploy(strategy("reload", "weight_sync.pause_mode=abort"), client)
     sync.connect(policy)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engines import full_weights
-from factories import make_policy, make_qwen2, strategy
+from factories import make_policy, make_qwen2
 from scripted_server import Reply, ScriptedServer
 
 from offline_grpo.engine.engine import ServerEngine
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams
-from offline_grpo.weight_sync import weight_transfer
 from offline_grpo.weight_sync.snapshot import Named, Snapshot, buckets, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
 from offline_grpo.weight_sync.weight_transfer import WeightTransfer
@@ -93,30 +88,6 @@ def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
     assert [shape for info in infos for shape in info["shapes"]] == [list(p.shape) for p in parameters.values()]
     assert {dtype for info in infos for dtype in info["dtype_names"]} == {"float32"}
     assert (moved.num_tensors, moved.num_bytes) == (len(parameters), sum(p.nbytes for p in parameters.values()))
-
-
-def test_a_server_that_refuses_nccl_is_heard_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Both sides wait for each other: the trainer's wait must not hide the server's answer."""
-    never = threading.Event()
-    modules = {
-        "vllm.distributed.device_communicators.pynccl": {"PyNcclCommunicator": None},
-        "vllm.distributed.utils": {"StatelessProcessGroup": SimpleNamespace(create=lambda **_: never.wait())},
-    }
-    for name, members in modules.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(weight_transfer, "gpu_uuid", lambda _: "GPU-1")
-
-    def script(request: Any) -> Reply:
-        if request.path == "/init_weight_transfer_engine":
-            return Reply({"error": "no --weight-transfer-config"}, status=500)
-        return Reply({"results": [{"pid": 1, "device": "cuda", "gpu_uuid": "GPU-2", "refusals": []}], "world_size": 1})
-
-    with ScriptedServer(script) as web:
-        engine = engine_at(web.base_url, tmp_path)
-        with pytest.raises(EngineError, match="/init_weight_transfer_engine: status 500: no --weight-transfer-config"):
-            strategy("nccl").attach(engine, Snapshot(make_policy(make_qwen2()), full_weights, engine))
 
 
 def test_all_servers_get_what_was_read_once(tmp_path: Path) -> None:
