@@ -6,7 +6,6 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,8 @@ from offline_grpo.types import Metrics, RolloutGroup
 
 MODES = ("online", "offline", "disabled")
 STEP_METRIC = "iteration"
-HIGHEST = (
-    *("eval/pass@*", "eval/pass_ordered@*", "eval/mean@*", "eval/best@*", "eval/success_rate_all"),
-    *("eval/reward_mean_all", "train/reward_mean", "train/success_rate", "train/kl_divergence", "train/grad_norm"),
-    "train/perf/gpu_memory*",
-)
-LOWEST = ("eval/truncated_frac", "train/truncated_frac", "train/entropy", "train/num_groups_trained")
-"""What W&B's table of runs shows beside the last value."""
+HIGHEST = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "train/success_rate")
+"""W&B's table of runs shows the highest value beside the last one."""
 
 
 @dataclass
@@ -57,7 +51,6 @@ class WandbLogger(RunListener):
 
     def __post_init__(self) -> None:
         self._run: Any = None
-        self._defined: set[str] = set()
         self._mode = ""  # of the benchmark
         self._benchmark = Benchmark()
         require(self.mode in MODES, "logger.wandb.mode", self.mode, f"must be one of {', '.join(MODES)}")
@@ -101,19 +94,15 @@ class WandbLogger(RunListener):
         self._run.define_metric(STEP_METRIC, hidden=True)
         for section in {"train", "eval", "eval_intervals", *(SECTIONS if self._mode else ())}:
             self._run.define_metric(f"{section}/*", step_metric=STEP_METRIC)
+        for key in HIGHEST:
+            self._run.define_metric(key, step_metric=STEP_METRIC, summary="max,last")
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         theirs: dict[str, float] = {}
         if self._mode and name == "train":
             self._benchmark.records.append(metrics)
             theirs, metrics = renamed(metrics)
-        shown = tagged(name, metrics) | theirs
-        for key in shown.keys() - self._defined:  # each by its name: of two patterns that fit, W&B takes any
-            self._defined.add(key)
-            for best, patterns in {"max": HIGHEST, "min": LOWEST}.items():
-                if any(fnmatchcase(key, pattern) for pattern in patterns):
-                    self._run.define_metric(key, step_metric=STEP_METRIC, summary=f"{best},last")
-        self._run.log({STEP_METRIC: completed_iterations(name, iteration)} | shown)
+        self._run.log({STEP_METRIC: completed_iterations(name, iteration)} | tagged(name, metrics) | theirs)
 
     def rollouts(
         self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int

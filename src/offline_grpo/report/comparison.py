@@ -27,26 +27,26 @@ COMPARED = (
     "what is trained, so their completions drift apart: compare tokens/s where the numbers of tokens differ. Seconds "
     "leave the start out."
 )
-MEASURES: dict[str, tuple[str, str, Callable[[Arm, Benchmark], float | None]]] = {
-    "num_steps": ("steps", ",.0f", lambda arm, cost: cost.num_steps),
-    "seconds_per_step": ("seconds per step", ",.2f", lambda arm, cost: cost.step_s()),
-    "seconds": ("seconds in all", ",.1f", lambda arm, cost: cost.total_s()),
-    "start_s": ("start, s", ",.1f", lambda arm, cost: arm.history.start_seconds().get("")),
-    "num_syncs": ("syncs", ",.0f", lambda arm, cost: cost.num_syncs),
-    "seconds_per_sync": ("seconds per sync", ",.3f", lambda arm, cost: cost.total_s("sync") / max(cost.num_syncs, 1)),
-    "sync_s": ("syncs in all, s", ",.2f", lambda arm, cost: cost.total_s("sync")),
-    "data_wait_s_per_step": ("data wait per step, s", ",.2f", lambda arm, cost: cost.step_s("generate")),
-    "data_wait_s": ("data wait in all, s", ",.1f", lambda arm, cost: cost.total_s("generate")),
-    "train_s_per_step": ("training per step, s", ",.2f", lambda arm, cost: cost.step_s("train")),
-    "num_completion_tokens": ("tokens sampled", ",.0f", lambda arm, cost: cost.total("num_completion_tokens")),
-    "generate_tokens_per_s": ("sampling, tokens/s", ",.0f", lambda arm, cost: cost.tokens_per_s("generate")),
-    "train_tokens_per_s": ("training, tokens/s", ",.0f", lambda arm, cost: cost.tokens_per_s("train")),
-    "tokens_per_s": ("overall, tokens/s", ",.0f", lambda arm, cost: cost.tokens_per_s("iteration")),
-    "gpu_peak_gb": ("GPU memory, peak GB", ",.1f", lambda arm, cost: cost.gpu_gb and cost.gpu_gb[0]),
-    "gpu_mean_gb": ("GPU memory, mean GB", ",.1f", lambda arm, cost: cost.gpu_gb and cost.gpu_gb[1]),
-    "checkpoint_mb": ("checkpoint, MB", ",.1f", lambda arm, cost: arm.checkpoint_mb()),
-    "reward_first": ("reward, first step", ".3f", lambda arm, cost: arm.reward(0)),
-    "reward_last": ("reward, last step", ".3f", lambda arm, cost: arm.reward(-1)),
+MEASURES: dict[str, tuple[str, str, Callable[[Arm], float | None]]] = {
+    "num_steps": ("steps", ",.0f", lambda arm: arm.cost.num_steps),
+    "seconds_per_step": ("seconds per step", ",.2f", lambda arm: arm.cost.step_s()),
+    "seconds": ("seconds in all", ",.1f", lambda arm: arm.cost.total_s()),
+    "start_s": ("start, s", ",.1f", lambda arm: arm.history.start_seconds().get("")),
+    "num_syncs": ("syncs", ",.0f", lambda arm: arm.cost.num_syncs),
+    "seconds_per_sync": ("seconds per sync", ",.3f", lambda arm: arm.cost.total_s("sync") / max(arm.cost.num_syncs, 1)),
+    "sync_s": ("syncs in all, s", ",.2f", lambda arm: arm.cost.total_s("sync")),
+    "data_wait_s_per_step": ("data wait per step, s", ",.2f", lambda arm: arm.cost.step_s("generate")),
+    "data_wait_s": ("data wait in all, s", ",.1f", lambda arm: arm.cost.total_s("generate")),
+    "train_s_per_step": ("training per step, s", ",.2f", lambda arm: arm.cost.step_s("train")),
+    "num_completion_tokens": ("tokens sampled", ",.0f", lambda arm: arm.cost.total("num_completion_tokens")),
+    "generate_tokens_per_s": ("sampling, tokens/s", ",.0f", lambda arm: arm.cost.tokens_per_s("generate")),
+    "train_tokens_per_s": ("training, tokens/s", ",.0f", lambda arm: arm.cost.tokens_per_s("train")),
+    "tokens_per_s": ("overall, tokens/s", ",.0f", lambda arm: arm.cost.tokens_per_s("iteration")),
+    "gpu_peak_gb": ("GPU memory, peak GB", ",.1f", lambda arm: arm.cost.gpu_gb and arm.cost.gpu_gb[0]),
+    "gpu_mean_gb": ("GPU memory, mean GB", ",.1f", lambda arm: arm.cost.gpu_gb and arm.cost.gpu_gb[1]),
+    "checkpoint_mb": ("checkpoint, MB", ",.1f", lambda arm: arm.checkpoint_mb()),
+    "reward_first": ("reward, first step", ".3f", lambda arm: arm.cost.records[0].get("reward_mean")),
+    "reward_last": ("reward, last step", ".3f", lambda arm: arm.cost.records[-1].get("reward_mean")),
 }
 """Name in comparison.json -> its name in the table, its format and its value, None where it was not measured."""
 MODES_PER_TABLE = 4  # in 80 columns
@@ -60,19 +60,13 @@ class Arm:
     name: str
     status: str
     history: History
-    benchmark: Benchmark
+    cost: Benchmark
 
     @property
     def figures(self) -> dict[str, float | None]:
         """The values of MEASURES."""
-        if not self.benchmark.num_steps:
-            return dict.fromkeys(MEASURES)
-        return {name: value(self, self.benchmark) for name, (_, _, value) in MEASURES.items()}
-
-    def reward(self, index: int) -> float | None:
-        """The mean reward of a step, counted from 0."""
-        values = self.history.series("train", "reward_mean").values
-        return float(values[index]) if len(values) else None
+        measured = self.cost.num_steps > 0
+        return {name: value(self) if measured else None for name, (_, _, value) in MEASURES.items()}
 
     def checkpoint_mb(self) -> float | None:
         """Of the newest checkpoint's weights: of adapters alone, where only they are trained."""
@@ -99,7 +93,7 @@ def print_comparison(folder: Path, console: Console) -> None:
     about = json.loads((folder / FILE).read_text())
     arms = [load_arm(folder, name, found["status"]) for name, found in about["modes"].items()]
     measured = [arm for arm in arms if arm.history.train]
-    say(console, [line for arm in measured for line in ("", *arm.benchmark.summary(arm.name))])
+    say(console, [line for arm in measured for line in ("", *arm.cost.summary(arm.name))])
     for start in range(0, len(arms), MODES_PER_TABLE):
         say(console, [""])
         comparison_table(arms[start : start + MODES_PER_TABLE]).print(console)
@@ -137,7 +131,7 @@ def draw_comparison(arms: Sequence[Arm], title: str) -> Figure:
     label(seconds, "Seconds per step", "", legend_rows=2)
     ends = np.zeros(len(arms))
     for phase in PHASES:
-        widths = np.array([arm.benchmark.step_s(phase) for arm in arms])
+        widths = np.array([arm.cost.step_s(phase) for arm in arms])
         if widths.any():
             name = "data wait" if phase == "generate" else phase  # as the table calls it
             seconds.barh(range(len(arms)), widths, left=ends, color=PHASE_COLORS[phase], label=name, height=0.62)

@@ -123,17 +123,12 @@ def _figure(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any]:
 
 
 def _parts(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any] | None:
-    """Means over stretches of a run's iterations, which end at the iterations `x`; of several runs, over each
-    configuration.
-    """
-    is_one = [len(group.runs) for group in groups] == [1]
-    columns = [[metrics for run in each.best_known for metrics in run.history.train.values()] for each in groups]
+    """Of one run in each of its iterations `x`; of several, the mean over the iterations of each configuration."""
     x = None
-    if is_one and columns[0]:
-        starts = np.array_split(np.arange(len(columns[0])), min(MAX_POINTS, len(columns[0])))
-        iterations = list(groups[0].runs[0].history.train)
-        x = [iterations[stretch[-1]] + 1 for stretch in starts]
-        columns = [[columns[0][i] for i in stretch] for stretch in starts]
+    columns = [[metrics for run in each.best_known for metrics in run.history.train.values()] for each in groups]
+    if [len(each.runs) for each in groups] == [1]:
+        x = [iteration + 1 for iteration in groups[0].runs[0].history.train]
+        columns = [[metrics] for metrics in columns[0]]
     y = {}
     for metric, name in figure.curves.items():
         found = [[each.get(metric.removeprefix("train/"), 0.0) for each in column] for column in columns]

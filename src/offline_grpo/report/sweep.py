@@ -125,28 +125,16 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
         style(axes)
     label(curves, "Held-out pass@1, mean over seeds", "share of problems", legend_rows=0)
     for each, color in reversed([*zip(measured, colors, strict=True)]):  # the best on top
-        _curve(curves, each, color)
+        steps, values = mean_curve([run.pass_at_1 for run in each.counted])
+        if len(values) >= MIN_SEEDS and color != GREY:
+            band(curves, steps, *share_interval(values), color)
+        curves.plot(steps, values.mean(0), color=color, linewidth=1.8, marker="o", markersize=3.5)
     fit(curves, "share")
     left, right = curves.dataLim.intervalx
     curves.set_xlim(left - 0.03 * (right - left or 1), right + 0.03 * (right - left or 1))
     label(ends, "At the end, with 95% interval", "", legend_rows=0)
     _ends(ends, measured, labels, colors)
     return figure
-
-
-def _curve(axes: Axes, each: Configuration, color: str) -> None:
-    """The mean, with the runs or their interval."""
-    steps, values = mean_curve([run.pass_at_1 for run in each.counted])
-    if not len(steps):
-        return
-    if color == GREY:
-        axes.plot(steps, values.mean(0), color=color, linewidth=0.9, alpha=0.6)
-        return
-    if len(values) >= MIN_SEEDS:
-        band(axes, steps, *share_interval(values), color)
-    elif len(values) > 1:
-        axes.plot(steps, values.T, color=color, linewidth=0.8, alpha=0.4)
-    axes.plot(steps, values.mean(0), color=color, linewidth=1.8, marker="o", markersize=3.5)
 
 
 def _ends(axes: Axes, measured: Sequence[Configuration], labels: list[str], colors: Sequence[str]) -> None:

@@ -48,13 +48,6 @@ def test_the_block_that_scripts_look_for() -> None:
     }
 
 
-def test_without_a_gpu_or_a_step_nothing_is_made_up() -> None:
-    empty = Benchmark()
-    assert [line.split()[-1] for line in empty.summary("restart")[-3:-1]] == ["-", "-"]
-    assert (empty.step_s(), empty.tokens_per_s("train"), empty.gpu_gb) == (0.0, 0.0, None)
-    assert not [name for name in empty.as_metrics() if "memory" in name]
-
-
 def test_metrics_and_lines_by_the_names_of_the_other_trainer() -> None:
     theirs, rest = renamed({"loss_total": 1.0, "lr": 2.0, "ratio_mean": 3.0, "reward_mean": 5.0})
     assert theirs == {"train/loss": 1.0, "train/lr": 2.0, "train/learning_rate": 2.0, "grpo/mean_ratio": 3.0}

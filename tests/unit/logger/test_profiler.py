@@ -7,12 +7,9 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from factories import compose_config
 
-from offline_grpo.errors import ConfigError
 from offline_grpo.run import app
-from offline_grpo.run.config import typed
 
 
 def test_a_trace_and_the_costliest_operators(tmp_path: Path) -> None:
@@ -28,9 +25,3 @@ def test_a_trace_and_the_costliest_operators(tmp_path: Path) -> None:
     assert len(costs) == 10
     assert costs == sorted(costs, reverse=True)
     assert "train.profile=2: open " in text
-    assert "no trace" not in text
-
-
-def test_an_iteration_is_one_of_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"train.profile=6: an iteration, from 1 to train.iterations=5, or null"):
-        typed(compose_config("train.iterations=5", "train.profile=6"))

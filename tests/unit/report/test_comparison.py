@@ -35,19 +35,6 @@ def record(folder: Path, mode: str, *, steps: int = 2, sync_s: float = 8.0) -> N
         (checkpoint / name).write_bytes(b"x" * 10_000)
 
 
-def test_figures_of_a_mode(tmp_path: Path) -> None:
-    record(tmp_path, "restart")
-    figures = load_arm(tmp_path, "restart", "done").figures
-    assert figures.keys() == MEASURES.keys()
-    assert figures == (
-        {"num_steps": 2, "seconds_per_step": 7.0, "seconds": 14.0, "start_s": 30.0, "train_s_per_step": 1.0}
-        | {"num_syncs": 1, "seconds_per_sync": 8.0, "sync_s": 8.0, "data_wait_s_per_step": 2.0, "data_wait_s": 4.0}
-        | {"num_completion_tokens": 200.0, "generate_tokens_per_s": 50.0, "train_tokens_per_s": 80.0}
-        | {"tokens_per_s": pytest.approx(200 / 14), "gpu_peak_gb": 41.0, "gpu_mean_gb": 40.5}
-        | {"reward_first": 0.5, "reward_last": 0.625, "checkpoint_mb": 0.02}
-    )
-
-
 def test_the_report_prints_a_comparison_with_a_mode_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,27 +74,20 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_runs", [1, 2])
 def test_the_parts_of_an_iteration_add_up(num_runs: int, tmp_path: Path) -> None:
-    """However many iterations there are, and however seldom a part is there."""
+    """However seldom a part is there."""
     for number in range(num_runs):
         run = make_run(tmp_path / str(number), iterations=1, loss=f"loss{number}")
         for index in range(400):
-            metrics = {"time/iteration_s": 4.0, "time/generate_s": 3.0}
+            metrics = {"time/generate_s": 3.0, "grad_norm": 100.0 if index == 77 else 1.0}
             metrics |= {"time/eval_s": 10.0} if index % 10 == 9 else {}
-            metrics |= {"grad_norm": 100.0 if index == 77 else 1.0}
             (run / "metrics" / f"train_iter_{index:03d}.json").write_text(json.dumps(metrics))
     data = data_of(tmp_path if num_runs > 1 else tmp_path / "0")
     [phases] = (each["parts"] for each in data["figures"] if each["stacked"])
-    assert list(phases["y"]) == ["generate", "eval"]
-    generate, evaluate = phases["y"].values()
-    line = data["curves"]["train/grad_norm"][0]["runs"][0]
-    assert len(line["y"]) <= 300
-    assert max(line["y"]) == 100.0, "thinned, and spikes stay"
-    if num_runs > 1:
-        assert (generate, evaluate) == ([3.0, 3.0], [1.0, 1.0])
-    else:
-        assert len(phases["x"]) == len(generate) == len(evaluate) == 300
-        assert sum(evaluate) / 300 == pytest.approx(1.0, rel=0.1)
-        assert set(generate) == {3.0}
+    line = data["curves"]["train/grad_norm"][0]["runs"][0]["y"]
+    assert len(line) <= 300
+    assert max(line) == 100.0, "thinned, and spikes stay"
+    of_iterations = {"generate": [3.0] * 400, "eval": [10.0 * (index % 10 == 9) for index in range(400)]}
+    assert phases["y"] == (of_iterations if num_runs == 1 else {"generate": [3.0, 3.0], "eval": [1.0, 1.0]})
 
 
 def test_held_out_problems_are_followed_through_training(tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 from itertools import combinations
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
-import yaml
 from matplotlib.axes import Axes
 
 from offline_grpo.report.figures import smooth
 from offline_grpo.report.history import History
-from offline_grpo.report.plots import draw_report, save_report
-from offline_grpo.report.run_files import about
+from offline_grpo.report.plots import draw_report
 
 EXTRAS = (
     {"entropy": 1.0, "clip_frac": 0.02, "completion_tokens_mean": 100.0, "truncated_frac": 0.1}
@@ -94,25 +91,6 @@ def test_no_curve_lies_on_an_edge_or_under_a_legend_and_no_panel_in_another(
         assert low + margin < extent(axes)[0] <= extent(axes)[1] < high - margin, axes.get_title(loc="left")
         if (legend := axes.get_legend()) is not None:
             assert legend.get_window_extent().y0 >= axes.bbox.y1 - 1, axes.get_title(loc="left")
-
-
-def test_the_title_names_task_model_loss_and_learning_rate(tmp_path: Path) -> None:
-    history = synthetic(tmp_path / "day" / "time", 2)
-    size = "day/time    2 training iterations, 2 evaluations"
-    assert [text.get_text() for text in draw_report(history).texts] == ["day/time", size]
-    hydra = history.run_dir / ".hydra"
-    hydra.mkdir(parents=True)
-    choices = {"task": "gsm8k", "model": "hf", "train/loss": "dapo", "rollouts": "replay"}
-    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices}}}))
-    model = {"train_id": "Qwen/Qwen2.5-0.5B", "lora": {"r": 16}}
-    (hydra / "config.yaml").write_text(yaml.safe_dump({"model": model, "train": {"lr": 1.0e-05}}))
-    assert about(history.run_dir) == "gsm8k,  Qwen2.5-0.5B,  LoRA rank 16,  rollouts replay,  dapo,  lr 1e-05"
-
-
-def test_the_picture_is_a_file(tmp_path: Path) -> None:
-    pixels = matplotlib.image.imread(save_report(synthetic(tmp_path, 100)))
-    assert pixels.shape[1] > 1900
-    assert pixels[..., :3].std() > 0.02, "something is on it"
 
 
 def test_long_series_are_smoothed_by_a_centred_window_cut_at_the_ends() -> None:

@@ -64,16 +64,3 @@ def test_several_folders_make_one_page(tmp_path: Path, monkeypatch: pytest.Monke
     assert lines[4].split() == ["page", "report.html"]
     assert main(["a", "--out", "b/both.html", "b"]) == 0
     assert Path("report.html").read_bytes() == Path("b/both.html").read_bytes()
-
-
-def test_anything_else_is_one_line(killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def error(*words: object) -> str:
-        assert main([str(word) for word in words]) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        return line
-
-    assert "none: is neither a run" in error(killed.parent / "none")
-    assert error(killed, "--out", tmp_path / "no" / "x.html").startswith(f"error: --out={tmp_path}/no/x.html: ")
-    for path in (killed / "metrics").iterdir():
-        path.unlink()
-    assert error(killed).startswith(f"error: {killed}: has no metrics yet")

@@ -57,11 +57,3 @@ def test_no_line_is_wider_than_the_terminal_and_the_folder_stays_whole() -> None
     assert [line for line in lines if len(line) > 80] == [f"files            {folder}"]
     assert sum(line.count("1.7 min") for line in lines) == 8
     assert "look at          50% of the completions are cut off at last" in lines
-
-
-def test_a_run_without_evaluation_or_metrics() -> None:
-    lines = printed(History(Path("/runs/two"), {0: {"reward_mean": 0.5}}, {}))
-    assert [line.split() for line in lines[2:-1]] == [["training", "reward", "0.500", "0.500", "0.500", "(1)"]]
-    assert printed(History(Path("/runs/three"), {}, {})) == []
-    lines = printed(History(Path("/runs/four"), {}, {-1: EVALS[-1]}))
-    assert [line.split() for line in lines[2:-1]] == [["pass@1", "0.200", "[0.100,", "0.300]", "0.200", "(0)"]]

@@ -8,7 +8,7 @@ import yaml
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from offline_grpo.report.runs import configurations, load_runs, read_run
+from offline_grpo.report.runs import configurations, load_runs
 from offline_grpo.report.sweep import draw_sweep, print_sweep
 
 
@@ -101,13 +101,6 @@ def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_
     assert sum(line.count("[0.") for line in lines) == 3, "an interval for each configuration"
     assert "run 5: stopped at 1/2, not in the mean" in lines
     assert any("0 1 2 3 4 (5)" in line for line in lines)
-
-
-def test_a_run_that_stopped_early_is_done(tmp_path: Path) -> None:
-    make_run(tmp_path / "0", ["task=sat"], [0.25, 0.75], num_train=1)
-    path = tmp_path / "0" / "metrics" / "train_iter_000.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"stopped_early": 1.0}))
-    assert read_run(tmp_path / "0", "0").is_done
 
 
 def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
