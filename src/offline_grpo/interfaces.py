@@ -382,23 +382,16 @@ class RunListener(Protocol):
         """Called on every way out, perhaps twice."""
 
 
-class PendingCheckpoint(Protocol):
-    """A checkpoint that is written but does not count yet."""
-
-    def commit(self) -> None:
-        """Make it the newest checkpoint, at once and completely."""
-        ...
-
-
 @runtime_checkable
 class Checkpointer(Protocol):
     """Saves everything that the next iteration depends on."""
 
-    def write(self, iteration: int) -> PendingCheckpoint:
-        """Save the state after `iteration`. Called on every process, and perhaps again.
+    def write(self, iteration: int) -> None:
+        """Save the state after `iteration`, which does not count yet. Called on every process, and perhaps again."""
+        ...
 
-        Where it cannot be written, earlier checkpoints are intact.
-        """
+    def commit(self, iteration: int) -> None:
+        """Make what was written the newest checkpoint, at once and completely."""
         ...
 
 

@@ -19,7 +19,7 @@ KILLS = {
     "building the model": Kill("offline_grpo.model.tiny:TinyModel.prepare", 1),
     "evaluating before training": ("eval", -1),
     "writing the second checkpoint": Kill("offline_grpo.checkpoint.checkpointer:torch.save", 2, "after"),
-    "before the checkpoint counts": Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 1),
+    "before the checkpoint counts": Kill("offline_grpo.checkpoint.checkpointer:Checkpointer.commit", 1),
     "drawing the report": Kill("matplotlib.figure:Figure.savefig", 1),
 }
 """A call that is not made, or the beginning of an iteration's phase. test_random_kills.py has other moments."""

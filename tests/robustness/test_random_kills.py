@@ -50,7 +50,7 @@ def test_killed_at_a_random_moment_and_resumed(seed, undisturbed, cache, tmp_pat
 def test_after_the_last_commit_nothing_is_trained_again(undisturbed, cache, tmp_path):
     day = tmp_path / "outputs" / "2026-01-01"
     run, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
-    kill = Kill("offline_grpo.checkpoint.checkpointer:PendingCheckpoint.commit", 4, "after")
+    kill = Kill("offline_grpo.checkpoint.checkpointer:Checkpointer.commit", 4, "after")
     assert run_in_child(run, cache, *WORDS, kill=kill) == -signal.SIGKILL, printed(run)
     for _ in range(2):
         assert run_in_child(fresh, cache, "resume=auto", *WORDS) == 0, printed(fresh)

@@ -44,36 +44,6 @@ PARTS = "parts.pt"
 """In place of the other tensors' files, see parts.py."""
 
 
-@dataclass(frozen=True)
-class PendingCheckpoint:
-    """A complete checkpoint under its hidden name; `commit` renames it. Only rank 0 does the work."""
-
-    hidden: Path
-    final: Path
-    best: Path | None
-    keep_last_k: int | None
-    is_main: bool
-
-    def commit(self) -> None:
-        """Rename the checkpoint, then delete all but the best one and the newest `keep_last_k`. Later ones, which were
-        damaged when the run resumed, do not count.
-        """
-        if not self.is_main:
-            return
-        if self.best is not None:  # first: a run that is killed in between repeats the iteration, and sets it again
-            set_link(self.final.with_name(BEST), self.best.name)
-        replaced = self.hidden.with_name(f".writing_{self.final.name}_replaced")
-        if self.final.exists():  # moved in one step: deleting it takes long enough to be killed in
-            os.rename(self.final, replaced)
-        os.replace(self.hidden, self.final)
-        sync(self.final.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-        found = list_checkpoints(self.final.parent)
-        for old in found[: found.index(self.final) + 1][: -self.keep_last_k] if self.keep_last_k is not None else []:
-            if old != self.best:
-                shutil.rmtree(old)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Checkpointer:
     """Writes a run's checkpoints into `folder`, and restores updater, master weights and milestones from them.
@@ -94,9 +64,9 @@ class Checkpointer:
     keep_last_k: int | None
     format: str
 
-    def write(self, iteration: int) -> PendingCheckpoint:
-        """Save the state after `iteration`, without the final rename. Called on every process; rank 0 writes."""
-        hidden = self.folder / f".writing_iter_{iteration:03d}"
+    def write(self, iteration: int) -> None:
+        """Save the state after `iteration` under a hidden name. Called on every process; rank 0 writes."""
+        hidden = self._hidden(iteration)
         tensors = {"masters": self.policy.masters.state_dict(), "optimizer": self.updater.state_dict()}
 
         def make_empty() -> None:
@@ -115,13 +85,29 @@ class Checkpointer:
             tensors = save_parts(tensors, hidden / "trainer", self.ranks.rank)
             self.ranks.gather([self.ranks.rank])  # all have written
         self.updater.sharding.lead(write_all, tensors)
-        return PendingCheckpoint(
-            hidden,
-            final=self._path(iteration),
-            best=None if self.milestones.best_iteration is None else self._path(self.milestones.best_iteration),
-            keep_last_k=self.keep_last_k,
-            is_main=self.ranks.is_main,
-        )
+
+    def commit(self, iteration: int) -> None:
+        """Rename what was written, then delete all but the best one and the newest `keep_last_k`. Later ones, which
+        were damaged when the run resumed, do not count.
+        """
+        if not self.ranks.is_main:
+            return
+        final, hidden, best = self._path(iteration), self._hidden(iteration), self.milestones.best_iteration
+        if best is not None:  # first: a run that is killed in between repeats the iteration, and sets it again
+            set_link(self.folder / BEST, self._path(best).name)
+        replaced = self.folder / f".writing_{final.name}_replaced"
+        if final.exists():  # moved in one step: deleting it takes long enough to be killed in
+            os.rename(final, replaced)
+        os.replace(hidden, final)
+        sync(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        found = list_checkpoints(self.folder)
+        for old in found[: found.index(final) + 1][: -self.keep_last_k] if self.keep_last_k is not None else []:
+            if best is None or old != self._path(best):
+                shutil.rmtree(old)
+
+    def _hidden(self, iteration: int) -> Path:
+        return self.folder / f".writing_iter_{iteration:03d}"
 
     def _path(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:03d}"

@@ -111,7 +111,8 @@ class Loop:
         except StopRequested:
             if self.checkpointer is not None and self._num_saved < self._num_done:
                 log.info("saving the state after iteration %d", self._num_done)
-                self.checkpointer.write(self._num_done - 1).commit()
+                self.checkpointer.write(self._num_done - 1)
+                self.checkpointer.commit(self._num_done - 1)
             raise
 
     def _evaluate_first(self, evaluation: Evaluation, iteration: int) -> None:
@@ -119,7 +120,8 @@ class Loop:
         self.milestones.see(metrics, iteration)
         self._log({"eval": {**metrics, **self.milestones.early_end(iteration, self.config.iterations)}}, iteration)
         if self.checkpointer is not None and iteration >= 0:
-            self.checkpointer.write(iteration).commit()  # again: it may be the best one now
+            self.checkpointer.write(iteration)  # again: it may be the best one now
+            self.checkpointer.commit(iteration)
 
     def _iterate(self, iteration: int) -> None:
         self._seconds, self._card_bytes, self._flops = {}, 0, 0.0
@@ -133,13 +135,14 @@ class Loop:
         eval_metrics, signal = self._evaluate_unless_stopped(evaluation, iteration)
         is_milestone = eval_metrics is not None and self.milestones.see(eval_metrics, iteration)
         with self._phase("checkpoint", iteration):
-            is_due = self.checkpointer is not None and (self.save_due(iteration) or is_milestone)
-            pending = self.checkpointer.write(iteration) if self.checkpointer is not None and is_due else None
+            due = self.checkpointer if self.save_due(iteration) or is_milestone else None
+            if due is not None:
+                due.write(iteration)
         metrics |= self.milestones.early_end(iteration, self.config.iterations) | self._cost(metrics)
         self._log({"train": metrics} | ({} if eval_metrics is None else {"eval": eval_metrics}), iteration)
         self._num_done = iteration + 1
-        if pending is not None:
-            pending.commit()
+        if due is not None:
+            due.commit(iteration)
             self._num_saved = self._num_done
         if signal is not None:
             raise signal

@@ -37,6 +37,11 @@ def checkpointer_of(updater, folder, *, keep_last_k=1, keep_best=None):
     )
 
 
+def save(checkpointer, iteration):
+    checkpointer.write(iteration)
+    checkpointer.commit(iteration)
+
+
 @pytest.fixture
 def saved(tmp_path, token_batch):
     """A checkpointer on a policy after one update."""
@@ -52,7 +57,7 @@ def saved(tmp_path, token_batch):
 
 def test_folder_is_a_plain_hugging_face_model(saved, tmp_path, token_batch):
     checkpointer, updater = saved()
-    checkpointer.write(0).commit()
+    save(checkpointer, 0)
     folder = tmp_path / "checkpoints" / "iter_000"
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = token_batch.token_ids[None, :10]
@@ -65,9 +70,9 @@ def test_folder_is_a_plain_hugging_face_model(saved, tmp_path, token_batch):
 
 def test_nothing_counts_before_it_is_committed(saved, tmp_path):
     checkpointer, _ = saved()
-    pending = checkpointer.write(0)
+    checkpointer.write(0)
     assert list_checkpoints(tmp_path / "checkpoints") == []
-    pending.commit()
+    checkpointer.commit(0)
     assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "iter_000"
 
 
@@ -76,7 +81,7 @@ def test_only_the_newest_are_kept_beside_those_of_another_history(saved, tmp_pat
     checkpointer, _ = saved(keep_last_k=2)
     (tmp_path / "checkpoints" / "iter_1001").mkdir(parents=True)
     for iteration in (8, 9, 10, 1000):
-        checkpointer.write(iteration).commit()
+        save(checkpointer, iteration)
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert names == ["iter_010", "iter_1000", "iter_1001"]
 
@@ -84,9 +89,9 @@ def test_only_the_newest_are_kept_beside_those_of_another_history(saved, tmp_pat
 def test_killed_while_a_checkpoint_is_replaced_there_is_a_whole_one(saved, tmp_path, monkeypatch):
     """As after an evaluation with which a resumed run begins."""
     checkpointer, updater = saved(keep_last_k=1)
-    checkpointer.write(3).commit()
+    save(checkpointer, 3)
     updater.counters.num_refused = 1
-    pending = checkpointer.write(3)
+    checkpointer.write(3)
 
     def killed(path, **kwargs):
         (path / "config.json").unlink()
@@ -94,7 +99,7 @@ def test_killed_while_a_checkpoint_is_replaced_there_is_a_whole_one(saved, tmp_p
 
     monkeypatch.setattr(module.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        pending.commit()
+        checkpointer.commit(3)
     checkpoint, state = newest_sound(tmp_path / "checkpoints")
     assert (checkpoint.name, state.counters.num_refused) == ("iter_003", 1)
 
@@ -102,7 +107,7 @@ def test_killed_while_a_checkpoint_is_replaced_there_is_a_whole_one(saved, tmp_p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_restored_state_makes_the_same_next_update(saved, tmp_path, token_batch, dtype):
     checkpointer, updater = saved(dtype)
-    checkpointer.write(4).commit()
+    save(checkpointer, 4)
     folder = tmp_path / "checkpoints" / "iter_004"
     has_masters = (folder / "trainer" / "masters.safetensors").exists()
     assert has_masters == (dtype == torch.bfloat16)
@@ -122,7 +127,7 @@ def test_the_best_is_kept_beside_the_newest_and_has_a_link(saved, tmp_path):
     seen = []
     for iteration, value in enumerate([0.1, 0.3, 0.2, 0.4]):
         checkpointer.milestones.see({"pass@1": value}, iteration)
-        checkpointer.write(iteration).commit()
+        save(checkpointer, iteration)
         seen.append(([path.name for path in list_checkpoints(folder)], os.readlink(folder / "best")))
     assert seen == [
         (["iter_000"], "iter_000"),
@@ -137,7 +142,7 @@ def test_the_best_is_known_after_a_restore_unless_it_is_gone(saved, tmp_path):
     checkpointer, updater = saved(keep_last_k=9, keep_best="pass@1")
     for iteration, value in enumerate([0.3, 0.2]):
         checkpointer.milestones.see({"pass@1": value}, iteration)
-        checkpointer.write(iteration).commit()
+        save(checkpointer, iteration)
     folder = tmp_path / "checkpoints"
     for is_there, expected in ((True, 0), (False, None)):
         if not is_there:
@@ -149,7 +154,7 @@ def test_the_best_is_known_after_a_restore_unless_it_is_gone(saved, tmp_path):
 
 def test_state_of_other_shapes_is_refused_before_it_is_used(saved, tmp_path):
     checkpointer, _ = saved(torch.bfloat16)
-    checkpointer.write(0).commit()
+    save(checkpointer, 0)
     trainer = tmp_path / "checkpoints" / "iter_000" / "trainer"
     masters = load_file(trainer / "masters.safetensors")
     name = next(name for name, tensor in masters.items() if tensor.dim() == 1)

@@ -171,8 +171,11 @@ class Saved:
     def __init__(self) -> None:
         self.commits: list[int] = []
 
-    def write(self, iteration: int) -> Any:
-        return SimpleNamespace(commit=lambda: self.commits.append(iteration))
+    def write(self, iteration: int) -> None:
+        pass
+
+    def commit(self, iteration: int) -> None:
+        self.commits.append(iteration)
 
 
 @pytest.mark.parametrize(("iterations", "mark"), [(3, 1.0), (1, None)])
