@@ -41,17 +41,13 @@ def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **
     check_settings(target, settings, key, given_at_runtime=wanted)
     component = target(**settings, **wanted)
     if protocol is not None and not isinstance(component, protocol):
-        missing = _missing(component, protocol)
+        bases = protocol.__mro__[:-1]
+        members = {name for base in bases for name in (*vars(base), *getattr(base, "__annotations__", {}))}
+        missing = sorted(name for name in members if not name.startswith("_") and not hasattr(component, name))
         lacks = f"lacks {', '.join(missing)}" if missing else "does not inherit from it"
-        lacks += f"; see {protocol.__module__.replace('.', '/')}.py"
-        raise ConfigError(f"{key}._target_={node['_target_']}: does not implement {protocol.__name__}: {lacks}")
+        fix = f"does not implement {protocol.__name__}: {lacks}; see {protocol.__module__.replace('.', '/')}.py"
+        raise ConfigError(f"{key}._target_={node['_target_']}: {fix}")
     return component
-
-
-def _missing(component: object, protocol: type) -> list[str]:
-    """The members of a Protocol that a component does not have."""
-    members = {name for base in protocol.__mro__[:-1] for name in (*vars(base), *getattr(base, "__annotations__", {}))}
-    return sorted(name for name in members if not name.startswith("_") and not hasattr(component, name))
 
 
 def resolve(node: Mapping[str, Any], key: str) -> Any:
@@ -78,14 +74,11 @@ def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name in parameters if name not in given_at_runtime]
     for name, value in settings.items():
-        fix = f"the run itself gives {target.__name__} this argument; leave it out"
-        require(name not in parameters or name not in given_at_runtime, f"{key}.{name}", value, fix)
         fix = f"{target.__name__} has no such setting; it has {', '.join(known) or 'none'}"
-        require(name in parameters or takes_any, f"{key}.{name}", value, fix)
-    for name, parameter in parameters.items():
-        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        is_needed = parameter.default is parameter.empty and not is_variadic
-        if is_needed and name not in settings and name not in given_at_runtime:
+        require(name in known or (takes_any and name not in given_at_runtime), f"{key}.{name}", value, fix)
+    for name in known:
+        is_variadic = parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        if parameters[name].default is inspect.Parameter.empty and not is_variadic and name not in settings:
             raise ConfigError(f"{key}.{name}: {target.__name__} needs it and it is not set")
     # a dataclass's own hints: those of its __init__ are resolved in the subclass's module, not where a field is defined
     hints = get_type_hints(target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target)

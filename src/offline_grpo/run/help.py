@@ -46,18 +46,29 @@ def help_text(conf: Path, wanted: Sequence[str] = ()) -> str:
     Raises:
         ConfigError: nothing has one of these names.
     """
-    if not wanted:
-        return "\n".join([USAGE, *_groups(conf), "", *_sections(conf, ())])
-    found = "\n".join(_sections(conf, wanted))
-    require(bool(found), "--help", " ".join(wanted), "nothing is called so; --help alone lists all")
-    return found
+
+    def is_wanted(name: str) -> bool:
+        return not wanted or any(name == word or name.startswith((f"{word}.", f"{word}/")) for word in wanted)
+
+    lines = _section("Keys at the top", [key for key in keys(conf / "config.yaml", "") if is_wanted(key.name)])
+    chosen = defaults(conf)
+    for group, options in groups(conf).items():
+        explained: set[Key] = set()
+        for option in sorted(options, key=lambda option: option not in chosen.get(group, [])):
+            path = conf / group / f"{option}.yaml"
+            found = [key for key in all_keys(path, prefix_of(group)) if is_wanted(key.name) or is_wanted(group)]
+            new = [key for key in found if key not in explained]
+            explained |= set(new)
+            if new or is_wanted(group):
+                lines += _section(f"{group}={option}", new, about=_about(path))
+    require(bool(lines), "--help", " ".join(wanted), "nothing is called so; --help alone lists all")
+    return "\n".join(lines if wanted else [USAGE, *_groups(conf), "", *lines])
 
 
 def _groups(conf: Path) -> Iterator[str]:
     yield "Groups and their options (* is the default)"
     for group, options in groups(conf).items():
-        default = defaults(conf).get(group)
-        names = ", ".join(f"{option}*" if option in (default or []) else option for option in options)
+        names = ", ".join(f"{option}*" if option in defaults(conf).get(group, []) else option for option in options)
         yield from textwrap.wrap(names, WIDTH, initial_indent=f"  {group:<16} ", subsequent_indent=" " * 19)
 
 
@@ -83,46 +94,27 @@ def defaults(conf: Path) -> dict[str, list[str]]:
     return chosen
 
 
-def _sections(conf: Path, wanted: Sequence[str]) -> Iterator[str]:
-    def is_wanted(name: str) -> bool:
-        return not wanted or any(name == word or name.startswith((f"{word}.", f"{word}/")) for word in wanted)
-
-    yield from _section("Keys at the top", [key for key in keys(conf / "config.yaml", "") if is_wanted(key.name)])
-    for group, options in groups(conf).items():
-        prefix = "" if group == "experiment" else group.replace("/", ".") + "."
-        default = defaults(conf).get(group, [])
-        told: set[Key] = set()
-        for option in sorted(options, key=lambda option: option not in default):
-            path = conf / f"{group}.yaml" if group == "." else conf / group / f"{option}.yaml"
-            new = [
-                key for key in all_keys(path, prefix) if key not in told and (is_wanted(key.name) or is_wanted(group))
-            ]
-            told |= set(new)
-            if new or is_wanted(group):
-                yield from _section(f"{group}={option}", new, about=_about(path))
+def prefix_of(group: str) -> str:
+    """The beginning of the keys of a group's options: `train.loss.` of train/loss, "" of presets for everything."""
+    return "" if group == "experiment" else group.replace("/", ".") + "."
 
 
-def _section(title: str, found: Sequence[Key], about: str = "") -> Iterator[str]:
+def _section(title: str, found: Sequence[Key], about: str = "") -> list[str]:
     if not found and not about:
-        return
-    yield title
-    yield from textwrap.wrap(about, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        return []
+    lines = [title, *textwrap.wrap(about, WIDTH, initial_indent="  ", subsequent_indent="  ")]
     for key in found:
         line = f"  {key.name}={key.value}" if key.value else f"  {key.name}"
-        yield line if len(line) <= WIDTH else f"{line[: WIDTH - 4]} ..."
-        yield from textwrap.wrap(key.comment, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    yield ""
+        lines.append(line if len(line) <= WIDTH else f"{line[: WIDTH - 4]} ...")
+        lines += textwrap.wrap(key.comment, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return [*lines, ""]
 
 
 def all_keys(path: Path, prefix: str) -> list[Key]:
     """The keys of a file, after those of the files that it includes."""
-    included = [
-        entry
-        for entry in yaml.safe_load(path.read_text()).get("defaults", [])
-        if isinstance(entry, str) and entry != "_self_"
-    ]
-    found = [key for name in included for key in all_keys(path.parent / f"{name}.yaml", prefix)]
-    return found + keys(path, prefix)
+    entries = yaml.safe_load(path.read_text()).get("defaults", [])
+    included = [path.with_name(f"{entry}.yaml") for entry in entries if isinstance(entry, str) and entry != "_self_"]
+    return [key for file in included for key in all_keys(file, prefix)] + keys(path, prefix)
 
 
 def keys(path: Path, prefix: str) -> list[Key]:

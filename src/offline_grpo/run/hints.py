@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.help import all_keys, defaults, groups, keys
+from offline_grpo.run.help import all_keys, defaults, groups, keys, prefix_of
 
 OF_OTHER_TRAINERS = {
     # Shorter forms, and former names
@@ -78,7 +78,7 @@ def known_keys(conf: Path) -> list[str]:
     found = [key.name for key in keys(conf / "config.yaml", "")]
     for group, options in groups(conf).items():
         paths = [conf / group / f"{option}.yaml" for option in options]
-        found += [group, *(key.name for path in paths for key in all_keys(path, group.replace("/", ".") + "."))]
+        found += [group, *(key.name for path in paths for key in all_keys(path, prefix_of(group)))]
     return found
 
 
@@ -86,23 +86,23 @@ def empty_group(key: str, conf: Path) -> str | None:
     """The hint about a setting below a group that has no option by default; None for any other."""
     chosen = defaults(conf)
     for group, options in groups(conf).items():
-        if group not in chosen and key.startswith(group.replace("/", ".") + "."):
+        if group not in chosen and group != "experiment" and key.startswith(prefix_of(group)):
             return f"{key}: {group} is empty here; add {' or '.join(f'{group}={option}' for option in options)}"
     return None
 
 
 def no_such_key(key: str, conf: Path) -> ConfigError:
     """The error about a key that does not exist; names the one that was probably meant."""
-    words = re.split("[./]", key)
+    words, known = re.split("[./]", key), known_keys(conf)
     ends = (".".join(words[place:]) for place in range(len(words)))
     renamed = next((OF_OTHER_TRAINERS[end] for end in ends if end in OF_OTHER_TRAINERS), None)
-    if renamed is not None:
-        return ConfigError(f"{key}: no such key; the setting is {renamed}")
-    known = known_keys(conf)
-    if key in known:
-        return ConfigError(f"{key}: the chosen options have no such key; `--help {key}` names those that have it")
     similar = difflib.get_close_matches(key, [k for k in known if not key.startswith(f"{k}.")], n=1, cutoff=0.7)
-    return ConfigError(
-        f"{key}: no such key; "
-        + (f"did you mean {similar[0]}?" if similar else "`--help` lists all, `--help GROUP` some")
-    )
+    if renamed is not None:
+        fix = f"no such key; the setting is {renamed}"
+    elif key in known:
+        fix = f"the chosen options have no such key; `--help {key}` names those that have it"
+    elif similar:
+        fix = f"no such key; did you mean {similar[0]}?"
+    else:
+        fix = "no such key; `--help` lists all, `--help GROUP` some"
+    return ConfigError(f"{key}: {fix}")

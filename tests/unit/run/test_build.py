@@ -35,10 +35,7 @@ def test_values_and_runtime_objects_meet_in_the_constructor():
         ({**TARGET, "lr": "fast"}, r"part.lr='fast': expected float, got str"),
         ({**TARGET, "lr": [5e-6, 1e-5]}, r"to sweep over it: --multirun part.lr=5e-06,1e-05"),
         ({**TARGET, "lr": 1.0, "sizes": [1, "a"]}, r"part.sizes=.*expected list\[int\] \| None"),
-        (
-            {**TARGET, "lr": 1.0, "policy": "x"},
-            r"^part.policy=x: the run itself gives Part this argument; leave it out$",
-        ),
+        ({**TARGET, "lr": 1.0, "policy": "x"}, r"^part.policy=x: Part has no such setting"),
     ],
 )
 def test_what_does_not_fit_the_signature_is_refused(node, message):
