@@ -11,6 +11,7 @@ import pytest
 import yaml
 from factories import CONF, compose_config, compose_with_hydra
 from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
 
 from offline_grpo.run.build import check_settings, resolve
 from offline_grpo.run.config import as_plain, typed
@@ -122,16 +123,11 @@ REFUSED_WITHOUT_TORCH = {
     "train.lr=-1": "train.lr=-1.0",
     "generation.top_p=2": "generation.top_p=2",
     "data.num_train_seeds=1000000000": "data.num_train_seeds=1000000000",
-    "data.train_seed_start=5000": "data.train_seed_start=5000",
     "task.format_weight=x": "task.format_weight='x'",
-    "+task.none=1": "task.none=1",
-    "logger.console.refresh_per_s=0": "logger.console.refresh_per_s=0",
     "rollouts.none=1": "rollouts.none",
     "+train.foo=1": "train.foo: no such key",
     "+model.lora.rank=1 model/lora=default": "model.lora.rank: no such key",
-    "+resum=x": "resum: no such key; did you mean resume?",
     'generation=vllm_server generation.base_url="http://a/?x=1"': "generation.base_url=http://a/?x=1",
-    "eval.backend=vllm_server eval.base_url=http://": "eval.base_url=http://",
 }
 
 
@@ -160,19 +156,10 @@ def test_mistakes_in_settings_are_refused_without_torch():
         assert message in told[words]
 
 
-def test_a_configuration_can_be_pickled():
+def test_a_configuration_can_be_pickled_and_read_back(tmp_path):
     """Launchers of sweeps send it to other processes."""
-    cfg = compose_config("model/lora=default")
-    again = pickle.loads(pickle.dumps(cfg))
-    assert again == cfg
-    assert typed(again) == typed(cfg)
-    assert typed(again).model.lora is not None
-
-
-def test_a_saved_configuration_reads_back_typed(tmp_path):
-    from omegaconf import OmegaConf
-
-    cfg = compose_config("train.lr=0.5")
+    cfg = compose_config("model/lora=default", "train.lr=0.5")
+    assert typed(pickle.loads(pickle.dumps(cfg))) == typed(cfg)
     OmegaConf.save(cfg, tmp_path / "config.yaml")
     again = typed(OmegaConf.load(tmp_path / "config.yaml"))
     assert again == typed(cfg)

@@ -11,14 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo.run import config
 from offline_grpo.run.build import check_settings, resolve
+from offline_grpo.run.config import key_of
 from offline_grpo.run.engine_spec import CLIENT_RUNTIME
 from offline_grpo.types import SamplingParams
 
@@ -54,15 +52,14 @@ KEYS = [span for span in HERE if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", span)]
 OVERRIDES = [span for span in HERE if "=" in span]
 
 
-def overrides_of(span: str) -> list[str]:
-    """`uv run run_grpo.py --multirun a=1,2 b=3` -> a=1, b=3: of a sweep, its first run."""
-    _, _, arguments = span.rpartition("run_grpo.py")
-    words = [word for word in shlex.split(arguments) if not word.startswith("-")]
+def overrides_of(span: str) -> dict[str, str]:
+    """`uv run run_grpo.py --multirun a=1,2 b=3` -> a=1, b=3 by their keys: of a sweep, its first run."""
+    words = [word for word in shlex.split(span.rpartition("run_grpo.py")[2]) if not word.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(words)
-    return [
-        f"{p.get_key_element()}={next(p.sweep_string_iterator())}" if p.is_sweep_override() else w
+    return {
+        key_of(w): f"{p.get_key_element()}={next(p.sweep_string_iterator())}" if p.is_sweep_override() else w
         for p, w in zip(parsed, words, strict=True)
-    ]
+    }
 
 
 def compatible(every_span: list[str]) -> list[list[str]]:
@@ -70,77 +67,46 @@ def compatible(every_span: list[str]) -> list[list[str]]:
     time.
     """
     lists: list[dict[str, str]] = []
-    for span in every_span:
-        overrides = {override.partition("=")[0]: override for override in overrides_of(span)}
-        for known in lists:
-            if known.keys().isdisjoint(overrides) and "experiment" not in known | overrides:
-                known.update(overrides)
-                break
-        else:
+    for overrides in map(overrides_of, every_span):
+        fits = (k for k in lists if k.keys().isdisjoint(overrides) and "experiment" not in k | overrides)
+        if (known := next(fits, None)) is None:
             lists.append(overrides)
+        else:
+            known.update(overrides)
     return [list(overrides.values()) for overrides in lists]
-
-
-@pytest.fixture(scope="module")
-def hydra() -> Iterator[None]:
-    config.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        yield
 
 
 def check_components(cfg: DictConfig) -> None:
     """The settings of every `_target_` node fit its constructor's signature."""
-    nodes: dict[str, Any] = {
-        key: OmegaConf.select(cfg, key)
-        for key in ("task", "generation", "weight_sync", "train.loss", "train.optimizer")
-    }
-    if cfg.engine is not None:
-        nodes["engine"] = cfg.engine
-    for name, node in (cfg.logger or {}).items():
-        nodes[f"logger.{name}"] = node
+    keys = ("task", "generation", "weight_sync", "train.loss", "train.optimizer")
+    nodes: dict[str, Any] = {key: OmegaConf.select(cfg, key) for key in keys}
+    nodes |= {} if cfg.engine is None else {"engine": cfg.engine}
+    nodes |= {f"logger.{name}": node for name, node in (cfg.logger or {}).items()}
+    runtime = dict.fromkeys((*CLIENT_RUNTIME, "output_dir"))
     for key, node in nodes.items():
         plain = config.as_plain(node)
         settings = {k: v for k, v in plain.items() if k != "_target_" and not (key == "generation" and k in SPLIT_OFF)}
-        check_settings(
-            resolve(plain, key), settings, key, given_at_runtime=dict.fromkeys((*CLIENT_RUNTIME, "output_dir"))
-        )
+        check_settings(resolve(plain, key), settings, key, given_at_runtime=runtime)
 
 
 def test_column_holds_nothing_but_keys_overrides_and_commands():
-    others = [
-        span
-        for span in HERE
-        if span not in KEYS and span not in OVERRIDES and "run_grpo.py" not in span and span != "uv sync"
-    ]
-
-    assert others == []
+    known = {*KEYS, *OVERRIDES, "uv sync"}
+    assert [span for span in HERE if span not in known and "run_grpo.py" not in span] == []
     assert len(KEYS) >= 4
     assert len(OVERRIDES) > 80
+    modules = [match[1] for span in spans("Here") if (match := MODULE.match(span))]
+    assert len(modules) > 0
+    assert [name for name in modules if find_spec(name) is None] == []
 
 
-def test_modules_that_are_commands_exist():
-    found = [match[1] for span in spans("Here") if (match := MODULE.match(span))]
-
-    assert len(found) > 0
-    assert [name for name in found if find_spec(name) is None] == []
-
-
-def test_keys_exist(hydra):
-    cfg = compose("config")
-
-    missing = [
-        key
-        for key in KEYS
-        if OmegaConf.is_missing(cfg, key) or key.split(".")[-1] not in OmegaConf.select(cfg, key.rpartition(".")[0])
-    ]
-
-    assert missing == []
-
-
-def test_overrides_compose_and_fit(hydra):
+def test_keys_exist_and_overrides_compose_and_fit():
+    config.register()
+    cfg = config.composed([])
+    assert [
+        key for key in KEYS if key.split(".")[-1] not in (OmegaConf.select(cfg, key.rpartition(".")[0]) or cfg)
+    ] == []
     for together in compatible(OVERRIDES):
-        cfg = compose("config", together)
+        cfg = config.composed(together)
         config.typed(cfg)
         check_components(cfg)
 
@@ -148,8 +114,6 @@ def test_overrides_compose_and_fit(hydra):
 def test_metrics_are_in_the_glossary():
     glossary = (ROOT / "docs" / "numerics.md").read_text().partition("## Metric glossary")[2]
     known = set(re.findall(r"`([^`]+)`", glossary))
-
     metrics = [re.sub(r"@\d+", "@k", span) for span in spans("Metric here") if not span.startswith("eval.")]
-
     assert len(metrics) > 30
     assert [name for name in metrics if name not in known] == []

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint.files import list_checkpoints
 from offline_grpo.run import app, assemble
-from offline_grpo.run.config import typed
 
 ROOT = Path(__file__).parents[2]
 ONE_ITERATION = (*SMALL, "train.iterations=1", "eval.eval_first=false", "model.device=cpu")
@@ -42,16 +41,6 @@ def fresh_command(
     return subprocess.run(
         arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-
-
-def test_a_server_that_is_not_installed_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
-    done = command(tmp_path, "run_grpo.py", "generation=sglang_server")
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        "error: engine.python=null: SGLang is not installed in this environment; name an interpreter that has it"
-    )
-    assert len(done.stderr.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_key_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
@@ -80,14 +69,8 @@ def test_a_sweep_leaves_a_run_for_each_value_and_a_table(tmp_path: Path, cache: 
     done, sweep_dir, rows = sweep(tmp_path, cache, "train.lr=1e-3,1e-4")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"multirun/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}", sweep_dir.relative_to(tmp_path).as_posix())
-    assert {path.name for path in sweep_dir.iterdir()} == {
-        "0",
-        "1",
-        "summary.csv",
-        "summary.md",
-        "sweep.png",
-        "multirun.yaml",
-    }
+    files = {"summary.csv", "summary.md", "sweep.png", "multirun.yaml"}
+    assert {path.name for path in sweep_dir.iterdir()} == {"0", "1"} | files
     assert {(row["run"], row["train.lr"], row["status"]) for row in rows} == {
         ("0", "0.001", "done"),
         ("1", "0.0001", "done"),
@@ -139,20 +122,6 @@ def test_all_loggers_together(tmp_path: Path, cache: str, monkeypatch: pytest.Mo
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.txt"}
 
 
-@pytest.fixture
-def policies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The policies of runs in this process."""
-    found: list[Any] = []
-    load = assemble.load_policy
-
-    def load_policy(*args: Any, **kwargs: Any) -> Any:
-        found.append(load(*args, **kwargs))
-        return found[-1]
-
-    monkeypatch.setattr(assemble, "load_policy", load_policy)
-    return found
-
-
 def assert_resumes_equal(tmp_path: Path, whole: Path, *overrides: str) -> None:
     """A run of two iterations that is made two longer ends as `whole`, which had four at once."""
     part, fresh = tmp_path / "part", tmp_path / "fresh"
@@ -163,7 +132,12 @@ def assert_resumes_equal(tmp_path: Path, whole: Path, *overrides: str) -> None:
     assert weights_of(part) == weights_of(whole)
 
 
-def test_lora_saves_adapters_and_leaves_the_base_as_it_was(tmp_path: Path, cache: str, policies: list[Any]) -> None:
+def test_lora_saves_adapters_and_leaves_the_base_as_it_was(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies: list[Any] = []
+    load = assemble.load_policy
+    monkeypatch.setattr(assemble, "load_policy", lambda *w, **how: policies.append(load(*w, **how)) or policies[-1])
     run_dir = tmp_path / "run"
     overrides = (cache, "model/lora=default", "train.schedule=constant")
     app.run(compose_config(*SMALL, *overrides), run_dir)
@@ -211,19 +185,8 @@ def test_bf16_steps_on_masters_that_its_checkpoints_hold(tmp_path: Path, cache: 
 
 
 def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-    load = assemble.load_reference
-
-    def load_reference(*args: Any, **kwargs: Any) -> Any:
-        loaded.append("reference")
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(assemble, "load_reference", load_reference)
+    monkeypatch.setattr(assemble, "load_reference", None)
     app.run(compose_config(cache, *ONE_ITERATION, "train.kl_coef=0"), tmp_path / "without")
-    assert loaded == []
     without = metrics_of(tmp_path / "without")["train_iter_000.json"]
     assert without["grad_norm"] > 0
     assert "kl_divergence" not in without
-    app.run(compose_config(cache, *ONE_ITERATION), tmp_path / "with")
-    assert loaded == ["reference"]
-    assert typed(compose_config()).train.kl_coef > 0  # so the default run has one

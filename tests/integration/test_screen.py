@@ -32,39 +32,23 @@ def run(tmp_path_factory) -> Any:
     return root / "run", list(Heard.events), (root / "out.txt").read_text().splitlines()
 
 
-def test_training_comes_before_the_evaluation_after_it(run):
+def test_the_start_has_phases_and_training_comes_before_the_evaluation_after_it(run):
     _, events, _ = run
     logged = [event[1:] for event in events if event[0] == "log"]
     assert logged == [("eval", -1), ("train", 0), ("train", 1), ("eval", 1)]
-
-
-def test_the_start_has_phases_before_the_run_starts(run):
-    _, events, _ = run
     before = events[: events.index(("start", 2))]
     phases = [event[1] for event in before if event[0] == "phase"]
     assert phases == ["warm start", "load model", "masters", "load reference"]
     assert ("progress", 5, 10, "steps") in before
 
 
-def inside(events: list[Any], phase: str, iteration: int) -> list[Any]:
-    """The progress that was told in a phase."""
-    begin = events.index(("phase", phase, iteration)) + 1
-    end = next((i for i in range(begin, len(events)) if events[i][0] != "progress"), len(events))
-    return [event[1:] for event in events[begin:end]]
-
-
 def test_progress_inside_an_iteration_reaches_its_total(run):
     _, events, _ = run
-    inside_batches = [step for step in inside(events, "generate", 0) if step[2] == "tokens"]
-    assert inside_batches[:2] == [(1, 8, "tokens"), (2, 8, "tokens")]
-    generated = [step for step in inside(events, "generate", 0) if step[2] == "completions"]
-    assert (generated[0], generated[-1]) == ((0, 16, "completions"), (16, 16, "completions"))
-    assert [done for done, *_ in generated] == [0, 4, 8, 12, 16], "as they arrive"
-    assert inside(events, "eval", 1)[-1] == (8, 8, "completions")
-    trained = inside(events, "train", 0)
-    assert [step for step in trained if step[2] == "microbatches scored"][-1] == (4, 4, "microbatches scored")
-    assert [step for step in trained if step[2] == "updates"] == [(0, 2, "updates"), (1, 2, "updates")]
-    assert [done for done, *_, unit in trained if unit == "microbatches"] == [0, 1, 0, 1]
+    begin = events.index(("phase", "generate", 0))
+    steps = [event[1:] for event in events[begin:] if event[0] == "progress"]
+    assert [done for done, _, unit in steps if unit == "completions"][:5] == [0, 4, 8, 12, 16], "as they arrive"
+    assert [step for step in steps if step[2] == "updates"][:2] == [(0, 2, "updates"), (1, 2, "updates")]
+    assert [done for done, _, unit in steps if unit == "microbatches"][:4] == [0, 1, 0, 1]
 
 
 def test_a_file_has_a_line_per_record_none_wider_than_80_columns_but_for_paths(run):
