@@ -60,9 +60,8 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
 def context_length(config: PretrainedConfig) -> int | None:
     """The most tokens that prompt and completion may have together; None where the model sets no limit.
 
-    Rotary embeddings of type `dynamic` and `longrope` turn by other angles in batches whose longest sequence is beyond
-    the length of the original training, so a logprob would depend on its neighbours. Such models are used up to that
-    length.
+    Beyond the length of the original training, angles of `dynamic` and `longrope` embeddings depend on the longest
+    sequence of a batch, and so would logprobs. Such models are used up to that length.
     """
     text = config.get_text_config()
     limits = [getattr(text, "max_position_embeddings", None)]
@@ -112,8 +111,7 @@ def load_policy(
             `settle_layout` and `settle_compile` are left to the caller then.
 
     Raises:
-        ConfigError: the layout does not run on `device` or is wrong for the model, the model has no such layers or
-            target modules, or it does something unknown to its logits.
+        ConfigError: a layout or a model that cannot be trained so.
     """
     dtype = torch_dtype(precision)
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
@@ -167,10 +165,7 @@ def prepare(
     adapter: Path | None = None,
 ) -> LanguageModel:
     """Make a model the one to be trained: adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing
-    of a share of them.
-
-    Raises:
-        ConfigError: layer indices or target modules that the model does not have.
+    of a share of them. Raises ConfigError for layer indices or target modules that the model does not have.
     """
     trained: LanguageModel = model
     if config.lora is not None:

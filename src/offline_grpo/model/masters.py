@@ -20,8 +20,8 @@ CHUNK_ELEMENTS = 1 << 24
 """Compared at once: few launches on a GPU, and temporaries of at most 48 MiB for 16-bit weights."""
 
 SMALL_ELEMENTS = 1 << 20
-"""Of parameters up to this size, such as norms and LoRA adapters, gradients are added together: the host takes longer
-to launch one addition than a GPU takes to do it, and there are hundreds."""
+"""Of parameters up to this size, such as norms and LoRA adapters, gradients are added together: launching hundreds of
+additions takes the host longer than a GPU takes to do them."""
 
 ALIGNED = 128
 """Elements: tensors in the host's memory begin at a multiple, so that kernels read them as fast as those with memory of
@@ -99,14 +99,11 @@ class MasterWeights:
         if offload:
             device = next((p.device for p in self._working.values()), torch.device("cpu"))
             self.host = HostTensors({name: p.shape for name, p in self._working.items()}, device)
-        # parameters of the model whose gradients wait, and their masters
-        self._small: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self.parameters: dict[str, nn.Parameter] = {
-            name: self._master_of(name, p, separate) for name, p in self._working.items()
-        }
-        self.values: dict[str, Tensor] = (
-            self.host.views if self.host is not None else {name: p.detach() for name, p in self.parameters.items()}
-        )
+        self._small: list[tuple[nn.Parameter, nn.Parameter]] = []  # whose gradients wait, and their masters
+        self.parameters = {name: self._master_of(name, p, separate) for name, p in self._working.items()}
+        self.values: dict[str, Tensor] = {name: p.detach() for name, p in self.parameters.items()}
+        if self.host is not None:
+            self.values = self.host.views
 
     def _master_of(self, name: str, parameter: nn.Parameter, separate: bool) -> nn.Parameter:
         if self.host is not None:
@@ -174,11 +171,8 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The masters that say more than the model's weights: what a checkpoint must hold beside the model."""
-        return {
-            name: value
-            for name, value in self.values.items()
-            if (self._rounds_to or self._working[name].dtype) != torch.float32
-        }
+        formats = {name: self._rounds_to or working.dtype for name, working in self._working.items()}
+        return {name: value for name, value in self.values.items() if formats[name] != torch.float32}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -191,7 +185,7 @@ class MasterWeights:
 def _any_bit_differs(ours: Tensor, theirs: Tensor) -> Tensor:
     """[] bool. Eight bytes are compared at a time where they can be: that is three times as fast on a GPU."""
     several = 8 // ours.element_size()
-    whole = ours.dim() > 0 and ours.size(-1) % several == 0 and ours.storage_offset() % several == 0
-    is_wide = ours.is_contiguous() and whole
+    is_whole = ours.dim() > 0 and ours.size(-1) % several == 0 and ours.storage_offset() % several == 0
+    is_wide = ours.is_contiguous() and is_whole
     integer = torch.int64 if is_wide else {2: torch.int16, 4: torch.int32}[ours.element_size()]
     return ours.view(integer).ne(theirs.view(integer)).any()

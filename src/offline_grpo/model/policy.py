@@ -107,7 +107,7 @@ class Policy:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def trained_here(self) -> list[Tensor]:
-        """Those of this process: all, or of sharded ones its parts."""
+        """Those of this process: all of each, or its part."""
         return [getattr(p, "to_local", lambda p=p: p)() for p in self.trained_parameters().values()]
 
     @property

@@ -1,9 +1,8 @@
 """Proves a layout, and compiled blocks, on the model itself: a few short sequences must get the logprobs and gradients
 that they get one at a time.
 
-Layouts put sequences side by side, and not every architecture keeps them apart there: convolutions and recurrences run
-on from one to the next, and some attention ignores masks or positions. The ratio of a loss would hide it, because old
-and new logprobs are wrong alike.
+Layouts put sequences side by side, and not every architecture keeps them apart: convolutions and recurrences continue
+from one to the next, and some attention ignores masks. The ratio of a loss would hide it: old and new are wrong alike.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ Group = tuple[int, tuple[int, ...]]
 GROUPS: Sequence[Group] = ((12, (3, 5, 2, 4)), (2, (7, 1, 6, 4)), (5, (2, 9)))
 """Tokens of each prompt, and of its completions. Short ones: what leaks from a neighbour fades with the distance."""
 LONG_GROUP = (150, (4,))
-"""Besides, on GPUs. Attention kernels go over a sequence in blocks of up to 128 tokens, and FlashAttention 4 has code
-of its own for where one block is enough: the code that trains is proven, and compiled before the first update. Its
+"""Besides, on GPUs: attention kernels walk blocks of up to 128 tokens, with code of their own where one is enough. Its
 completion is short, so that errors of the others still show in the mean."""
 NUM_GRADIENTS = 4
 LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
@@ -43,8 +41,7 @@ GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0
 (gradients) in 16 bit. Wrong ones begin at 0.08."""
 SHALLOW_BLOCKS = 8
 """Of models with more blocks, errors may be larger, by the square root of their number: so rounding grows. Right
-layouts of 4 and 12 blocks of Llama-3.1-8B's shape have 0.015 and 0.025 in bf16; on a GPU its 32 blocks, compiled, were
-refused at 0.05."""
+layouts of 4 and 12 blocks of Llama-3.1-8B's shape have 0.015 and 0.025 in bf16."""
 
 
 class _Result(NamedTuple):
@@ -137,9 +134,8 @@ def _batch(scoring: Scoring, device: torch.device, groups: Sequence[Group] = GRO
     is_completion: list[Tensor] = []
     for prompt_length, completion_lengths in groups:
         prompt = draw(prompt_length)
-        for length in completion_lengths:
-            sequences.append(torch.cat([prompt, draw(length)]))
-            is_completion.append(torch.arange(prompt_length + length) >= prompt_length)
+        sequences += [torch.cat([prompt, draw(length)]) for length in completion_lengths]
+        is_completion += [torch.arange(prompt_length + length) >= prompt_length for length in completion_lengths]
     lengths = tuple(map(len, sequences))
     zeros = torch.zeros(sum(lengths))
     return TokenBatch(

@@ -19,8 +19,7 @@ from offline_grpo.types import TokenBatch, TokenStats
 class Scoring(nn.Module):
     """Scores flat batches with a causal language model. The frozen reference is one, the policy has one.
 
-    `forward` is the only place that uses the decoder and the weights of the language-model head, so that whatever wraps
-    a module's forward (FSDP2, torch.compile) can wrap this one.
+    `forward` alone uses the decoder and the weights of the head, so that FSDP2 can wrap it.
 
     Args:
         model: a transformers model with a language-model head, or a peft model around one.
@@ -110,8 +109,7 @@ class BaseScoring:
 def prepare_for_gradients(model: nn.Module, *, adapter_dropout: bool = True) -> None:
     """Switch on what training needs of train mode: activation checkpointing, and dropout on adapters.
 
-    The rest stays in eval mode. The sampler has no dropout, so the scores that are compared with its logprobs must have
-    none either.
+    The rest stays in eval mode: the sampler has no dropout, so the scores compared with its logprobs must have none.
     """
     for name, module in model.named_modules():
         trains = getattr(module, "gradient_checkpointing", False) or (adapter_dropout and ".lora_dropout" in name)

@@ -1,12 +1,9 @@
 """A model of a few hundred thousand weights, built and warm-started on this machine: no download, no GPU.
 
-It is saved as any other transformers model, so that whatever loads or serves a real one takes it too.
-
-The warm start is supervised: first on right answers, then on demonstrations of which a fixed share is wrong. A language
-model reproduces its data. Once it knows the answers, showing it half wrong ones makes it sample the right one only half
-of the time, while that stays its single most probable answer. This is the kind of base model that RL is good at: the
-knowledge is there, the habit is not. Noise from the first step on would leave less time to learn the arithmetic itself,
-which RL then cannot make up for.
+The warm start is supervised: first on right answers, then on demonstrations of which a fixed share is wrong. Once the
+model knows the answers, half wrong ones make it sample the right one only half of the time, while that stays its most
+probable answer: the knowledge is there, the habit is not, which is what RL is good at. Noise from the first step on
+would leave less time to learn the arithmetic itself.
 """
 
 from __future__ import annotations
@@ -111,7 +108,9 @@ class TinyModel:
         if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
             raise ConfigError("model=tiny: learns integer answers; use task=arithmetic, or model=hf model.train_id=...")
         remove_left_behind(cache_dir, SCRATCH)
-        folder = cache_dir / f"tiny-{_content_hash(self, problems)}"
+        examples = [[[dict(message) for message in problem.messages], problem.answer] for problem in problems]
+        content = json.dumps([FORMAT_VERSION, asdict(self), examples], sort_keys=True)
+        folder = cache_dir / f"tiny-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
         if folder.exists():
             return folder
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -127,53 +126,37 @@ class TinyModel:
         return folder
 
 
-def _content_hash(settings: TinyModel, problems: Sequence[Problem]) -> str:
-    examples = [[[dict(message) for message in problem.messages], problem.answer] for problem in problems]
-    content = json.dumps([FORMAT_VERSION, asdict(settings), examples], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-
 def _build(settings: TinyModel, problems: Sequence[Problem], folder: Path, show_progress: bool) -> None:
-    tokenizer = build_char_tokenizer(settings.max_position_embeddings)
-    context, name, longest = settings.max_position_embeddings, *_longest(tokenizer, problems)
-    fix = f"problem {name} has {longest} tokens with its answer; use {longest} or more, or leave that problem out"
-    require(longest <= context, "model.tiny.max_position_embeddings", context, fix)
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed: that would reseed the caller's GPUs, which are not forked here.
-        torch.default_generator.manual_seed(settings.seed)
-        model = LlamaForCausalLM(_llama_config(settings, tokenizer))
-    model.generation_config = GenerationConfig(**_special_ids(tokenizer))
-    _warm_start(model, tokenizer, settings, problems, show_progress)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _llama_config(settings: TinyModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    return LlamaConfig(  # for a Qwen2, AutoTokenizer would ignore the tokenizer saved beside the model
+    context = settings.max_position_embeddings
+    tokenizer = build_char_tokenizer(context)
+    # prompt, answer, the digit that a wrong answer may have more, and EOS
+    lengths = {p.problem_id: len(encode(tokenizer, p.messages)) + len(p.answer) + 2 for p in problems}
+    name = max(lengths, key=lengths.__getitem__)
+    fix = f"problem {name} has {lengths[name]} tokens with its answer; use {lengths[name]} or more, or leave it out"
+    require(lengths[name] <= context, "model.tiny.max_position_embeddings", context, fix)
+    special_ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = LlamaConfig(  # for a Qwen2, AutoTokenizer would ignore the tokenizer saved beside the model
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
         num_hidden_layers=settings.num_layers,
         num_attention_heads=settings.num_heads,
         num_key_value_heads=settings.num_key_value_heads,
-        max_position_embeddings=settings.max_position_embeddings,
+        max_position_embeddings=context,
         rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
         initializer_range=settings.initializer_range,
         tie_word_embeddings=True,
         dtype="float32",
-        **_special_ids(tokenizer),
+        **special_ids,
     )
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-
-
-def _longest(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> tuple[str, int]:
-    """The problem with the most tokens: prompt, answer, the digit that a wrong answer may have more, and EOS."""
-    lengths = {p.problem_id: len(encode(tokenizer, p.messages)) + len(p.answer) + 2 for p in problems}
-    name = max(lengths, key=lengths.__getitem__)
-    return name, lengths[name]
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed: that would reseed the caller's GPUs, which are not forked here.
+        torch.default_generator.manual_seed(settings.seed)
+        model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(**special_ids)
+    _warm_start(model, tokenizer, settings, problems, show_progress)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def demonstrations(problems: Sequence[Problem], *, noise_frac: float, seed: int) -> Iterator[tuple[Problem, str]]:
@@ -199,15 +182,13 @@ def _warm_start(
     problems: Sequence[Problem],
     show_progress: bool,
 ) -> None:
-    """Train in place with AdamW, linear warm-up and cosine decay; the loss is that of the shown answers and EOS alone.
-
-    `noise_frac` is the share of wrong answers in the last 40% of the steps; before, there are none.
+    """Train in place with AdamW, linear warm-up and cosine decay, on the shown answers and EOS alone. `noise_frac` of
+    the answers are wrong in the last 40% of the steps, and none before.
     """
     steps, lr = settings.warm_start_steps, settings.warm_start_lr
     prompt_ids = {problem.problem_id: encode(tokenizer, problem.messages) for problem in problems}
-    clean, noisy = (
-        demonstrations(problems, noise_frac=share, seed=settings.seed) for share in (0.0, settings.noise_frac)
-    )
+    clean = demonstrations(problems, noise_frac=0.0, seed=settings.seed)
+    noisy = demonstrations(problems, noise_frac=settings.noise_frac, seed=settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
     model.train()
     for step in range(1, steps + 1):
@@ -235,12 +216,9 @@ def _lr_factor(step: int, steps: int) -> float:
 def collate(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], answers: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and labels [B, L], padded on the right, where causal attention needs no mask; only answer and EOS have
-    labels.
-
-    For the prompt `1+2=` and the answer `3`, in characters:
-        token_ids  <bos> 1 + 2 = 3 <eos> <pad>
-        labels       .   . . . . 3 <eos>   .
+    """Token ids and labels [B, L], padded on the right. For the prompt `1+2=` and the answer `3`, in characters:
+    token_ids  <bos> 1 + 2 = 3 <eos> <pad>
+    labels       .   . . . . 3 <eos>   .
     """
     token: Any = tokenizer
     completions = [[*ids, token.eos_token_id] for ids in token(list(answers), add_special_tokens=False)["input_ids"]]
@@ -256,10 +234,7 @@ def collate(
 
 
 def build_char_tokenizer(model_max_length: int) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character or newline; any other character becomes `<unk>`.
-
-    Text gets no special tokens on its own: BOS comes from the chat template.
-    """
+    """One token per printable ASCII character or newline, else `<unk>`. BOS comes from the chat template alone."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

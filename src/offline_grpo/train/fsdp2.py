@@ -126,22 +126,16 @@ class FullyShardedPolicy(Replicas):
         if self._gathering is not None:
             self._gathering.close()
         self._gathering = None
-        self.ranks.broadcast(("done", result, error))
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
+        return _result_of(self.ranks.broadcast(("done", result, error)))
 
     def _follow(self, tensors: Any) -> Any:
         while True:
             message: Any = self.ranks.broadcast(None)
-            command, *args = message
+            command = message[0]
             if command == "done":
-                result, error = args
-                if error is not None:
-                    raise error
-                return result
+                return _result_of(message)
             if command == "score":
-                self._score(args[0])
+                self._score(message[1])
             else:
                 for _ in _one_by_one(self._weights() if command == "weights" else _shards_of(tensors)):
                     pass
@@ -187,6 +181,13 @@ class FullyShardedPolicy(Replicas):
     def _score(self, batch: TokenBatch) -> Tensor:
         assert self._policy is not None
         return self._policy.scoring.logprobs(batch.to(self._policy.device))
+
+
+def _result_of(done: Any) -> Any:
+    _, result, error = done
+    if error is not None:
+        raise error
+    return result
 
 
 def _whole(tensor: Tensor) -> Tensor:

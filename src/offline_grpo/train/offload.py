@@ -89,7 +89,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             slot, in_host = number % NUM_SLOTS, [flat[_span(number)] for flat in self._flats]
             on_gpu = [row[: len(in_host[0])] for row in slots[slot]]
             with torch.cuda.stream(up):
-                up.wait_event(copied_back[slot])  # at once, if it was never recorded
+                up.wait_event(copied_back[slot])  # returns at once, if it was never recorded
                 _copy(in_host, to=on_gpu)
             now.wait_stream(up)
             self._update(pieces, on_gpu)
@@ -133,8 +133,6 @@ class OffloadedAdamW(torch.optim.AdamW):
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             saved = state_dict["state"].get(number, {})
             for name, value in own[parameter].items():
-                if name in saved and saved[name].shape != value.shape:
-                    raise ValueError(f"{name} is {list(saved[name].shape)}, for a parameter of {list(value.shape)}")
                 value.copy_(saved[name]) if name in saved else value.zero_()
 
 

@@ -1,14 +1,12 @@
 """The tree layout: prefixes that sequences share are computed once.
 
-The completions of a prompt repeat the prompt, and short completions repeat each other. Here all sequences of a prompt
-share one row, which holds the tree of their prefixes. A token attends to its ancestors in the tree, which are the
-tokens before it in its sequence.
+All sequences of a prompt share one row, which holds the tree of their prefixes. A token attends to its ancestors in
+the tree, which are the tokens before it in its sequence.
 
     2+3=5   2+3=6   2+3=56      one row:     2 + 3 = 5 6 6          the second 6 is the child of 5
                                 position:    0 1 2 3 4 4 5
 
-The layout pays where prompts are long and completions short. Its attention mask grows with the square of the row's
-length.
+It pays where prompts are long and completions short: its attention mask grows with the square of the row's length.
 """
 
 from __future__ import annotations
