@@ -38,9 +38,8 @@ from shapes import SIZES
 from transformers import Qwen3ForCausalLM
 
 from offline_grpo.interfaces import Layout
-from offline_grpo.model.compiling import not_compiled
-from offline_grpo.model.layouts.flash4 import Flash4, has_flash4
-from offline_grpo.model.layouts.varlen import Varlen
+from offline_grpo.model.layers import not_compiled
+from offline_grpo.model.layouts.varlen import Flash4, Varlen, has_flash4
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile

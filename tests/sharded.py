@@ -15,7 +15,7 @@ from factories import LOSS, SETTINGS, make_rollout, make_scoring
 from torch import Tensor
 
 from offline_grpo.loss import cispo, dapo, dr_grpo, grpo, gspo
-from offline_grpo.model.compiling import compile_blocks
+from offline_grpo.model.layers import compile_blocks
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.layouts.tree import Tree
 from offline_grpo.model.policy import Policy

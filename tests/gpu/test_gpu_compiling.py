@@ -12,7 +12,7 @@ from architectures import ZOO, long_batch
 from factories import compose_config, make_scoring
 from torch import Tensor
 
-from offline_grpo.model.compiling import not_compiled
+from offline_grpo.model.layers import not_compiled
 from offline_grpo.model.lm_head import KeptHead
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_compile, settle_layout

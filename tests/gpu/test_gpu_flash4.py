@@ -13,8 +13,7 @@ from factories import make_scoring
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from offline_grpo.model.layouts.flash4 import Flash4, _kernel, has_flash4
-from offline_grpo.model.layouts.varlen import Varlen
+from offline_grpo.model.layouts.varlen import Flash4, Varlen, _flash4_kernel, has_flash4
 from offline_grpo.model.proof import settle_compile, settle_layout
 
 CUDA = torch.device("cuda")
@@ -51,7 +50,7 @@ def test_it_is_dense_attention_within_sequences(heads: int, kv_heads: int, size:
     wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
     right = dense(*wide, scale, window)
     expected = torch.autograd.grad(right, wide, grad)
-    found = _kernel(q, k, v, boundaries, max(LENGTHS), scale, window)
+    found = _flash4_kernel(q, k, v, boundaries, max(LENGTHS), scale, window)
     gradients = torch.autograd.grad(found, (q, k, v), grad.bfloat16())
     for name, a, b in zip("oqkv", (found, *gradients), (right, *expected), strict=True):
         error = ((a.float() - b).norm() / b.norm()).item()

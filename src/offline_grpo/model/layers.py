@@ -1,13 +1,28 @@
-"""The transformer blocks of a model, whatever an architecture calls them (`model.layers.3`, `transformer.h.3`, ...)."""
+"""The transformer blocks of a model, whatever an architecture calls them (`model.layers.3`, `transformer.h.3`), and
+torch.compile for them, which fuses norms, activations and whatever else is neither matrix product nor attention.
+
+Blocks are compiled one by one, because all of them share one graph: that takes seconds, and not minutes. Lengths are
+symbols in it, so that batches of other sizes compile nothing anew; a pass without gradients has a graph of its own.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import nn
 
 from offline_grpo.errors import ConfigError, require
+
+MAX_GRAPHS = 256
+"""Of blocks of one class. Each shape of model takes two or three, and a sweep's jobs are one process; past the
+compiler's own limit, 8, it would leave the rest as it is without a word."""
+TRITON_CAPABILITY = (7, 0)
+"""The oldest GPUs that Triton, and so torch.compile, has code for."""
 
 
 def num_blocks(model: Any) -> int:
@@ -44,3 +59,39 @@ def parse_layer_indices(text: str, model: Any, *, key: str) -> list[int]:
         require(last < count, key, text, f"the model has {count} blocks, 0-{count - 1}")
         indices.update(range(first, last + 1))
     return sorted(indices)
+
+
+def is_compiled_by_default(device: torch.device) -> bool:
+    """Whether `model.compile=auto` compiles there. On CPUs it would need a C++ compiler, and gains little."""
+    return (
+        device.type == "cuda"
+        and find_spec("triton") is not None
+        and torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
+    )
+
+
+def compile_blocks(model: Any) -> None:
+    """Compile every block of a transformers model when it first runs, in place: names and state stay as they are.
+
+    Raises:
+        ConfigError: no blocks are found.
+    """
+    import torch._dynamo.config as dynamo  # which takes a second
+
+    dynamo.recompile_limit = MAX_GRAPHS
+    dynamo.specialize_float = True  # or blocks make tensors of norms' epsilons and adapters' scales whenever they run
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    for block in blocks_of(model):
+        block.compile(dynamic=True)
+
+
+def uncompile_blocks(model: Any) -> None:
+    """Undo `compile_blocks`."""
+    for module in model.modules():
+        module._compiled_call_impl = None  # what `compile` sets; there is no public way back
+
+
+def not_compiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside, compiled blocks run as they are: for passes of other kinds, each of which would be compiled first."""
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # the former imports the compiler

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offline_grpo.errors import require
-from offline_grpo.model.compiling import is_compiled_by_default
+from offline_grpo.model.layers import is_compiled_by_default
 
 CPU_TILE_BYTES = 8 * 2**20  # a tile and its scratch copy stay in the last-level cache
 GPU_TILE_BYTES = 256 * 2**20  # large enough that the matrix products run at full speed

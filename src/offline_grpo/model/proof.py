@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.adapters import has_adapters
-from offline_grpo.model.compiling import compile_blocks, is_compiled_by_default, uncompile_blocks
-from offline_grpo.model.layers import num_blocks
+from offline_grpo.model.layers import compile_blocks, is_compiled_by_default, num_blocks, uncompile_blocks
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
 from offline_grpo.types import TokenBatch

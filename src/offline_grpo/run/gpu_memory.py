@@ -24,9 +24,8 @@ from transformers import PretrainedConfig
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.compiling import is_compiled_by_default
 from offline_grpo.model.device import TORCH_NAMES, torch_dtype
-from offline_grpo.model.layers import blocks_of
+from offline_grpo.model.layers import blocks_of, is_compiled_by_default
 from offline_grpo.model.load import (
     attention_of,
     build_on_meta,

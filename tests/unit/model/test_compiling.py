@@ -20,7 +20,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model import proof
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.compiling import not_compiled
+from offline_grpo.model.layers import not_compiled
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.logits import measure_logit_transform
