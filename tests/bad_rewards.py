@@ -176,14 +176,6 @@ def _segfaults():
     ctypes.string_at(0)
 
 
-def _recurses():
-    return _recurses()
-
-
-def _nothing():
-    return None
-
-
 def _kills_group():
     os.killpg(0, 9)
 

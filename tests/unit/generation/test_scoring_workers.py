@@ -32,8 +32,6 @@ EXPECTED = {
     "raises": "raised",
     "exits": "raised",
     "segfaults": "crashed",
-    "recurses": "raised",
-    "nothing": "raised",
     "kills_group": "crashed",
     "closes_files": "crashed",
     "sees": 1.0,
@@ -81,7 +79,7 @@ def test_misbehaviour_costs_one_reward(tmp_path, caplog):
     assert found[::-1] == found
     assert len(caplog.messages) == 4, "the first of each cause is told"
     [raised] = [text for text in caplog.messages if "scoring/num_failed_raised counts them" in text]
-    assert "Traceback" in raised or "bad_rewards:misbehaves returned None" in raised
+    assert "Traceback" in raised
     printed = (tmp_path / "scoring.log").read_text()
     for line in ("printed by a reward", "and to stderr", "past Python"):
         assert printed.count(f"{line}\n") == 2

@@ -8,7 +8,8 @@ and lost.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -21,20 +22,6 @@ TIMEOUT_S = 30.0
 BATCH_TIMEOUT_S = 300.0
 AWAY_STATUS = (429, 502, 503, 504)
 """A proxy's answers for an API that is away."""
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What a trainer tells the API, and through it the environments. A run knows its own by `wandb_group`."""
-
-    wandb_group: str
-    wandb_project: str
-    batch_size: int  # in sequences
-    max_token_len: int
-    checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
 
 
 @dataclass(frozen=True)
@@ -78,9 +65,9 @@ class AtroposApi:
         group, info = self._get("/wandb_info")["group"], self._get("/info")
         return Owner(group, info["batch_size"], info["max_token_len"])
 
-    def register(self, registration: Registration) -> None:
+    def register(self, body: Mapping[str, Any]) -> None:
         """Register. It does nothing where another trainer has; `owner` tells."""
-        self._call("POST", "/register", asdict(registration))
+        self._call("POST", "/register", body)
 
     def reset(self) -> None:
         """Make it forget trainer, environments and groups."""

@@ -13,14 +13,14 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError, EngineError, require
 from offline_grpo.interfaces import RolloutClient, Source, TextCodec
-from offline_grpo.rollouts.atropos.api import AtroposApi, NotRegistered, Owner, Registration, Unreachable
+from offline_grpo.rollouts.atropos.api import AtroposApi, NotRegistered, Owner, Unreachable
 from offline_grpo.rollouts.atropos.groups import GroupReader
 from offline_grpo.rollouts.atropos.processes import Processes
 from offline_grpo.settings import RunConfig
@@ -84,7 +84,7 @@ class Atropos(Source):
 
     _api: AtroposApi = field(init=False)
     _processes: Processes = field(init=False)
-    _registration: Registration = field(init=False)
+    _registration: dict[str, Any] = field(init=False)  # what the API, and through it environments, are told
     _is_registered: bool = field(default=False, init=False)
     _batches: deque[list[Any]] = field(default_factory=deque, init=False)  # taken and not read yet, oldest first
     _groups: deque[RolloutGroup] = field(default_factory=deque, init=False)  # read and not handed out yet
@@ -132,16 +132,16 @@ class Atropos(Source):
         if self.client.engine_name is None:
             fix = "generation samples in this process, so environments get no new weights; use generation=vllm_server"
             log.warning(fix)
-        self._registration = Registration(
-            wandb_group=name,
-            wandb_project=self.wandb_project,
-            batch_size=self._batch_size,
-            max_token_len=min(self.max_token_len, self.context or self.max_token_len),
-            checkpoint_dir=str(folder),
-            save_checkpoint_interval=self.save_checkpoint_interval,
-            starting_step=iteration,
-            num_steps=self.num_steps,
-        )
+        self._registration = {
+            "wandb_group": name,  # by which the run knows its own registration
+            "wandb_project": self.wandb_project,
+            "batch_size": self._batch_size,  # in sequences
+            "max_token_len": min(self.max_token_len, self.context or self.max_token_len),
+            "checkpoint_dir": str(folder),
+            "save_checkpoint_interval": self.save_checkpoint_interval,
+            "starting_step": iteration,
+            "num_steps": self.num_steps,
+        }
         timeout_s = self.connect_timeout_s
         if self._processes.may_start_api and not self._api.answers():
             self._processes.start_api()
@@ -192,7 +192,7 @@ class Atropos(Source):
 
     def state_dict(self) -> Mapping[str, Any]:
         """The name by which the API knows the run."""
-        return {} if self.rank != 0 else {"registration": self._registration.wandb_group}
+        return {} if self.rank != 0 else {"registration": self._registration["wandb_group"]}
 
     def close(self) -> None:
         """An API that the run found keeps the registration, for a run that resumes from its checkpoint."""
@@ -205,7 +205,7 @@ class Atropos(Source):
     def _next_batch(self, iteration: int) -> list[Any]:
         """The oldest batch. `iteration` is the step at which environments begin, if the API has to be told again."""
         self._begin_to_wait()
-        self._registration = replace(self._registration, starting_step=iteration)
+        self._registration["starting_step"] = iteration
         pause_s = FIRST_PAUSE_S
         while not self._batches:
             try:
@@ -233,7 +233,7 @@ class Atropos(Source):
             decode=self.codec.decode,
             vocab_size=self.vocab_size,
             max_members=self._batch_size,
-            max_token_len=self._registration.max_token_len,
+            max_token_len=self._registration["max_token_len"],
             correct_threshold=self.correct_threshold,
         )
         for raw in batch:
@@ -262,8 +262,7 @@ class Atropos(Source):
         except (NotRegistered, Unreachable):
             raise
         except EngineError as error:
-            if self._api.owner().is_nobody:
-                raise NotRegistered(f"{self._api.url}: no trainer is registered") from error
+            self._check_owner()
             self._found["rollouts/num_lost_batches"] += 1
             log.warning("lost a batch, and go on (rollouts/num_lost_batches): %s", error)
             return True
@@ -286,12 +285,12 @@ class Atropos(Source):
         else:
             raise EngineError(f"{api.url}: it does not keep a registration")
         self._is_registered = True
-        log.info("registered with the Atropos API at %s as %s", api.url, self._registration.wandb_group)
+        log.info("registered with the Atropos API at %s as %s", api.url, self._registration["wandb_group"])
 
     @property
     def _ours(self) -> Owner:
         ours = self._registration
-        return Owner(ours.wandb_group, ours.batch_size, ours.max_token_len)
+        return Owner(ours["wandb_group"], ours["batch_size"], ours["max_token_len"])
 
     def _foreign(self, owner: Owner) -> ConfigError:
         fix = "use another API, restart run-api, or set rollouts.take_over=true if that trainer is gone"
