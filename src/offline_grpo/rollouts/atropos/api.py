@@ -85,9 +85,10 @@ class AtroposApi:
             raise NotRegistered(f"{self.url}: no trainer is registered")
         return found["batch"] or None
 
-    def queue_size(self) -> int:
-        """How many groups are in the queue."""
-        return self._get("/status")["queue_size"]
+    def status(self) -> tuple[int, int]:
+        """How many batches were formed since it was started, and how many groups are in the queue."""
+        found = self._get("/status")
+        return found["current_step"], found["queue_size"]
 
     def newest_size(self) -> int:
         """The number of sequences of the group that came last, 0 without one."""

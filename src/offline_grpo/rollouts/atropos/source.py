@@ -86,6 +86,7 @@ class Atropos(Source):
     _processes: Processes = field(init=False)
     _registration: dict[str, Any] = field(init=False)  # what the API, and through it environments, are told
     _is_registered: bool = field(default=False, init=False)
+    _step: int = field(default=0, init=False)  # batches formed, as the API counts them
     _batches: deque[list[Any]] = field(default_factory=deque, init=False)  # taken and not read yet, oldest first
     _groups: deque[RolloutGroup] = field(default_factory=deque, init=False)  # read and not handed out yet
     _began_s: float = field(default=0.0, init=False)  # of the present wait, as the next two
@@ -247,11 +248,13 @@ class Atropos(Source):
                     log.warning("dropped a group (%s counts, this is said once): %s", counter, error)
 
     def _poll(self) -> None:
-        """Take all batches that are there, each of which is older than the one before."""
+        """Take the batches that are there. The count of those formed says how many are older than the first."""
         if self._fetch():
-            while self._fetch():
-                pass
-            self._found[QUEUE] = self._api.queue_size()
+            step, self._found[QUEUE] = self._api.status()
+            for _ in range(step - self._step - 1):
+                if not self._fetch():
+                    break
+            self._step = step
             self._check_owner()
 
     def _fetch(self) -> bool:
@@ -285,6 +288,7 @@ class Atropos(Source):
         else:
             raise EngineError(f"{api.url}: it does not keep a registration")
         self._is_registered = True
+        self._step, self._found[QUEUE] = api.status()
         log.info("registered with the Atropos API at %s as %s", api.url, self._registration["wandb_group"])
 
     @property
@@ -320,8 +324,8 @@ class Atropos(Source):
 
     def _check_while_waiting(self) -> None:
         """Report what is waited for; see that it can come."""
-        queue_size, num_polls = self._api.queue_size(), self._found["perf/rollouts_polls"]
-        self._found[QUEUE] = queue_size
+        _, queue_size = self._api.status()
+        num_polls, self._found[QUEUE] = self._found["perf/rollouts_polls"], queue_size
         progress.report(queue_size, 0, "groups queued")
         progress.report(int(num_polls), 0, "polls")
         if not self._check_processes():
