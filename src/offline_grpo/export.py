@@ -47,8 +47,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
     from transformers.utils.logging import disable_progress_bar
 
-    from offline_grpo.checkpoint.export import export_model, push_to_hub
-    from offline_grpo.checkpoint.pretrained import find_model
+    from offline_grpo.checkpoint.pretrained import export_model, find_model, push_to_hub
     from offline_grpo.report.history import load_history
     from offline_grpo.report.model_card import model_card
 

@@ -1,11 +1,12 @@
 """A model by whatever name people have for it: a Hub id, a Hugging Face folder, a peft adapter, a checkpoint, a run
-folder.
+folder; and the folder that is exported for others, without a run's trainer state.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from offline_grpo import hub
 from offline_grpo.checkpoint.files import BEST, TrainerState, latest_checkpoint, verified_state
+from offline_grpo.disk import OwnFolder, require_new
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import LanguageModel
 from offline_grpo.model.device import make_current, torch_dtype
@@ -141,3 +143,46 @@ def _base_of_adapter(place: str) -> str | None:
     except OSError:
         return None  # no such model at all, which `read_model_config` says
     return str(json.loads(Path(file).read_text())["base_model_name_or_path"]) if file is not None else None
+
+
+def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | None, card: str) -> None:
+    """Write the folder `out` for transformers, peft and inference servers, completely or not at all.
+
+    Args:
+        merge: add an adapter to its base; otherwise the adapter is written alone.
+        dtype: format of the weights, None leaves it as it was trained.
+        card: what README.md will say.
+
+    Raises:
+        ConfigError: `out` is in the way, or the settings contradict each other.
+    """
+    require_new(out, f"OUT={out}")
+    is_merged = source.adapter is not None and merge
+    if source.adapter is not None and not merge and dtype is not None:
+        raise ConfigError(f"--dtype={dtype}: an adapter is written as it is; use it with --merge")
+    parent, own = out.resolve().parent, Path(source.adapter or source.weights)
+    parent.mkdir(parents=True, exist_ok=True)
+    with OwnFolder(parent, ".exporting-") as scratch:
+        folder = scratch / "model"
+        folder.mkdir()
+        if own.is_dir() and dtype is None and not is_merged:
+            for path in own.iterdir():
+                if path.is_file() and path.name != "README.md":  # peft writes one without content
+                    shutil.copyfile(path, folder / path.name)
+        else:
+            model = source.load(device=torch.device("cpu"), merge=True)
+            model.to(torch_dtype(dtype) if dtype is not None else model.dtype)  # type: ignore[arg-type]
+            model.save_pretrained(str(folder))
+            source.tokenizer().save_pretrained(str(folder))
+        (folder / "README.md").write_text(card)
+        folder.replace(out.resolve())  # a link stays a link
+
+
+def push_to_hub(folder: Path, repo: str, *, private: bool) -> str:
+    """Upload an exported folder, as the user who is logged in (`hf auth login`). Returns its URL."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    url = api.create_repo(repo, private=private, exist_ok=True)
+    api.upload_folder(repo_id=url.repo_id, folder_path=str(folder))
+    return str(url)

@@ -19,8 +19,7 @@ from transformers import GenerationConfig
 from transformers.utils.hub import cached_file
 
 from offline_grpo import progress
-from offline_grpo.checkpoint.export import export_model
-from offline_grpo.checkpoint.pretrained import KEY, ModelSource
+from offline_grpo.checkpoint.pretrained import KEY, ModelSource, export_model
 from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.engine import ServerEngine, engine_of
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints, sums

@@ -14,8 +14,7 @@ from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from offline_grpo.checkpoint.export import export_model, push_to_hub
-from offline_grpo.checkpoint.pretrained import find_model
+from offline_grpo.checkpoint.pretrained import export_model, find_model, push_to_hub
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.report.history import History
 from offline_grpo.report.model_card import model_card
