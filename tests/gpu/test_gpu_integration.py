@@ -16,10 +16,7 @@ from engines import kill_engines, processes_naming
 from factories import compose_config
 from safetensors.torch import load_file
 
-from offline_grpo.errors import EngineError
-from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import app
-from offline_grpo.types import RolloutGroup
 
 pytestmark = pytest.mark.gpu
 
@@ -73,29 +70,6 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert processes_naming(str(tmp_path)) == []
 
 
-def test_nothing_is_learnt_from_weights_that_somebody_else_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Into memory that CUDA graphs read and that two processes share: the run ends."""
-    original, attacks = OnPolicy.next, []
-
-    def attacked(source: OnPolicy, iteration: int) -> list[RolloutGroup]:
-        groups = original(source, iteration)
-        if iteration == 1 and not attacks:
-            [model] = (tmp_path / "cache").glob("tiny-*")
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}, "timeout": 60}
-            attacks.append(source.client.server.api.post("/collective_rpc", body))  # type: ignore[attr-defined]
-        return groups
-
-    monkeypatch.setattr(OnPolicy, "next", attacked)
-    small = ("model.tiny.warm_start_steps=60", "task.format_weight=0.5", "eval.enabled=false", "train.iterations=3")
-    server = ("generation=vllm_server", "weight_sync=shared_vllm", *SMALL_SERVER[1:])
-    with pytest.raises(EngineError, match="somebody else has loaded weights into the server"):
-        app.run(compose_config(*server, *OVERRIDES, *small, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
-    assert len(attacks) == 1
-    assert list(metrics_of(tmp_path / "run")) == ["train_iter_000.json"]
-
-
 @pytest.mark.parametrize(
     ("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.deliver"), ("ipc", "ipc:Ipc.send")]
 )
@@ -127,30 +101,6 @@ def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path
         time.sleep(0.2)
     assert set(os.listdir("/dev/shm")) - files == set()
     assert processes_naming(str(tmp_path)) == processes
-
-
-def test_two_servers_on_one_gpu(tmp_path: Path) -> None:
-    """They start one after the other, each gets its own handles for every tensor, and shares of memory add up."""
-    server = (
-        "generation=vllm_server",
-        "weight_sync=ipc",
-        "placement.num_engines=2",
-        "engine.args.gpu_memory_utilization=0.1",
-    )
-    run = (
-        "train.iterations=3",
-        "model.tiny.hidden_size=128",
-        f"cache_dir={tmp_path}/cache",
-        "engine.args.enforce_eager=true",
-    )
-    app.run(compose_config(*SMALL, *OVERRIDES, *server, *run), tmp_path / "run")
-    for found in (metrics_of(tmp_path / "run")[f"train_iter_{i:03d}.json"] for i in range(3)):
-        assert found["engines/num_serving"] == 2
-        assert found["engines/imbalance"] < 2  # both have sampled
-        assert found["sync/num_tensors_proven"] == found["sync/num_tensors"] > 0
-        assert found["alignment/diff_abs_mean"] < 0.05
-    assert "2 servers: weights" in (tmp_path / "run" / "run.log").read_text()
-    assert processes_naming(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -84,7 +84,7 @@ def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> flo
     is_tied = head is not None and head.weight is embedding.weight
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     num_experts = next((number for name in names if (number := getattr(config, name, None))), None)
-    active_experts = config.num_experts_per_tok / num_experts if num_experts else 1.0
+    active_experts = getattr(config, "num_experts_per_tok", 1) / num_experts if num_experts else 1.0
     per_token = 0.0
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or (parameter is embedding.weight and not is_tied):

@@ -173,15 +173,6 @@ def test_a_truncated_completion_pays_its_penalty_although_its_tokens_are_not_tra
     assert batch.ref_logprobs.tolist() == pytest.approx([0] * 5 + ref[5:].tolist(), abs=1e-5)
 
 
-def test_a_rollout_that_cannot_be_is_refused():
-    for change in ({"versions": (1,)}, {"is_sampled": (True,) * 7}):
-        with pytest.raises(UnusableGroup):
-            replace(TWO_TURNS, **change)
-    for advantages in (((1.0,), (1.0,)), ((1.0, float("nan")), (1.0, 1.0))):
-        with pytest.raises(UnusableGroup):
-            group(make_rollout([4], [6]), make_rollout([4], [7]), advantages=advantages)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -8,7 +8,6 @@ import torch
 from factories import make_updater
 
 from offline_grpo.errors import NonFiniteError
-from offline_grpo.loss.base import reward_penalty
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.train.sharding import Replicas
@@ -59,54 +58,6 @@ def test_an_update_without_a_token_to_train_on_is_left_out(tmp_path, token_batch
     first = batch.select([0])
     assert metrics["entropy"] == pytest.approx(expected.run(expected.score(first), iteration=0)["entropy"], abs=1e-5)
     assert {int(state["step"]) for state in updater.optimizer.state.values()} == {1}
-
-
-def to_the_sampler(updater, **settings):
-    updater.loss = replace(updater.loss, ratio_reference="rollout", entropy_coef=0.0, **settings)
-    updater.reward_penalty = reward_penalty(updater.loss)
-    return updater
-
-
-def test_a_ratio_to_the_sampler_clips_stale_rollouts_in_a_single_update(tmp_path, token_batch):
-    """The sampler's logprobs are far from the policy's, as those of older weights are. The gradient is worked out
-    without our trainer.
-    """
-    assert make_updater(tmp_path).run(token_batch, iteration=0)["clip_frac"] == 0, "to the old policy"
-    updater = to_the_sampler(make_updater(tmp_path, grad_clip=math.inf))
-    model = updater.policy.causal_lm
-    loss, num_clipped, ends = 0.0, 0, torch.tensor(token_batch.sequence_lengths).cumsum(0).tolist()
-    for end, length in zip(ends, token_batch.sequence_lengths, strict=True):
-        at = slice(end - length, end)
-        ids, is_ours = token_batch.token_ids[at], token_batch.completion_mask[at][1:]
-        logits = model(ids[None]).logits[0, :-1] / token_batch.temperature[at][1:, None]
-        logprobs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[is_ours, 0]
-        ratio = torch.exp(logprobs - token_batch.rollout_logprobs[at][1:][is_ours])
-        advantage = token_batch.advantages[at][1:][is_ours]
-        is_clipped = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
-        loss = loss - (ratio * advantage)[~is_clipped].sum() / len(ratio) / token_batch.num_sequences
-        num_clipped += int(is_clipped.sum())
-    expected = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, model.parameters()), strict=True))
-    caught, metrics = gradient_and_metrics(updater, token_batch)
-    for name, gradient in caught.items():
-        assert torch.allclose(gradient, expected[name], atol=1e-6), name
-    assert 0 < num_clipped < int(token_batch.completion_mask.sum())
-    assert metrics["clip_frac"] == pytest.approx(num_clipped / int(token_batch.completion_mask.sum()))
-
-
-@pytest.mark.parametrize(("advantage", "is_applied"), [(1.0, True), (-1.0, False)])
-def test_a_ratio_beyond_all_bounds_counts_where_the_formula_has_a_gradient(
-    tmp_path, token_batch, advantage, is_applied
-):
-    """Where the clip has removed it, the other tokens are trained on; where nothing has, the update is refused."""
-    updater = to_the_sampler(make_updater(tmp_path))
-    first = int(token_batch.completion_mask.nonzero()[0])
-    odd = replace(
-        token_batch, rollout_logprobs=token_batch.rollout_logprobs.clone(), advantages=token_batch.advantages.clone()
-    )
-    odd.rollout_logprobs[first], odd.advantages[first] = -120.0, advantage
-    metrics = updater.run(odd, iteration=0)
-    assert metrics["num_updates"] == is_applied
-    assert all(map(math.isfinite, metrics.values()))
 
 
 def test_learning_rate_follows_the_schedule_from_its_first_update(tmp_path, token_batch):
