@@ -31,9 +31,7 @@ class Split(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: on its own (EOS or a stop string), at `max_new_tokens`, or because the engine was told to
-    drop it.
-    """
+    """Why a completion ended: on its own (EOS or a stop string), at `max_new_tokens`, or dropped by the engine."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -65,10 +63,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completions are drawn. Temperature 0 means greedy; `top_k=0`, `top_p=1` and `repetition_penalty=1` switch
-    those filters off.
-
-    A completion also ends at the first of the `stop` strings: the tokens that spell it are kept, its text is cut.
+    """How completions are drawn. Temperature 0 means greedy; `top_k=0`, `top_p=1`, `repetition_penalty=1` are off. The
+    tokens of the first of the `stop` strings are kept, the text is cut there.
     """
 
     max_new_tokens: int
@@ -80,17 +76,13 @@ class SamplingParams:
 
     @property
     def is_full_softmax(self) -> bool:
-        """True if tokens come from softmax(logits / temperature), unfiltered: the distribution that the trainer
-        scores.
-        """
+        """True if tokens come from softmax(logits / temperature), the distribution that the trainer scores."""
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and self.repetition_penalty == 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """Which weights an engine serves: how many optimizer updates they carry, and what requests call them ("": the
-    engine's base model).
-    """
+    """The weights that an engine serves: the optimizer updates in them, their name in requests ("": the base model)."""
 
     version: int = 0
     name: str = ""
@@ -98,9 +90,7 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """Ask for `num_completions` completions of one prompt; the j-th is drawn with `seed + j`, so batching never changes
-    a result.
-    """
+    """Ask for completions of one prompt; the j-th is drawn with `seed + j`, so batching never changes a result."""
 
     prompt_ids: tuple[int, ...]
     num_completions: int
@@ -113,35 +103,27 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine sampled after a prompt, EOS included: C tokens, each with its logprob in nats under the sampling
-    distribution.
-
-    `versions` says for each token how many optimizer updates the weights carried that drew it.
-    """
+    """What the engine sampled after a prompt, EOS included."""
 
     token_ids: tuple[int, ...]  # [C]
-    logprobs: tuple[float, ...]  # [C]
+    logprobs: tuple[float, ...]  # [C] nats, under the sampling distribution
     finish_reason: FinishReason
-    versions: tuple[int, ...]  # [C]
+    versions: tuple[int, ...]  # [C] optimizer updates in the weights that drew the token
 
 
 CompletionStream = Generator[tuple[int, list[Completion]], None, None]
-"""The index of each request of a call, with its completions, as they become complete. `close` abandons what is still
-open.
-"""
+"""The index of each request of a call, with its completions, as they become complete; `close` abandons the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A task's verdict on one completion. `parts` holds the weighted terms that `reward` is the sum of, `measured` what
-    else is told of it: metrics have the mean of each over the completions that have it.
-    """
+    """A task's verdict on one completion."""
 
     reward: float
     is_correct: bool
-    parts: Mapping[str, float]
+    parts: Mapping[str, float]  # the weighted terms that `reward` is the sum of
     failure: str | None = None  # why it is 0 or less, if the code that judges it failed: one of FAILURES
-    measured: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)  # other numbers, whose means are metrics
 
 
 class UnusableGroup(ValueError):
@@ -155,9 +137,8 @@ class UnusableGroup(ValueError):
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """A scored sequence of N tokens: the prompt, what the policy sampled, and, in several turns, what an environment
-    wrote in between.
+    wrote in between. Only sampled tokens are trained on. Example, two turns (p prompt, s sampled, e environment):
 
-    Only sampled tokens are trained on. Example, two turns (p prompt, s sampled, e environment):
         token_ids  p p s s e e s s s
         is_sampled F F T T F F T T T
 
@@ -168,27 +149,19 @@ class Rollout:
     token_ids: tuple[int, ...]  # [N]
     is_sampled: tuple[bool, ...]  # [N]
     logprobs: tuple[float, ...]  # [N] nats, from the engine while it sampled; ignored where not sampled
-    versions: tuple[
-        int, ...
-    ]  # [N] updates that the weights carried which drew the token, -1: unknown; ignored where not sampled
+    versions: tuple[int, ...]  # [N] as in `Completion`, -1: unknown; ignored where not sampled
     temperature: float  # what the sampler divided the logits by
     finish_reason: FinishReason | None  # of the last completion; None where the source does not know
     text: str  # what the task judged: the sampled text without special tokens
     score: Score
-    ref_logprobs: tuple[float, ...] | None = (
-        None  # [N] nats, of a reference, from whoever made the rollout; ignored where not sampled
-    )
+    ref_logprobs: tuple[float, ...] | None = None  # [N] nats, of the source's reference; ignored where not sampled
     zero_advantage: bool = False  # it counts in the mean of its group, but gets the advantage 0
 
     def __post_init__(self) -> None:
         rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions, self.ref_logprobs)
         lengths = {len(row) for row in rows if row is not None}
         if len(lengths) != 1:
-            raise UnusableGroup(
-                "malformed",
-                f"token_ids, is_sampled, logprobs, versions or ref_logprobs of a rollout differ in length: "
-                f"{sorted(lengths)}",
-            )
+            raise UnusableGroup("malformed", f"a rollout whose fields differ in length: {sorted(lengths)}")
         if self.is_sampled[:1] == (True,):
             raise UnusableGroup("masks", "the first token of a rollout is sampled, though nothing predicts it")
 
@@ -216,15 +189,11 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The G rollouts of one problem, whose rewards are compared with each other.
+    """The G rollouts of one problem, whose rewards are compared with each other."""
 
-    `problem` is None where a source has the rollouts alone. `advantages`, N numbers per rollout, replace those computed
-    from the rewards.
-    """
-
-    problem: Problem | None
+    problem: Problem | None  # None where a source has the rollouts alone
     rollouts: tuple[Rollout, ...]
-    advantages: tuple[tuple[float, ...], ...] | None = None  # [G][N]
+    advantages: tuple[tuple[float, ...], ...] | None = None  # [G][N], in place of those computed from the rewards
     num_replaced: int = 0  # groups without signal that were thrown away in favour of this one
     num_discarded_tokens: int = 0  # that were sampled for those
 
@@ -235,16 +204,12 @@ class RolloutGroup:
             return
         found, needed = [len(row) for row in self.advantages], [len(rollout.token_ids) for rollout in self.rollouts]
         if found != needed:
-            raise UnusableGroup(
-                "malformed", f"advantages of {found} numbers, and rollouts of {needed} tokens; give one for each token"
-            )
+            raise UnusableGroup("malformed", f"advantages of {found} numbers, and rollouts of {needed} tokens")
         if not all(isfinite(sum(row)) for row in self.advantages):
             raise UnusableGroup("numbers", "an advantage that is not finite")
 
     def check(self, *, vocab_size: int, max_tokens: int | None) -> None:
-        """Raise UnusableGroup unless a model with these token ids, and this limit of a sequence's length, can learn
-        from the group. For rollouts that were not sampled here.
-        """
+        """Raise UnusableGroup unless a model of this vocabulary and this length of sequences can learn from it."""
         for rollout in self.rollouts:
             length, highest = len(rollout.token_ids), max(rollout.token_ids, default=0)
             if max_tokens is not None and length > max_tokens:
@@ -255,10 +220,9 @@ class RolloutGroup:
                 sampled = list(compress(logprobs, rollout.is_sampled))
                 if not (isfinite(sum(logprobs)) and max(sampled, default=0.0) <= LOGPROB_ROUNDING):
                     raise UnusableGroup("numbers", "a sampled token whose logprob is above 0 or not finite")
-            if not (isfinite(rollout.score.reward) and 0 < rollout.temperature < inf):
-                raise UnusableGroup(
-                    "numbers", f"a reward of {rollout.score.reward} at a temperature of {rollout.temperature}"
-                )
+            reward, temperature = rollout.score.reward, rollout.temperature
+            if not (isfinite(reward) and 0 < temperature < inf):
+                raise UnusableGroup("numbers", f"a reward of {reward} at a temperature of {temperature}")
         if not any(rollout.num_sampled for rollout in self.rollouts):
             raise UnusableGroup("masks", "no token is sampled")
 
@@ -300,9 +264,7 @@ class TokenBatch:
 
     @property
     def completion_positions(self) -> Tensor:
-        """[N] int64: where `completion_mask` is True. On a GPU it came along with the batch: to look there would wait
-        for the device.
-        """
+        """[N] int64: where `completion_mask` is True. On a GPU it came along: to look there would wait for the GPU."""
         return self.completion_mask.nonzero().squeeze(-1) if self.completion_index is None else self.completion_index
 
     @property
@@ -340,9 +302,7 @@ class TokenBatch:
         return np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The same batch on another device. From the host to a GPU nothing waits: the tensors go through pinned
-        memory.
-        """
+        """The same batch on another device; to a GPU through pinned memory, so that nothing waits."""
         tensors = self._tensors() | {"completion_index": self.completion_positions}
         if device.type == "cuda" and self.token_ids.device.type == "cpu":
             tensors = {name: values.pin_memory() for name, values in tensors.items()}
@@ -366,21 +326,15 @@ class BatchTotals:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """What the policy says about each token of a batch, under the sampler's temperature; 0 where `completion_mask` is
-    False.
-    """
+    """What the policy says about each token, under the sampler's temperature; 0 where `completion_mask` is False."""
 
     logprobs: Tensor  # [T] float32, nats, with gradient
-    entropy: (
-        Tensor  # [T] float32, nats, of the distribution that the token was drawn from; gradient only where asked for
-    )
+    entropy: Tensor  # [T] float32, nats, of the distribution that drew the token; gradient only where asked for
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A microbatch's share of the optimizer batch's loss and metrics: shares add up to the batch's value (see
-    `BatchTotals`).
-    """
+    """A microbatch's share of loss and metrics: shares add up to the batch's value (see `BatchTotals`)."""
 
     loss: Tensor  # [] float32
     metrics: Mapping[str, Tensor]  # name -> [] float32, detached
@@ -388,21 +342,15 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one push of weights to the engine moved, how long the engine stood still for it, and what proved that they
-    arrived.
+    """What one push of weights moved, how long the engine stood still for it, and what proved that they arrived."""
 
-    `version` is the version that the engine serves afterwards; a push that was not due leaves the older one.
-    """
-
-    version: int
+    version: int  # that the engine serves afterwards; a push that was not due leaves the older one
     num_tensors: int
     num_bytes: int  # copied from one place to another
     seconds: float  # of the delivery, without the proof
     paused_seconds: float
     proof_seconds: float = 0.0
-    alignment: Mapping[str, float] = field(
-        default_factory=dict
-    )  # metrics of the proof; empty where there was nothing to compare
+    alignment: Mapping[str, float] = field(default_factory=dict)  # metrics of the proof; empty without a comparison
 
     def metrics(self) -> dict[str, float]:
         """For the iteration's metrics file."""
@@ -418,6 +366,4 @@ class SyncReport:
 
 
 Metrics = Mapping[str, float]
-"""Metric name -> finite number. Times in seconds and rates carry the prefix `time/` or `perf/`: equal runs differ in
-them alone.
-"""
+"""Metric name -> finite number. Equal runs differ in times and rates alone, which begin with `time/` or `perf/`."""
