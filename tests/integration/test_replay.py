@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-import datasets
 import pyarrow.parquet as pq
 import pytest
 from children import SMALL, draw_nothing, metrics_of, weights_of
@@ -64,21 +62,6 @@ def test_a_replay_samples_nothing_and_is_resumed_to_the_bit(live, cache, tmp_pat
     assert weights_of(whole)["iter_002"] != weights_of(live)["iter_002"]
     assert metrics_of(halves) == metrics_of(whole)
     assert metrics_of(whole)["train_iter_002.json"]["rollouts/epoch"] == 0.75
-
-
-def test_a_folder_of_datasets_and_several_runs_are_stores_too(live, cache, tmp_path):
-    rows = pq.read_table([live / "rollouts" / f"iter_00{i}.parquet" for i in range(3)])
-    datasets.Dataset(rows).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ConfigError, match=r"saved: does not say which model .* rollouts.any_model=true"):
-        replay(tmp_path / "saved", tmp_path / "refused", cache)
-    assert not (tmp_path / "refused").exists()
-    run = replay(tmp_path / "saved", tmp_path / "run", cache, "rollouts.any_model=true")
-    assert weights_of(run) == weights_of(live)
-
-    shutil.copytree(live / "rollouts", tmp_path / "first" / "rollouts")
-    shutil.move(tmp_path / "first" / "rollouts" / "iter_002.parquet", tmp_path / "iter_002.parquet")
-    both = f"[{tmp_path / 'first'},{tmp_path / 'iter_002.parquet'}]"
-    assert weights_of(replay(both, tmp_path / "both", cache)) == weights_of(live)
 
 
 def test_a_setting_that_a_replay_does_not_read_is_refused(live: Path, cache: str, tmp_path: Path) -> None:

@@ -31,12 +31,7 @@ def pass_at_k(num_correct: NDArray[np.int64], replicates: int, k: int) -> FloatA
 
     Args:
         num_correct: c of each problem, [N].
-
-    Raises:
-        ValueError: k is not in 1 .. replicates.
     """
-    if not 1 <= k <= replicates:
-        raise ValueError(f"k={k}: must be in 1 .. {replicates}, the number of replicates")
     by_num_correct = [1.0 - math.comb(replicates - c, k) / math.comb(replicates, k) for c in range(replicates + 1)]
     return np.array(by_num_correct)[num_correct]  # [N]
 
@@ -65,8 +60,7 @@ def metrics_with_intervals(
     metrics: dict[str, float] = {"tasks": float(num_problems), "replicates": float(replicates)}
     for i, name in enumerate([*means, "reward_std_all"]):
         metrics |= {name: float(point[i]), f"{name}_low": float(low[i]), f"{name}_high": float(high[i])}
-    # With as many replicates for every problem, the mean over problems is the mean over completions; both names are in
-    # use.
+    # with as many replicates for every problem, the mean over problems is that over completions; both names are in use
     metrics["reward_mean_taskavg_all"] = metrics["reward_mean_all"]
     metrics["success_rate_taskavg_all"] = metrics["success_rate_all"]
     return metrics

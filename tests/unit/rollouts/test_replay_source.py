@@ -81,6 +81,11 @@ def test_filters_choose_iterations_groups_and_completions(store: Path) -> None:
         texts(store, "rollouts.finish_reasons=[length]")  # one of each group
 
 
+def test_several_stores_come_one_after_the_other(store: Path, tmp_path: Path) -> None:
+    other = write_store(tmp_path / "other", iterations=1)
+    assert texts(f"[{other},{store}]", count=3) == [texts(other)[0], *texts(store)[:2]]
+
+
 def test_another_reward_scores_the_recorded_texts(store: Path) -> None:
     assert replayed(make_replay(store, "rollouts.rescore=true"), 1) == [[(text, 5.0) for text in texts(store)[0]]]
 
