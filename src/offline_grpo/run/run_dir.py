@@ -235,7 +235,15 @@ def take(folder: Path, key: str) -> None:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ConfigError(f"{key}: {folder} cannot be made or written ({error.strerror})") from error
-    _lock(descriptor, fcntl.LOCK_EX, folder, key)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(descriptor, 200, 0).decode() or "another"
+        os.close(descriptor)
+        fix = f"stop it with `kill -INT {owner.split()[0]}`, or start in another folder"
+        raise ConfigError(f"{key}: process {owner} writes to {folder}; {fix}") from None
+    except OSError as error:
+        log.warning("%s: its file system has no locks (%s); a second run here would not be noticed", folder, error)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}".encode(), 0)
     _held[folder] = descriptor
@@ -259,29 +267,6 @@ def released_at_end() -> Iterator[None]:
     finally:
         for folder in _held.keys() - before:
             release(folder)
-
-
-def refuse_written(path: Path, key: str) -> None:
-    """Raise ConfigError if another process writes to the run of this folder, of this store of rollouts or its file."""
-    store = path.parent if path.is_file() else path
-    folder = store.parent if store.name == "rollouts" else store
-    if folder.resolve() in _held or not (folder / LOCK).exists():
-        return
-    descriptor = os.open(folder / LOCK, os.O_RDONLY)
-    _lock(descriptor, fcntl.LOCK_SH, folder, key)
-    os.close(descriptor)
-
-
-def _lock(descriptor: int, kind: int, folder: Path, key: str) -> None:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(descriptor, 200, 0).decode() or "another"
-        os.close(descriptor)
-        fix = f"stop it with `kill -INT {owner.split()[0]}`, or start in another folder"
-        raise ConfigError(f"{key}: process {owner} writes to {folder}; {fix}") from None
-    except OSError as error:
-        log.warning("%s: its file system has no locks (%s); a second run here would not be noticed", folder, error)
 
 
 def _forget() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build, check_settings, resolve
-from offline_grpo.run.run_dir import refuse_written
 from offline_grpo.settings import RunConfig
 from offline_grpo.task.mixture import of_task
 from offline_grpo.task.problems import MANY, NearDuplicate, near_duplicates, prompt_key
@@ -72,9 +71,6 @@ def task_data(config: RunConfig) -> TaskData:
     runtime = [name for name in SOURCE_RUNTIME if name != "problems" or source.needs_problems]
     check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
     source.check(config)
-    named = config.rollouts.get("path") or []
-    for path in [named] if isinstance(named, str) else named:
-        refuse_written(Path(path), f"rollouts.path={path}")
     task = build_task(config.task)
     held_out = held_out_problems(task, config) if config.eval.enabled else []
     if not source.needs_problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from architectures import ZOO
 from checkpoints import config_of, make_checkpoint, state_of
 from factories import make_qwen2
 from peft import LoraConfig, get_peft_model
-from scripted_server import Reply, Request, ScriptedServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offline_grpo.checkpoint.pretrained import export_model, find_model, push_to_hub
@@ -77,39 +77,21 @@ def test_a_whole_model(dtype: str | None, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in out.state_dict().items())
 
 
-def test_a_push_sends_the_files_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    (folder / "README.md").write_text("# card")
-    (folder / "config.json").write_text("{}")
-    paths, committed = [], []
+def test_a_push_sends_the_folder_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
 
-    def hub(request: Request) -> Reply:
-        paths.append(request.path)
-        if request.path == "/api/repos/create":
-            return Reply({"url": f"{server.base_url}/me/m"})
-        if "preupload" in request.path:
-            return Reply(
-                {
-                    "files": [
-                        {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                        for file in request.body["files"]
-                    ]
-                }
-            )
-        if "/commit/" in request.path:
-            committed.append(request.body)
-            return Reply({"commitUrl": f"{server.base_url}/me/m/commit/1", "commitOid": "1" * 40})
-        return Reply({})
+    class Api:
+        def create_repo(self, repo: str, **settings: Any) -> Any:
+            calls.append((repo, settings))
+            return SimpleNamespace(repo_id=repo)
 
-    with ScriptedServer(hub) as server:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.base_url)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_x")
-        assert push_to_hub(folder, "me/m", private=True) == f"{server.base_url}/me/m"
-    assert "/api/repos/create" in paths
-    assert "config.json" in str(committed)
-    assert "README.md" in str(committed)
+        def upload_folder(self, **settings: Any) -> None:
+            calls.append(settings)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    push_to_hub(tmp_path, "me/m", private=True)
+    settings = {"private": True, "exist_ok": True}
+    assert calls == [("me/m", settings), {"repo_id": "me/m", "folder_path": str(tmp_path)}]
 
 
 def test_the_card_tells_base_data_results_and_configuration() -> None:

@@ -155,14 +155,6 @@ def test_auto_recomputes_no_more_than_it_must_and_says_so(two_small_gpus, model_
     assert checked(model_folder, *large, "model.device=cpu") == 0.0
 
 
-def test_nothing_is_predicted_for_cpus_and_found_servers_may_be_anywhere(two_small_gpus, model_folder, caplog):
-    with caplog.at_level("INFO"):
-        checked(model_folder, "model.device=cpu", "train.batch_size=4096")
-    assert caplog.messages == []
-    found = ("generation=vllm_server", "weight_sync=reload", "generation.base_url=http://127.0.0.1:1")
-    checked(model_folder, *found, "placement.engine_devices=[5]")
-
-
 def test_what_travels_between_gpus_needs_one():
     plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=nccl", "model.device=cpu")))
     with pytest.raises(ConfigError, match=r"^model\.device=cpu: weight_sync=nccl moves weights from GPU to GPU, "):

@@ -135,16 +135,12 @@ def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(tmp_path, fres
     message = r"=run: process 4711 on node7 writes to .*/run; stop it with `kill -INT 4711`, or start in another folder"
     with pytest.raises(ConfigError, match=f"^hydra.run.dir{message}"):
         run_dir.take(tmp_path / "run", "hydra.run.dir=run")
-    with pytest.raises(ConfigError, match=f"^rollouts.path{message}"):
-        run_dir.refuse_written(tmp_path / "run" / "rollouts", "rollouts.path=run")
     make_run(tmp_path / "run", 3)
     with pytest.raises(ConfigError, match=r"^resume=.*: process 4711 on node7 writes to"):
         found(str(tmp_path / "run"), fresh)
     os.close(descriptor)
-    run_dir.refuse_written(tmp_path / "run", "rollouts.path=run")
     for _ in range(2):
         run_dir.take(tmp_path / "run", "hydra.run.dir=run")
-    run_dir.refuse_written(tmp_path / "run", "rollouts.path=run")
     assert (tmp_path / "run" / ".lock").read_text().startswith(f"{os.getpid()} on ")
     run_dir.release(tmp_path / "run")
     assert not (tmp_path / "run" / ".lock").exists()
