@@ -74,11 +74,6 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
 
-    @property
-    def is_full_softmax(self) -> bool:
-        """True if tokens come from softmax(logits / temperature), the distribution that the trainer scores."""
-        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and self.repetition_penalty == 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:

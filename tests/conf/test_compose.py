@@ -125,8 +125,7 @@ REFUSED_WITHOUT_TORCH = {
     "data.num_train_seeds=1000000000": "data.num_train_seeds=1000000000",
     "task.format_weight=x": "task.format_weight='x'",
     "rollouts.none=1": "rollouts.none",
-    "+train.foo=1": "train.foo: no such key",
-    "+model.lora.rank=1 model/lora=default": "model.lora.rank: no such key",
+    "+train.foo=1": "Key 'foo' not in 'TrainConfig'",
     'generation=vllm_server generation.base_url="http://a/?x=1"': "generation.base_url=http://a/?x=1",
 }
 

@@ -97,7 +97,7 @@ def explain(error: BaseException) -> str:
     key, value = getattr(cause, "full_key", None), getattr(cause, "value", None)
     if key and isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         typed = next((other for other in map(config.key_of, sys.argv[1:]) if other.startswith(str(key))), str(key))
-        return empty_group(typed, config.folder()) or str(no_such_key(typed, config.folder()))
+        return empty_group(typed, sys.argv[1:]) or no_such_key(typed)
     if key:
         shown = f"{key}={value}" if value is not None else key
         return f"{shown}: {str(cause).splitlines()[0]}{config.sweep_hint(str(key), value)}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.device import TORCH_NAMES
 from offline_grpo.redaction import flat
-from offline_grpo.run.hints import no_such_key
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.schedule import LrSchedule
 
@@ -55,13 +53,11 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 
 def typed(cfg: DictConfig) -> RunConfig:
-    """The composed configuration as dataclasses, interpolations resolved, checks passed.
-
-    Accepts a re-read `.hydra/config.yaml` too: the schema is merged in.
+    """The composed configuration, or a re-read `.hydra/config.yaml`, as dataclasses: interpolations resolved, checks
+    passed. Raises ConfigError, or OmegaConf's own errors for keys that the schema lacks and values of other types.
     """
-    node = cfg if OmegaConf.get_type(cfg) is RunConfig else OmegaConf.merge(OmegaConf.structured(RunConfig), cfg)
-    assert isinstance(node, DictConfig)
-    _refuse_unknown(node)
+    # merged into the schema, because `+KEY=VALUE` has added keys that it lacks
+    node = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(cfg))
     for key in sorted(OmegaConf.missing_keys(node)):
         raise ConfigError(f"{key}: has no value; set {key}=...")
     config = OmegaConf.to_object(node)
@@ -70,20 +66,6 @@ def typed(cfg: DictConfig) -> RunConfig:
         is_number = not isinstance(value, float) or isfinite(value) or key in MAY_BE_INFINITE
         require(is_number, key, value, "must be a finite number")
     return config
-
-
-def _refuse_unknown(node: DictConfig, prefix: str = "") -> None:
-    """`+KEY=VALUE` adds keys that the schema does not have."""
-    schema = OmegaConf.get_type(node)
-    if schema is None or not is_dataclass(schema):  # a component's settings, see run/build.py
-        return
-    known = [field.name for field in fields(schema)]
-    for name in node:
-        if name not in known:
-            raise no_such_key(f"{prefix}{name}", folder())
-        child = node._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            _refuse_unknown(child, f"{prefix}{name}.")
 
 
 def fresh_schedule(config: RunConfig) -> LrSchedule:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from pathlib import Path
+from collections.abc import Sequence
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.run.config import folder, key_of
 from offline_grpo.run.help import all_keys, defaults, groups, keys, prefix_of
 
 OF_OTHER_TRAINERS = {
@@ -73,8 +73,9 @@ OF_OTHER_TRAINERS = {
 """A key of another trainer, or the end of one -> the key or the group that does the same here."""
 
 
-def known_keys(conf: Path) -> list[str]:
+def known_keys() -> list[str]:
     """Every group, and every key that a file of `conf/` explains."""
+    conf = folder()
     found = [key.name for key in keys(conf / "config.yaml", "")]
     for group, options in groups(conf).items():
         paths = [conf / group / f"{option}.yaml" for option in options]
@@ -82,18 +83,20 @@ def known_keys(conf: Path) -> list[str]:
     return found
 
 
-def empty_group(key: str, conf: Path) -> str | None:
-    """The hint about a setting below a group that has no option by default; None for any other."""
-    chosen = defaults(conf)
-    for group, options in groups(conf).items():
+def empty_group(key: str, words: Sequence[str]) -> str | None:
+    """The hint about a setting below a group of which neither the defaults nor the command line choose an option; None
+    for any other.
+    """
+    chosen = {*defaults(folder()), *map(key_of, words)}
+    for group, options in groups(folder()).items():
         if group not in chosen and group != "experiment" and key.startswith(prefix_of(group)):
             return f"{key}: {group} is empty here; add {' or '.join(f'{group}={option}' for option in options)}"
     return None
 
 
-def no_such_key(key: str, conf: Path) -> ConfigError:
-    """The error about a key that does not exist; names the one that was probably meant."""
-    words, known = re.split("[./]", key), known_keys(conf)
+def no_such_key(key: str) -> str:
+    """That a key does not exist; names the one that was probably meant."""
+    words, known = re.split("[./]", key), known_keys()
     ends = (".".join(words[place:]) for place in range(len(words)))
     renamed = next((OF_OTHER_TRAINERS[end] for end in ends if end in OF_OTHER_TRAINERS), None)
     similar = difflib.get_close_matches(key, [k for k in known if not key.startswith(f"{k}.")], n=1, cutoff=0.7)
@@ -105,4 +108,4 @@ def no_such_key(key: str, conf: Path) -> ConfigError:
         fix = f"no such key; did you mean {similar[0]}?"
     else:
         fix = "no such key; `--help` lists all, `--help GROUP` some"
-    return ConfigError(f"{key}: {fix}")
+    return f"{key}: {fix}"

@@ -4,6 +4,7 @@ does not start.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -53,9 +54,6 @@ def asked_for(command: Sequence[str]) -> int:
     """
     if not any(os.path.basename(word).startswith("accelerate") for word in command[:3]):
         return 1
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        name, _, value = word.replace("-", "_").partition("=")
-        if name == "__num_processes":
-            text = value or following
-            return int(text) if text.isdigit() else 1
-    return 1
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
+    return parser.parse_known_args(command)[0].num_processes

@@ -104,7 +104,7 @@ def _compose_and_run() -> int:
     except (AssertionError, ValueError) as error:  # Hydra's, for GROUP=null and for a key below one that is null
         if _has_begun:
             raise
-        hints = (empty_group(config.key_of(word), config.folder()) for word in sys.argv[1:])
+        hints = (empty_group(config.key_of(word), sys.argv[1:]) for word in sys.argv[1:])
         raise ConfigError(next(filter(None, hints), f"{' '.join(sys.argv[1:])}: {error}")) from error
     if failed := len(sweeps.exit_codes):
         jobs = "1 job" if failed == 1 else f"{failed} jobs"

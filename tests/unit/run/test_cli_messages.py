@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from offline_grpo.run import cli, config
+from offline_grpo.run import cli
 from offline_grpo.run.hints import OF_OTHER_TRAINERS, known_keys
 from offline_grpo.run.main import main
 
@@ -55,6 +55,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("eval.num_id=1", r"eval\.num_id: no such key; did you mean eval\.num_ids\?"),
         ("train/los=dapo", r"train/los: no such key; did you mean train/loss\?"),
         ("+train.foo=1", r"train\.foo: no such key; .*"),
+        ("+model.lora.rank=1 model/lora=default", r"model\.lora\.rank: no such key; .*"),
         ("epsilon=0.1", r"epsilon: no such key; the setting is train\.loss\.clip_low"),
         ("actor_rollout_ref.rollout.n=4", r".*rollout\.n: no such key; the setting is data\.rollouts_per_problem"),
         ("model.lora.r=32", r"model\.lora\.r: model/lora is empty here; add model/lora=default"),
@@ -80,7 +81,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(command: Command, tmp_path: Pa
 
 
 def test_every_key_that_a_hint_names_exists() -> None:
-    known = [*known_keys(config.folder()), "hydra.run.dir"]
+    known = [*known_keys(), "hydra.run.dir"]
     assert not set(OF_OTHER_TRAINERS.values()) - set(known)
 
 
