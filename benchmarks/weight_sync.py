@@ -35,7 +35,7 @@ from omegaconf import OmegaConf
 from shapes import SIZES as LARGER
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
-from offline_grpo.engine.engine import engine_of
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.generation.vllm_client import VllmClient
@@ -156,7 +156,7 @@ def connect(name: str, arguments: argparse.Namespace, model: Path, folder: Path,
     client = new_client(arguments, server)
     started = time.perf_counter()
     full_weights = Replicas(Ranks(use_cpu=not torch.cuda.is_available())).full_weights
-    deployment = Deployment([engine_of(client, SamplingParams(1))], sync, full_weights)
+    deployment = Deployment([Engine(client, SamplingParams(1))], sync, full_weights)
     deployment.connect(policy)
     start_s = time.perf_counter() - started
     policy.make_masters()

@@ -24,7 +24,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from offline_grpo.engine.engine import engine_of
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.generation.vllm_client import VllmClient
@@ -175,7 +175,7 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 def deploy(sync: Any, *clients: Any, sampling: SamplingParams = SamplingParams(1)) -> Deployment:  # noqa: B008 - it is frozen
     """A strategy that serves these clients' engines; not connected yet."""
-    return Deployment([engine_of(client, sampling) for client in clients], sync, full_weights)
+    return Deployment([Engine(client, sampling) for client in clients], sync, full_weights)
 
 
 def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:

@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint.pretrained import find_model
-from offline_grpo.engine.engine import engine_of
+from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.tiny import build_char_tokenizer
@@ -56,7 +56,7 @@ def served(
 def test_matrices_that_vllm_transposes(tmp_path: Path) -> None:
     """GPT-2's, some of them square."""
     with served("gpt2", tmp_path / "model", args={"max_model_len": 64}) as client:
-        engine = engine_of(client, SamplingParams(1))
+        engine = Engine(client, SamplingParams(1))
         check_served_model(find_model(str(tmp_path / "model")), engine)
         other = AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"), dtype=torch.float32)
         other.transformer.h[1].attn.c_proj.weight.data[3, 4] += 0.01

@@ -104,55 +104,39 @@ class ServerControl(ABC):
 
 
 class Engine:
-    """An engine in this process: `client` samples from the trained module, and there is nothing to start or stop.
+    """What samples: a client, and the server that it asks. One that samples in this process, from the trained module,
+    has nothing to start or stop.
 
     Args:
-        client: a `RolloutClient`.
-        sampling: the run's settings; a proof of the weights uses the same.
+        client: a `RolloutClient`; it asks a server if its class names one (`engine_name`).
+        sampling: the run's settings; a proof of the weights uses the same temperature.
+
+    Attributes:
+        server: None in this process.
+        control: a `ServerControl`; a strategy for one kind of server may use all that this kind's control can do.
     """
 
-    gpus: Sequence[int] | None = None
-    """Those that a server which the run starts may see; None: all, or none."""
-    found_at: str | None = None
-    """The URL of a server that the run does not start; None where it starts one, or needs none."""
-    has_lost_weights = False
-    """Whether a server that the run started has ended, or a server that was found was started anew since its weights
-    were tagged."""
+    server: Any
+    control: Any
 
     def __init__(self, client: Any, sampling: SamplingParams) -> None:
         self.client = client
         self.sampling = sampling
+        self.server = None if client.engine_name is None else client.server
+        self.control = None if self.server is None else client.control(self.server)
 
     def begin(self, model: str, args: Mapping[str, Any]) -> None:
         """See `Server.begin`."""
+        if self.server is not None:
+            self.server.begin(model, args=args)
 
     def start(self, model: str, args: Mapping[str, Any]) -> None:
         """See `Server.start`; also raises ConfigError for a server of a version that is not supported."""
-
-    def stop(self) -> None:
-        """Close the client's connections, and stop a server of our own. May be called again, also before `start`."""
-
-    def check_alive(self) -> None:
-        """See `Server.check_alive`."""
-
-
-class ServerEngine(Engine):
-    """A server behind its client, a `ServerClient`, which has `server` and makes the `ServerControl` of its kind."""
-
-    def __init__(self, client: Any, sampling: SamplingParams) -> None:
-        super().__init__(client, sampling)
-        self.server: Server = client.server
-        self.control: Any = client.control(client.server)
-        """A `ServerControl`; a strategy for one kind of server may use all that this kind's control can do."""
-
-    def begin(self, model: str, args: Mapping[str, Any]) -> None:
-        self.server.begin(model, args=args)
-
-    def start(self, model: str, args: Mapping[str, Any]) -> None:
-        self.control = self.client.control(self.server)
-        self.server.start(model, args=args)
-        version = self.control.check_version()
-        log.info("connected to %s %s at %s", self.client.engine_name, version, self.server.base_url)
+        if self.server is not None:
+            self.control = self.client.control(self.server)
+            self.server.start(model, args=args)
+            version = self.control.check_version()
+            log.info("connected to %s %s at %s", self.client.engine_name, version, self.server.base_url)
 
     def follow(self, base_url: str, pid: int | None) -> None:
         """Ask and watch the server that another process of the run has started. In a Ray cluster it may have moved."""
@@ -162,30 +146,34 @@ class ServerEngine(Engine):
         self.server.watched_pid = pid
 
     def stop(self) -> None:
-        self.client.close()
-        self.server.stop()
+        """Close the client's connections, and stop a server of our own. May be called again, also before `start`."""
+        if self.server is not None:
+            self.client.close()
+            self.server.stop()
 
     def check_alive(self) -> None:
-        self.server.check_alive()
+        """See `Server.check_alive`."""
+        if self.server is not None:
+            self.server.check_alive()
 
     @property
-    def gpus(self) -> Sequence[int] | None:  # type: ignore[override]
-        return self.server.gpus
+    def gpus(self) -> Sequence[int] | None:
+        """Those that a server which the run starts may see; None: all, or none."""
+        return None if self.server is None else self.server.gpus
 
     @property
-    def found_at(self) -> str | None:  # type: ignore[override]
-        return None if self.server.is_managed else self.server.base_url
+    def found_at(self) -> str | None:
+        """The URL of a server that the run does not start; None where it starts one, or needs none."""
+        return None if self.server is None or self.server.is_managed else self.server.base_url
 
     @property
-    def has_lost_weights(self) -> bool:  # type: ignore[override]
-        if self.server.is_managed:
-            return self.server.has_ended
+    def has_lost_weights(self) -> bool:
+        """Whether a server that the run started has ended, or a server that was found was started anew since its
+        weights were tagged.
+        """
+        if self.server is None or self.server.is_managed:
+            return self.server is not None and self.server.has_ended
         try:
             return self.control.served_tag() is None
         except Refused:  # it notes no tags, because it takes adapters alone: these are loaded anew whatever it has
             return False
-
-
-def engine_of(client: Any, sampling: SamplingParams) -> Engine:
-    """The engine behind a client: a server if the client's class names one (`engine_name`), else this process."""
-    return Engine(client, sampling) if client.engine_name is None else ServerEngine(client, sampling)

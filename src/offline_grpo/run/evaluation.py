@@ -21,7 +21,7 @@ from transformers.utils.hub import cached_file
 from offline_grpo import progress
 from offline_grpo.checkpoint.pretrained import KEY, ModelSource, export_model
 from offline_grpo.disk import OwnFolder
-from offline_grpo.engine.engine import ServerEngine, engine_of
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints, sums
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, require
@@ -251,10 +251,10 @@ def _served(
             device = resolve_device(config.model.device)
             runtime["model"] = source.load(device=device, dtype=dtype, attn_implementation=attention)
         client = build(spec.client_node, key="generation", protocol=RolloutClient, **runtime)
-        engine = engine_of(client, chosen.sampling)
+        engine = Engine(client, chosen.sampling)
         stack.callback(engine.stop)
         engine.start(place, {})
-        if isinstance(engine, ServerEngine) and engine.found_at is not None:
+        if engine.found_at is not None:
             check_served_model(source, engine)
         yield client, TokenizerCodec(tokenizer)
 
@@ -266,7 +266,7 @@ def _generation_config(model: str) -> GenerationConfig | None:
         return None  # a model without one
 
 
-def check_served_model(source: ModelSource, engine: ServerEngine) -> None:
+def check_served_model(source: ModelSource, engine: Engine) -> None:
     """Compare the server's weights with the model's files, tensor by tensor, where both can be read. Rows and columns
     may be swapped.
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-from offline_grpo.engine.engine import engine_of
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.launcher import flags
 from offline_grpo.engine.ray_server import RayCluster
 from offline_grpo.engine.server import Server
@@ -160,7 +159,7 @@ def deployments(
             build(spec.client_node, key=spec.key, protocol=RolloutClient, server=server, **runtime)
             for server in servers or [None]
         ]
-        engines: list[Any] = [engine_of(client, sampling) for client in clients]
+        engines = [Engine(client, sampling) for client in clients]
         if servers and ranks.world_size > 1:
             return RankZeroDeployment(engines, sync, sharding.full_weights, ranks, sharding.lead)
         return OneDeployment(engines, sync, sharding.full_weights)

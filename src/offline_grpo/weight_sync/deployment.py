@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from offline_grpo.engine.engine import Engine, ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import next_to_start
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.spread import SpreadClient
@@ -165,14 +165,13 @@ class RankZeroDeployment(Deployment):
 
     def __init__(
         self,
-        engines: Sequence[ServerEngine],
+        engines: Sequence[Engine],
         weight_sync: WeightSync,
         full_weights: FullWeights,
         ranks: Ranks,
         lead: Callable[[Callable[[], Any]], Any],
     ) -> None:
         super().__init__(engines, weight_sync, full_weights)
-        self._servers = list(engines)
         self._ranks = ranks
         self._lead = lead
 
@@ -196,10 +195,10 @@ class RankZeroDeployment(Deployment):
 
     def _follow(self) -> None:
         """Sample from the servers that rank 0 started and pushed to: weights, URL and pid of each."""
-        state = [(engine.client.weights, engine.server.base_url, engine.server.pid) for engine in self._servers]
+        state = [(engine.client.weights, engine.server.base_url, engine.server.pid) for engine in self.engines]
         state = self._ranks.broadcast(state)
         if not self._ranks.is_main:
-            for engine, (weights, url, pid) in zip(self._servers, state, strict=True):
+            for engine, (weights, url, pid) in zip(self.engines, state, strict=True):
                 engine.client.weights = weights
                 engine.follow(url, pid)
             self._ask_all()

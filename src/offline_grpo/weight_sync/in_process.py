@@ -6,7 +6,7 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from offline_grpo.engine.engine import Engine, ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import ConfigError
 from offline_grpo.weight_sync.snapshot import Snapshot
 from offline_grpo.weight_sync.strategy import Staged, SyncRequirements, WeightSync
@@ -49,7 +49,7 @@ class Frozen(WeightSync):
         """See `WeightSync.start_model`. The model before training, in a resumed run too."""
         return self.recovery_model(snapshot)
 
-    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. Says once what every later line of the run means."""
         log.warning(
             "weight_sync=none: the server at %s is frozen. It gets no weights, so what it samples comes from its own "
@@ -57,7 +57,7 @@ class Frozen(WeightSync):
             engine.server.base_url,
         )
 
-    def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+    def reattach(self, engine: Engine, snapshot: Snapshot) -> None:
         """See `WeightSync.reattach`."""
 
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Staged]:

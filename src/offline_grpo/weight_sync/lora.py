@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offline_grpo.engine.background import at_once
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.http import NotFound, Refused
 from offline_grpo.engine.vllm import LORA_KERNELS
 from offline_grpo.errors import EngineDied, EngineError
@@ -43,14 +43,14 @@ class LoraHotswap(ServerSync):
     _num_pushes: int = field(default=0, init=False)
     _names: list[str] = field(default_factory=list, init=False)  # whose folders are there, newest last
     # names, newest last
-    _loaded: dict[ServerEngine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
-    _base_tags: dict[ServerEngine, str] = field(default_factory=dict, init=False)  # see `prove_base`
+    _loaded: dict[Engine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _base_tags: dict[Engine, str] = field(default_factory=dict, init=False)  # see `prove_base`
 
     @property
     def requires(self) -> SyncRequirements:
         return replace(lora_requirements(self.server_args), in_flight=("keep",))
 
-    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. A new server has none of our adapters. One that takes nothing else cannot prove its
         base.
 
@@ -84,14 +84,14 @@ class LoraHotswap(ServerSync):
                     shutil.rmtree(engine.server.scratch / old, ignore_errors=True)
                 self._names.remove(old)
 
-    def deliver(self, engines: Sequence[ServerEngine], staged: StagedFolder) -> float:
+    def deliver(self, engines: Sequence[Engine], staged: StagedFolder) -> float:
         """See `WeightSync.deliver`. Requests use the adapter as soon as they carry its name.
 
         Every server reads it from its own folder: that of one that dies is deleted, and the others may need to read
         theirs again.
         """
 
-        def load(engine: ServerEngine) -> None:
+        def load(engine: Engine) -> None:
             folder = engine.server.scratch / staged.name
             if folder != staged.folder:
                 shutil.copytree(staged.folder, folder)
@@ -107,7 +107,7 @@ class LoraHotswap(ServerSync):
         at_once(load, engines)
         return 0.0
 
-    def check_served(self, engine: ServerEngine, version: int) -> None:
+    def check_served(self, engine: Engine, version: int) -> None:
         """See `WeightSync.check_served`. Of the base: a server without the adapter would have refused the requests,
         which name it.
         """
@@ -123,7 +123,7 @@ class LoraHotswap(ServerSync):
         if found != self._base_tags[engine]:
             raise foreign_write(engine.server.base_url, "has another base model under the adapters")
 
-    def detach(self, engine: ServerEngine) -> None:
+    def detach(self, engine: Engine) -> None:
         """See `WeightSync.detach`. An external server forgets the adapters, whose folders go now."""
         for name in self._loaded.pop(engine, []):
             if not engine.server.is_managed:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offline_grpo.engine.engine import ServedBits, ServerEngine
+from offline_grpo.engine.engine import Engine, ServedBits
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
 from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
 from offline_grpo.errors import EngineError, require
@@ -51,14 +51,14 @@ Answers = tuple[str | None, ServedBits | None, Sequence[Rollout]]
 """A server's tag and bits, where it notes any, and what it samples after fixed prompts."""
 
 
-def ask(engine: ServerEngine, prompts: Sequence[Sequence[int]], *, is_tagged: bool) -> Answers:
+def ask(engine: Engine, prompts: Sequence[Sequence[int]], *, is_tagged: bool) -> Answers:
     """The server's part of a proof. It touches nothing of the policy's: several servers can be asked at a time."""
     tag, bits = (engine.control.served_tag(), engine.control.served_bits()) if is_tagged else (None, None)
     return tag, bits, sample_probe(engine.client, prompts, engine.sampling.temperature)
 
 
 def compare(
-    snapshot: Snapshot, engine: ServerEngine, answers: Answers, *, version: int, tag: str | None, tolerance_nats: float
+    snapshot: Snapshot, engine: Engine, answers: Answers, *, version: int, tag: str | None, tolerance_nats: float
 ) -> Proof:
     """Compare what an engine serves with what is trained, and log the verdict.
 
@@ -93,7 +93,7 @@ def compare(
     return Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
 
 
-def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
+def prove_base(engine: Engine, snapshot: Snapshot) -> str:
     """See that a server has the base model under the adapters, bit for bit where it can be compared.
 
     Returns a tag: the server still has that base as long as it still has the tag.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offline_grpo.engine.background import at_once
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import require
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements
@@ -62,10 +62,10 @@ class Reload(PausingSync):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def deliver(self, engines: Sequence[ServerEngine], staged: StagedFolder) -> float:
+    def deliver(self, engines: Sequence[Engine], staged: StagedFolder) -> float:
         started, folder, tag = time.perf_counter(), str(staged.folder), weights_tag(staged.version)
 
-        def load(engine: ServerEngine) -> None:
+        def load(engine: Engine) -> None:
             check = self.check_replaced(engine, staged)
             engine.control.load_weights(folder, tag=tag, pause_mode=self.pause_mode, check=check)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import next_to_start
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
 from offline_grpo.weight_sync.strategy import ServerSync, Staged, SyncRequirements
@@ -40,7 +40,7 @@ class Restart(ServerSync):
 
     _folder: Path | None = field(default=None, init=False)
     _saved: Bits = field(default_factory=dict, init=False)  # what `_folder` holds
-    _started_from: dict[ServerEngine, Bits] = field(default_factory=dict, init=False)
+    _started_from: dict[Engine, Bits] = field(default_factory=dict, init=False)
     _num_saves: int = field(default=0, init=False)
 
     @property
@@ -52,7 +52,7 @@ class Restart(ServerSync):
         self._save(snapshot)
         return self._model(snapshot)
 
-    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. The server has just been started from these very weights."""
         self._started_from[engine] = snapshot.fingerprints
 
@@ -74,7 +74,7 @@ class Restart(ServerSync):
         start = {"model": model, "args": args, "bits": bits, "began_s": began_s}
         yield StagedStart(version=version, num_tensors=0, num_bytes=num_bytes, **start)
 
-    def deliver(self, engines: Sequence[ServerEngine], staged: StagedStart) -> float:
+    def deliver(self, engines: Sequence[Engine], staged: StagedStart) -> float:
         """See `WeightSync.deliver`. Starts overlap, for `staged` has begun them, so they are waited for one after the
         other. A server that was started from these weights is only told the version.
         """
@@ -87,7 +87,7 @@ class Restart(ServerSync):
             engine.control.set_tag(weights_tag(staged.version))
         return paused_seconds
 
-    def detach(self, engine: ServerEngine) -> None:
+    def detach(self, engine: Engine) -> None:
         """See `WeightSync.detach`. Deletes the served weights: checkpoints are elsewhere."""
         if self._folder is not None:
             shutil.rmtree(self._folder.parent, ignore_errors=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offline_grpo.disk import write_whole
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
 from offline_grpo.model.policy import Policy
@@ -52,7 +52,7 @@ class SharedVllm(PausingSync):
 
     name = "shared_vllm"
 
-    _engine: ServerEngine | None = field(default=None, init=False)
+    _engine: Engine | None = field(default=None, init=False)
     _paused_at: float | None = field(default=None, init=False)
     _addresses: dict[str, int] = field(default_factory=dict, init=False)
     _version: int | None = field(default=None, init=False)  # of the last push to this start of the server
@@ -67,7 +67,7 @@ class SharedVllm(PausingSync):
         """See `WeightSync.requires`. The policy can be the memory of one server."""
         return replace(super().requires, in_flight=(), one_engine=True, placement="same", shares_weights=True)
 
-    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. Splices the server's memory, which must hold the policy's own bits, into the policy.
 
         Raises:
@@ -80,7 +80,7 @@ class SharedVllm(PausingSync):
         self._splice(policy, views)
         policy.become_shared(before_publish=self._pause_to_write)
 
-    def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+    def reattach(self, engine: Engine, snapshot: Snapshot) -> None:
         """See `WeightSync.reattach`. Trained weights come back from the masters, frozen ones from the files that the
         server loads.
         """
@@ -108,7 +108,7 @@ class SharedVllm(PausingSync):
             torch.cuda.synchronize(policy.compute_device)
         yield Staged(version=version, num_tensors=len(parameters), num_bytes=0)
 
-    def deliver(self, engines: Sequence[ServerEngine], staged: Staged) -> float:
+    def deliver(self, engines: Sequence[Engine], staged: Staged) -> float:
         """See `WeightSync.deliver`. Makes sure that the server uses the updates and nothing older."""
         [engine] = engines
         engine.control.reset_prefix_cache()
@@ -141,7 +141,7 @@ class SharedVllm(PausingSync):
         except EngineDied as death:
             log.warning("%s The update goes on without it.", death)
 
-    def _open_views(self, engine: ServerEngine, snapshot: Snapshot) -> dict[str, Tensor]:
+    def _open_views(self, engine: Engine, snapshot: Snapshot) -> dict[str, Tensor]:
         home, control = snapshot.policy.compute_device, engine.control
         described = control.describe()
         for reason in described["refusals"]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from offline_grpo.engine.background import at_once
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import EngineDied, EngineError, require
 from offline_grpo.weight_sync.proof import Proof, ask, compare, probe_prompts
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
@@ -76,7 +76,7 @@ class Staged:
 class WeightSync(ABC):
     """A component of the group `weight_sync`. Inherit from `ServerSync`, unless no weights are copied.
 
-    Its methods get an `Engine` that `requires` allows, hence a `ServerEngine` for strategies with `requires.engines`.
+    Its methods get an `Engine` that `requires` allows, hence a `Engine` for strategies with `requires.engines`.
 
     Attributes:
         name: the option's name in conf/weight_sync.
@@ -176,7 +176,7 @@ class ServerSync(WeightSync):
         """See `WeightSync.requires`. Most strategies use what vLLM alone can do."""
         return SyncRequirements(engines=("vLLM",), server_args=self.server_args)
 
-    def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
+    def verify(self, engines: Sequence[Engine], snapshot: Snapshot, version: int) -> list[Proof]:
         """See `WeightSync.verify`. All servers are asked at the same time; the policy then scores what one after the
         other has sampled.
         """
@@ -187,7 +187,7 @@ class ServerSync(WeightSync):
             for engine, answer in zip(engines, answers, strict=True)
         ]
 
-    def check_served(self, engine: ServerEngine, version: int) -> None:
+    def check_served(self, engine: Engine, version: int) -> None:
         url, found, pushed = engine.server.base_url, engine.control.served_tag(), weights_tag(version)
         if found is None:
             raise EngineDied(f"{url}: {STARTED_ANEW}")
@@ -223,7 +223,7 @@ class PausingSync(ServerSync):
     def requires(self) -> SyncRequirements:  # type: ignore[override]
         return replace(super().requires, in_flight=(self.pause_mode,))
 
-    def check_replaced(self, engine: ServerEngine, staged: Staged) -> Callable[[], None] | None:
+    def check_replaced(self, engine: Engine, staged: Staged) -> Callable[[], None] | None:
         """For a pause: has the engine what the requests that are under way were sampled from? The push overwrites what
         others loaded.
         """

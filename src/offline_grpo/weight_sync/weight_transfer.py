@@ -25,7 +25,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from offline_grpo.engine.background import at_once, in_background
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.engine.ports import address_towards, choose_port
 from offline_grpo.errors import ConfigError, require
@@ -63,7 +63,7 @@ class WeightTransfer(PausingSync):
         num_bytes = sum(p.numel() * (policy.dtype if policy.is_sharded else p.dtype).itemsize for p in named)
         yield StagedWeights(version=version, num_tensors=len(named), num_bytes=num_bytes, snapshot=snapshot)
 
-    def deliver(self, engines: Sequence[ServerEngine], staged: StagedWeights) -> float:
+    def deliver(self, engines: Sequence[Engine], staged: StagedWeights) -> float:
         """See `WeightSync.deliver`. All engines get a bucket before the next one is read, because the policy's weights
         are read once.
 
@@ -72,11 +72,11 @@ class WeightTransfer(PausingSync):
         """
         started = time.perf_counter()
 
-        def begin(engine: ServerEngine) -> None:
+        def begin(engine: Engine) -> None:
             engine.control.pause(self.pause_mode, self.check_replaced(engine, staged))
             engine.control.post("/start_weight_update")
 
-        def finish(engine: ServerEngine) -> None:
+        def finish(engine: Engine) -> None:
             engine.control.post("/finish_weight_update", {}, timeout_s=UPDATE_S)
             engine.control.reset_prefix_cache()
             engine.control.set_tag(weights_tag(staged.version))
@@ -94,7 +94,7 @@ class WeightTransfer(PausingSync):
         return time.perf_counter() - started
 
     @abstractmethod
-    def send(self, engines: Sequence[ServerEngine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
+    def send(self, engines: Sequence[Engine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
         """One update: tell the servers what comes (`update_info` holds names, dtype_names and shapes), and hand it over
         to all.
         """
@@ -113,7 +113,7 @@ class Ipc(WeightTransfer):
         env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
         return replace(super().requires, gpu=True, placement="same", env=env)
 
-    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`.
 
         Raises:
@@ -129,14 +129,14 @@ class Ipc(WeightTransfer):
         atexit.register(remove_cuda_driver_files)
         engine.control.post("/init_weight_transfer_engine", {"init_info": {}})
 
-    def send(self, engines: Sequence[ServerEngine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
+    def send(self, engines: Sequence[Engine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
         """See `WeightTransfer.send`. Handles of the policy's own tensors; a server has copied them when it answers."""
         uuid = gpu_uuid(tensors[0].device)
         # A handle is counted down by the one process that opens it, so each server gets handles of its own.
         handles = {engine: [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors] for engine in engines}
         torch.cuda.synchronize()
 
-        def update(engine: ServerEngine) -> None:
+        def update(engine: Engine) -> None:
             pickled = base64.b64encode(pickle.dumps(handles[engine])).decode()
             info = {**update_info, "ipc_handles_pickled": pickled}
             engine.control.post("/update_weights", {"update_info": info}, timeout_s=UPDATE_S)
@@ -158,13 +158,13 @@ class Nccl(WeightTransfer):
 
     name = "nccl"
 
-    _groups: dict[ServerEngine, Any] = field(default_factory=dict, init=False)
+    _groups: dict[Engine, Any] = field(default_factory=dict, init=False)
 
     @property
     def requires(self) -> SyncRequirements:
         return replace(super().requires, gpu=True, placement="other")
 
-    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
+    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. Forms the group.
 
         Raises:
@@ -198,7 +198,7 @@ class Nccl(WeightTransfer):
         self._groups[engine] = PyNcclCommunicator(met.result(), device=device)
         joined.result()
 
-    def send(self, engines: Sequence[ServerEngine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
+    def send(self, engines: Sequence[Engine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
         """See `WeightTransfer.send`. Broadcasts in the order of the names, while the servers answer the request that
         announces them.
 

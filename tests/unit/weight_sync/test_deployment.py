@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engines import full_weights
 
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import EngineDied
 from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.placement.ranks import Ranks
@@ -85,13 +85,13 @@ class Sync:
     def start_args(self, _: Any) -> Mapping[str, Any]:
         return {}
 
-    def attach(self, engine: ServerEngine, _: Any) -> None:
+    def attach(self, engine: Engine, _: Any) -> None:
         self._note("attach", engine)
 
-    def reattach(self, engine: ServerEngine, _: Any) -> None:
+    def reattach(self, engine: Engine, _: Any) -> None:
         self._note("reattach", engine)
 
-    def detach(self, engine: ServerEngine) -> None:
+    def detach(self, engine: Engine) -> None:
         self._note("detach", engine)
 
     @contextmanager
@@ -99,31 +99,31 @@ class Sync:
         self.calls.append(f"stage {version}")
         yield Staged(version=version, name=f"adapter-{version}", num_tensors=2, num_bytes=8)
 
-    def deliver(self, engines: Sequence[ServerEngine], staged: Staged) -> float:
+    def deliver(self, engines: Sequence[Engine], staged: Staged) -> float:
         self.replaced = {engine.server.base_url: version for engine, version in staged.replaces.items()}
         for engine in engines:
             self._apply(engine)
         return 0.0
 
-    def _apply(self, engine: ServerEngine) -> None:
+    def _apply(self, engine: Engine) -> None:
         self._note("apply", engine)
         engine.check_alive()
 
-    def verify(self, engines: Sequence[ServerEngine], snapshot: Snapshot, version: int) -> list[Proof]:
+    def verify(self, engines: Sequence[Engine], snapshot: Snapshot, version: int) -> list[Proof]:
         for engine in engines:
             self._prove(engine)
         return []
 
-    def _prove(self, engine: ServerEngine) -> None:
+    def _prove(self, engine: Engine) -> None:
         self._note("verify", engine)
 
-    def check_served(self, engine: ServerEngine, version: int) -> None:
+    def check_served(self, engine: Engine, version: int) -> None:
         self._note("asked", engine)
         engine.check_alive()
         if engine.server.base_url in self.served:
             raise self.served[engine.server.base_url]
 
-    def _note(self, what: str, engine: ServerEngine) -> None:
+    def _note(self, what: str, engine: Engine) -> None:
         self.calls.append(f"{what} {engine.server.base_url}")
 
 
@@ -137,7 +137,7 @@ class Lab:
         for name, own in (gpus or {}).items():
             self.servers[name].gpus = own
         clients: list[Any] = [Client(server) for server in self.servers.values()]  # type: ignore[arg-type]
-        engines = [ServerEngine(client, SamplingParams(1)) for client in clients]
+        engines = [Engine(client, SamplingParams(1)) for client in clients]
         self.deployment = (
             Deployment(engines, self.sync, full_weights)
             if ranks is None
@@ -193,7 +193,7 @@ def test_after_a_death_in_a_push_all_get_the_weights_again() -> None:
     lab = Lab()
     apply = lab.sync._apply
 
-    def dies(engine: ServerEngine) -> None:
+    def dies(engine: Engine) -> None:
         lab.servers["b"].has_ended = True
         apply(engine)
 

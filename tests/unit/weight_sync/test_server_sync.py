@@ -15,7 +15,7 @@ from factories import make_policy, make_qwen2, strategy
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
@@ -84,7 +84,7 @@ def test_all_servers_load_at_the_same_time(option: str, path: str, policy: Polic
             VllmClient(server=s, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
             for s in servers
         ]
-        engines = [ServerEngine(client, SamplingParams(1)) for client in clients]
+        engines = [Engine(client, SamplingParams(1)) for client in clients]
         sync = strategy(option)
         pushed = with_adapters(8) if option == "lora_hotswap" else policy
         for engine in engines:
@@ -127,7 +127,7 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
 ) -> None:
     """Writes to a GPU are queued: one that comes after the server's first step would tear a completion."""
     sync = strategy("shared_vllm")
-    engine = sync._engine = ServerEngine(client, SamplingParams(1))
+    engine = sync._engine = Engine(client, SamplingParams(1))
     sync._addresses = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
     policy.compute_device = torch.device("cuda", 1)
     policy.make_masters()

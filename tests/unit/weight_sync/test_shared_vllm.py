@@ -12,7 +12,7 @@ from factories import make_policy, make_qwen2, strategy
 from scripted_server import Reply, ScriptedServer
 from torch import Tensor
 
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.tiny import build_char_tokenizer
@@ -32,7 +32,7 @@ def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkey
     monkeypatch.setattr(sync, "_open_views", memory_of_a_server)
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
         server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-        engine = ServerEngine(
+        engine = Engine(
             VllmClient(server=server, eos_ids=[], vocab_size=1000, batch_size=1, timeout_s=9, max_retries=0),
             SamplingParams(1),
         )

@@ -12,7 +12,7 @@ from engines import full_weights
 from factories import make_policy, make_qwen2
 from scripted_server import Reply, ScriptedServer
 
-from offline_grpo.engine.engine import ServerEngine
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
@@ -45,7 +45,7 @@ class Recorder(WeightTransfer):
 
     name = "recorder"
 
-    def send(self, engines: Sequence[ServerEngine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
+    def send(self, engines: Sequence[Engine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
         for engine in engines:
             engine.control.post("/update_weights", {"update_info": update_info})
 
@@ -56,15 +56,15 @@ def make(**changes: Any) -> Recorder:
     )
 
 
-def engine_at(url: str, folder: Path) -> ServerEngine:
+def engine_at(url: str, folder: Path) -> Engine:
     server = Server(base_url=url, api_key=None, launcher=None, log_dir=folder)
-    return ServerEngine(
+    return Engine(
         VllmClient(server=server, eos_ids=[], vocab_size=1000, batch_size=1, timeout_s=9, max_retries=0),
         SamplingParams(1),
     )
 
 
-def deliver(sync: WeightTransfer, policy: Policy, *engines: ServerEngine) -> Staged:
+def deliver(sync: WeightTransfer, policy: Policy, *engines: Engine) -> Staged:
     """Staged once, and given to all engines."""
     with sync.staged(Snapshot(policy, full_weights, engines[0]), 5) as staged:
         assert sync.deliver(engines, staged) > 0
