@@ -52,6 +52,8 @@ class Launcher(ABC):
 
     name: ClassVar[str]
     package: ClassVar[str]
+    variables: ClassVar[Mapping[str, str]]
+    """Environment variables that the server needs."""
     tells_of_memory: ClassVar[bool] = False
     """Whether the server makes the file OFFLINE_GRPO_HAS_MEMORY of its environment; see `Server.wait_for_memory`."""
 
@@ -71,18 +73,13 @@ class Launcher(ABC):
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         """The command line that serves `model`, with a strategy's `args` on top of the configured ones."""
 
-    @abstractmethod
-    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Environment variables that the command needs, a strategy's `env` and `engine.env` included."""
-
     def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        """The whole environment of the command, with the GPUs that it may see (None: those that we see)."""
+        """The whole environment of the command, with a strategy's `env`, `engine.env`, which wins, and the GPUs that it
+        may see (None: those that we see).
+        """
         chosen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)}
-        return {**without_launch_variables(os.environ), **chosen, **self.variables(env)}
-
-    def merged(self, ours: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
-        """Variables that the engine needs, then a strategy's `env`, then `engine.env`: the later wins."""
-        return {**ours, **env, **{name: str(value) for name, value in self.env.items()}}
+        given = {name: str(value) for name, value in self.env.items()}
+        return {**without_launch_variables(os.environ), **chosen, **self.variables, **env, **given}
 
     def key_args(self, folder: Path) -> list[str]:
         """Options for a key, which must not stand on the command line: other users can read that. May write to the

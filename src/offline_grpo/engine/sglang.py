@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.engine.engine import Check, ServerControl
 from offline_grpo.engine.http import read
@@ -25,6 +25,14 @@ class SglangLauncher(Launcher):
 
     name = "SGLang"
     package = "sglang"
+    variables: ClassVar[Mapping[str, str]] = {
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # "1" gives logprobs from before the division by the temperature
+        # "1": /health samples a token, and so fails while weights are loaded
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # these two keep a server that has failed from ending, for 5 to 65 s
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,17 +54,6 @@ class SglangLauncher(Launcher):
         file = folder / "key.yaml"
         file.write_text(json.dumps({"api-key": self.api_key}))
         return ["--config", str(file)]
-
-    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        ours = {
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # "1" gives logprobs from before the division by the temperature
-            # "1": /health samples a token, and so fails while weights are loaded
-            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # these two keep a server that has failed from ending, for 5 to 65 s
-            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
-            "PYTHONUNBUFFERED": "1",
-        }
-        return self.merged(ours, env)
 
 
 @dataclass

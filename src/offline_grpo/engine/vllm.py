@@ -4,7 +4,6 @@ caches, swap its adapters.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,6 @@ from offline_grpo.engine.http import TIMEOUT_S, Refused, read
 from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.engine.process import usable_cores
 from offline_grpo.errors import require
-
-log = logging.getLogger(__name__)
 
 EXTENSION_FOLDER = Path(__file__).with_name("inside_vllm")
 EXTENSION = "offline_grpo_worker.WorkerExtension"
@@ -60,6 +57,12 @@ class VllmLauncher(Launcher):
 
     name = "vLLM"
     package = "vllm"
+    variables: ClassVar[Mapping[str, str]] = {
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, collective_rpc, weight transfer
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     essentials: ClassVar[Mapping[str, Any]] = {
         "args": {
             "gpu_memory_utilization": 0.45,
@@ -98,26 +101,14 @@ class VllmLauncher(Launcher):
             words += ["--middleware", TOKEN_GATE]  # vLLM puts each around those before it
         return words
 
-    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        ours = {
-            "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, collective_rpc, weight transfer
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-        if self.api_key is not None:
-            ours["VLLM_API_KEY"] = self.api_key
-        if self.blackwell_workaround:
-            log.info("engine.blackwell_workaround: the server gets VLLM_LORA_DISABLE_PDL=1")
-            ours["VLLM_LORA_DISABLE_PDL"] = "1"
-        merged = self.merged(ours, env)
-        paths = [str(EXTENSION_FOLDER), merged.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
-        return {**merged, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
     def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
-        merged = super().environment(env, gpus)
+        ours = {"VLLM_LORA_DISABLE_PDL": "1"} if self.blackwell_workaround else {}
+        merged = super().environment({**ours, **env}, gpus)
         merged.pop("VLLM_API_KEY", None)  # the shell's: requests would have to carry it
-        return merged if self.api_key is None else {**merged, KEY: self.api_key}
+        if self.api_key is not None:
+            merged[KEY] = self.api_key
+        paths = [str(EXTENSION_FOLDER), merged.get("PYTHONPATH", "")]
+        return {**merged, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @dataclass

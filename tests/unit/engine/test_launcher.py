@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from engines import COMMAND_LINE
@@ -31,12 +31,10 @@ def test_flags() -> None:
 class Engine(Launcher):
     name = "The server"
     package = "no_such_package"
+    variables: ClassVar[dict[str, str]] = {}
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         return ["python", model, f"{self.host}:{port}", *flags(args), str(self.api_key)]
-
-    def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        return self.merged({"A": "1"}, env)
 
 
 def engine(**changes: Any) -> Engine:

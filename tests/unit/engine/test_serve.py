@@ -26,7 +26,7 @@ def test_options_reach_the_servers_command_line() -> None:
         "--a 1 2",
     ):
         assert f" {expected}" in line
-    variables = engine.variables({})
+    variables = engine.environment({}, None)
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"
     assert variables["VLLM_TUNED_CONFIG_FOLDER"] == LORA_KERNELS
 
