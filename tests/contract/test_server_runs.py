@@ -17,16 +17,13 @@ from children import metrics_of, printed
 from engines import (
     CPU,
     distance,
-    forking_python,
     kill_engine,
     load,
     preloaded_python,
-    processes_naming,
     save_model,
     serve_again,
 )
 from factories import prompt_of, sampled
-from ray_machines import wait_until
 from scripted_server import Reply, Request, ScriptedServer
 from served_runs import assert_same, at, five, own_server, run
 
@@ -64,26 +61,6 @@ def test_strategies_follow_one_trajectory(server: Server, model_folder: Path, tm
     assert len(set(rewards)) > 1
     assert [reload[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(3)] == [2.0, 4.0, 6.0]
     assert all(found["alignment/diff_abs_mean"] < 1e-4 for name, found in reload.items() if name.startswith("train"))
-
-
-# a start of a server that is not preloaded: such a one listens at once, so that there would be no before
-def test_a_server_starts_before_the_memory_plan_and_ends_where_that_refuses(
-    where: object, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began: list[int] = []
-
-    def refuse(*_: Any, **__: Any) -> None:
-        wait_until(
-            lambda: bool(processes_naming(str(tmp_path))), 10
-        )  # one that is just being executed has no command line yet
-        began.extend(processes_naming(str(tmp_path)))
-        raise ConfigError("train.batch_size=8: GPU 0 has 4.0 GiB")
-
-    monkeypatch.setattr(assemble, "check_memory", refuse)
-    with pytest.raises(ConfigError, match=r"^train.batch_size=8: GPU 0 has"):
-        run(tmp_path / "run", model_folder, *own_server(forking_python(tmp_path)), "weight_sync=shared_vllm")
-    assert began
-    wait_until(lambda: not processes_naming(str(tmp_path)), 10)
 
 
 @pytest.mark.slow  # four starts of a server
@@ -152,26 +129,18 @@ def stock(server: Server) -> Iterator[ScriptedServer]:
 TWO = ("train.iterations=2", "eval.interval=2")
 
 
-@pytest.mark.parametrize(
-    "overrides", [("weight_sync=reload",), ("weight_sync=lora_hotswap", *LORA)], ids=["weights", "adapter"]
-)
 def test_a_stock_server_is_refused_before_a_model_is_loaded(
-    overrides: tuple[str, ...],
-    stock: ScriptedServer,
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stock: ScriptedServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = "generation.base_url"
+    key, overrides, lack = "generation.base_url", ("weight_sync=lora_hotswap", *LORA), "does not load adapters"
     monkeypatch.setattr(assemble, "load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
-    lack = "does not load adapters" if "model/lora=default" in overrides else "has no endpoints for weights"
     with pytest.raises(
         ConfigError, match=rf"^{key}={stock.base_url}: that server {lack}.* Start one that has it: [^\n]*$"
     ) as refused:
         run(tmp_path / "run", model_folder, *at(stock.base_url), *overrides)
     command = str(refused.value).partition("Start one that has it: ")[2]
     assert f"python -m offline_grpo.engine.serve {model_folder} --dtype float32" in command
-    assert ("--enable-lora --max-lora-rank 16" in command) is ("model/lora=default" in overrides)
+    assert "--enable-lora --max-lora-rank 16" in command
     assert not (tmp_path / "run").exists()
 
 

@@ -110,15 +110,6 @@ def test_a_cluster_that_is_not_there_is_refused_in_time(
     assert time.monotonic() - began < 15
 
 
-def test_without_ray_the_extra_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(
-        ConfigError,
-        match=r"^placement.address=auto: Ray is not installed \(.*\); start with `uv run --extra ray \.\.\.`$",
-    ):
-        run(tmp_path / "run", model, *own_server(sys.executable), *TWO, "placement=ray")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

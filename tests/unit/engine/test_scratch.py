@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,14 +45,6 @@ def holder(memory: Path) -> Iterator[subprocess.Popen[str]]:
 def folder_of(holder: subprocess.Popen[str]) -> Path:
     assert holder.stdout is not None
     return Path(holder.stdout.readline().strip())
-
-
-def test_it_is_private_and_goes() -> None:
-    folder = Scratch()
-    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    (folder.path / "weights").write_bytes(b"x")
-    folder.remove()
-    assert not folder.path.exists()
 
 
 def test_what_a_killed_run_left_goes_with_the_next(holder: subprocess.Popen[str]) -> None:

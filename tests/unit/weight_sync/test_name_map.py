@@ -76,48 +76,6 @@ def test_a_whole_model(wrapped: bool) -> None:
     assert covered == {name: 10 if name in vocabulary else len(parameter) for name, parameter in plain.items()}
 
 
-def test_the_state_has_every_parameter_apart() -> None:
-    """A change of one row of a fused tensor is a change of one parameter."""
-    model = FusedModel(tied=False, wrapped=True)
-    worker = make_worker(model)
-    before = worker.grpo_state()
-    assert before["fingerprints"].keys() == SHAPES.keys()
-    with torch.no_grad():
-        model.model.layers[0].self_attn.qkv_proj.base_layer.weight[20, 3] += 1
-        model.model.embed_tokens.weight[12] += 1  # padding
-    after = worker.grpo_state()
-    changed = {name for name in SHAPES if before["fingerprints"][name] != after["fingerprints"][name]}
-    assert changed == {"model.layers.0.self_attn.k_proj.weight"}
-    assert worker.grpo_tag() is None
-
-
-def test_the_tag_is_forgotten_when_anybody_loads_weights() -> None:
-    """By either way that vLLM has: from a folder, and tensor by tensor from another process."""
-
-    class Runner:
-        def reload_weights(self, path: str) -> str:
-            return f"loaded {path}"
-
-    class Loadable(FusedModel):
-        def load_weights(self, weights: list[str]) -> int:
-            return len(weights)
-
-    model = Loadable()
-    worker = make_worker(model)
-    worker.model_runner = Runner()
-    worker.model_runner.get_model = lambda: model
-    for _ in range(2):
-        worker.grpo_set_tag("3 of run r")
-        assert worker.grpo_tag() == "3 of run r"
-        assert worker.model_runner.reload_weights(path="m") == "loaded m"
-        assert worker.grpo_tag() == ""
-        worker.grpo_set_tag("3 of run r")
-        assert model.load_weights(["a", "b"]) == 2
-        assert worker.grpo_tag() == ""
-    worker.grpo_set_tag("7 of run 8")
-    assert worker.grpo_tag() == "7 of run 8"
-
-
 def test_only_what_is_in_the_models_dtype_has_a_fingerprint() -> None:
     """vLLM keeps some small tensors in fp32 beside a model in bf16."""
     model = FusedModel(dtype=torch.bfloat16)

@@ -3,7 +3,6 @@ writes down what it is asked."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.errors import EngineError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
@@ -25,8 +24,7 @@ from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync import lora
 from offline_grpo.weight_sync.lora import LoraHotswap
 from offline_grpo.weight_sync.proof import Proof
-from offline_grpo.weight_sync.reload import Reload
-from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
+from offline_grpo.weight_sync.snapshot import Snapshot
 
 
 @pytest.fixture
@@ -68,57 +66,6 @@ def client(web: ScriptedServer, tmp_path: Path) -> Iterator[VllmClient]:
 PROOF = Proof(num_equal=2, diff_mean=0.0, diff_abs_mean=0.0, diff_max=0.0)
 
 
-@pytest.mark.parametrize(("option", "path"), [("reload", "/collective_rpc"), ("lora_hotswap", "/v1/load_lora_adapter")])
-def test_all_servers_load_at_the_same_time(option: str, path: str, policy: Policy, tmp_path: Path) -> None:
-    """Neither answers before both were asked."""
-    both = threading.Barrier(2, timeout=10)
-
-    def script(request: Request) -> Reply:
-        if request.path == path:
-            both.wait()
-        return worker_result(request)
-
-    with ScriptedServer(script) as one, ScriptedServer(script) as other:
-        servers = [Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path) for web in (one, other)]
-        clients = [
-            VllmClient(server=s, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
-            for s in servers
-        ]
-        engines = [Engine(client, SamplingParams(1)) for client in clients]
-        sync = strategy(option)
-        pushed = with_adapters(8) if option == "lora_hotswap" else policy
-        for engine in engines:
-            sync.attach(engine, Snapshot(pushed, full_weights, engine))
-        with sync.staged(Snapshot(pushed, full_weights, engines[0]), 1) as staged:
-            sync.deliver(engines, staged)
-        for engine in engines:
-            engine.stop()
-    assert not both.broken
-
-
-def test_what_was_pushed_last_is_what_must_be_served(
-    policy: Policy, client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Reload, "verify", lambda *_: [PROOF])
-    deployment = deploy(strategy("reload"), client)
-    deployment.connect(policy)
-    deployment.push(policy, version=3)
-    noted: list[str | None] = [weights_tag(3)]
-    web.script = lambda _: Reply({"results": noted})
-    deployment.check_served()
-    assert web.requests[-1].body["method"] == "grpo_tag"
-    noted[0] = None
-    with pytest.raises(
-        EngineDied, match=rf"^{web.base_url}: the server was started anew and has none of the weights pushed to it\.$"
-    ):
-        deployment.check_served()
-    for other in (weights_tag(4), "3 of run 1-abc"):
-        noted[0] = other
-        with pytest.raises(EngineError, match=rf"it has version {other}, where 3 of run .* was pushed") as error:
-            deployment.check_served()
-        assert not isinstance(error.value, EngineDied)
-
-
 # Pausing
 
 
@@ -149,21 +96,6 @@ def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmC
         control.load_weights("/some/folder", tag="4", pause_mode="keep")
     assert [request.path for request in web.requests] == ["/pause", "/collective_rpc"]
     assert control.is_paused
-
-
-def test_a_server_that_a_failed_push_left_paused_is_not_checked_again(web: ScriptedServer, client: VllmClient) -> None:
-    """It has no tag then, because of that push and of nobody else, and must not go on with half of the weights."""
-    control, is_failing, checks = client.control(client.server), True, []
-    web.script = lambda request: (
-        Reply({}, status=500) if is_failing and request.path == "/collective_rpc" else worker_result(request)
-    )
-    with pytest.raises(EngineError):
-        control.load_weights("/lost/folder", tag="4", pause_mode="keep", check=lambda: checks.append("first"))
-    is_failing = False
-    control.load_weights("/some/folder", tag="4", pause_mode="keep", check=lambda: checks.append("again"))
-    assert checks == ["first"]
-    assert [request.path for request in web.requests].count("/resume") == 1
-    assert web.requests[-1].path == "/resume"
 
 
 def test_adapters_get_new_names_and_old_ones_go(
