@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +61,6 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file()] == [kept]
     assert not hidden.exists()
     assert of_another.exists()
-
-
-def test_a_folder_that_goes_while_it_is_swept_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scandir, folder = os.scandir, tmp_path / "run"
-    folder.mkdir()
-
-    def too_late(path: Path) -> Iterator[os.DirEntry[str]]:
-        folder.rmdir()
-        return scandir(path)
-
-    monkeypatch.setattr("os.scandir", too_late)
-    sweep(folder)
-    assert not folder.exists()
 
 
 def test_folders_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import wandb
@@ -21,32 +22,18 @@ def make(output_dir: Path, **changes: Any) -> WandbLogger:
     return WandbLogger(output_dir=output_dir, **(settings | changes))
 
 
-class FakeRun:
-    """What W&B is told."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self.arguments = arguments
-        self.rows: list[dict[str, Any]] = []
-        self.summary: dict[str, Any] = {}
-        self.has_finished = False
-
-    def define_metric(self, name: str, **_: Any) -> None:
-        """Accepted."""
-
-    def log(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-
-    def finish(self) -> None:
-        self.has_finished = True
-
-
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
-    """Those that were started, in place of W&B's."""
-    found: list[FakeRun] = []
-    monkeypatch.setattr(wandb, "init", lambda **arguments: found.append(FakeRun(**arguments)) or found[-1])
+def init(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """In place of W&B's."""
+    init = MagicMock()
+    monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "login", lambda **_: True)
-    return found
+    return init
+
+
+def rows(init: MagicMock) -> list[dict[str, Any]]:
+    """What was logged."""
+    return [call.args[0] for call in init.return_value.log.call_args_list]
 
 
 def test_bad_settings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +45,7 @@ def test_bad_settings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         make(tmp_path, mode=mode)
 
 
-def test_metrics_are_logged_against_completed_iterations(tmp_path: Path, runs: list[FakeRun]) -> None:
+def test_metrics_are_logged_against_completed_iterations(tmp_path: Path, init: MagicMock) -> None:
     logger = make(tmp_path)
     assert isinstance(logger, RunListener)
     logger.start({}, 1)
@@ -67,14 +54,13 @@ def test_metrics_are_logged_against_completed_iterations(tmp_path: Path, runs: l
     logger.log("eval", EVAL, iteration=0)
     logger.close()
     logger.close()
-    [run] = runs
     intervals = {"eval_intervals/pass@1_low": 0.125, "eval_intervals/pass@1_high": 0.375}
-    assert run.rows == [
+    assert rows(init) == [
         {"iteration": 0, "eval/pass@1": 0.25} | intervals,
         {"iteration": 0, "train/time/generate_s": 1.5},
         {"iteration": 1, "eval/pass@1": 0.25} | intervals,
     ]
-    assert run.has_finished
+    init.return_value.finish.assert_called_once()
 
 
 def test_offline_files_have_the_best_beside_the_last_and_no_secret(
@@ -104,29 +90,28 @@ def test_offline_files_have_the_best_beside_the_last_and_no_secret(
     assert b"sk-314" not in kept
 
 
-def test_the_names_of_the_atropos_trainer(tmp_path: Path, runs: list[FakeRun]) -> None:
+def test_the_names_of_the_atropos_trainer(tmp_path: Path, init: MagicMock) -> None:
     logger = make(tmp_path, names="atropos")
     logger.start({"weight_sync": {"_target_": "offline_grpo.weight_sync.restart.Restart"}}, 2)
     step = {"loss_total": 0.5, "reward_mean": 0.25, "time/train_s": 2.0, "time/iteration_s": 6.0}
     for iteration in range(2):
         logger.log("train", step, iteration=iteration)
     logger.close()
-    [run] = runs
     theirs = {"train/loss": 0.5, "train/step_time": 2.0, "train/reward_mean": 0.25, "train/time/iteration_s": 6.0}
-    assert run.rows[0] == {"iteration": 0} | theirs
+    assert rows(init)[0] == {"iteration": 0} | theirs
     times = {"benchmark/total_time_seconds": 12.0, "benchmark/total_time_minutes": 0.2}
     steps = {"benchmark/total_steps": 2.0, "benchmark/avg_step_time_seconds": 2.0}
-    assert run.summary == {"benchmark/mode": "restart"} | times | steps
+    init.return_value.summary.update.assert_called_once_with({"benchmark/mode": "restart"} | times | steps)
 
 
-def test_group_name_and_id_of_a_run(tmp_path: Path, runs: list[FakeRun]) -> None:
+def test_group_name_and_id_of_a_run(tmp_path: Path, init: MagicMock) -> None:
     run_dir = tmp_path / "2026" / "day" / "time" / "3"
     (run_dir / ".hydra").mkdir(parents=True)
     stored = run_dir / ".hydra" / "hydra.yaml"
 
     def started(**changes: Any) -> dict[str, Any]:
         make(run_dir, name=None, **changes).start({}, 1)
-        return runs[-1].arguments
+        return init.call_args.kwargs
 
     stored.write_text("hydra: {mode: MULTIRUN, sweep: {dir: x, subdir: '${hydra.job.num}'}}")
     assert (started(group="auto")["group"], started(group="mine")["group"]) == ("day_time", "mine")

@@ -54,15 +54,6 @@ def test_panels_axes_and_legends(tmp_path: Path) -> None:
     assert sum(texts(axes) == ["not recorded"] for axes in bare) == 10
 
 
-def test_a_mixtures_tasks_are_drawn(tmp_path: Path) -> None:
-    history = synthetic(tmp_path, 4)
-    names = ("countdown", "a_task_of_a_long_name")
-    evals = {i: metrics | {f"task/{name}/pass@1": 0.1 * i for name in names} for i, metrics in history.evals.items()}
-    axes = panels(History(tmp_path, history.train, evals))["Held-out pass@1 of all and of each task"]
-    assert texts(axes) == ["pass@1", "a_task_of…", "countdown"]
-    assert axes.lines[-1].get_ydata().tolist() == pytest.approx([0.1 * i for i in history.evals])
-
-
 def extent(axes: Axes) -> tuple[float, float]:
     """The lowest and highest point of everything that is drawn in it."""
     values = [y for line in axes.lines for y in line.get_ydata()]
