@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offline_grpo import evaluate, export, sample
 from offline_grpo.errors import ConfigError
 from offline_grpo.task.arithmetic import Arithmetic
+from offline_grpo.types import Problem
 
 GREEDY = "--temperature=0"
 
@@ -63,20 +64,13 @@ def test_every_problem_has_a_record(evaluated: tuple[dict[str, Any], Path]) -> N
         [file] = out.glob(f"{model}-1-*.jsonl")
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         assert [line["index"] for line in lines] == [0, 1, 2, 3]
-        scored = [
-            Arithmetic(49, ["+"], 0.2, "{a}{op}{b}=", 0.5).score(_problem(line), r["text"])
-            for line in lines
-            for r in line["replicates"]
-        ]
+        task = Arithmetic(49, ["+"], 0.2, "{a}{op}{b}=", 0.5)
+        problems = [Problem(line["problem_id"], tuple(line["messages"]), line["answer"]) for line in lines]
+        pairs = zip(problems, lines, strict=True)
+        scored = [task.score(problem, r["text"]) for problem, line in pairs for r in line["replicates"]]
         assert [r["reward"] for line in lines for r in line["replicates"]] == [score.reward for score in scored]
         right = [sum(r["is_correct"] for r in line["replicates"]) for line in lines]
         assert of(results, model, 0)["pass@1"] == pytest.approx(sum(right) / 8)
-
-
-def _problem(line: dict[str, Any]) -> Any:
-    from offline_grpo.types import Problem
-
-    return Problem(line["problem_id"], tuple(line["messages"]), line["answer"])
 
 
 def test_models_are_compared_problem_by_problem(evaluated: tuple[dict[str, Any], Path]) -> None:

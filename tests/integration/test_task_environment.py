@@ -82,6 +82,8 @@ def test_a_group_has_the_servers_tokens_and_logprobs_and_the_tasks_scores(make):
         assert group["inference_logprobs"][i] == [1.0] * len(prompt) + [-0.5 - t for t in range(len(written))]
         assert group["scores"][i] == pytest.approx(1.1 if problem.answer == text else 0.1)
     assert group["generation_params"] == {"temperature": 0.7}
+    assert environment.server.servers[0].config.api_key == KEY
+    assert KEY not in environment.printed + repr(environment.config)
     [request] = environment.asked
     assert (request["n"], request["max_tokens"], request["temperature"], request["split"]) == (3, 8, 0.7, "train")
     assert "stop" not in request
@@ -108,15 +110,9 @@ def test_problems_are_those_of_a_run_in_its_order_from_where_the_trainer_is(make
     assert len(environment._held_out) == 5
 
 
-@pytest.mark.parametrize("option", ["gsm8k", "mixture"])
-def test_any_task_is_served(make, tmp_path, option):
-    rows = [{"prompt": f"Say {i}.", "question": f"What is {i}?", "answer": f"#### {i}"} for i in range(20)]
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[split == "test" :: 2]))
-    local = (
-        f"path={tmp_path} name=null" if option == "gsm8k" else "+task@task.tasks.a=arithmetic +task@task.tasks.b=sat"
-    )
-    environment = make(task=option, task_overrides=f"{local} data.num_train_seeds=5 eval.num_ids=3")
+def test_a_mixture_is_served(make):
+    parts = "+task@task.tasks.a=arithmetic +task@task.tasks.b=sat"
+    environment = make(task="mixture", task_overrides=f"{parts} data.num_train_seeds=5 eval.num_ids=3")
     group, _ = environment.run(environment.collect_trajectories(environment.run(environment.get_next_item())))
     assert len(group["scores"]) == 8
 
@@ -136,14 +132,6 @@ def test_evaluation_asks_every_held_out_problem_once(make, tmp_path, capsys):
     assert f"eval/percent_correct={correct:.4g}" in capsys.readouterr().out
     stored = json.loads((tmp_path / "eval" / "metrics.json").read_text())
     assert stored["results"]["all"]["eval/reward_mean"] == pytest.approx(0.1 + correct)
-
-
-def test_the_key_comes_from_the_environment_and_is_not_in_what_is_printed(make):
-    environment = make()
-    assert environment.server.servers[0].config.api_key == KEY
-    assert environment.server.servers[0].config.server_type == "vllm"
-    assert KEY not in environment.printed
-    assert KEY not in repr(environment.config)
 
 
 def test_task_sampling_and_group_size_are_those_of_the_run_that_starts_it(make, module, tmp_path, monkeypatch):

@@ -49,7 +49,6 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     [
         ("train.lr=fast", r"train\.lr=fast: .* Float"),
         ("train.lr=[1,2]", r"train\.lr=\[1, 2\]: .*; to sweep over it: --multirun train.lr=1,2"),
-        ("train.lr=null", r"train\.lr: .*"),
         ("train.lr:3", r"train\.lr:3: is not an override; .*"),
         ("~train.lr", r"train\.lr: .*"),
         ("eval.num_id=1", r"eval\.num_id: no such key; did you mean eval\.num_ids\?"),
@@ -63,14 +62,12 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("model=hf model.tiny.hidden_size=3", r"model\.tiny\.hidden_size: the chosen options have no such key; .*"),
         ("logger=[json,consol]", r"logger=consol: no such option; choose one of console, json, tensorboard, wandb"),
         ("train/loss=ppo", r"train/loss=ppo: no such option; choose one of cispo, .*"),
-        ("model=Qwen/Qwen2.5-0.5B", r".*; for a model .*, model=hf model\.train_id=Qwen/Qwen2\.5-0\.5B"),
         ("engine=null", r"engine=null: .*"),
-        ("logger=[wandb] logger.wandb.mode=online", r"logger\.wandb\.mode=online: .*"),
+        ("model=Qwen/Qwen2.5-0.5B", r".*; for a model .*, model=hf model\.train_id=Qwen/Qwen2\.5-0\.5B"),
         (
             "train.iterations=2 train.profile=3",
             r"train\.profile=3: an iteration, from 1 to train\.iterations=2, or null",
         ),
-        ("logger=[] train.lr=0", r"train\.lr=0\.0: must be above 0 and finite"),
     ],
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(command: Command, tmp_path: Path, words: str, message: str) -> None:

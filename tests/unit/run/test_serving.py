@@ -10,23 +10,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from factories import compose_config, make_qwen2, make_scoring, strategy
+from factories import compose_config, make_qwen2, make_scoring
 from fake_sglang import FakeSglang
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.sglang_client import SglangClient
-from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run import serving
 from offline_grpo.run.config import typed
 from offline_grpo.run.plan import Plan, make_plan
-from offline_grpo.run.serving import check_found_servers, loads_onto_servers_gpu, starts_before_the_policy
+from offline_grpo.run.serving import check_found_servers, starts_before_the_policy
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.weight_sync.deployment import RankZeroDeployment
-from offline_grpo.weight_sync.in_process import Frozen, InProcess
+from offline_grpo.weight_sync.in_process import Frozen
 from offline_grpo.weight_sync.reload import Reload
 
 DEAD = "http://127.0.0.1:1"
@@ -74,37 +73,20 @@ def test_the_settings_of_evaluations_come_before_those_of_training(tmp_path: Pat
     assert (client.batch_size, client.timeout_s, client.max_retries) == (3, 9, 2)
 
 
-class Echo(TransformersClient):
-    """A client from outside the package, which needs one of the objects that only exist at run time."""
-
-    def __init__(self, *, model: Any, tokenizer: Any, factor: int) -> None:
-        super().__init__(model, tokenizer, batch_size=factor)
-
-
 class EchoServer(VllmClient):
-    """Likewise, of a server."""
-
-    engine_name = "vLLM"
+    """A client from outside the package, which needs some of the objects that only exist at run time."""
 
     def __init__(self, *, server: Any, eos_ids: Any, vocab_size: int, patience_s: float) -> None:
-        super().__init__(
-            server=server, eos_ids=eos_ids, vocab_size=vocab_size, batch_size=1, timeout_s=patience_s, max_retries=0
-        )
+        own = {"batch_size": 1, "timeout_s": patience_s, "max_retries": 0}
+        super().__init__(server=server, eos_ids=eos_ids, vocab_size=vocab_size, **own)
 
 
 def test_a_client_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One class and its settings: what it samples from, it is given, and whether it asks a server, its `engine_name`
-    says.
-    """
-    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Echo=Echo, EchoServer=EchoServer, __spec__=None))
-    client, sync = evaluation("eval.backend={_target_:mine.Echo,factor:3}", tmp_path)
-    assert (type(client), client.batch_size, type(sync)) == (Echo, 3, InProcess)
-    client, sync = evaluation(f"eval.backend={{_target_:mine.EchoServer,patience_s:7}} eval.base_url={DEAD}", tmp_path)
+    """One class and its settings: whether it asks a server, its `engine_name` says."""
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(EchoServer=EchoServer, __spec__=None))
+    own = "{_target_:mine.EchoServer,patience_s:7}"
+    client, sync = evaluation(f"eval.backend={own} eval.base_url={DEAD}", tmp_path)
     assert (type(client), client.timeout_s, client.server.base_url, type(sync)) == (EchoServer, 7, DEAD, Reload)
-    with pytest.raises(
-        ConfigError, match=r"^eval\.backend\.factor=3: EchoServer has no such setting; it has patience_s$"
-    ):
-        evaluation(f"eval.backend={{_target_:mine.EchoServer,patience_s:7,factor:3}} eval.base_url={DEAD}", tmp_path)
 
 
 def test_clients_that_cannot_sample_evaluations_are_refused() -> None:
@@ -119,24 +101,18 @@ def test_clients_that_cannot_sample_evaluations_are_refused() -> None:
         assert str(refused.value).startswith(start)
 
 
-@pytest.mark.parametrize("overrides", ["eval.backend=vllm_server", f"eval.base_url={DEAD}/v1/"])
-def test_what_training_samples_from_is_shared(overrides: str, tmp_path: Path) -> None:
-    plan = make_plan(typed(compose_config(*SERVED.split(), *overrides.split())))
+def test_what_training_samples_from_is_shared(tmp_path: Path) -> None:
+    plan = make_plan(typed(compose_config(*SERVED.split(), f"eval.base_url={DEAD}/v1/")))
     ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value, on_main=lambda act: act())
     training, found = assembled(plan, make_policy(), tmp_path, ranks)
     assert found is training
 
 
-@pytest.mark.parametrize(
-    ("overrides", "kind"),
-    [
-        (f"eval.backend=vllm_server eval.base_url={DEAD} eval.weight_sync=none", Frozen),
-        (f"generation=vllm_server generation.base_url={DEAD} weight_sync=none eval.base_url={OTHER}", Frozen),
-    ],
-)
-def test_who_gets_no_weights(overrides: str, kind: type, tmp_path: Path) -> None:
+def test_who_gets_no_weights(tmp_path: Path) -> None:
     """weight_sync=none is for evaluations' server too: nothing is pushed anywhere."""
-    assert type(evaluation(overrides, tmp_path)[1]) is kind
+    frozen = f"generation=vllm_server generation.base_url={DEAD} weight_sync=none eval.base_url={OTHER}"
+    for overrides in (f"eval.backend=vllm_server eval.base_url={DEAD} eval.weight_sync=none", frozen):
+        assert type(evaluation(overrides, tmp_path)[1]) is Frozen
 
 
 SGLANG = "generation=sglang_server weight_sync=reload weight_sync.pause_mode=abort"
@@ -213,23 +189,6 @@ def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:
     assert make_plan(typed(compose_config(*MANAGED.split(), "engine.api_key=mine"))).engine.api_key == "mine"
     with pytest.raises(ConfigError, match=r"^engine\.env\.VLLM_API_KEY=\.\.\.: set engine\.api_key"):
         make_plan(typed(compose_config(*MANAGED.split(), "+engine.env.VLLM_API_KEY=theirs")))
-
-
-@pytest.mark.parametrize(
-    ("weight_sync", "gpus", "trainers", "expected"),
-    [
-        ("shared_vllm", [0], [0], False),  # the policy waits on the CPU
-        ("reload", [0], [0], True),
-        ("reload", [1], [0], False),
-    ],
-)
-def test_a_policy_is_loaded_onto_a_gpu_that_a_server_uses(
-    weight_sync: str, gpus: list[int] | None, trainers: list[int], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "server_gpus", lambda _: [gpus])
-    monkeypatch.setattr(serving, "trainer_gpus", lambda *_: trainers)
-    devices: Any = SimpleNamespace(trainer="auto", num_processes=1)
-    assert loads_onto_servers_gpu(strategy(weight_sync), devices) is expected
 
 
 @pytest.mark.parametrize(
