@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
@@ -15,11 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
 
-from offline_grpo.run import run_dir, sweeps
-from offline_grpo.run.sweeps import NumberedLines, RunCallback, record_failure
+from offline_grpo.run import sweeps
 
 ROOT = Path(__file__).parents[2]
 TWO_CORES = ("hydra.launcher.address=local", "+hydra.launcher.ray_init.num_cpus=2")
@@ -161,36 +157,3 @@ def test_optuna_searches_for_the_best_pass_at_1(tmp_path: Path) -> None:
     best = yaml.safe_load((sweep / "optimization_results.yaml").read_text())
     assert best["best_params"].keys() == {"train.lr", "data.rollouts_per_problem"}
     assert "2 configurations, 2 runs" in done.stdout
-
-
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DictConfig]:
-    """The configuration of job 3 of a sweep."""
-    hydra = {"sweep": {"dir": str(tmp_path / "multirun" / "day" / "time")}, "job": {"num": 3, "chdir": None}}
-    cfg = OmegaConf.create({"hydra": {**hydra, "launcher": {"_target_": "Basic"}}})
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
-    monkeypatch.setattr(sweeps, "exit_codes", [])
-    with run_dir.released_at_end():
-        yield cfg
-
-
-def test_failures_of_other_processes_reach_the_one_that_started_the_sweep(job: DictConfig) -> None:
-    """Those of this start."""
-    folder, callback = Path(job.hydra.sweep.dir), RunCallback()
-    record_failure(1)
-    callback.on_multirun_start(job)
-    record_failure(2)
-    (folder / "0").mkdir()
-    callback.on_multirun_end(job)
-    assert sweeps.exit_codes == [2]
-    assert {path.name for path in folder.iterdir()} == {".lock", "0"}
-
-
-def test_lines_of_parallel_jobs_have_their_number() -> None:
-    stream = io.StringIO()
-    lines = NumberedLines(stream, 3)
-    print("one\ntw", end="", file=lines)
-    assert stream.getvalue() == "[3] one\n"
-    print("o", file=lines)
-    assert stream.getvalue() == "[3] one\n[3] two\n"
-    assert not lines.isatty()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint import checkpointer as module
 from offline_grpo.checkpoint.checkpointer import Checkpointer
-from offline_grpo.checkpoint.files import latest_checkpoint, list_checkpoints, newest_sound
+from offline_grpo.checkpoint.files import list_checkpoints, newest_sound
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import Milestones
 
@@ -66,14 +66,6 @@ def test_folder_is_a_plain_hugging_face_model(saved, tmp_path, token_batch):
     assert "lm_head.weight" not in weights  # tied to the embedding: stored once
     num_bytes = sum(p.numel() * 4 for p in updater.policy.model.parameters())
     assert (folder / "model.safetensors").stat().st_size < num_bytes * 1.02 + 5000
-
-
-def test_nothing_counts_before_it_is_committed(saved, tmp_path):
-    checkpointer, _ = saved()
-    checkpointer.write(0)
-    assert list_checkpoints(tmp_path / "checkpoints") == []
-    checkpointer.commit(0)
-    assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "iter_000"
 
 
 def test_only_the_newest_are_kept_beside_those_of_another_history(saved, tmp_path):
