@@ -202,9 +202,7 @@ def predict_parts(plan: Plan, args: argparse.Namespace, config: Qwen2Config) -> 
     """The planner's prediction for the same parts, without the CUDA context."""
     reference = config if needs_reference_copy(plan) else None
     prompts = (args.prompt_tokens, args.prompt_tokens)
-    devices = predict(
-        MemoryRequest(plan, config, reference, prompts, [0], (), [80 * 2**30], recompute=recomputed(plan))
-    )
+    devices = predict(MemoryRequest(plan, config, reference, prompts, [0], (), [80 * 2**30]), recomputed(plan))
     print("\n".join(describe(devices)))
     found = {part.name: part.num_bytes for part in devices[0].trainer}
     parts = {name: found.get(name, 0) for name in PARTS}

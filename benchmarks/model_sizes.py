@@ -89,9 +89,9 @@ def predicted(plan: Any, config: PretrainedConfig, args: argparse.Namespace) -> 
     total -= int(args.server_gib * GIB)
     prompts = (args.prompt_tokens, args.prompt_tokens)
     wanted = plan.config.train.gradient_checkpointing
-    request = MemoryRequest(plan, config, None, prompts, [0], (), [total], recompute=float(wanted is True))
-    is_auto = wanted == "auto"
-    share, devices = choose_share(request) if is_auto else (request.recompute, predict(request))
+    request = MemoryRequest(plan, config, None, prompts, [0], (), [total])
+    share = float(wanted is True)
+    share, devices = choose_share(request) if wanted == "auto" else (share, predict(request, share))
     print("\n".join(describe(devices)), file=sys.stderr)
     check(devices)
     return share, sum(part.num_bytes for part in devices[0].trainer if part.name != "CUDA context")

@@ -138,7 +138,7 @@ def _fits(weights: str, config: PretrainedConfig, quarter: str, trust: bool) -> 
     for name, overrides in ways.items():
         plan = make_plan(conf.typed(conf.composed([*model, *COMMON, *overrides])))
         prompts = (PROMPT_TOKENS, PROMPT_TOKENS)
-        device, *_ = predict(MemoryRequest(plan, config, None, prompts, [0], [0], [GIB], recompute=1.0))
+        device, *_ = predict(MemoryRequest(plan, config, None, prompts, [0], [0], [GIB]), recompute=1.0)
         rooms = {gb: room_for_server(device, total_bytes=int(gb * USABLE * GIB)) for gb in GPUS_GB}
         capped = {gb: None if room is None else min(room, DEFAULT_SHARE) for gb, room in rooms.items()}
         trainer_gib = sum(part.num_bytes for part in device.trainer) / GIB

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, floor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -56,18 +57,17 @@ LESS = (
 SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
 DEFAULT_SHARE = 0.92  # vLLM's own
 ACTIVATIONS = "activations"
+SAMPLING = "KV cache of sampling, beyond gradients and activations"
 STATE_BYTES: dict[type, float] = {AdamW: 8.0, AdamW8bit: 2 * (1 + 4 / 256), Adafactor: 0.0}
 """Optimizer state per weight; an optimizer from outside counts as AdamW. 8-bit AdamW has a scale for every 256 weights;
 Adafactor's rows and columns are few."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Memory on a GPU, and the setting (KEY=VALUE) that it follows from."""
+class Part(NamedTuple):
+    """Memory on a GPU."""
 
     name: str
     num_bytes: int
-    setting: str
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,17 @@ class DevicePlan:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """A model in numbers of weights, adapters included."""
+
+    num_weights: int
+    num_trained: int
+    block_weights: tuple[int, ...]  # of every block; empty where no list of blocks is found
+    first_trained_block: int  # earlier blocks keep no activations
+    has_qk_norm: bool
+
+
+@dataclass
 class MemoryRequest:
     """A run's configuration, its models, and its GPUs."""
 
@@ -103,7 +114,6 @@ class MemoryRequest:
     engine_gpus: Sequence[int]  # of all servers; a GPU with several is there several times
     total_bytes: Sequence[int]  # memory of each GPU of this machine
     reference_gpu: int | None = None  # that the reference has for itself
-    recompute: float = 0.0  # the share of the blocks that are recomputed in the backward pass
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,6 +124,27 @@ class MemoryRequest:
     def is_sharded(self) -> bool:
         """Whether each process has a part of the weights."""
         return self.plan.config.train.sharding == "fsdp2" and len(self.trainers) > 1
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Of the model to train. Raises as `load_policy` does."""
+        config = self.plan.config
+        bare: Any = build_on_meta(self.model_config, trust_remote_code=config.model.trust_remote_code)
+        with torch.device("meta"):
+            model: Any = prepare(bare, config.model, config.train.train_layer_indices)
+        try:
+            blocks = list(blocks_of(bare))
+        except ConfigError:
+            blocks = []
+        embeddings = bare.get_input_embeddings().weight
+        are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
+        return Sizes(
+            num_weights=sum(p.numel() for p in model.parameters()),
+            num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
+            first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
+            has_qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules()),
+        )
 
 
 def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], num_processes: int) -> float:
@@ -146,9 +177,9 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
             engine_gpus=[gpu for gpus in server_gpus(devices) for gpu in gpus or ()],
             total_bytes=[torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())],
             reference_gpu=reference_gpu(devices),
-            recompute=float(wanted is True),
         )
-        share, predicted = choose_share(request) if wanted == "auto" else (request.recompute, predict(request))
+        share = float(wanted is True)
+        share, predicted = choose_share(request) if wanted == "auto" else (share, predict(request, share))
         if wanted == "auto":
             log.info("train.gradient_checkpointing=auto: recomputes %s", in_words(share))
         for line in describe(predicted):
@@ -163,58 +194,25 @@ def needs_reference_copy(plan: Plan) -> bool:
     return plan.loss.kl_coef > 0 and not is_adapted_policy(plan.config.model)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A model in numbers of weights, adapters included."""
-
-    num_weights: int
-    num_trained: int
-    block_weights: tuple[int, ...]  # of every block; empty where no list of blocks is found
-    first_trained_block: int  # earlier blocks keep no activations
-    has_qk_norm: bool
-
-
-def sizes_of(request: MemoryRequest) -> Sizes:
-    """Count the weights of the model to train. Raises as `load_policy` does."""
-    config = request.plan.config
-    bare: Any = build_on_meta(request.model_config, trust_remote_code=config.model.trust_remote_code)
-    with torch.device("meta"):
-        model: Any = prepare(bare, config.model, config.train.train_layer_indices)
-    try:
-        blocks = list(blocks_of(bare))
-    except ConfigError:
-        blocks = []
-    embeddings = bare.get_input_embeddings().weight
-    are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
-    return Sizes(
-        num_weights=sum(p.numel() for p in model.parameters()),
-        num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
-        first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
-        has_qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules()),
-    )
-
-
 def _num_weights(model_config: PretrainedConfig) -> int:
     return sum(p.numel() for p in build_on_meta(model_config).parameters())
 
 
-def predict(request: MemoryRequest, sizes: Sizes | None = None) -> list[DevicePlan]:
+def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     """A plan for every GPU that the run uses, in order, and then for the host, if it holds offloaded state.
 
     Args:
-        sizes: of the model to train; None counts them.
+        recompute: the share of the blocks that are recomputed in the backward pass.
     """
     plan, config, dtype = request.plan, request.plan.config, request.dtype
-    model, train, offload = config.model, config.train, is_offloaded(plan.optimizer)
+    model, sizes, offload = config.model, request.sizes, is_offloaded(plan.optimizer)
     shares_weights = plan.weight_sync.requires.shares_weights  # those of the first process are the server's memory
-    sizes = sizes or sizes_of(request)
     num_parts = len(request.trainers) if request.is_sharded else 1  # of which each process has one
     has_fp32_parts = request.is_sharded and model.lora is None  # FSDP2 keeps whole models in fp32
     num_trained = sizes.num_trained if model.lora is not None else ceil(sizes.num_trained / num_parts)
     needs_masters = (dtype != torch.float32 or shares_weights or offload) and not has_fp32_parts
     gradients_bytes = 4 * num_trained
-    activations_bytes = _activations_bytes(request, sizes)
+    activations_bytes = _activations_bytes(request, recompute)
     needed_bytes = activations_bytes
     if len(request.trainers) > 1 and not request.is_sharded:
         needed_bytes = max(needed_bytes, 2 * gradients_bytes)  # all gradients as one message, and its copy
@@ -222,27 +220,18 @@ def predict(request: MemoryRequest, sizes: Sizes | None = None) -> list[DevicePl
     if request.reference_config is not None:
         reference_bytes = ceil(_num_weights(request.reference_config) * dtype.itemsize / num_parts)
 
-    of_model, of_state = f"model.train_id={model.train_id}", f"train.optimizer._target_={train.optimizer['_target_']}"
-    if offload:
-        of_state = "train.optimizer.offload=true"
-    key = "tokens_per_microbatch" if train.tokens_per_microbatch is not None else "batch_size"
-    weights_bytes = ceil(sizes.num_weights * (4 if has_fp32_parts else dtype.itemsize) / num_parts)
+    weights = Part("policy weights", ceil(sizes.num_weights * (4 if has_fp32_parts else dtype.itemsize) / num_parts))
     state_bytes = int(STATE_BYTES.get(type(plan.optimizer), STATE_BYTES[AdamW]) * num_trained)
-    optimizer = [
-        Part("fp32 masters", 4 * num_trained * needs_masters, of_state if offload else of_model),
-        Part("optimizer state", state_bytes, of_state),
-    ]
-    weights = Part("policy weights", weights_bytes, of_model)
-    reference = Part("reference weights", reference_bytes, f"train.kl_coef={train.kl_coef:g}")
-    context = Part("CUDA context", CONTEXT_BYTES, f"model.device={model.device}")
+    optimizer = [Part("fp32 masters", 4 * num_trained * needs_masters), Part("optimizer state", state_bytes)]
+    reference, context = Part("reference weights", reference_bytes), Part("CUDA context", CONTEXT_BYTES)
     others = [
         *([] if offload else optimizer),
-        Part("gradients", gradients_bytes, of_model),
+        Part("gradients", gradients_bytes),
         *([reference] if request.reference_gpu is None and model.ref_device != "cpu" else []),
-        Part(ACTIVATIONS, needed_bytes, f"train.{key}={getattr(train, key)}"),
-        _sampling_part(request, sizes, gradients_bytes + activations_bytes),
+        Part(ACTIVATIONS, needed_bytes),
+        Part(SAMPLING, max(0, _sampling_bytes(request) - gradients_bytes - activations_bytes)),
         context,
-        _gathered_part(request, sizes),
+        Part("gathered embeddings and blocks", _gathered_bytes(request) if request.is_sharded else 0),
     ]
 
     devices = []
@@ -258,7 +247,7 @@ def predict(request: MemoryRequest, sizes: Sizes | None = None) -> list[DevicePl
         devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))
     if offload:
         num_processes = len(request.trainers) + (2 * plan.engine.num_managed if request.engine_gpus else 0)
-        processes = Part("processes", HOST_PROCESS_BYTES * num_processes, of_state)
+        processes = Part("processes", HOST_PROCESS_BYTES * num_processes)
         devices.append(DevicePlan(None, _available_bytes(), (*optimizer * len(request.trainers), processes), ()))
     return devices
 
@@ -272,8 +261,7 @@ def choose_share(request: MemoryRequest) -> tuple[float, list[DevicePlan]]:
         activations = sum(part.num_bytes for part in device.trainer if part.name == ACTIVATIONS)
         return device.needed_bytes + MARGIN * activations <= device.total_bytes
 
-    sizes = sizes_of(request)
-    plans = ((share, predict(replace(request, recompute=share), sizes)) for share in SHARES)
+    plans = ((share, predict(request, share)) for share in SHARES)
     return next(plan for plan in plans if plan[0] == SHARES[-1] or all(map(fits, plan[1])))
 
 
@@ -305,7 +293,7 @@ def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
     return num_tokens, min(most, of_process * max_new_tokens)
 
 
-def _activations_bytes(request: MemoryRequest, sizes: Sizes) -> int:
+def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     """A microbatch's bytes beyond weights, masters, gradients and state when it holds most: in the loss head, or in
     the backward pass of the last block.
     """
@@ -313,9 +301,9 @@ def _activations_bytes(request: MemoryRequest, sizes: Sizes) -> int:
     num_tokens, scored = largest_microbatch(request)
     itemsize = request.dtype.itemsize
     hidden_size, vocab_size, num_blocks = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    block = num_tokens * _block_bytes_per_token(request, sizes)
-    active = num_blocks - sizes.first_trained_block
-    num_recomputed = round(active * request.recompute)
+    block = num_tokens * _block_bytes_per_token(request)
+    active = num_blocks - request.sizes.first_trained_block
+    num_recomputed = round(active * recompute)
     kept = block * (active - num_recomputed) + num_recomputed * num_tokens * hidden_size * itemsize
 
     keeps_tiles = request.dtype == torch.bfloat16 and request.plan.loss.entropy_coef == 0
@@ -344,7 +332,7 @@ def _widths(config: Any) -> tuple[int, int, int, int]:
     return heads * head_dim, kv_heads * head_dim, mlp, routed
 
 
-def _block_bytes_per_token(request: MemoryRequest, sizes: Sizes) -> int:
+def _block_bytes_per_token(request: MemoryRequest) -> int:
     """Bytes that a block keeps for its backward pass, per token: the inputs and outputs of its matrix products and of
     attention.
 
@@ -359,7 +347,7 @@ def _block_bytes_per_token(request: MemoryRequest, sizes: Sizes) -> int:
     of_norm = 1 if compiled else (4 if dtype.itemsize == 2 else 3)  # numbers, besides the compiled one's input
     numbers = 2 * config.hidden_size * (of_norm + bool(compiled)) + 2 * (query + key) + routed
     numbers += (3 if compiled else 4) * mlp
-    if sizes.has_qk_norm:
+    if request.sizes.has_qk_norm:
         numbers += of_norm * (query + key)
     heads = getattr(config, "num_attention_heads", None) or 0
     is_eager = attention_of(request.model_config, request.plan.config.model.attn_implementation) == "eager"
@@ -369,32 +357,27 @@ def _block_bytes_per_token(request: MemoryRequest, sizes: Sizes) -> int:
     return numbers * dtype.itemsize + heads * row_tokens * score_bytes
 
 
-def _gathered_part(request: MemoryRequest, sizes: Sizes) -> Part:
+def _gathered_bytes(request: MemoryRequest) -> int:
     """With fsdp2 whole weights: embeddings and head for the length of a pass, and two blocks, because the next one
     comes while one computes. With their gradients, once in fp32 as well, where the weights are trained.
     """
-    itemsize = request.dtype.itemsize
+    itemsize, sizes = request.dtype.itemsize, request.sizes
     rest, largest = sizes.num_weights - sum(sizes.block_weights), max(sizes.block_weights, default=0)
-    num_bytes = (rest + 2 * largest) * itemsize
-    if request.plan.config.model.lora is None:
-        num_bytes += (rest + largest) * itemsize + 4 * largest
-    return Part("gathered embeddings and blocks", num_bytes * request.is_sharded, "train.sharding=fsdp2")
+    trained = 0 if request.plan.config.model.lora is not None else (rest + largest) * itemsize + 4 * largest
+    return (rest + 2 * largest) * itemsize + trained
 
 
-def _sampling_part(request: MemoryRequest, sizes: Sizes, free_bytes: int) -> Part:
-    """Sampling in process beyond `free_bytes`, which training has given back by then: gradients and activations."""
-    plan = request.plan
-    rows = 0 if plan.engine.needs_server else plan.engine.client_node.get("batch_size", 1)
-    config: Any = request.model_config.get_text_config()
-    itemsize = request.dtype.itemsize
+def _sampling_bytes(request: MemoryRequest) -> int:
+    """Of sampling in process."""
+    plan, itemsize = request.plan, request.dtype.itemsize
+    if plan.engine.needs_server:
+        return 0
+    rows, config = plan.engine.client_node.get("batch_size", 1), request.model_config.get_text_config()
     sequence_tokens = _sequence_tokens(request, max(plan.sampling.max_new_tokens, plan.eval_sampling.max_new_tokens))
     layer_bytes = 2 * rows * sequence_tokens * _widths(config)[1] * itemsize
     needed = layer_bytes * (config.num_hidden_layers + 1)  # a layer's cache is copied when it grows
     needed += LOGITS_COPIES * 4 * rows * config.vocab_size
-    if request.is_sharded and rows:  # in process, from weights that are gathered for it
-        needed += sizes.num_weights * itemsize
-    name, setting = "KV cache of sampling, beyond gradients and activations", f"generation.batch_size={rows}"
-    return Part(name, max(0, needed - free_bytes), setting)
+    return needed + request.sizes.num_weights * itemsize * request.is_sharded  # gathered for it
 
 
 def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) -> tuple[Part, Part, Part]:
@@ -406,10 +389,10 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     weights = num_servers * (_num_weights(request.model_config) * served.itemsize // num_shards(args))
     key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
     share_frac = args.get(key) or DEFAULT_SHARE
-    setting, who = f"engine.args.{key}={share_frac:g}", "server" if num_servers == 1 else f"{num_servers} servers"
+    who = "server" if num_servers == 1 else f"{num_servers} servers"
     rest = int(num_servers * total_bytes * share_frac) - weights
     sizes = {"weights": weights, "KV cache and the rest": rest, "CUDA context": num_servers * CONTEXT_BYTES}
-    first, second, third = (Part(f"{who}: {name}", size, setting) for name, size in sizes.items())
+    first, second, third = (Part(f"{who}: {name}", size) for name, size in sizes.items())
     return first, second, third
 
 
@@ -445,20 +428,18 @@ def check(devices: Sequence[DevicePlan]) -> None:
     """Refuse what cannot fit.
 
     Raises:
-        ConfigError: names the setting whose change helps most; `placement.check_memory=false` goes without this check.
+        ConfigError: names the largest parts; `placement.check_memory=false` goes without this check.
     """
     for device in devices:
         if device.needed_bytes <= device.total_bytes:
             continue
-        parts = sorted(device.trainer + device.server, key=lambda part: -part.num_bytes)
-        largest = max(device.trainer or device.server, key=lambda part: part.num_bytes)
-        setting, fix = largest.setting, LESS
+        fix = LESS
         if device.server and (room := room_for_server(device, total_bytes=device.total_bytes)) is not None:
-            setting = device.server[1].setting
-            fix = f"use {setting.partition('=')[0]}={room:.2f} or less"
+            fix = f"lower the server's share, engine.args.{' or '.join(SHARE_KEYS)}, to {room:.2f}"
+        parts = sorted(device.trainer + device.server, key=lambda part: -part.num_bytes)
         held = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in parts[:4])
         raise ConfigError(
-            f"{setting}: {device.name} has {_gib(device.total_bytes)} and would have to hold "
+            f"placement.check_memory=true: {device.name} has {_gib(device.total_bytes)} and would have to hold "
             f"{_gib(device.needed_bytes)} ({held}, ...); {fix}; placement.check_memory=false starts all the same"
         )
 

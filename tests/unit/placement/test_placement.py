@@ -132,7 +132,7 @@ def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(two_small_gpus, 
         "generation.max_new_tokens=1000",
         "eval.max_new_tokens=1000",
     )
-    with pytest.raises(ConfigError, match=r"train.batch_size=4096: GPU 0 has 4.0 GiB"):
+    with pytest.raises(ConfigError, match=r"placement.check_memory=true: GPU 0 has 4.0 GiB"):
         checked(model_folder, *too_much)
     checked(model_folder, *too_much, "placement.check_memory=false")
 
