@@ -75,35 +75,32 @@ class Arm:
         return None if newest is None else sum(path.stat().st_size for path in newest.glob("*.safetensors")) / 1e6
 
 
-def load_arm(folder: Path, name: str, status: str) -> Arm:
-    """The run of a mode, in its folder of the comparison's."""
-    history = load_history(folder / name)
-    return Arm(name, status, history, Benchmark([*history.train.values()]))
+def load_arms(folder: Path, statuses: Mapping[str, str]) -> list[Arm]:
+    """The runs of the modes. `statuses`: mode, which its folder is called, -> `DONE`, or why it is not."""
+    histories = {name: load_history(folder / name) for name in statuses}
+    return [
+        Arm(name, statuses[name], history, Benchmark([*history.train.values()])) for name, history in histories.items()
+    ]
 
 
 def save_comparison(folder: Path, about: Mapping[str, Any], statuses: Mapping[str, str]) -> None:
-    """Write comparison.json. `about`: what ran where; `statuses`: mode -> `DONE`, or why it is not."""
-    arms = [load_arm(folder, name, status) for name, status in statuses.items()]
-    modes = {arm.name: {"status": arm.status, **arm.figures} for arm in arms}
+    """Write comparison.json. `about`: what ran where; `statuses`: see `load_arms`."""
+    modes = {arm.name: {"status": arm.status, **arm.figures} for arm in load_arms(folder, statuses)}
     write_whole(folder / FILE, json.dumps({"compared": COMPARED, **about, "modes": modes}, indent=1) + "\n")
 
 
 def print_comparison(folder: Path, console: Console) -> None:
     """Print the summary of each mode and the table, and save table and picture, of a folder with a comparison.json."""
     about = json.loads((folder / FILE).read_text())
-    arms = [load_arm(folder, name, found["status"]) for name, found in about["modes"].items()]
+    arms = load_arms(folder, {name: found["status"] for name, found in about.pop("modes").items()})
     measured = [arm for arm in arms if arm.history.train]
     say(console, [line for arm in measured for line in ("", *arm.cost.summary(arm.name))])
     for start in range(0, len(arms), MODES_PER_TABLE):
         say(console, [""])
         comparison_table(arms[start : start + MODES_PER_TABLE]).print(console)
-    say(console, ["", *(f"{arm.name}: {arm.status}" for arm in arms if arm.status != DONE)])
-    facts = [f"- {name}: {value}\n" for name, value in about.items() if name not in ("modes", "compared")]
-    table = comparison_table(arms)
-    states = ["state", *(arm.status.split(";")[0] for arm in arms)]
-    text = Table(table.columns, [states, *table.rows]).markdown()
-    write_whole(folder / "comparison.md", "".join([text, "\n", COMPARED + "\n\n", *facts]))
-    say(console, [folder / "comparison.md"])
+    say(console, ["", *(f"{arm.name}: {arm.status}" for arm in arms if arm.status != DONE), folder / "comparison.md"])
+    facts = [f"- {name}: {value}\n" for name, value in about.items() if name != "compared"]
+    write_whole(folder / "comparison.md", "".join([comparison_table(arms).markdown(), f"\n{COMPARED}\n\n", *facts]))
     if measured:
         picture = draw_comparison(measured, "/".join(folder.resolve().parts[-2:]))
         picture.savefig(folder / "comparison.png", dpi=110)
@@ -113,9 +110,9 @@ def print_comparison(folder: Path, console: Console) -> None:
 def comparison_table(arms: Sequence[Arm]) -> Table:
     """A row for each measure and a column for each mode; a dash for what was not measured."""
     figures = [arm.figures for arm in arms]
-    rows = [
-        [text, *(number(each[name], form, empty="-") for each in figures)] for name, (text, form, _) in MEASURES.items()
-    ]
+    rows = [["state", *(arm.status.split(";")[0].split(" with ")[0] for arm in arms)]]
+    for name, (text, form, _) in MEASURES.items():
+        rows.append([text, *(number(each[name], form, empty="-") for each in figures)])
     return Table(["", *(arm.name for arm in arms)], rows)
 
 

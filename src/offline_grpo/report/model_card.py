@@ -11,7 +11,6 @@ import yaml
 from offline_grpo.redaction import redacted
 from offline_grpo.report.history import History
 from offline_grpo.report.tables import Table, with_interval
-from offline_grpo.types import Metrics
 
 
 def model_card(
@@ -31,50 +30,50 @@ def model_card(
         base: the model that training started from.
         versions: packages, such as "torch 2.9".
     """
-    parts = [_header(base, is_adapter=is_adapter), f"# {title}"]
+    is_hub_id = base is not None and _public(base) == base and not Path(base).exists()
+    fields = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["grpo", "reinforcement-learning", "offline-grpo"],
+        **({"base_model": base} if is_hub_id else {}),
+    }
+    head = f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n\n# {title}\n\n"
     if state is None:
-        return "\n\n".join([*parts, "Exported by offline-grpo; not trained by it."]) + "\n"
-    config, num_iterations = _public(redacted(state["config"])), state["iteration"] + 1
+        return head + "Exported by offline-grpo; not trained by it.\n"
+    config, data = _public(redacted(state["config"])), state["config"]["data"]
     model = f"`{_public(base)}`" if base is not None else "a small model, built and warm-started by the run itself"
-    parts.append(
-        f"{'A LoRA adapter for' if is_adapter else 'Trained from'} {model} with Group Relative Policy Optimization "
-        f"(GRPO) by offline-grpo: {num_iterations} iterations, {state['counters']['num_updates']} updates."
+    return head + "\n\n".join(
+        [
+            f"{'A LoRA adapter for' if is_adapter else 'Trained from'} {model} with Group Relative Policy Optimization "
+            f"(GRPO) by offline-grpo: {state['iteration'] + 1} iterations, {state['counters']['num_updates']} updates.",
+            "## Data",
+            f"Task `{config['task']['_target_'].rpartition('.')[2]}`, {data['problems_per_iteration']} problems per "
+            f"iteration with {data['rollouts_per_problem']} completions each:\n\n{_yaml(config['task'])}",
+            "## Evaluation",
+            _evaluation(history, state["iteration"], config),
+            "## Licence",
+            "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply.",
+            f"## Software\n\n{', '.join(versions)}.",
+            f"## Configuration\n\n{_yaml(config)}\n",
+        ]
     )
-    parts += ["## Data", _data(config)]
-    if history is not None and history.evals:
-        parts += ["## Evaluation", _evaluation(history, state["iteration"], config)]
-    licence = "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply."
-    parts += ["## Licence", licence, "## Software", ", ".join(versions) + ".", "## Configuration", _yaml(config)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _header(base: str | None, *, is_adapter: bool) -> str:
-    fields: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
-    fields |= {"pipeline_tag": "text-generation", "tags": ["grpo", "reinforcement-learning", "offline-grpo"]}
-    if base is not None and _public(base) == base and not Path(base).exists():  # the Hub takes ids alone
-        fields["base_model"] = base
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
-
-
-def _data(config: Mapping[str, Any]) -> str:
-    task = {name: value for name, value in config["task"].items() if name != "_target_"}
-    name, data = config["task"]["_target_"].rpartition(".")[2], config["data"]
-    size = f"{data['problems_per_iteration']} problems per iteration, {data['rollouts_per_problem']} completions each"
-    return f"Task `{name}`, {size}:\n\n{_yaml(task)}"
 
 
 def _yaml(content: Mapping[str, Any]) -> str:
     return f"```yaml\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True).rstrip()}\n```"
 
 
-def _evaluation(history: History, iteration: int, config: Mapping[str, Any]) -> str:
+def _evaluation(history: History | None, iteration: int, config: Mapping[str, Any]) -> str:
     """A table of the evaluations before training and at this checkpoint."""
-    evaluations = {"before training": -1, "this checkpoint": iteration}
-    measured = {name: history.evals[i] for name, i in evaluations.items() if i in history.evals}
-    if not measured:
+    evals = {} if history is None else history.evals
+    measured = {name: evals[i] for name, i in (("before training", -1), ("this checkpoint", iteration)) if i in evals}
+    if history is None or not measured:
         return "This checkpoint was not evaluated by its run."
-    keys = [f"pass@{k}" for k in history.eval_ks()] + ["reward_mean_all", "completion_tokens_mean"]
-    rows = [[key, *(_cell(metrics, key) for metrics in measured.values())] for key in keys]
+    keys = [*(f"pass@{k}" for k in history.eval_ks()), "reward_mean_all", "completion_tokens_mean"]
+    rows = [
+        [key, *(with_interval(m.get(key), (m.get(f"{key}_low"), m.get(f"{key}_high"))) for m in measured.values())]
+        for key in keys
+    ]
     some = next(iter(measured.values()))
     head = (
         f"{some['tasks']:.0f} held-out problems, {some['replicates']:.0f} completions each at temperature "
@@ -91,8 +90,3 @@ def _public(value: Any) -> Any:
         return [_public(child) for child in value]
     is_path = isinstance(value, str) and value.startswith(("/", "~/")) and "\n" not in value and Path(value).name
     return f".../{Path(value).name}" if is_path else value
-
-
-def _cell(metrics: Metrics, key: str) -> str:
-    low, high = metrics.get(f"{key}_low"), metrics.get(f"{key}_high")
-    return with_interval(metrics.get(key), None if low is None or high is None else (low, high))

@@ -47,6 +47,7 @@ def number(value: float | None, form: str = ".3f", *, empty: str = "") -> str:
     return empty if value is None else format(value, form)
 
 
-def with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
+def with_interval(value: float | None, interval: tuple[float | None, float | None] | None) -> str:
     """`0.917 [0.895, 0.938]`."""
-    return number(value) + ("" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]")
+    low, high = interval or (None, None)
+    return number(value) + ("" if low is None or high is None else f" [{low:.3f}, {high:.3f}]")
