@@ -68,7 +68,7 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
         for process in hosts():
             if process.pid not in before:
                 process.send_signal(signal.SIGKILL)
-        with pytest.raises(ScoreError, match=r", a machine of the Ray cluster: the processes that score do not work "):
+        with pytest.raises(ScoreError, match="the processes that score do not work"):
             scored(task, ["any"] * 8)
     finally:
         task.close()

@@ -40,12 +40,12 @@ def test_own_answers_are_right_and_others_are_not_fatal(name):
 
 
 @pytest.mark.slow
-def test_every_generator():
+def test_every_fourth_generator():
     from reasoning_gym.factory import DATASETS
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in sorted(DATASETS.keys() - {"composite"}):  # which mixes others, that must be named
+        for name in sorted(DATASETS.keys() - {"composite"})[::4]:
             check_generator(name)
 
 

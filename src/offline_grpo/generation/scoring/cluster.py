@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -42,11 +41,8 @@ class ScoringActor:
         self._scorers = Scorers(setup)
 
     async def answer(self, problem: Problem, text: str) -> dict[str, Any]:
-        """See `Scorers.answer`. The error names the machine."""
-        try:
-            return await self._scorers.answer(problem, text)
-        except ScoreError as error:
-            raise ScoreError(f"{platform.node()}, a machine of the Ray cluster: {error}") from error
+        """See `Scorers.answer`."""
+        return await self._scorers.answer(problem, text)
 
 
 @dataclass(eq=False)

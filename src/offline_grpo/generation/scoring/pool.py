@@ -65,11 +65,10 @@ class IsolatedTask:
             return Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
         if failure not in self._logged:
             self._logged.add(failure)
-            log.warning(
-                "the code that scores %s; %s. Such completions get the reward 0, or the least of their group if that "
-                "is below 0: scoring/num_failed_%s counts them. %s",
-                *(self._causes[failure], about_completion(problem, text), failure, answer["details"]),
-            )
+            about = f"the code that scores {self._causes[failure]}; {about_completion(problem, text)}"
+            get = "Such completions get the reward 0, or the least of their group if that is below 0"
+            counter = f"scoring/num_failed_{failure} counts them"
+            log.warning("%s", f"{about}. {get}: {counter}.\n{answer['details']}".rstrip())
         return Score(0.0, False, {}, failure)
 
     def close(self) -> None:
