@@ -145,16 +145,14 @@ def _attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """[B, L, heads, Dv], and no attention weights. The query heads of one key stand where several tokens would.
-
-    What that does not fit is left to `otherwise`, the function of transformers.
-    """
+    """[B, L, heads, Dv], and no attention weights. What it does not fit is left to `otherwise`, of transformers."""
     batch, heads, length, size = query.shape
     kv_heads = key.shape[1]
     has_one_mask = attention_mask is None or attention_mask.shape[1:3] == (1, 1)
     is_plain = not any(others.get(name) for name in ("dropout", "cache")) and others.get("position_bias") is None
     if length > 1 or heads == kv_heads or not (has_one_mask and is_plain):
         return otherwise(module, query, key, value, attention_mask, scaling=scaling, **others)
+    # the query heads of one key stand where several tokens would
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, size)
     # [B, kv_heads, groups, Dv]
     output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)

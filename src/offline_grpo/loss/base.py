@@ -26,8 +26,7 @@ from offline_grpo.types import BatchTotals, LossOutput, TokenBatch, TokenStats
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientLoss(ABC):
-    """A policy-gradient loss over flat tokens. Called on a microbatch, it returns that microbatch's share (see
-    `LossOutput`).
+    """A policy-gradient loss over flat tokens. Called on a microbatch, it returns its share (see `LossOutput`).
 
     Args:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
@@ -89,8 +88,7 @@ class PolicyGradientLoss(ABC):
         return terms.k3_times_ratio(policy.logprobs, batch.ref_logprobs, ratio)
 
     def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
-        """This microbatch's share of the loss and metrics of the optimizer batch that `totals` describes. Does not
-        modify its arguments.
+        """This microbatch's share of the loss and metrics of the optimizer batch that `totals` describes.
 
         Raises:
             ConfigError: the surrogate, the ratio or the weights of a subclass are not one number for each token.
@@ -179,8 +177,8 @@ class ClippedLoss(PolicyGradientLoss, ABC):
 
 
 def reward_penalty(loss: Loss) -> Callable[[TokenBatch], Tensor] | None:
-    """What `kl_placement=reward` subtracts from the rewards, [S]: `kl_coef` times the sum of a sequence's KL estimates.
-    It needs `old_logprobs` and `ref_logprobs`. None where rewards stay as they are.
+    """What `kl_placement=reward` subtracts from the rewards, [S]: `kl_coef` times the sum of a sequence's KL estimates
+    (of `old_logprobs` and `ref_logprobs`). None where rewards stay as they are.
     """
     if not isinstance(loss, PolicyGradientLoss) or loss.kl_placement == "loss" or loss.kl_coef == 0:
         return None

@@ -24,10 +24,8 @@ from offline_grpo.types import BatchTotals, TokenBatch
 
 @dataclass(frozen=True, kw_only=True)
 class CISPO(PolicyGradientLoss):
-    """Clipped importance weight times logprob, mean over tokens. See `PolicyGradientLoss` for the settings.
-
-    The clip fractions count tokens with a clipped weight, for both signs of the advantage. Their gradient is scaled,
-    not removed.
+    """Clipped importance weight times logprob, mean over tokens. See `PolicyGradientLoss` for the settings. The clip
+    fractions count clipped weights, for both signs of the advantage: their gradient is scaled, not removed.
     """
 
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:

@@ -31,10 +31,8 @@ class Surrogate(NamedTuple):
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """A log-ratio [T] to take exp of: at most 80, but with the gradient of the log-ratio itself, where a clamp's would
-    be 0.
-
-    An infinite ratio would turn every gradient that a clip or a mask has made 0 into NaN, which is what 0 * inf is.
+    """A log-ratio [T] to take exp of: at most 80, with the gradient of the log-ratio itself (a clamp's would be 0).
+    An infinite ratio would turn every gradient that a clip or a mask has made 0 into NaN: 0 * inf.
     """
     return log_ratio - (log_ratio - MAX_LOG_RATIO).clamp(min=0.0).detach()
 
@@ -58,8 +56,7 @@ def sequence_mean_weights(mask: Tensor, batch: TokenBatch, totals: BatchTotals) 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> Surrogate:
-    """PPO's pessimistic surrogate `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` (arXiv 1707.06347),
-    [T].
+    """PPO's surrogate [T] `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` (arXiv 1707.06347).
 
     The gradient is 0 only where the policy has already moved past a bound in the direction that the advantage favours:
         A > 0: ratio above 1 + clip_high          A < 0: ratio below 1 - clip_low

@@ -81,10 +81,7 @@ class TiledHead:
         softcap: float | None = None,
         entropy_requires_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of `targets` and entropies, see `LossHead`. The logprob of a target outside [0, V) is NaN.
-
-        The matrix products read `hidden`'s dtype. Logits and softmax are float32 whatever it is, or float64 if it is.
-        """
+        """See `LossHead`. Logprobs of targets outside [0, V) are NaN. Logits are float32, or float64 if `hidden` is."""
         is_kept = self.kept_gib > 0 and not entropy_requires_grad and hidden.dtype == torch.bfloat16
         if is_kept and is_compiled_by_default(hidden.device):
             width = min(self._width(KEPT_TILE_BYTES, len(hidden), 4), MAX_KEPT_WIDTH, len(weight))
@@ -131,14 +128,12 @@ def _merge(tiles: Sequence[TileStats], bits_per_logit: Tensor) -> tuple[TileStat
     return TileStats(peak, (factor * power_sums).sum(0), (factor * (bits_sums + shifts * power_sums)).sum(0)), shifts
 
 
-class _Tile(NamedTuple):
-    columns: slice  # which v of the V tokens
-    weight: Tensor  # [v, H]
-    logits: Tensor  # [N, v], before the temperature; overwritten by the next tile
-    scratch: Tensor  # [N, v], likewise
-
-
-def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, width: int) -> Iterator[_Tile]:
+def _tiles(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, width: int
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Of each tile its columns, weights [v, H], logits [N, v] before the temperature, and scratch [N, v]. The next tile
+    overwrites the last two.
+    """
     buffers = torch.empty(2, len(hidden) * width, dtype=_stats_dtype(hidden), device=hidden.device)
     for columns in _tiles_of(len(weight), width):
         tile_weight = weight[columns].to(hidden.dtype)
@@ -147,7 +142,7 @@ def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float |
             logits.add_(bias[columns])
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
-        yield _Tile(columns, tile_weight, logits, buffers[1, : logits.numel()].view_as(logits))
+        yield columns, tile_weight, logits, buffers[1, : logits.numel()].view_as(logits)
 
 
 class _TiledHead(torch.autograd.Function):
@@ -167,12 +162,12 @@ class _TiledHead(torch.autograd.Function):
         bits_per_logit = 1 / (math.log(2) * temperature.to(dtype))  # [N]
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
         tile_stats: list[TileStats] = []
-        for tile in _tiles(_matmul_input(hidden), weight, bias, softcap, width):
-            index, inside = _locate(targets, tile.columns)
-            target_logits = torch.where(inside, tile.logits[index], target_logits)
-            peak = tile.logits.amax(-1)  # [N]
-            bits = tile.logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v], <= 0
-            powers = torch.exp2(bits, out=tile.scratch)
+        for columns, _, logits, scratch in _tiles(_matmul_input(hidden), weight, bias, softcap, width):
+            index, inside = _locate(targets, columns)
+            target_logits = torch.where(inside, logits[index], target_logits)
+            peak = logits.amax(-1)  # [N]
+            bits = logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v], <= 0
+            powers = torch.exp2(bits, out=scratch)
             tile_stats.append(TileStats(peak, powers.sum(-1), powers.mul_(bits).sum(-1)))
 
         (peak, power_sum, bits_sum), _ = _merge(tile_stats, bits_per_logit)
@@ -204,30 +199,28 @@ class _TiledHead(torch.autograd.Function):
             offset, slope = offset - entropy_grad * (entropy - power_sum.log()), -math.log(2) * entropy_grad
 
         inputs = _matmul_input(hidden)
-        for tile in _tiles(inputs, weight, bias, ctx.softcap, ctx.width):
-            slope_of_cap = None if ctx.softcap is None else 1 - (tile.logits / ctx.softcap).square_()  # [N, v]
-            bits = tile.logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v]
-            grad_logits = torch.exp2(bits, out=tile.scratch)  # [N, v]
+        for columns, tile_weight, logits, scratch in _tiles(inputs, weight, bias, ctx.softcap, ctx.width):
+            slope_of_cap = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square_()  # [N, v]
+            bits = logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v]
+            grad_logits = torch.exp2(bits, out=scratch)  # [N, v]
             grad_logits.mul_(offset[:, None] if slope is None else bits.mul_(slope[:, None]).add_(offset[:, None]))
-            index, inside = _locate(targets, tile.columns)
+            index, inside = _locate(targets, columns)
             grad_logits[index] += torch.where(inside, target_grad, 0)  # one element per row: no two writes meet
             if slope_of_cap is not None:
                 grad_logits.mul_(slope_of_cap)
             if grad_bias is not None:
-                grad_bias[tile.columns] = grad_logits.sum(0)
+                grad_bias[columns] = grad_logits.sum(0)
             grad_logits = grad_logits.to(inputs.dtype)
             if grad_hidden is not None:
-                _add_matmul_to(grad_hidden, grad_logits, tile.weight)
+                _add_matmul_to(grad_hidden, grad_logits, tile_weight)
             if grad_weight is not None:
-                _matmul_into(grad_weight[tile.columns], grad_logits.T, inputs)
+                _matmul_into(grad_weight[columns], grad_logits.T, inputs)
         grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, *[None] * 5
 
 
 class KeptHead(torch.autograd.Function):
-    """Logprobs and entropies, see `LossHead`; the entropy carries no gradient. Tiles beyond `kept_bytes` keep nothing
-    and are computed again.
-    """
+    """See `LossHead`; the entropy carries no gradient. Tiles beyond `kept_bytes` are computed again."""
 
     @staticmethod
     def forward(

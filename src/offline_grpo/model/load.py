@@ -136,9 +136,7 @@ def is_adapted_policy(config: ModelConfig) -> bool:
 def load_reference(
     config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str
 ) -> Scoring | BaseScoring:
-    """The frozen reference: the policy's own base model under LoRA, else a second copy in the same precision, on
-    `config.ref_device`. Raises as `load_policy`.
-    """
+    """The frozen reference: the policy's base model under LoRA, else a copy on `config.ref_device`."""
     reference_id = config.ref_id or model_id
     scoring = policy.scoring
     if is_adapted_policy(config):

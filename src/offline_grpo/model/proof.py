@@ -200,9 +200,7 @@ def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None
 
 
 def _logprob_error(found: Tensor, expected: Tensor) -> float:
-    """Root mean square, relative to the spread among tokens, which grows with the model's logits as the rounding of 16
-    bits does.
-    """
+    """Root mean square, relative to the spread among tokens, which grows with the logits as their rounding does."""
     return ((found - expected).square().mean().sqrt() / expected.std()).item()
 
 

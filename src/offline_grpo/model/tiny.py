@@ -182,9 +182,7 @@ def _warm_start(
     problems: Sequence[Problem],
     show_progress: bool,
 ) -> None:
-    """Train in place with AdamW, linear warm-up and cosine decay, on the shown answers and EOS alone. `noise_frac` of
-    the answers are wrong in the last 40% of the steps, and none before.
-    """
+    """Train in place. `noise_frac` of the answers are wrong in the last 40% of the steps, and none before."""
     steps, lr = settings.warm_start_steps, settings.warm_start_lr
     prompt_ids = {problem.problem_id: encode(tokenizer, problem.messages) for problem in problems}
     clean = demonstrations(problems, noise_frac=0.0, seed=settings.seed)

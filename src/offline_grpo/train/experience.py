@@ -167,9 +167,7 @@ def _without_zeroed(group: RolloutGroup, advantages: Advantages) -> list[float |
 
 
 def _numbers(group: RolloutGroup, advantages: Advantages, *, mask_truncated: bool = False) -> list[float]:
-    """A group's advantages as numbers: one per rollout, or those of its sampled tokens. `mask_truncated` leaves out
-    those of rollouts whose tokens `build_batch` leaves out of the loss.
-    """
+    """A group's advantages: one per rollout, or those of its sampled tokens. `mask_truncated`: as in `build_batch`."""
     found: list[float] = []
     for rollout, own in zip(group.rollouts, advantages, strict=True):
         if not (mask_truncated and rollout.finish_reason is FinishReason.LENGTH):

@@ -19,9 +19,7 @@ T = TypeVar("T")
 
 @dataclass
 class Replicas:
-    """A `Sharding` that spreads nothing: every process has the whole policy and takes the same optimizer step. For its
-    methods see `interfaces.Sharding`.
-    """
+    """An `interfaces.Sharding` that spreads nothing: every process has the whole policy and takes the same step."""
 
     ranks: Ranks
 

@@ -97,9 +97,7 @@ class Updater:
         return split_updates(num_sequences, num_updates=num_updates, sequences_per_update=per_update)
 
     def needs_old_logprobs(self, batch: TokenBatch) -> bool:
-        """Whether a scoring pass is due: not if the ratio is to the engine, nor if a single update's policy is itself
-        the old one.
-        """
+        """Whether a scoring pass is due: for a ratio to the old policy, which that of a single update is itself."""
         has_several_updates = len(self.updates_of(batch.num_sequences)) * self.config.epochs > 1
         return self.reward_penalty is not None or (has_several_updates and self.loss.ratio_reference == "old")
 
@@ -189,9 +187,7 @@ class Updater:
         )
 
     def _passes(self, sequences: Sequence[int], batch: TokenBatch) -> Iterator[tuple[Sequence[int], bool]]:
-        """This process's microbatches of these sequences, then as many passes that do not count as the sharding asks
-        for.
-        """
+        """This process's microbatches, then the passes that do not count, as many as the sharding asks for."""
         own = microbatches(
             share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size),
             batch.sequence_lengths,

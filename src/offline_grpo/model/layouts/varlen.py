@@ -105,9 +105,7 @@ class Flash4(Varlen):
 
 
 def _packs(decoder: nn.Module, batch: TokenBatch) -> bool:
-    """Whether the kernel can do what the model does with this batch. It knows windows, and no chunks; padded rows are
-    right for both.
-    """
+    """Whether the kernel is right for this batch: it knows windows, and no chunks; padded rows know both."""
     chunk = getattr(decoder.config, CHUNK, None)
     return chunk is None or max(batch.sequence_lengths) <= chunk
 
