@@ -48,8 +48,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(("has_bias", "softcap"), [(False, None), (True, 3.0)])
 @pytest.mark.parametrize(("width", "kept_bytes"), [(V, EVERYTHING), (7, 2 * N * 7 * 3), (7, 0)])
 def test_values_and_gradients(width: int, kept_bytes: int, has_bias: bool, softcap: float | None) -> None:
     hidden, weight, bias = leaf(N, H, seed=0), leaf(V, H, seed=1), leaf(V, seed=2) if has_bias else None

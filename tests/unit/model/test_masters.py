@@ -83,13 +83,6 @@ def test_what_a_pass_does_not_reach_keeps_its_gradient(passes):
             master.grad = None
 
 
-def test_an_fp32_model_is_its_own_master():
-    layer = model(torch.float32)
-    masters = MasterWeights(layer.named_parameters())
-    assert masters.parameters["weight"] is layer.weight
-    assert masters.state_dict() == {}
-
-
 def test_publishing_writes_in_place_and_state_restores():
     layer = model(torch.bfloat16)
     address = layer.weight.data_ptr()
