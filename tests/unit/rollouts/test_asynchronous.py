@@ -216,15 +216,6 @@ def test_after_a_death_everything_is_sampled_again():
     assert trainer.source.metrics()["async/num_discarded"] == 2 * PROBLEMS_PER_ITERATION
 
 
-def test_an_engine_that_is_too_old_ends_the_run_and_does_not_hang():
-    trainer = Trainer(max_staleness=1)
-    trainer.begin()
-    trainer.version = 2
-    with pytest.raises(ConfigError, match=r"rollouts.max_staleness=1: the engine's weights are 2 versions old"):
-        trainer.source.next(0)
-    trainer.source.close()
-
-
 def test_close_ends_what_runs():
     before = set(threading.enumerate())
     trainer = Trainer(Client(lambda: 60.0))

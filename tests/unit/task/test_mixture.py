@@ -8,7 +8,6 @@ from factories import compose_config, make_group
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
 from offline_grpo.run.task_data import build_task
 from offline_grpo.task.mixture import Mixture
 from offline_grpo.train.experience import rollout_metrics
@@ -103,10 +102,3 @@ def test_metrics_are_there_for_each_task_and_the_whole():
     assert {name: len(own) for name, own in by_task(groups).items()} == {"a": 2, "b": 2}
     trained = rollout_metrics(groups)
     assert (trained["reward_mean"], trained["task/a/reward_mean"], trained["task/b/reward_mean"]) == (0.5, 0.75, 0.25)
-
-
-def test_a_run_may_follow_the_metric_of_one_task():
-    config = typed(compose_config(*TWO, "checkpoint.keep_best=task/subtraction/pass@1"))
-    assert make_plan(config).config is config
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep_best=task/x/pass@1: no such evaluation metric"):
-        make_plan(typed(compose_config(*TWO, "checkpoint.keep_best=task/x/pass@1")))
