@@ -76,7 +76,7 @@ class Staged:
 class WeightSync(ABC):
     """A component of the group `weight_sync`. Inherit from `ServerSync`, unless no weights are copied.
 
-    Its methods get an `Engine` that `requires` allows, hence a `Engine` for strategies with `requires.engines`.
+    Its methods get an `Engine` that `requires` allows, one with a server for strategies with `requires.engines`.
 
     Attributes:
         name: the option's name in conf/weight_sync.

@@ -3,7 +3,7 @@
 vLLM loads it by `--scheduler-cls`. Its engine sends every token, with its logprob, to the process that answers
 requests, as soon as it is drawn. For a completion that is answered in one piece this is work for nothing: three arrays
 to encode and to decode for each token. The engine is one Python process, for which the GPU waits if the model is small.
-Like its neighbours, the module stands alone; all that it uses of vLLM is alike from 0.25 to 0.32.
+Like its neighbours, the module stands alone; all that it uses of vLLM is alike in all versions that are supported.
 """
 
 from __future__ import annotations

@@ -148,7 +148,9 @@ class WorkerExtension:
         return {"storages": handles, "tensors": tensors}
 
     def grpo_set_tag(self, tag: str) -> None:
-        """Note which weights are served (version and owner) once everything written so far has arrived."""
+        """Note which weights are served (version and owner) once everything written so far has arrived. vLLM's own
+        functions that load weights make the tag untrue.
+        """
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._grpo_tag = tag
@@ -161,8 +163,6 @@ class WorkerExtension:
         return self._grpo_tag
 
     def _grpo_noting(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of vLLM's that loads weights, which makes the tag untrue."""
-
         @functools.wraps(load)
         def loading(*args: Any, **kwargs: Any) -> Any:
             self._grpo_tag = ""
@@ -238,18 +238,14 @@ def _handle(storage: torch.UntypedStorage, file: int | None) -> dict[str, Any]:
     _, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
     return {
         "kind": "cuda",
-        "handle": _text(handle),
+        "handle": base64.b64encode(handle).decode(),
         "num_bytes": size,
         "offset_bytes": offset,
-        "counter_handle": _text(counter),
+        "counter_handle": base64.b64encode(counter).decode(),
         "counter_offset": counter_offset,
-        "event_handle": _text(event),
+        "event_handle": base64.b64encode(event).decode(),
         "event_sync_required": sync,
     }
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 class TokenGate:
