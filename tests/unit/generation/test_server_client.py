@@ -1,4 +1,4 @@
-"""Both clients against a server that misbehaves: each fault is retried or named, and never becomes a rollout."""
+"""A client against a server that misbehaves: each fault is retried or named, and never becomes a rollout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from scripted_server import Reply, Request, ScriptedServer
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.generation import server_client
-from offline_grpo.generation.server_client import ServerClient
-from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
 
@@ -40,59 +38,6 @@ def tokens_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) ->
     return {"prompt_token_ids": list(prompt), "choices": choices}
 
 
-def sglang_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) -> list[dict[str, Any]]:
-    """What SGLang 0.5.15 answers at /generate to a batch with `return_logprob`. Of what was aborted in the queue it
-    counts no prompt.
-    """
-    return [
-        {
-            "text": "",
-            "output_ids": tokens,
-            "meta_info": {
-                "id": f"{index}",
-                "finish_reason": {"type": reason},
-                **({"prompt_tokens": len(prompt)} if tokens or reason != "abort" else {}),
-                "completion_tokens": len(tokens),
-                "output_token_logprobs": [
-                    [logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=False)
-                ],
-                "output_token_logprobs_length": len(logprobs),
-            },
-        }
-        for index, (tokens, logprobs, reason) in enumerate(completions)
-    ]
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """One server's language."""
-
-    client: type[ServerClient]
-    answer: Callable[..., Any]
-    prompt_of: Callable[[Any], list[int]]
-    sent_names: dict[str, str]  # SamplingParams' names -> the server's
-    settings_of: Callable[[Any], dict[str, Any]]
-
-
-COMMON_NAMES = {name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty", "stop")}
-DIALECTS = {
-    "vllm": Dialect(
-        VllmClient,
-        tokens_answer,
-        lambda body: body["prompt"]["prompt_token_ids"],
-        {**COMMON_NAMES, "max_new_tokens": "max_tokens"},
-        lambda body: body,
-    ),
-    "sglang": Dialect(
-        SglangClient,
-        sglang_answer,
-        lambda body: body["input_ids"][0],
-        {**COMMON_NAMES, "max_new_tokens": "max_new_tokens"},
-        lambda body: body["sampling_params"][0],
-    ),
-}
-
-
 class MortalServer(Server):
     """A server that somebody found, with the life of one that was started."""
 
@@ -107,16 +52,15 @@ class MortalServer(Server):
 class Lab:
     """A scripted server and a client of it."""
 
-    dialect: Dialect
     server: ScriptedServer
     handle: MortalServer
-    client: ServerClient
+    client: VllmClient
 
     def set_script(self, script: Script) -> None:
         self.server.script = script
 
     def answers(self, completions: Sequence[Any] = TWO, **changes: Any) -> None:
-        self.set_script(lambda _: Reply(self.dialect.answer(completions, **changes)))
+        self.set_script(lambda _: Reply(tokens_answer(completions, **changes)))
 
     def ask(self, *, num_prompts: int = 1, group_size: int = 2) -> list[list[Completion]]:
         """Completions of prompts that start with their number."""
@@ -125,8 +69,8 @@ class Lab:
 
     def echo(self, request: Request) -> Reply:
         """A completion that tells which prompt it is of."""
-        prompt = self.dialect.prompt_of(request.body)
-        return Reply(self.dialect.answer([([prompt[0], 2], [-1.0, -1.0], "stop")], prompt=prompt))
+        prompt = request.body["prompt"]["prompt_token_ids"]
+        return Reply(tokens_answer([([prompt[0], 2], [-1.0, -1.0], "stop")], prompt=prompt))
 
     def error(self, kind: type[EngineError] = EngineError, **ask: Any) -> str:
         """The message of the error that asking gives; it names the URL."""
@@ -137,41 +81,28 @@ class Lab:
         return str(raised.value)
 
 
-def make_client(
-    dialect: Dialect, server: Server, *, batch_size: int = 4, timeout_s: float = 5.0, max_retries: int = 3
-) -> ServerClient:
-    return dialect.client(
-        server=server, eos_ids=[2], vocab_size=1000, batch_size=batch_size, timeout_s=timeout_s, max_retries=max_retries
-    )
+def make_client(server: Server, *, batch_size: int = 4) -> VllmClient:
+    return VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=batch_size, timeout_s=5.0, max_retries=3)
 
 
 def mortal(base_url: str, tmp_path: Path, api_key: str | None = None) -> MortalServer:
     return MortalServer(base_url=base_url, api_key=api_key, launcher=None, log_dir=tmp_path)
 
 
-EVERY_DIALECT = pytest.mark.parametrize("dialect", DIALECTS, indirect=True)
-
-
 @pytest.fixture
-def dialect(request: pytest.FixtureRequest) -> Dialect:
-    return DIALECTS[getattr(request, "param", "vllm")]
-
-
-@pytest.fixture
-def lab(dialect: Dialect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(server_client, "GRACE_S", 0.0)
-    with ScriptedServer(lambda _: Reply(dialect.answer(TWO))) as server:
+    with ScriptedServer(lambda _: Reply(tokens_answer(TWO))) as server:
         handle = mortal(server.base_url, tmp_path)
-        client = make_client(dialect, handle)
-        yield Lab(dialect, server, handle, client)
+        client = make_client(handle)
+        yield Lab(server, handle, client)
         client.close()
 
 
 # What works
 
 
-@EVERY_DIALECT
 def test_completions_are_what_the_server_said(lab: Lab) -> None:
     lab.client.weights = ServedWeights(3)
     assert lab.ask() == [
@@ -189,7 +120,7 @@ ABORTED = [([5], [-0.5], "abort"), ([], [], "abort")]
 def test_what_the_server_aborts_is_asked_for_again(lab: Lab) -> None:
     """Part of a completion must not be judged as a whole one."""
     replies = iter([ABORTED, [TWO[0], ABORTED[1]], TWO])
-    lab.set_script(lambda _: Reply(lab.dialect.answer(next(replies))))
+    lab.set_script(lambda _: Reply(tokens_answer(next(replies))))
     [completions] = lab.ask()
     assert {completion.finish_reason for completion in completions} == {FinishReason.STOP, FinishReason.LENGTH}
     first, *others = [request.body for request in lab.server.requests]
@@ -205,14 +136,14 @@ def test_what_a_push_aborts_waits_for_the_push_alone(lab: Lab, monkeypatch: pyte
 
     def script(_: Request) -> Reply:
         if lab.client.weights is new:
-            return Reply(lab.dialect.answer(TWO))
+            return Reply(tokens_answer(TWO))
         if all_in_flight.wait(10) == 0:
             threading.Timer(0.5, lambda: setattr(lab.client, "weights", new)).start()
-        return Reply(lab.dialect.answer(ABORTED))
+        return Reply(tokens_answer(ABORTED))
 
     lab.set_script(script)
     lab.client.close()
-    lab.client = make_client(lab.dialect, lab.handle, batch_size=8)
+    lab.client = make_client(lab.handle, batch_size=8)
     started = time.monotonic()
     groups = generate(lab.client, [PROMPT] * 8, SAMPLING, group_size=2, seeds=range(8))
     assert {version for group in groups for completion in group for version in completion.versions} == {4}
@@ -220,20 +151,18 @@ def test_what_a_push_aborts_waits_for_the_push_alone(lab: Lab, monkeypatch: pyte
     assert len(lab.server.requests) == 16
 
 
-@EVERY_DIALECT
 def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
     sampling = SamplingParams(
         max_new_tokens=17, temperature=0.7, top_p=0.9, top_k=40, repetition_penalty=1.2, stop=("\n", "END")
     )
     generate(lab.client, [PROMPT], sampling, group_size=2, seeds=[5])
     body = lab.server.requests[0].body
-    settings = lab.dialect.settings_of(body)
     for field in fields(SamplingParams):
-        value = getattr(sampling, field.name)
-        assert settings[lab.dialect.sent_names[field.name]] == (list(value) if field.name == "stop" else value)
-    assert settings["stop_token_ids"] == [2]
-    assert settings["min_p"] == 0  # a server may have another default
-    assert lab.dialect.prompt_of(body) == PROMPT
+        value, name = getattr(sampling, field.name), {"max_new_tokens": "max_tokens"}.get(field.name, field.name)
+        assert body[name] == (list(value) if field.name == "stop" else value)
+    assert body["stop_token_ids"] == [2]
+    assert body["min_p"] == 0  # a server may have another default
+    assert body["prompt"]["prompt_token_ids"] == PROMPT
 
 
 def test_a_stock_server_is_asked_as_stock_servers_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -247,7 +176,7 @@ def test_a_stock_server_is_asked_as_stock_servers_are(tmp_path: Path, caplog: py
         return Reply({"choices": [{**choice, "logprobs": {"token_logprobs": [-1.0]}}]})
 
     with ScriptedServer(script) as server, caplog.at_level("INFO"):
-        client = make_client(DIALECTS["vllm"], mortal(server.base_url, tmp_path))
+        client = make_client(mortal(server.base_url, tmp_path))
         assert {index for index, _ in client.generate(requests(9), SAMPLING)} == set(range(9))
         paths = [request.path for request in server.requests]
         assert (paths.count(VllmClient.path), paths.count("/v1/completions")) == (4, 9)
@@ -268,7 +197,7 @@ def requests(num_prompts: int) -> list[SamplingRequest]:
     [Reply({"error": "later"}, status=503), Reply(TWO, cut="close"), Reply(TWO, cut="silence")],
 )
 def test_what_is_tried_again(lab: Lab, first: Reply) -> None:
-    lab.set_script(lambda request: first if request.number < 2 else Reply(lab.dialect.answer(TWO)))
+    lab.set_script(lambda request: first if request.number < 2 else Reply(tokens_answer(TWO)))
     assert lab.ask()[0][0].token_ids == (5, 2)
     assert lab.server.requests[0].body == lab.server.requests[2].body
     lab.set_script(lambda _: first)
@@ -294,7 +223,7 @@ def test_an_answer_that_is_none(lab: Lab, reply: Reply, expected: str) -> None:
 
 
 def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab) -> None:
-    lab.set_script(lambda _: Reply(lab.dialect.answer(TWO), byte_pause_s=0.1))
+    lab.set_script(lambda _: Reply(tokens_answer(TWO), byte_pause_s=0.1))
     lab.client.timeout_s = 0.5
     assert "no answer after 0.5 s; raise generation.timeout_s" in lab.error()
     assert len(lab.server.requests) == 1
