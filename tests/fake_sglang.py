@@ -96,9 +96,6 @@ class FakeSglang:
     def on_model_info(self, _: Request) -> Reply:
         return Reply({"model_path": "model", "weight_version": self.weight_version})
 
-    def on_get_weight_version(self, _: Request) -> Reply:
-        return Reply({"message": "deprecated", "code": 404}, status=404)
-
     def on_pause_generation(self, request: Request) -> Reply:
         self.is_paused = True
         if request.body.get("mode", "abort") == "abort":
@@ -119,15 +116,6 @@ class FakeSglang:
             self.is_dead = True  # AssertionError: Cache flush failed after updating weights
             return Reply(cut="silence")
         body = request.body
-        if "missing" in body["model_path"]:
-            return Reply(
-                {
-                    "success": False,
-                    "message": f"Failed to get weights iterator: {body['model_path']}",
-                    "num_paused_requests": 0,
-                },
-                status=400,
-            )
         self.loaded.append(body["model_path"])
         self.model = self.load(body["model_path"])
         self.weight_version = body.get("weight_version", self.weight_version)

@@ -86,17 +86,6 @@ def test_bundles_tell_what_their_outputs_told(module: ModuleType, length: int) -
     assert not scheduler._held
 
 
-@pytest.mark.parametrize("kind", ["CUMULATIVE", "text"])
-def test_who_reads_tokens_one_by_one_gets_them_so(module: ModuleType, kind: str) -> None:
-    """Answers in parts, and texts in which the HTTP server looks for strings that end them."""
-    from vllm.sampling_params import RequestOutputKind
-
-    params = {"detokenize": True} if kind == "text" else {"output_kind": RequestOutputKind[kind]}
-    steps = [[output("a", token)] for token in range(3)]
-    got, _ = passed_on(module, {"a": request(**params)}, steps)
-    assert got == steps
-
-
 def test_what_was_held_of_an_aborted_request_is_forgotten(module: ModuleType) -> None:
     _, scheduler = passed_on(module, {"a": request(), "b": request()}, [[output("a", 0), output("b", 1)]])
     del scheduler.requests["a"]  # as `finish_requests` does, which tells the client by itself

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 from engines import full_weights
 from factories import make_policy, make_qwen2
 from scripted_server import Reply, ScriptedServer
@@ -17,27 +15,9 @@ from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams
-from offline_grpo.weight_sync.snapshot import Named, Snapshot, buckets, weights_tag
+from offline_grpo.weight_sync.snapshot import Named, Snapshot, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
 from offline_grpo.weight_sync.weight_transfer import WeightTransfer
-
-
-def sizes(lengths: list[int], max_bytes: int) -> list[list[int]]:
-    named = [(f"p{i}", torch.zeros(length, dtype=torch.int8)) for i, length in enumerate(lengths)]
-    filled = list(buckets(named, max_bytes))
-    assert [pair for bucket in filled for pair in bucket] == named  # every one once, in order
-    return [[tensor.nbytes for _, tensor in bucket] for bucket in filled]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([1, 50, 1, 1], [[1], [50], [1, 1]]),
-        ([5, 5, 5, 5, 5], [[5, 5], [5, 5], [5]]),
-    ],
-)
-def test_buckets(lengths: list[int], expected: list[list[int]]) -> None:
-    assert sizes(lengths, 10) == expected
 
 
 class Recorder(WeightTransfer):
