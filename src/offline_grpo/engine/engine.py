@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,8 +17,6 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.types import SamplingParams
 
 log = logging.getLogger(__name__)
-
-Check = Callable[[], None] | None
 
 
 @dataclass(frozen=True)
@@ -73,12 +71,9 @@ class ServerControl(ABC):
         """
 
     @abstractmethod
-    def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
         """Load the weights of a folder in place of those being served, and note their tag. The server is paused
         meanwhile. After an error it stays paused: it must not serve half-written weights.
-
-        Args:
-            check: called before the weights are loaded. If it raises, the server continues as it was.
         """
 
     @abstractmethod

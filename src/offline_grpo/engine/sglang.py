@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offline_grpo.engine.engine import Check, ServerControl
+from offline_grpo.engine.engine import ServerControl
 from offline_grpo.engine.http import read
 from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.errors import require
@@ -71,7 +71,7 @@ class SglangControl(ServerControl):
         is_seeded = self.get("/server_info").json()["enable_deterministic_inference"]
         return None if is_seeded is True else "ignores the seeds of requests (--enable-deterministic-inference)"
 
-    def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
         """See `ServerControl.load_weights`; caches are cleared too.
 
         The steps are those that cannot end the server: it stops with an error when it loads weights and still has a
@@ -79,12 +79,6 @@ class SglangControl(ServerControl):
         """
         assert pause_mode == "abort", pause_mode  # `Reload.requires` has ruled out the others
         self.post("/pause_generation", {"mode": "abort"}, timeout_s=LOAD_TIMEOUT_S)
-        try:
-            if check is not None:
-                check()
-        except BaseException:
-            self.post("/continue_generation", {})
-            raise
         self.post("/flush_cache", params={"timeout": IDLE_TIMEOUT_S}, timeout_s=IDLE_TIMEOUT_S + 10)
         weights = {"model_path": folder, "weight_version": tag}
         self.post("/update_weights_from_disk", weights, timeout_s=LOAD_TIMEOUT_S)

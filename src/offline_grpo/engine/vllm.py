@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offline_grpo.engine.engine import Check, ServedBits, ServerControl
+from offline_grpo.engine.engine import ServedBits, ServerControl
 from offline_grpo.engine.http import TIMEOUT_S, Refused, read
 from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.engine.process import usable_cores
@@ -135,26 +135,17 @@ class VllmControl(ServerControl):
                 return f"has no worker extension (--worker-extension-cls; {error})"
         return None
 
-    def pause(self, mode: str, check: Check = None) -> None:
-        """Stop generating, and clear KV caches.
+    def pause(self, mode: str) -> None:
+        """Stop generating, and clear KV caches. A server that a failed push has left paused is paused already.
 
         Args:
             mode: for requests in flight: "keep" continues them after `resume`, "wait" lets them end first, "abort" ends
                 them with what they have.
-            check: see `ServerControl.load_weights`. A server that a failed push has left paused was checked by that
-                one.
         """
-        if self.is_paused:
-            return
-        timeout_s = WAIT_TIMEOUT_S if mode == "wait" else TIMEOUT_S
-        self.post("/pause", params={"mode": mode, "clear_cache": "true"}, timeout_s=timeout_s)
-        self.is_paused = True
-        try:
-            if check is not None:
-                check()
-        except BaseException:
-            self.resume()
-            raise
+        if not self.is_paused:
+            timeout_s = WAIT_TIMEOUT_S if mode == "wait" else TIMEOUT_S
+            self.post("/pause", params={"mode": mode, "clear_cache": "true"}, timeout_s=timeout_s)
+            self.is_paused = True
 
     def resume(self) -> None:
         """Continue what was kept, and begin what has arrived since."""
@@ -170,8 +161,8 @@ class VllmControl(ServerControl):
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
         return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).json()["results"][0]
 
-    def load_weights(self, folder: str, *, tag: str, pause_mode: str, check: Check = None) -> None:
-        self.pause(pause_mode, check)
+    def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
+        self.pause(pause_mode)
         self.call_worker("reload_weights", weights_path=folder)
         self.reset_prefix_cache()
         self.set_tag(tag)

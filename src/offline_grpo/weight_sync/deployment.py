@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from offline_grpo.engine.engine import Engine
@@ -97,10 +96,12 @@ class Deployment:
         started = time.perf_counter()
         snapshot = self._snapshot(policy)
         asked = [e for e in self.engines if self._spread is None or e.client in self._spread.serving]
-        replaces = dict.fromkeys(asked, self._version) if amid_requests and self._version is not None else {}
         try:
             with self._strategy.staged(snapshot, version) as staged:
-                paused_seconds = self._strategy.deliver(self.engines, replace(staged, replaces=replaces))
+                if amid_requests and self._version is not None:  # the push overwrites what others loaded
+                    for engine in asked:
+                        self._strategy.check_served(engine, self._version)
+                paused_seconds = self._strategy.deliver(self.engines, staged)
                 for engine in self.engines:
                     engine.client.weights = ServedWeights(staged.version, staged.name)
             self._version = staged.version

@@ -66,8 +66,7 @@ class Reload(PausingSync):
         started, folder, tag = time.perf_counter(), str(staged.folder), weights_tag(staged.version)
 
         def load(engine: Engine) -> None:
-            check = self.check_replaced(engine, staged)
-            engine.control.load_weights(folder, tag=tag, pause_mode=self.pause_mode, check=check)
+            engine.control.load_weights(folder, tag=tag, pause_mode=self.pause_mode)
 
         at_once(load, engines)
         return time.perf_counter() - started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -62,15 +62,12 @@ class Staged:
         version: that the engines serve afterwards.
         name: of the weights in requests ("": the engine's base model).
         num_bytes: copied to an engine, or written once for all of them.
-        replaces: the version that an engine must still have when it is paused, for those that have requests under
-            way. See `check_served`.
     """
 
     version: int
     name: str = ""
     num_tensors: int
     num_bytes: int
-    replaces: Mapping[Any, int] = field(default_factory=dict)
 
 
 class WeightSync(ABC):
@@ -222,16 +219,3 @@ class PausingSync(ServerSync):
     @property
     def requires(self) -> SyncRequirements:  # type: ignore[override]
         return replace(super().requires, in_flight=(self.pause_mode,))
-
-    def check_replaced(self, engine: Engine, staged: Staged) -> Callable[[], None] | None:
-        """For a pause: has the engine what the requests that are under way were sampled from? The push overwrites what
-        others loaded.
-        """
-        if engine not in staged.replaces:
-            return None
-
-        def check() -> None:
-            if engine.control.served_tag() != weights_tag(staged.version):  # else another engine died in this push
-                self.check_served(engine, staged.replaces[engine])
-
-        return check

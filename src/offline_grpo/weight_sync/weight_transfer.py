@@ -73,7 +73,7 @@ class WeightTransfer(PausingSync):
         started = time.perf_counter()
 
         def begin(engine: Engine) -> None:
-            engine.control.pause(self.pause_mode, self.check_replaced(engine, staged))
+            engine.control.pause(self.pause_mode)
             engine.control.post("/start_weight_update")
 
         def finish(engine: Engine) -> None:
