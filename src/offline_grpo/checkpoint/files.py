@@ -54,10 +54,7 @@ class TrainerState:
 
 
 def read_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
-    """`trainer/state.json` of a checkpoint.
-
-    Args:
-        key: what named the checkpoint, for messages.
+    """`trainer/state.json` of a checkpoint, which the setting `key` names.
 
     Raises:
         CheckpointError: the file is missing, damaged, or of another format.
@@ -96,9 +93,7 @@ def set_link(link: Path, target: str) -> None:
 
 
 def latest_state(folder: Path) -> TrainerState | None:
-    """`state.json` of the newest checkpoint in which it can be read, without a look at the other files; None if there
-    is none.
-    """
+    """`state.json` of the newest checkpoint in which it can be read; None if there is none."""
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
             return read_state(checkpoint)
@@ -119,14 +114,10 @@ def verified_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
 
 
 def check_model_folder(name: str, key: str) -> None:
-    """Refuse a checkpoint whose model files are not as they were written, for a new run that starts from it.
-
-    Args:
-        name: of any model; nothing is checked of what no run wrote.
-        key: the setting, for the message.
+    """Refuse the model of a checkpoint whose files are not as they were written. Nothing is checked of other models.
 
     Raises:
-        CheckpointError: a file is missing, or has changed.
+        CheckpointError: about the setting `key`: a file is missing, or has changed.
     """
     checkpoint = Path(name).expanduser()
     if (checkpoint / MANIFEST).exists():
@@ -134,8 +125,7 @@ def check_model_folder(name: str, key: str) -> None:
 
 
 def newest_sound(folder: Path) -> tuple[Path, TrainerState]:
-    """The newest checkpoint in a run's `checkpoints` folder whose files are all as they were written. A warning names
-    each damaged one.
+    """The newest checkpoint in a run's `checkpoints` folder that is as it was written. Warns of damaged ones.
 
     Raises:
         CheckpointError: none of them is sound.

@@ -54,10 +54,7 @@ def check_devices(devices: Devices) -> None:
 
 
 def trainer_gpus(device: str, num_processes: int) -> list[int]:
-    """The GPU of every training process, that of the first one first; empty on the CPU.
-
-    Args:
-        device: `model.device`.
+    """The GPU of every training process, that of the first one first; empty on the CPU. `device`: `model.device`.
 
     Raises:
         ConfigError: a GPU that this machine has not.
@@ -70,8 +67,7 @@ def reference_gpu(devices: Devices) -> int | None:
     """The GPU that the reference has for itself; None where it is on the trainer's, or on the CPU.
 
     Raises:
-        ConfigError: a device that this machine has not; or several training processes, each of which has a reference of
-            its own.
+        ConfigError: this machine has no such device, or several processes train, each with a reference of its own.
     """
     if devices.reference is None:
         return None

@@ -82,7 +82,8 @@ class Comparison:
     @property
     def folder(self) -> Path:
         """Where everything goes."""
-        return Path(datetime.now().strftime(self.out.replace("DATE/TIME", "%Y-%m-%d/%H-%M-%S-%f"))).absolute()
+        now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
+        return Path(self.out.replace("DATE/TIME", now)).absolute()
 
 
 HELP = f"""
@@ -207,11 +208,7 @@ class Runs:
 
 
 def _command(name: str, asked: Comparison, out: Path) -> list[str]:
-    """The command line of a mode's run.
-
-    Raises:
-        ConfigError: settings that do not fit. Hydra's own errors for what cannot be composed.
-    """
+    """The command line of a mode's run. Raises for settings that do not fit."""
     has_lora = name.startswith("lora_")
     words = ["generation=transformers" if name == "in_process" else "generation=vllm_server", *COMMON]
     words += ["model/lora=default"] if has_lora else []
@@ -227,9 +224,6 @@ def _command(name: str, asked: Comparison, out: Path) -> list[str]:
 def gpu_sets(num_gpus: int, asked: Comparison) -> list[list[int] | None]:
     """The GPUs of modes that run at the same time; one None where there is room for one mode alone, which then sees all
     that there are.
-
-    Raises:
-        ConfigError: a mode needs more GPUs than there are.
     """
     fits = not 0 < num_gpus < asked.gpus
     require(fits, "gpus", asked.gpus, f"this machine has {num_gpus}; use gpus={num_gpus}")

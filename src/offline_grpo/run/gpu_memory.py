@@ -151,13 +151,10 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
     """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
 
     Returns the share of the blocks that are recomputed (`train.gradient_checkpointing`); on the CPU, `auto` recomputes
-    none.
+    none. Raises ConfigError for a run that does not fit.
 
     Args:
         prompt_tokens: of the shortest and of the longest prompt.
-
-    Raises:
-        ConfigError: names key, value and fix.
     """
     model, devices = plan.config.model, plan.devices(num_processes)
     trainers = trainer_gpus(model.device, num_processes)
@@ -294,9 +291,7 @@ def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
 
 
 def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
-    """A microbatch's bytes beyond weights, masters, gradients and state when it holds most: in the loss head, or in
-    the backward pass of the last block.
-    """
+    """Of a microbatch when it holds most: in the loss head, or in the backward pass of the last block."""
     config = request.model_config.get_text_config()
     num_tokens, scored = largest_microbatch(request)
     itemsize = request.dtype.itemsize
@@ -333,17 +328,14 @@ def _widths(config: Any) -> tuple[int, int, int, int]:
 
 
 def _block_bytes_per_token(request: MemoryRequest) -> int:
-    """Bytes that a block keeps for its backward pass, per token: the inputs and outputs of its matrix products and of
-    attention.
-
-    A norm that is not compiled keeps its input and its result in fp32 too, and the MLP its activations.
-    """
+    """Bytes that a block keeps of a token: inputs and outputs of its matrix products and attention."""
     config: Any = request.model_config.get_text_config()
     dtype = request.dtype
     query, key, mlp, routed = _widths(config)
     compiled = request.plan.config.model.compile
     if compiled == "auto":
         compiled = torch.cuda.is_available() and is_compiled_by_default(torch.device("cuda"))
+    # A norm that is not compiled keeps its input and its result in fp32 too, and the MLP its activations.
     of_norm = 1 if compiled else (4 if dtype.itemsize == 2 else 3)  # numbers, besides the compiled one's input
     numbers = 2 * config.hidden_size * (of_norm + bool(compiled)) + 2 * (query + key) + routed
     numbers += (3 if compiled else 4) * mlp
@@ -403,9 +395,7 @@ def _sequence_tokens(request: MemoryRequest, max_new_tokens: int) -> int:
 
 
 def _available_bytes() -> int:
-    """The host can allocate so much without swapping: the machine, or its control group (a container) if that has
-    less.
-    """
+    """Of the host without swapping: of the machine, or its control group (a container) if that has less."""
     available, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
     if limit.exists() and (most := limit.read_text().strip()) != "max":
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())

@@ -146,11 +146,7 @@ def is_finished(run: RunDir, state: TrainerState, config: Mapping[str, Any]) -> 
 
 
 def _begin(fresh: RunDir, *, may_repeat: bool = False) -> None:
-    """Lock the folder of a new run. Raises ConfigError if it has another run.
-
-    Args:
-        may_repeat: delete the records of a start that was killed before its first checkpoint and its report.
-    """
+    """Lock the folder of a new run. `may_repeat`: delete what a start left that was killed before it saved anything."""
     key = f"hydra.run.dir={fresh.path}"
     take(fresh.path, key)
     may_repeat = may_repeat and not (fresh.path / "report.png").exists()
