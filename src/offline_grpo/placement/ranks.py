@@ -60,24 +60,18 @@ class Ranks:
         errors = [error for _, error in outcomes if error is not None]
         if errors:
             raise next((error for error in errors if isinstance(error, EngineDied)), errors[0])
-        return [item for items, _ in outcomes for item in items]
+        return [item for items, _ in outcomes for item in items or ()]
 
     def gather_interleaved(self, action: Callable[[], Sequence[T]]) -> list[T]:
-        """As `gather_results`, where `action` works on `items[rank::world_size]`: its results, back in the order of the
-        whole.
-        """
-        whole = self.gather_results(
-            lambda: [(i * self.world_size + self.rank, item) for i, item in enumerate(action())]
-        )
-        return [item for _, item in sorted(whole, key=lambda pair: pair[0])]
+        """As `gather_results`, where `action` works on `items[rank::world_size]`; its results have the order of `items`."""
+        whole = self.gather_results(lambda: list(enumerate(action())))
+        return [item for _, item in sorted(whole, key=lambda pair: pair[0])]  # stable: rank 0's first
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Add up `tensors` over all processes, in place and as one message."""
         if self.world_size == 1 or not tensors:
             return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(
-            self._accelerator.device
-        )  # where the group can add
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._accelerator.device)  # where it can add
         flat = self._accelerator.reduce(flat, reduction="sum")
         assert isinstance(flat, Tensor)
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -93,13 +87,7 @@ class Ranks:
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and return its result on every process. A GrpoError there is raised on all."""
-        result, error = None, None
-        if self.is_main:
-            try:
-                result = action()
-            except GrpoError as caught:
-                error = caught
-        result, error = self.broadcast((result, error))
+        result, error = self.broadcast(_attempt(action) if self.is_main else (None, None))
         if error is not None:
             raise error
         return result  # type: ignore[return-value]  # rank 0 has one
@@ -129,8 +117,8 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _attempt(action: Callable[[], Sequence[T]]) -> tuple[Sequence[T], GrpoError | None]:
+def _attempt(action: Callable[[], T]) -> tuple[T | None, GrpoError | None]:
     try:
         return action(), None
     except GrpoError as error:
-        return (), error
+        return None, error
