@@ -1,6 +1,4 @@
-"""Every architecture of the zoo in bf16 on a GPU: what `auto` chooses, and that it scores as one sequence at a time
-does.
-"""
+"""Every architecture of the zoo in bf16 on a GPU: the layout of `auto` scores as one sequence at a time does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Compiled blocks and the loss head that keeps its tiles, on every architecture of the zoo. `pytest -m gpu tests/gpu`,
-on one GPU.
-"""
+"""Compiled blocks and the loss head that keeps its tiles, on every architecture of the zoo."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""FlashAttention 4 against dense attention in float32, and in a model with heads of a real size. Needs `flash-attn-4`
-and a Hopper GPU.
-"""
+"""FlashAttention 4 against dense attention in float32, and in a model with heads of a real size."""
 
 from __future__ import annotations
 

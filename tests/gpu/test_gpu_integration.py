@@ -1,6 +1,4 @@
-"""Rollouts, a training epoch, the evaluator and a whole run on one GPU next to a real vLLM server. `pytest -m gpu
-tests/gpu`.
-"""
+"""Whole runs on one GPU next to a real vLLM server."""
 
 from __future__ import annotations
 

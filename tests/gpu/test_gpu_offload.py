@@ -1,6 +1,4 @@
-"""AdamW with state in the host's memory, streamed through a GPU: `pytest -m gpu tests/gpu/test_gpu_offload.py`,
-seconds.
-"""
+"""AdamW with state in the host's memory, streamed through a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What needs two GPUs: a run in two processes, which add up their gradients through NCCL, and a server on a GPU of its
-own.
-"""
+"""A run in two processes, which add up their gradients through NCCL, and a server on a GPU of its own."""
 
 from __future__ import annotations
 

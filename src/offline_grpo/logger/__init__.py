@@ -23,10 +23,10 @@ def output_console() -> Console:
     return console
 
 
-def print_table(console: Console, table: Table, *, least_width: int) -> None:
-    """Print it. On a console of fewer than `least_width` columns, lines fold: otherwise numbers would be cut."""
-    if console.width < least_width:
-        console = Console(file=console.file, width=least_width, force_terminal=console.is_terminal)
+def print_table(console: Console, table: Table) -> None:
+    """Print it. On a console of fewer than 80 columns, lines fold: otherwise numbers would be cut."""
+    if console.width < 80:
+        console = Console(file=console.file, width=80, force_terminal=console.is_terminal)
     console.print(table)
 
 

@@ -27,7 +27,7 @@ class Table:
             table.add_column(Text(self.columns[i]), overflow="fold", no_wrap=i >= num_folding)
         for row in self.rows:
             table.add_row(*(Text(row[i]) for i in shown))
-        print_table(console, table, least_width=80)
+        print_table(console, table)
 
     def markdown(self) -> str:
         """The table in Markdown."""

@@ -19,7 +19,6 @@ from offline_grpo.logger import print_table
 from offline_grpo.logger.samples import visible
 from offline_grpo.rollouts.store.rows import group_rows
 
-LEAST_WIDTH = 80
 _ROWS, _BINS = 20, 5
 """Of the tables by iteration and by length."""
 
@@ -125,7 +124,7 @@ def print_stats(console: Console, tables: Iterable[pa.Table]) -> None:
         lines.append(f"not scored, and got 0 or, if lower, their group's least: {causes}")
     console.print("\n".join(lines), markup=False, highlight=False)
     for label, parts in (("length", _length_bins(of["length"])), ("iteration", _iteration_blocks(of["iteration"]))):
-        print_table(console, _stats_table(label, parts, of), least_width=LEAST_WIDTH)
+        print_table(console, _stats_table(label, parts, of))
 
 
 def _length_bins(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
