@@ -1,13 +1,12 @@
 """SIGKILL at a random moment of a run, then the same command with `resume=auto`: nothing is lost, to the bit."""
 
 import random
-import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from children import SMALL, Kill, metrics_of, printed, run_in_child, start_in_child, weights_of
+from children import SMALL, metrics_of, printed, run_in_child, start_in_child, weights_of
 
 WORDS = (*SMALL, "checkpoint.save_interval=1", "checkpoint.keep_last_k=2", "checkpoint.keep_best=pass@1")
 QUICK, ALL = 1, 6
@@ -45,17 +44,3 @@ def test_killed_at_a_random_moment_and_resumed(seed, undisturbed, cache, tmp_pat
     assert process.exitcode in (-signal.SIGKILL, 0), printed(killed)
     assert run_in_child(fresh, cache, "resume=auto", *WORDS) == 0, printed(fresh)
     assert content(fresh if fresh.exists() else killed) == content(expected)
-
-
-def test_after_the_last_commit_nothing_is_trained_again(undisturbed, cache, tmp_path):
-    day = tmp_path / "outputs" / "2026-01-01"
-    run, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
-    kill = Kill("offline_grpo.checkpoint.checkpointer:Checkpointer.commit", 4, "after")
-    assert run_in_child(run, cache, *WORDS, kill=kill) == -signal.SIGKILL, printed(run)
-    for _ in range(2):
-        assert run_in_child(fresh, cache, "resume=auto", *WORDS) == 0, printed(fresh)
-        assert not fresh.exists()
-        assert content(run) == content(undisturbed[0])
-    assert len(re.findall("^finished: 4 of 4 iterations; longer: ", printed(fresh), re.MULTILINE)) == 2
-    assert len(re.findall("^pass@1", printed(fresh), re.MULTILINE)) == 2
-    assert "loading the model" not in printed(fresh)

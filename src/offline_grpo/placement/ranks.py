@@ -63,7 +63,7 @@ class Ranks:
         return [item for items, _ in outcomes for item in items or ()]
 
     def gather_interleaved(self, action: Callable[[], Sequence[T]]) -> list[T]:
-        """As `gather_results`, where `action` works on `items[rank::world_size]`; its results have the order of `items`."""
+        """As `gather_results`, where `action` works on `items[rank::world_size]`; the results are in their order."""
         whole = self.gather_results(lambda: list(enumerate(action())))
         return [item for _, item in sorted(whole, key=lambda pair: pair[0])]  # stable: rank 0's first
 

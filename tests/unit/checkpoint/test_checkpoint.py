@@ -1,14 +1,13 @@
 """Checkpoints: what is in the folder, and that it is whole or absent."""
 
 import os
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoints import config_of
 from factories import make_updater
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint import checkpointer as module
@@ -128,34 +127,3 @@ def test_the_best_is_kept_beside_the_newest_and_has_a_link(saved, tmp_path):
         (["iter_003"], "iter_003"),
     ]
     AutoModelForCausalLM.from_pretrained(folder / "best")
-
-
-def test_the_best_is_known_after_a_restore_unless_it_is_gone(saved, tmp_path):
-    checkpointer, updater = saved(keep_last_k=9, keep_best="pass@1")
-    for iteration, value in enumerate([0.3, 0.2]):
-        checkpointer.milestones.see({"pass@1": value}, iteration)
-        save(checkpointer, iteration)
-    folder = tmp_path / "checkpoints"
-    for is_there, expected in ((True, 0), (False, None)):
-        if not is_there:
-            shutil.rmtree(folder / "iter_000")
-        other = checkpointer_of(updater, folder, keep_best="pass@1")
-        other.restore(folder / "iter_001")
-        assert other.milestones.best_iteration == expected
-
-
-def test_state_of_other_shapes_is_refused_before_it_is_used(saved, tmp_path):
-    checkpointer, _ = saved(torch.bfloat16)
-    save(checkpointer, 0)
-    trainer = tmp_path / "checkpoints" / "iter_000" / "trainer"
-    masters = load_file(trainer / "masters.safetensors")
-    name = next(name for name, tensor in masters.items() if tensor.dim() == 1)
-    save_file({**masters, name: masters[name][:1].clone()}, trainer / "masters.safetensors")
-    with pytest.raises(ValueError, match=f"masters of another model \\({name}\\)"):
-        checkpointer.restore(trainer.parent)
-    save_file(masters, trainer / "masters.safetensors")
-    optimizer = torch.load(trainer / "optimizer.pt", weights_only=True)
-    optimizer["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
-    torch.save(optimizer, trainer / "optimizer.pt")
-    with pytest.raises(ValueError, match=r"exp_avg is \[3\], for a parameter of"):
-        checkpointer.restore(trainer.parent)

@@ -5,9 +5,7 @@ import json
 import runpy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 from factories import compose_config
 from transformers import Qwen2Config
@@ -160,14 +158,6 @@ def test_the_host_holds_what_is_offloaded(monkeypatch):
     check([host])
     with pytest.raises(ConfigError, match=r"the host has 8.0 GiB and "):
         check([replace(host, total_bytes=8 * GIB)])
-
-
-def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    monkeypatch.setattr(gpu_memory, "CGROUP", tmp_path)
-    for name, text in {"max": "900", "current": "500", "stat": "anon 3\ninactive_file 100"}.items():
-        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    assert gpu_memory._available_bytes() == 500
 
 
 def test_a_reference_elsewhere_leaves_the_trainers_gpu():
