@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ from offline_grpo.model.device import make_current
 from offline_grpo.model.logits import output_embeddings
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.model.scoring import Scoring
-from offline_grpo.model.text import decode, encode
-from offline_grpo.types import Message
+from offline_grpo.model.text import TokenizerCodec
 
 
-class Policy:
+class Policy(TokenizerCodec):
     """The trained model. Its life: loaded, connected to the engine (see `WeightSync.connect`), given masters, trained.
 
     Args:
@@ -33,8 +32,8 @@ class Policy:
     def __init__(
         self, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, *, compute_device: torch.device | None = None
     ) -> None:
+        super().__init__(tokenizer)
         self.scoring = scoring
-        self.tokenizer = tokenizer
         self.compute_device = compute_device or scoring.device
         self.dtype = self.causal_lm.dtype
         self.is_sharded = False
@@ -114,11 +113,3 @@ class Policy:
     def num_trainable(self) -> int:
         """How many numbers training changes."""
         return sum(parameter.numel() for parameter in self.trained_parameters().values())
-
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt token ids of a conversation, see `text.encode`."""
-        return encode(self.tokenizer, messages)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens: what a task may see."""
-        return decode(self.tokenizer, token_ids)

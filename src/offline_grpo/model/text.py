@@ -13,18 +13,16 @@ if TYPE_CHECKING:  # see types.py
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TokenizerCodec:
-    """A `TextCodec` of a tokenizer alone, for a model that is not trained."""
+    """A `TextCodec`. For its methods see the functions."""
 
     tokenizer: PreTrainedTokenizerBase
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """See `encode`."""
         return encode(self.tokenizer, messages)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """See `decode`."""
         return decode(self.tokenizer, token_ids)
 
 

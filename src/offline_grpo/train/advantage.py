@@ -7,12 +7,13 @@ The components of the group `train/advantage`, and the arithmetic that they shar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from offline_grpo.types import RolloutGroup, TokenBatch
 
+Scale = Literal["group", "batch", "none"]
 CONSTANT_STD = 1e-6
 """A group whose rewards spread less than this holds equal rewards: the rest of `reward - mean` is rounding."""
 
@@ -23,24 +24,24 @@ STD_EPS = 1e-4
 class GroupStd:
     """`(reward - mean of its group) / (std of its group + 1e-4)`: GRPO."""
 
+    scale: ClassVar[Scale] = "group"
+
     def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:
-        return group_advantages(rewards_of(groups), scale="group")
+        return group_advantages(rewards_of(groups), scale=self.scale)
 
 
-class GroupMean:
+class GroupMean(GroupStd):
     """`reward - mean of its group`: Dr. GRPO (arXiv 2503.20783)."""
 
-    def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:
-        return group_advantages(rewards_of(groups), scale="none")
+    scale = "none"
 
 
-class BatchStd:
+class BatchStd(GroupStd):
     """`(reward - mean of its group) / (std of all rewards + 1e-4)`: easy and hard prompts keep their relative weight
     (arXiv 2508.08221).
     """
 
-    def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:
-        return group_advantages(rewards_of(groups), scale="batch")
+    scale = "batch"
 
 
 def rewards_of(groups: Sequence[RolloutGroup]) -> list[list[float]]:
@@ -48,9 +49,7 @@ def rewards_of(groups: Sequence[RolloutGroup]) -> list[list[float]]:
     return [[rollout.score.reward for rollout in group.rollouts] for group in groups]
 
 
-def group_advantages(
-    rewards: Sequence[Sequence[float]], *, scale: Literal["group", "batch", "none"]
-) -> list[list[float]]:
+def group_advantages(rewards: Sequence[Sequence[float]], *, scale: Scale) -> list[list[float]]:
     """Each group's rewards less their mean, divided by the sample std (G - 1 in the denominator) of the group, of the
     batch, or by nothing. Groups may differ in size.
 
