@@ -37,19 +37,13 @@ def choices_of(run_dir: Path) -> dict[str, str]:
 
 
 def changes_of(run_dir: Path) -> dict[str, str]:
-    """Dotted key -> `0.001 until iteration 6, then 0.0001`, of what a resume changed; not of keys that follow."""
-    path = run_dir / ".hydra" / "starts.yaml"
-    starts = (read_yaml(path) if path.is_file() else None) or []
-    steps: dict[str, list[tuple[int, Any, Any]]] = {}
-    for start in starts:
+    """Dotted key -> `0.001, then 0.0001`, of what a resume changed; not of keys that follow others."""
+    path, settings = run_dir / ".hydra" / "starts.yaml", settings_of(run_dir)
+    found: dict[str, str] = {}
+    for start in (read_yaml(path) if path.is_file() else None) or []:
         for key, (old, new) in start.get("changes", {}).items():
-            steps.setdefault(key, []).append((start["after_iteration"], old, new))
-    settings = settings_of(run_dir)
-    return {
-        key: ", ".join([*(f"{old} until iteration {after}" for after, old, _ in found), f"then {found[-1][2]}"])
-        for key, found in steps.items()
-        if "${" not in settings.get(key, "")
-    }
+            found[key] = f"{found.get(key, old)}, then {new}"
+    return {key: change for key, change in found.items() if "${" not in settings.get(key, "")}
 
 
 def about(run_dir: Path) -> str:

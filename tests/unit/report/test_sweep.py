@@ -84,7 +84,7 @@ def test_a_run_that_was_changed_on_its_way_is_another_configuration(tmp_path: Pa
     (tmp_path / "2" / ".hydra" / "starts.yaml").write_text(yaml.safe_dump(again))
     printed(tmp_path)
     rows = [line.split(" | ")[:2] for line in (tmp_path / "summary.md").read_text().splitlines()[2:4]]
-    assert rows == [["| lr=0.1", "0 2"], ["| lr=0.3 until iteration 4, 0.2 until iteration 6, then 0.1", "1"]]
+    assert rows == [["| lr=0.1", "0 2"], ["| lr=0.3, then 0.2, then 0.1", "1"]]
 
 
 def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_path: Path) -> None:
