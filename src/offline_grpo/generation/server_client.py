@@ -52,6 +52,8 @@ class ServerClient(Streaming):
     """
 
     engine_name: ClassVar[str | None]
+    control: ClassVar[type[ServerControl]]
+    """Of a server as it is now: a new one after each start."""
     path: str
 
     def __init__(
@@ -75,10 +77,18 @@ class ServerClient(Streaming):
         self.max_retries = max_retries
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
 
-    @staticmethod
-    @abstractmethod
-    def control(server: Server) -> ServerControl:
-        """Control over a server of this kind, as it is now: a new one after each start."""
+    def sampler_settings(self, sampling: SamplingParams) -> dict[str, Any]:
+        """Those that all servers call alike. Defaults of a server are none of ours."""
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop),
+            "stop_token_ids": self._eos_ids,
+            "skip_special_tokens": False,
+        }
 
     @abstractmethod
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:

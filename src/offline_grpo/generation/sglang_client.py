@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.sglang import SglangControl
 from offline_grpo.generation.server_client import Choice, ServerClient
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
@@ -23,24 +22,14 @@ class SglangClient(ServerClient):
     """
 
     engine_name: ClassVar[str | None] = "SGLang"
+    control = SglangControl
     path = "/generate"
-
-    @staticmethod
-    def control(server: Server) -> SglangControl:
-        return SglangControl(server)
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
         """See `ServerClient.body`. SGLang keeps seeds in 64 bits with a sign, so the last one is followed by 0."""
         common = {
             "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": 0.0,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop),
-            "stop_token_ids": self._eos_ids,
-            "skip_special_tokens": False,
+            **self.sampler_settings(sampling),
         }
         return {
             "input_ids": [list(request.prompt_ids)] * request.num_completions,

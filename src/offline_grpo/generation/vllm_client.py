@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import httpx
 
 from offline_grpo.engine.http import NotFound, Refused
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmControl
 from offline_grpo.errors import EngineDied
 from offline_grpo.generation.server_client import Choice, ServerClient
@@ -28,11 +27,8 @@ class VllmClient(ServerClient):
     """See `ServerClient`. Asks a server that lacks `TOKENS` at `STOCK` from then on."""
 
     engine_name: ClassVar[str | None] = "vLLM"
+    control = VllmControl
     path = TOKENS
-
-    @staticmethod
-    def control(server: Server) -> VllmControl:
-        return VllmControl(server)
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
         """See `ServerClient.body`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at
@@ -46,14 +42,7 @@ class VllmClient(ServerClient):
             "n": 1 if sampling.temperature == 0 else request.num_completions,
             "seed": request.seed,
             "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": 0.0,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop),
-            "stop_token_ids": self._eos_ids,
-            "skip_special_tokens": False,
+            **self.sampler_settings(sampling),
         }
 
     def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
@@ -87,7 +76,7 @@ class VllmClient(ServerClient):
 
     def _check_adapter(self, name: str) -> None:
         """Raise EngineDied where the server does not have it."""
-        if name not in self.control(self.server).adapters():
+        if name not in VllmControl(self.server).adapters():
             why = "it was started anew, or it was told to unload it"
             raise EngineDied(f"{self.server.base_url}: the server has lost the adapter {name}: {why}.")
 
