@@ -6,14 +6,11 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offline_grpo import hub
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.run import cli
-
-if TYPE_CHECKING:
-    from offline_grpo.checkpoint.pretrained import ModelSource
 
 DEFAULT_LENGTH = 256
 
@@ -21,17 +18,13 @@ DEFAULT_LENGTH = 256
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.sample", description=__doc__)
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="checkpoint, run folder (its best or newest checkpoint), model folder, adapter or Hub id",
-    )
+    about = "checkpoint, run folder (its best or newest checkpoint), model folder, adapter or Hub id"
+    parser.add_argument("model", metavar="MODEL", help=about)
     parser.add_argument("prompt", metavar="PROMPT", help="the user's message; - reads it from stdin")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="number of completions (default: 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most probable token (default: 1)")
-    parser.add_argument(
-        "--max-new-tokens", type=int, help=f"longest completion (default: as the run trained, else {DEFAULT_LENGTH})"
-    )
+    about = f"longest completion (default: as the run trained, else {DEFAULT_LENGTH})"
+    parser.add_argument("--max-new-tokens", type=int, help=about)
     parser.add_argument("--system", help="system message")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default: 0)")
@@ -43,12 +36,11 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Sample and print."""
     options = parser().parse_args(arguments)
-    if options.n < 1:
-        raise ConfigError(f"-n={options.n}: must be at least 1")
-    if not 0 <= options.temperature < math.inf:  # nan is neither
-        raise ConfigError(f"--temperature={options.temperature}: must be a number, 0 or more")
-    if options.raw and options.system is not None:
-        raise ConfigError("--system: there are no messages with --raw; put the text into the prompt")
+    require(options.n > 0, "-n", options.n, "must be at least 1")
+    is_number = 0 <= options.temperature < math.inf  # nan is neither
+    require(is_number, "--temperature", options.temperature, "must be a number, 0 or more")
+    fix = "there are no messages with --raw; put the text into the prompt"
+    require(not options.raw or options.system is None, "--system", options.system, fix)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not prompt.strip():
         raise ConfigError("PROMPT: is empty; give the text that the model shall answer")
@@ -74,28 +66,19 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     codec = TokenizerCodec(source.tokenizer())
     messages = [{"role": "system", "content": options.system}] if options.system is not None else []
-    prompt_ids = (
-        codec.tokenizer.encode(prompt)
-        if options.raw
-        else codec.encode([*messages, {"role": "user", "content": prompt}])
-    )
+    messages.append({"role": "user", "content": prompt})
+    prompt_ids = codec.tokenizer.encode(prompt) if options.raw else codec.encode(messages)
     model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
     room = (context_length(model_config) or sys.maxsize) - len(prompt_ids)
-    length = options.max_new_tokens if options.max_new_tokens is not None else min(_length(source), room)
-    if not 0 < length <= room:
-        raise ConfigError(
-            f"--max-new-tokens={length}: must be 1 to {room}, because the prompt has {len(prompt_ids)} tokens of "
-            f"the model's context"
-        )
+    config: Any = source.config
+    usual = DEFAULT_LENGTH if config is None else config["generation"]["max_new_tokens"]
+    length = options.max_new_tokens if options.max_new_tokens is not None else min(usual, room)
+    fix = f"must be 1 to {room}, because the prompt has {len(prompt_ids)} tokens of the model's context"
+    require(0 < length <= room, "--max-new-tokens", length, fix)
     client = TransformersClient(model=source.load(device=device), tokenizer=codec.tokenizer, batch_size=options.n)
     request = SamplingRequest(tuple(prompt_ids), options.n, derive_seed(options.seed, "sample"))
     [(_, completions)] = client.generate([request], SamplingParams(length, temperature=options.temperature))
     return [codec.decode(completion.token_ids) for completion in completions]
-
-
-def _length(source: ModelSource) -> int:
-    config: Any = source.config
-    return DEFAULT_LENGTH if config is None else config["generation"]["max_new_tokens"]
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from offline_grpo.logger.profiler import Profiler
 from offline_grpo.run.build import build, check_settings
 from offline_grpo.run.engine_spec import EngineSpec, check_urls, evaluation_engine, num_shards, training_engine
 from offline_grpo.run.task_data import TaskData, task_data
-from offline_grpo.settings import EvalConfig, RunConfig, check_url
+from offline_grpo.settings import RunConfig, check_url
 from offline_grpo.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ def make_plan(config: RunConfig) -> Plan:
         if name is not None and (key == "model.train_id" or config.train.kl_coef > 0):
             hub.need_model(name, key)
     # From here on torch is imported, then transformers.
+    from offline_grpo.model.layouts import layout_named
     from offline_grpo.run.problems import check_plan
     from offline_grpo.weight_sync.strategy import WeightSync
 
     engine = training_engine(config, client_node)
-    eval_engine = (
-        evaluation_engine(config.eval, engine, api_key=client_node.get("api_key")) if config.eval.enabled else None
-    )
+    api_key, layout = client_node.get("api_key"), config.model.layout
+    eval_engine = evaluation_engine(config.eval, engine, api_key=api_key) if config.eval.enabled else None
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
     plan = Plan(
         config=config,
@@ -122,12 +122,10 @@ def make_plan(config: RunConfig) -> Plan:
         loss=build(config.train.loss, key="train.loss", protocol=Loss),
         advantage=build(config.train.advantage, key="train.advantage", protocol=Advantage),
         optimizer=build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory),
-        layout=_layout(config.model.layout),
+        layout=layout_named(layout) if isinstance(layout, str) else build(layout, key="model.layout", protocol=Layout),
         head=build(config.model.head, key="model.head", protocol=LossHead),
         weight_sync=weight_sync,
-        eval_weight_sync=_evaluation_sync(
-            eval_engine, config.eval, weight_sync, has_lora=config.model.lora is not None
-        ),
+        eval_weight_sync=_evaluation_sync(eval_engine, config, weight_sync),
     )
     check_plan(plan)
     return plan
@@ -148,16 +146,7 @@ def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
     return list(found.values())
 
 
-def _layout(value: str | Mapping[str, Any]) -> Layout | None:
-    """The layout that `model.layout` names or, as a node with `_target_`, describes."""
-    from offline_grpo.model.layouts import layout_named
-
-    return layout_named(value) if isinstance(value, str) else build(value, key="model.layout", protocol=Layout)
-
-
-def _evaluation_sync(
-    spec: EngineSpec | None, settings: EvalConfig, training: WeightSync, *, has_lora: bool
-) -> WeightSync:
+def _evaluation_sync(spec: EngineSpec | None, config: RunConfig, training: WeightSync) -> WeightSync:
     """The strategy that brings weights to the engine of evaluations; that of training if both share one engine."""
     from offline_grpo.weight_sync.in_process import Frozen, InProcess
     from offline_grpo.weight_sync.lora import LoraHotswap
@@ -167,13 +156,13 @@ def _evaluation_sync(
         return training
     if not spec.needs_server:
         return InProcess()
-    if settings.weight_sync == "none" or isinstance(training, Frozen):
+    if config.eval.weight_sync == "none" or isinstance(training, Frozen):
         return Frozen()
-    common: dict[str, Any] = {"interval": 1, "tolerance_nats": settings.tolerance_nats}
-    if has_lora:
+    common: dict[str, Any] = {"interval": 1, "tolerance_nats": config.eval.tolerance_nats}
+    if config.model.lora is not None:
         return LoraHotswap(**common, server_args={"enable_lora": True})
     # "abort" finds nothing to abort: none of this run's requests is in flight there during a push
-    return Reload(**common, server_args={}, location=settings.location, pause_mode="abort")
+    return Reload(**common, server_args={}, location=config.eval.location, pause_mode="abort")
 
 
 def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
