@@ -48,6 +48,8 @@ def train(config: RunConfig, folder: Path) -> None:
         GrpoError: a machine was lost.
         SystemExit: the processes ended with this exit code.
     """
+    fix = "starts the training processes itself; leave torchrun or accelerate launch out"
+    require(launch.num_processes() == 1, "placement.trainer", "ray", fix)
     fix = "starts the processes of one run; for a sweep on the cluster use hydra/launcher=ray"
     require(HydraConfig.get().mode is not RunMode.MULTIRUN, "placement.trainer", "ray", fix)
     placement = config.placement
