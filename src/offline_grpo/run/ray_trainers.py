@@ -128,7 +128,7 @@ def _start(actors: Sequence[Any], folder: Path) -> list[Any]:
     typed = [word for word in launch.typed if not word.startswith("hydra.run.dir=")]
     script = Path(sys.argv[0]).absolute()
     program = ["-m", script.parent.name] if script.name == "__main__.py" else [str(script)]
-    command = [sys.executable, *program, *typed, f"hydra.run.dir={quoted(folder.absolute())}"]
+    command = [sys.executable, *program, f"hydra.run.dir={quoted(folder.absolute())}", *typed]
     found: list[Any] = ray.get([actor.place.remote() for actor in actors])
     nodes = [place[0] for place in found]
     order = sorted(range(len(actors)), key=lambda index: nodes.index(nodes[index]))

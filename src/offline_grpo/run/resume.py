@@ -54,10 +54,10 @@ SCHEDULE = {*PEAK, "train.schedule", "train.warmup_steps"}
 
 
 def arguments(words: Sequence[str]) -> list[str]:
-    """The command line, options first, with what it needs of the run or sweep that is resumed."""
+    """The command line, options last, with what it needs of the run or sweep that is resumed."""
     typed = [word for word in words if OVERRIDE.match(word)]
     options = [word for word in words if word not in typed]
-    launch.typed[:] = [*options, *typed]
+    launch.typed[:] = [*typed, *options]  # argparse needs all overrides in one place
     is_sweep = not {"-m", "--multirun"}.isdisjoint(options)
     named, beside = _value("resume", typed), [] if launch.is_main() else ["hydra.run.dir=."]  # makes no folder
     if named == "auto":
@@ -67,14 +67,14 @@ def arguments(words: Sequence[str]) -> list[str]:
         elif place is None and is_sweep and (sweep := sweeps.newest_alike(typed)) is not None:
             named = str(sweep)
     if named in (None, "auto"):
-        return [*options, *beside, *typed]
+        return [*beside, *typed, *options]
     if (sweep := sweeps.sweep_folder(named)) is not None:
         if launch.is_main():
             print(f"going on with the sweep in {sweep}; leave resume out to start another one", flush=True)
         options += [] if is_sweep else ["--multirun"]
         folders = [word for word in typed if key_of(word) == SEARCH_PATH] or search_path(sweep)
         own = sweeps.overrides(sweep, typed)
-        return [*options, *beside, *own, *folders, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
+        return [*beside, *own, *folders, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}", *options]
     require(not is_sweep, "resume", named, "is one run, whose folder all jobs of --multirun would share; leave it out")
     run, path = run_of(Path(named)), Path(named).expanduser().resolve()
     if run is None:
@@ -85,7 +85,7 @@ def arguments(words: Sequence[str]) -> list[str]:
     # Hydra takes each addition and each choice of a group once
     again = {word.partition("=")[0] for word in typed}
     own = [word for word in own_overrides(run) if word.partition("=")[0] not in again]
-    return [*options, *beside, *own, *typed]
+    return [*beside, *own, *typed, *options]
 
 
 def own_overrides(run: Path) -> list[str]:

@@ -28,14 +28,14 @@ def run(tmp_path):
 def test_the_own_overrides_come_before_the_typed_ones(run, part):
     words = resume.arguments([f"resume='{run / part}'", "train.lr=1e-5", "--hydra-x", "+new.key=2"])
     assert words == [
-        *("--hydra-x", "task=gsm8k", "hydra.searchpath=[file:///my/conf,file:///more]"),
-        *("train.lr=1e-5", "+new.key=2", f"resume='{run / part}'", f"hydra.run.dir='{run}'"),
+        *("task=gsm8k", "hydra.searchpath=[file:///my/conf,file:///more]"),
+        *("train.lr=1e-5", "+new.key=2", f"resume='{run / part}'", f"hydra.run.dir='{run}'", "--hydra-x"),
     ]
     words = resume.arguments(["hydra.searchpath=[/other]", f"resume='{run}'"])
     assert [word for word in words if "searchpath" in word] == ["hydra.searchpath=[/other]"]
 
 
-@pytest.mark.parametrize("words", [["train.lr=1"], ["resume=auto"], ["--help", "resume=null"]])
+@pytest.mark.parametrize("words", [["train.lr=1"], ["resume=auto"], ["resume=null", "--info"]])
 def test_any_other_command_line_stays_as_it_is(words):
     assert resume.arguments(words) == words
 

@@ -49,12 +49,12 @@ def test_auto_takes_the_newest_sweep_with_the_same_overrides_finished_or_not(day
     typed = ["seed=7", *WORDS, "resume=auto", "hydra.launcher=x"][1:]
     assert sweeps.newest_alike(typed) == right
     words = resume.arguments(["-m", *typed])
-    assert words[:-3] == ["-m", *WORDS, "hydra.launcher=x"]
-    assert words[-2:] == ["resume=auto", f"hydra.sweep.dir={right}"]
+    assert words[:4] == [*WORDS, "hydra.launcher=x"]
+    assert words[-3:] == ["resume=auto", f"hydra.sweep.dir={right}", "-m"]
     assert resume.arguments(typed) == typed, "no sweep"
     by_hand = resume.arguments(["-m", *typed, f"hydra.sweep.dir={day / '09-00-00'}"])
-    assert by_hand[-2:] == ["resume=auto", f"hydra.sweep.dir={day / '09-00-00'}"], "in its own order"
-    new = ["-m", *typed, "hydra.sweep.dir=new"]
+    assert by_hand[-3:] == ["resume=auto", f"hydra.sweep.dir={day / '09-00-00'}", "-m"], "in its own order"
+    new = [*typed, "hydra.sweep.dir=new", "-m"]
     assert resume.arguments(new) == new
 
 
@@ -62,7 +62,7 @@ def test_a_folder_goes_on_with_its_overrides_and_what_is_typed_on_top(day: Path)
     sweep = make_sweep(day / "10-00-00", [2, 1])
     words = resume.arguments(["train.iterations=4", f"resume={sweep}", "seed=0,1", "experiment=other"])
     own = ["train.lr=1e-3,1e-4", "seed=0,1", "hydra.launcher=x", "train.iterations=4", "experiment=other"]
-    assert words == ["--multirun", *own, "hydra.searchpath=[file:///my]", "resume=auto", f"hydra.sweep.dir={sweep}"]
+    assert words == [*own, "hydra.searchpath=[file:///my]", "resume=auto", f"hydra.sweep.dir={sweep}", "--multirun"]
 
 
 @pytest.mark.parametrize("word", ["seed=1", "train.loss.beta=0,0.1"])
