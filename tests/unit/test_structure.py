@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,7 @@ def imports(nodes):
     return found
 
 
+@cache
 def nodes_of(path):
     return list(ast.walk(ast.parse(path.read_text())))
 

@@ -63,6 +63,7 @@ def test_metrics_are_logged_against_completed_iterations(tmp_path: Path, init: M
     init.return_value.finish.assert_called_once()
 
 
+@pytest.mark.slow
 def test_offline_files_have_the_best_beside_the_last_and_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
