@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -34,9 +33,9 @@ class SpreadClient(Streaming):
         names = ", ".join(client.server.base_url for client in clients)
         super().__init__(names, sum(client.batch_size for client in clients))
         self.serving = list(clients)
-        """Those that are asked; replaced as a whole. Empty where the last one has died while another one gets the
-        weights: requests wait for that one."""
-        self._changing = threading.Lock()  # the deployment and the thread of the requests both notice deaths
+        """Those that are asked; replaced as a whole, by the thread of the requests too. Empty where the last one has
+        died while another one gets the weights: requests wait for that one.
+        """
         self.weights = ServedWeights()
         self._num_open = dict.fromkeys(clients, 0)
         self._num_tokens = dict.fromkeys(clients, 0)  # since the last `metrics`
@@ -74,21 +73,10 @@ class SpreadClient(Streaming):
         imbalance = max(num_tokens) / mean if mean else 1.0
         return {"engines/num_serving": float(len(self.serving)), "engines/imbalance": imbalance}
 
-    def serve_from(self, clients: Sequence[ServerClient]) -> None:
-        """From now on, ask these."""
-        with self._changing:
-            self.serving = list(clients)
-
-    def leave_out(self, clients: Sequence[ServerClient]) -> None:
-        """From now on, do not ask these."""
-        with self._changing:
-            self.serving = [client for client in self.serving if client not in clients]
-
     def _continue_without(self, client: ServerClient, death: EngineDied) -> None:
-        with self._changing:
-            before, others = self.serving, [other for other in self.serving if other is not client]
-            if not others:
-                raise death
-            self.serving = others
+        before, others = self.serving, [other for other in self.serving if other is not client]
+        if not others:
+            raise death
+        self.serving = others
         if client in before:
             log.warning("sampling continues with %d of the servers: %s", len(others), death)

@@ -126,7 +126,7 @@ class Deployment:
     def _ask_all(self) -> None:
         """From now on `client` samples from every engine."""
         if self._spread is not None:
-            self._spread.serve_from([engine.client for engine in self.engines])
+            self._spread.serving = [engine.client for engine in self.engines]
             self._spread.weights = self.engines[0].client.weights
 
     def _restart(self, engines: Sequence[Engine], policy: Policy) -> None:
@@ -134,7 +134,8 @@ class Deployment:
         if not engines:
             return
         if self._spread is not None:
-            self._spread.leave_out([engine.client for engine in engines])
+            dead = [engine.client for engine in engines]
+            self._spread.serving = [client for client in self._spread.serving if client not in dead]
         snapshot = self._snapshot(policy)
         words = self._strategy.recovery_model(snapshot), self._strategy.start_args(snapshot)
         for engine in engines:
