@@ -32,7 +32,7 @@ def sample_groups(
 
     Args:
         draws: problems, each with the seed of its first completion (see `SamplingRequest`).
-        on_scored: called with the seconds from the last completion to its and everybody's score.
+        on_scored: called with the seconds from the last completion to the last score.
 
     Raises:
         ScoreError: a completion could not be scored.

@@ -44,12 +44,8 @@ class _Group(NamedTuple):
 
 @dataclass(kw_only=True)
 class Replay(Source):
-    """Recorded groups, pass after pass. It asks no engine. ConfigError if they are of another model.
-
-    Args:
-        path, problems_per_iteration, shuffle, iterations, ...: see `conf/rollouts/replay.yaml`.
-        origin: what this run trains.
-        context: the model's limit in tokens, None if it has none.
+    """Recorded groups, pass after pass; settings: `conf/rollouts/replay.yaml`. ConfigError if they are of another model
+    than `origin` says that this run trains.
     """
 
     path: str | list[str] | None

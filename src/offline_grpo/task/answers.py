@@ -102,10 +102,9 @@ def is_same_number(reference: str, answer: str) -> bool:
     r"""True if two numeric answers, plain or LaTeX, are equal in value: `1,234` and `\$1234.00`, `0.5` and
     `\frac{1}{2}`.
 
-    Currency signs, per cent signs and trailing words are treated as units and ignored. math-verify does the comparison.
-    A few characters can make it hang (a tower of powers, a factorial, nested parentheses), and its own timeout works
-    only in the main thread. So it gets only short arithmetic without powers; any other answer counts as unequal. Dates,
-    scores and telephone numbers are compared as text.
+    Currency signs, per cent signs and trailing words are ignored. A few characters can make math-verify hang (a tower
+    of powers, a factorial), and its timeout works only in the main thread. So it gets only short arithmetic without
+    powers; any other answer counts as unequal. Dates, scores and telephone numbers are compared as text.
     """
     if _is_joined_digits(reference):
         return _plain_words(reference) == _plain_words(answer)
@@ -154,8 +153,7 @@ def is_same_value(reference: str, answer: str) -> bool:
     r"""True if two answers are equal in value, as `0.5` and `\frac{1}{2}` or `x^2-1` and `(x-1)(x+1)`, or are the same
     words.
 
-    Words may differ in letter case, blanks, `$` around them and `\text{}`. math-verify compares the rest, if it is
-    short: see `is_same_number` for why.
+    Words may differ in letter case, blanks, `$` around them and `\text{}`. Short formulas alone: see `is_same_number`.
     """
     if _plain_words(reference) == _plain_words(answer):
         return True

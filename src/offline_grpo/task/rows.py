@@ -85,11 +85,7 @@ def held_out_split(path: str, name: str | None) -> str | None:
 
 
 def text_field(row: Row, name: str, key: str) -> str:
-    """A field of a row as text; numbers are written out, whole ones without a point.
-
-    Raises:
-        ConfigError: the row has no such field, or no text or number in it.
-    """
+    """A field of a row as text; numbers are written out. Raises ConfigError if it has no text or number."""
     value = field(row, name, key)
     if isinstance(value, float) and abs(value) < _LARGEST:
         narrow = np.float32(value)  # from a column of this type: 0.1, and not 0.10000000149011612
@@ -262,11 +258,7 @@ class RowTask(ABC):
         return self._splits[split]
 
     def messages(self, row: Row, prompt: Sequence[Message]) -> tuple[Message, ...]:
-        """The prompt, after the system message.
-
-        Raises:
-            ConfigError: the prompt has a system message of its own.
-        """
+        """The prompt, after the system message. Raises ConfigError if the prompt has one of its own."""
         if self.system_prompt is None:
             return tuple(prompt)
         if prompt[0]["role"] == "system":

@@ -67,12 +67,8 @@ class GroupReader:
     correct_threshold: float | None = None
 
     def __call__(self, raw: Any) -> RolloutGroup:
-        """The group. Its versions and finish reasons are unknown, its text is that of the sampled tokens, and its
-        reward the score.
-
-        Raises:
-            UnusableGroup: nothing can be learnt from it.
-            MissingLogprobs: it has no logprobs.
+        """The group; its text is that of the sampled tokens. Raises UnusableGroup if nothing can be learnt from it, and
+        MissingLogprobs.
         """
         try:
             group = _VALIDATOR.validate_python(raw)

@@ -50,11 +50,7 @@ class Processes:
         self._environment = _Child(f"rollouts.environment={environment}", self._make_environment)
 
     def start_api(self) -> None:
-        """Start `run-api` where the URL says. It answers after a while.
-
-        Raises:
-            ConfigError: something else listens there, or atroposlib is not installed.
-        """
+        """Start `run-api`. Raises ConfigError if something else listens there, or atroposlib is not installed."""
         fix = "atroposlib is not installed; use `uv run --extra atropos run_grpo.py ...`, or start run-api by hand"
         require(find_spec("atroposlib") is not None, "rollouts.start_api", True, fix)
         if (owner := owner_of(urlsplit(self._url).port or 80)) is not None:
@@ -66,10 +62,8 @@ class Processes:
     def start_environment(
         self, *, server_url: str, server_key: str | None, model: str, group_size: int, max_new_tokens: int
     ) -> None:
-        """Start the environment, which samples from the server at `server_url`.
-
-        Variables are for environments that know this project, such as offline_grpo.run.task_environment, and a file for
-        `--config` of any environment of `atroposlib`.
+        """Start the environment, which samples from the server at `server_url`. Variables are for environments that
+        know this project, and a file for `--config` of any environment of `atroposlib`.
 
         Args:
             server_key: None if the server asks for none.
@@ -106,11 +100,7 @@ class Processes:
         self._environment.start()
 
     def keep_running(self) -> bool:
-        """Start again what has ended meanwhile. Returns whether that was the API, which then knows no trainer any more.
-
-        Raises:
-            GrpoError: it keeps ending.
-        """
+        """Start again what has ended, and return whether that was the API. Raises GrpoError if it keeps ending."""
         if not self._api.revive():
             self._environment.revive()
             return False

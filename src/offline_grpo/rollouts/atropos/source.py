@@ -51,10 +51,8 @@ class Atropos(Source):
     An iteration has the `problems_per_iteration * group_size` sequences of the API's batches; where groups were
     dropped, those of the next batch fill it up, as far as they are small enough. A resumed run trains on new groups.
 
-    Args:
-        max_token_len: of a sequence; the model's `context` is another limit.
-        correct_threshold: see `GroupReader`.
-        num_steps, save_checkpoint_interval, wandb_project: told to the environments.
+    Args: see `conf/rollouts/atropos.yaml`; also
+        context: the model's limit of tokens.
         run_folder: where environments are told to keep their state.
     """
 
@@ -171,7 +169,6 @@ class Atropos(Source):
             EngineDied: the engine that environments ask has ended.
             EngineError: the API stayed away for `restart_timeout_s`.
             ConfigError: another trainer has taken the API over, or no batch can be made of groups of this size.
-            MissingLogprobs: an environment sends none.
         """
         if self.rank != 0:
             return []

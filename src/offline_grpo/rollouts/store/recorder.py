@@ -83,11 +83,7 @@ class Recorder(RunListener):
         self._writing.append(self._thread.submit(self._write, name, groups, advantages, iteration, origin))
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
-        """Waits until what was sampled so far is on disk.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Waits until what was sampled so far is on disk. Raises OSError if it cannot be written."""
         while self._writing:
             self._writing.pop(0).result()
 
