@@ -60,8 +60,8 @@ class IFEval(RowTask):
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         """See `RowTask.problem_of`. The answer is a JSON list of instructions and their arguments."""
         prompt = text_field(row, "prompt", "task=ifeval")
-        instructions = list(_instructions(row))
-        return Problem(problem_id, self.messages(row, [{"role": "user", "content": prompt}]), json.dumps(instructions))
+        messages = self.messages(row, [{"role": "user", "content": prompt}])
+        return Problem(problem_id, messages, json.dumps(_instructions(row)))
 
     def score(self, problem: Problem, text: str) -> Score:
         """Score the response by the table above."""
@@ -87,19 +87,18 @@ def _by_kind(instructions: Sequence[tuple[str, Mapping[str, Any]]], followed: Se
     return {name: sum(each) / len(each) for name, each in found.items()}
 
 
-def _instructions(row: Row) -> Sequence[tuple[str, Mapping[str, Any]]]:
+def _instructions(row: Row) -> list[tuple[str, Mapping[str, Any]]]:
     ids, arguments = (field(row, name, "task=ifeval") for name in ("instruction_id_list", "kwargs"))
     if not isinstance(ids, list) or not isinstance(arguments, list) or not ids or len(ids) != len(arguments):
         fix = "instruction_id_list and kwargs must be lists of the same length, not empty"
         raise ConfigError(f"{row.where} {fix}: {shown(row.value)}")
-    return [_instruction(row, *pair) for pair in zip(ids, arguments, strict=True)]
-
-
-def _instruction(row: Row, instruction_id: Any, arguments: Any) -> tuple[str, Mapping[str, Any]]:
-    if instruction_id not in CHECKS:
-        raise ConfigError(f"{row.where} unknown instruction {shown(instruction_id)}; known are {', '.join(CHECKS)}")
-    # tables have a column for every argument
-    given = {name: value for name, value in (arguments or {}).items() if value is not None}
-    if wrong := problem_with(instruction_id, given):
-        raise ConfigError(f"{row.where} instruction {instruction_id}, {wrong}: {shown(given)}")
-    return instruction_id, given
+    found = []
+    for name, values in zip(ids, arguments, strict=True):
+        if name not in CHECKS:
+            raise ConfigError(f"{row.where} unknown instruction {shown(name)}; known are {', '.join(CHECKS)}")
+        # tables have a column for every argument
+        given = {key: value for key, value in (values or {}).items() if value is not None}
+        if wrong := problem_with(name, given):
+            raise ConfigError(f"{row.where} instruction {name}, {wrong}: {shown(given)}")
+        found.append((name, given))
+    return found
