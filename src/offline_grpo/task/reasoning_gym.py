@@ -33,16 +33,12 @@ class ReasoningGym:
         format      `format_weight` if there is an `<answer>` block
 
     With `levels`, training goes through them, `problems_per_level` problems each, and stays at the last one; the
-    evaluation has as many of each. A problem's level is a function of its number alone, so that a resumed run goes on
-    where it was.
+    evaluation has as many of each. A problem's level is a function of its number alone.
 
     Args:
         name: of the generator, such as `countdown` or `leg_counting`.
         settings: of the generator, by name; they go before what a level says. None: its defaults.
-        levels: of the generator's curriculum, from 0; None: the difficulty that `settings` and the generator's defaults
-            give.
-        num_train, num_eval: problems of each split.
-        seed: of all problems.
+        levels: of the generator's curriculum, from 0; None: the difficulty that `settings` give.
 
     Raises:
         ConfigError: a value is out of range. `problems` raises it where the library is missing, or does not know the
