@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import rich
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -42,14 +38,3 @@ def tagged(name: str, metrics: Metrics) -> dict[str, float]:
     """Metrics as W&B and TensorBoard name them: `eval/pass@1`, and `eval_intervals/pass@1_low` for bounds."""
     bounds = {f"{key}_{end}" for key in metrics for end in ("low", "high")} & metrics.keys()
     return {f"{name}_intervals/{key}" if key in bounds else f"{name}/{key}": value for key, value in metrics.items()}
-
-
-def sweep_folder(output_dir: Path) -> Path | None:
-    """The folder of the sweep that a run belongs to, by what Hydra stored about the run; None outside a sweep."""
-    stored = output_dir / ".hydra" / "hydra.yaml"
-    if not stored.is_file():
-        return None
-    settings: Mapping[str, Any] = yaml.safe_load(stored.read_text())["hydra"]
-    if settings["mode"] != "MULTIRUN":
-        return None
-    return output_dir.resolve().parents[len(Path(settings["sweep"]["subdir"]).parts) - 1]

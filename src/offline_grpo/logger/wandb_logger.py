@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from offline_grpo.disk import utf8
 from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
-from offline_grpo.logger import completed_iterations, sweep_folder, tagged
+from offline_grpo.logger import completed_iterations, tagged
 from offline_grpo.logger.atropos import SECTIONS, Benchmark, check_choice, mode_of, renamed
 from offline_grpo.logger.samples import Advantages, chosen, prompt_text
 from offline_grpo.redaction import redacted, redacted_text
@@ -65,8 +67,9 @@ class WandbLogger(RunListener):
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         import wandb
 
-        sweep = sweep_folder(self.output_dir)
-        of_sweep = None if sweep is None else "_".join(sweep.parts[-2:])
+        stored = self.output_dir / ".hydra" / "hydra.yaml"
+        is_of_sweep = stored.is_file() and yaml.safe_load(stored.read_text())["hydra"]["mode"] == "MULTIRUN"
+        sweep = "_".join(self.output_dir.resolve().parent.parts[-2:]) if is_of_sweep else None
         id_file = self.output_dir / "wandb_run_id"
         if not id_file.exists():
             id_file.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +81,7 @@ class WandbLogger(RunListener):
                 mode=self.mode,  # pyright: ignore[reportArgumentType]  # one of MODES
                 project=self.project,
                 entity=self.entity,
-                group=of_sweep if self.group == "auto" else self.group,
+                group=sweep if self.group == "auto" else self.group,
                 name=self.name or "/".join(self.output_dir.resolve().parts[-2:]),
                 notes=self.notes,
                 tags=self.tags,
