@@ -33,6 +33,7 @@ def main() -> None:
     print(f"exception handlers: {handlers}, {1000 * handlers / num_lines:.1f} per thousand lines")
     print("import circles:", circles(package, trees) or "none")
     print("Protocol methods:", protocol_methods(trees[package / "interfaces.py"]))
+    print("_iterate, lines:", length_of("_iterate", trees[package / "train" / "loop.py"]))
 
 
 def lines(paths: list[Path]) -> int:
@@ -81,6 +82,13 @@ def imported(tree: ast.Module) -> set[str]:
 def protocol_methods(tree: ast.Module) -> int:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     return sum(isinstance(node, ast.FunctionDef) for cls in classes for node in cls.body)
+
+
+def length_of(name: str, tree: ast.Module) -> int | None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == name and node.end_lineno is not None:
+            return node.end_lineno - node.lineno + 1
+    return None
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import numpy as np
 from offline_grpo.report.figures import SILENT, series_of
 from offline_grpo.report.history import History, count
 from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.samples import highest_reward
 
 LEAST_ITERATIONS = 10
 """In fewer, noise looks like a trend."""
@@ -82,7 +83,9 @@ def _failures(history: History) -> Iterator[Finding]:
         yield Finding("train/sync/num_recoveries", text, "the ends of server_*.log say why they died")
     threshold, solved = _correct_threshold(history), history.series("eval", "pass@1").values
     if threshold is not None and len(solved) and solved.max() == 0 and not values("success_rate").any():
-        text = f"pass@1 is 0 because no reward reached task.correct_threshold={threshold:g}"
+        best = highest_reward(history.run_dir)
+        seen = "" if best is None else f": the highest reward seen is {best:.3g}"
+        text = f"pass@1 is 0 because no reward reached task.correct_threshold={threshold:g}{seen}"
         advice = "see in samples/ what the reward pays for; a lower task.correct_threshold, if that is right"
         yield Finding("eval/pass@1", text, advice)
     updates = values("num_updates")
@@ -137,7 +140,11 @@ def _trends(history: History) -> Iterator[Finding]:
         yield Finding("train/entropy", text, advice)
 
     reward, spread = trend(history, "reward_mean"), trend(history, "reward_std")
-    if reward.last > reward.first + 0.5 * spread.first and held_out.last <= held_out.first < 0.99:
+    if success.last > held_out.last + 0.2 and success.last - held_out.last > success.first - held_out.first + 0.1:
+        numbers = f"{success.last:.2f} of the answers in training are right, {held_out.last:.2f} on held-out problems"
+        advice = "more problems, fewer iterations or train.epochs, checkpoint.keep_best=pass@1"
+        yield Finding("train/success_rate", f"over-fitting: {numbers}", advice)
+    elif reward.last > reward.first + 0.5 * spread.first and held_out.last <= held_out.first < 0.99:
         text = f"the reward rises, and held-out pass@1 does not: reward {reward}, pass@1 {held_out}"
         yield Finding("train/success_rate", text, "read samples/ with a high reward; use more problems")
 

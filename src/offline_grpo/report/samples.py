@@ -38,6 +38,12 @@ def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
+def highest_reward(folder: Path) -> float | None:
+    """Of all recorded completions of training; None where nothing is on record."""
+    shards = _shards_of(folder, "train")
+    return max((float(max(shard.table(["reward"])["reward"].to_pylist())) for shard in shards), default=None)
+
+
 def _shards_of(folder: Path, phase: str) -> list[Shard]:
     from offline_grpo.rollouts.store.reader import shards_of  # pyarrow
 

@@ -47,6 +47,7 @@ def test_healthy_runs_and_runs_that_recorded_little_have_nothing_to_look_at() ->
         ({"mismatch/ess_frac": (0.99, 0.5), "async/age_mean": (2.0, 2.0)}, "rollouts are 2 versions old at last: 0.01"),
         ({"num_groups_zero_signal": (2.0, 32.0), "success_rate": (0.3, 0.1), "reward_mean": (0.3, 0.3)}, "few groups"),
         ({"truncated_frac": (0.0, 0.4)}, "37% of the completions are cut off at last"),
+        ({"success_rate": (0.3, 1.0)}, "over-fitting: 0.94 of the answers in training are right, 0.70"),
         ({"entropy": (0.8, 0.0), "success_rate": (0.3, 0.5)}, "entropy has collapsed: from 0.737 to 0.0632 nats"),
         (
             {"completion_tokens_mean": (100.0, 300.0), "success_rate": (0.3, 0.3)},
