@@ -90,7 +90,8 @@ def test_a_threshold_that_no_reward_reaches_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", iterations=2, solved=0, success_rate=0.0)
     config = run / ".hydra" / "config.yaml"
     config.write_text(config.read_text() + "task: {correct_threshold: 1.5}\n")
-    assert observations(load_history(run)) == ["pass@1 is 0 because no reward reached task.correct_threshold=1.5"]
+    seen = "task.correct_threshold=1.5: the highest reward seen is 1"
+    assert observations(load_history(run)) == [f"pass@1 is 0 because no reward reached {seen}"]
 
 
 def test_findings_of_several_runs_are_said_once() -> None:
