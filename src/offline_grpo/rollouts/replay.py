@@ -18,6 +18,7 @@ from offline_grpo import progress
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.judging import Judgement, scores_of
 from offline_grpo.interfaces import Source, Task
+from offline_grpo.redaction import flat
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.rollouts.store.reader import Shard, shards_of
 from offline_grpo.rollouts.store.recorder import FOLDER, Origin, json_hash
@@ -130,6 +131,7 @@ class Replay(Source):
         per_pass = -(-len(self._units) // (self.problems_per_iteration or 1))
         found = f"{num_rollouts:,} rollouts in {len(groups):,} groups; a pass takes {per_pass:,} iterations"
         log.info("replaying %s; rewards are %s", found, "computed again" if self.rescore else "those recorded")
+        self._warn_of_differences(sound)
 
     def next(self, iteration: int) -> list[RolloutGroup]:
         """A function of the store and the iteration alone."""
@@ -175,6 +177,19 @@ class Replay(Source):
             if theirs != ours:
                 about = f"recorded with {origin.model}, whose {name} is another one than that of {self.origin.model}"
                 raise ConfigError(f"{path}: {about}; {fix}")
+
+    def _warn_of_differences(self, shards: Sequence[Shard]) -> None:
+        """Warn of other settings that recorded rewards, or the weights that drew the rollouts, depend on."""
+        origin = next((shard.origin for shard in shards if shard.origin is not None), None)
+        if origin is None:
+            return
+        ours, theirs = flat(self.origin.config), flat(origin.config)
+        prefixes = ("model.train_id", "model.tiny.") if self.rescore else ("task.", "model.train_id", "model.tiny.")
+        keys = sorted(key for key in ours.keys() | theirs.keys() if key.startswith(prefixes))
+        different = [key for key in keys if ours.get(key) != theirs.get(key)]
+        if different:
+            found = "; ".join(f"{key}={theirs.get(key)!s:.60}, here {ours.get(key)!s:.60}" for key in different)
+            log.warning("rollouts.path=%s: was recorded with other settings: %s", self.path, found)
 
     def _chosen(self, table: pa.Table, shard: int) -> list[_Group]:
         """The groups that pass the filters. A single completion that is left has nothing to be compared with."""

@@ -87,6 +87,16 @@ def test_another_reward_scores_the_recorded_texts(store: Path) -> None:
     assert replayed(make_replay(store, "rollouts.rescore=true"), 1) == [[(text, 5.0) for text in texts(store)[0]]]
 
 
+def test_what_differs_from_the_record_is_named_at_the_start(tmp_path: Path, caplog) -> None:
+    config = {"task": {"reward": "mine.old", "max_operand": 9}, "model": {"train_id": None}}
+    store = write_store(tmp_path / "run", origin=replace(ORIGIN, config=config))
+    ours = {"task": {"reward": "mine.new", "max_operand": 9}, "model": {"train_id": "a/model"}, "seed": 1}
+    make_replay(store, origin=replace(ORIGIN, config=ours)).start(0, None)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    expected = "model.train_id=None, here a/model; task.reward=mine.old, here mine.new"
+    assert warning == f"rollouts.path={store}: was recorded with other settings: {expected}"
+
+
 def test_a_changed_store_is_not_taken_for_the_one_at_the_checkpoint(tmp_path: Path) -> None:
     store = write_store(tmp_path / "run")
     source = make_replay(store)
