@@ -21,9 +21,10 @@ from offline_grpo import hub
 from offline_grpo.checkpoint.files import BEST, TrainerState, latest_checkpoint, verified_state
 from offline_grpo.disk import OwnFolder, require_new
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.adapters import LanguageModel
+from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.device import make_current, torch_dtype
 from offline_grpo.model.load import load_causal_lm, load_tokenizer, read_model_config
+from offline_grpo.model.saving import save_model
 
 KEY = "MODEL"
 """What messages call the name that was given."""
@@ -172,7 +173,7 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
         else:
             model = source.load(device=torch.device("cpu"), merge=True)
             model.to(torch_dtype(dtype) if dtype is not None else model.dtype)  # type: ignore[arg-type]
-            model.save_pretrained(str(folder))
+            save_model(unwrapped(model), folder)
             source.tokenizer().save_pretrained(str(folder))
         (folder / "README.md").write_text(card)
         folder.replace(out.resolve())  # a link stays a link

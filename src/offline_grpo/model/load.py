@@ -68,7 +68,7 @@ def context_length(config: PretrainedConfig) -> int | None:
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         limits.append(rope.get("original_max_position_embeddings"))
-    return min((limit for limit in limits if limit is not None), default=None)
+    return min((limit for limit in limits if limit is not None and limit > 0), default=None)  # XLNet's is -1
 
 
 def load_tokenizer(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from offline_grpo.model.adapters import ADAPTER, has_adapters
 from offline_grpo.model.policy import Policy
@@ -53,15 +56,29 @@ def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
     if not policy.is_sharded:
         full = dict(weights)
         others = {name: value for name, value in model.state_dict().items() if name not in full}  # buffers, tied ones
-        model.save_pretrained(str(folder), state_dict=others | full, max_shard_size=MAX_FILE)
+        save_model(model, folder, state_dict=others | full, max_shard_size=MAX_FILE)
         return
     folder.mkdir(parents=True, exist_ok=True)
     full = on_disk(weights, folder)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
-    model.save_pretrained(str(folder), state_dict=buffers | full, max_shard_size=MAX_FILE)
+    save_model(model, folder, state_dict=buffers | full, max_shard_size=MAX_FILE)
     model.config.dtype = policy.dtype  # the parameters are fp32, and the file is not
     model.config.save_pretrained(str(folder))
+
+
+def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
+    """`model.save_pretrained`, with the model's own generation config: transformers loads one that is greedy and has a
+    temperature, and refuses to save it.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(str(folder), **how)
+    finally:
+        model.generation_config = own
+    if model.can_generate():
+        own.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
 def on_disk(named: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, Tensor]:

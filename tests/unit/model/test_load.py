@@ -87,6 +87,10 @@ def test_angles_that_depend_on_the_batch_limit_its_length(name, rope, expected):
     assert context_length(AutoConfig.for_model(name, **settings)) == expected
 
 
+def test_a_model_that_says_minus_one_has_no_limit():
+    assert context_length(AutoConfig.for_model("xlnet")) is None
+
+
 def test_a_folder_without_tokenizer_files_is_told_what_to_copy(tmp_path: Path) -> None:
     from transformers import GPT2Config
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from offline_grpo.checkpoint.pretrained import export_model, find_model
 from offline_grpo.model.saving import save_adapter, save_policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
@@ -63,3 +64,18 @@ def test_an_adapter_for_a_server_is_the_one_that_peft_saves(name: str, tmp_path:
         "base_model_name_or_path",
         "auto_mapping",
     }
+
+
+def test_a_generation_config_that_transformers_refuses_to_save_is_the_models_own(tmp_path: Path) -> None:
+    model = make_qwen2(vocab_size=97)
+    assert model.generation_config is not None
+    model.generation_config.update(do_sample=False, temperature=0.6, eos_token_id=[2, 3])
+    with pytest.raises(ValueError, match="temperature"):
+        model.save_pretrained(str(tmp_path / "refused"))
+    policy = make_policy(model, build_char_tokenizer(64))
+    save_policy(policy, full_weights(policy), tmp_path / "saved")
+    export_model(find_model(str(tmp_path / "saved")), tmp_path / "exported", merge=True, dtype="bf16", card="")
+    for folder in ("saved", "exported"):
+        written = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        assert (written["do_sample"], written["temperature"], written["eos_token_id"]) == (False, 0.6, [2, 3])
+    assert model.generation_config.temperature == 0.6
