@@ -162,7 +162,7 @@ def main() -> None:
 
     arms: dict[str, Callable[[], object]] = {
         "source": whole,
-        "received": lambda: source._next_batch(1),
+        "received": lambda: source._api._call("GET", "/batch"),
         "parsed": lambda: from_json(body),
         "parsed by json": lambda: json.loads(body),
         "decoded": lambda: [decode(tokenizer, ids) for ids in decoding],

@@ -69,7 +69,7 @@ def test_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.deliver"), ("ipc", "ipc:Ipc.send")]
+    ("option", "where"), [("shared_vllm", "shared_vllm:SharedVllm.deliver"), ("ipc", "weight_transfer:Ipc.send")]
 )
 def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of a push: CUDA IPC has files in shared memory too, the server's or the trainer's."""

@@ -135,7 +135,7 @@ def test_what_would_not_be_scored_there_is_refused(tmp_path: Path) -> None:
     data = ["task=dataset", f"task.path={tmp_path / 'rows.jsonl'}", "data.num_train_seeds=null", "scoring.workers=0"]
     for words, message in (
         ([there], "placement.score_on_cluster=True: acts with placement=ray alone"),
-        (["placement=ray", there], "placement.score_on_cluster=True: this task's scores are computed"),
+        (["placement=ray", there], "placement.score_on_cluster=true: this task's scores are computed"),
         (["placement=ray", there, *data], "scoring.workers=0: placement.score"),
     ):
         with pytest.raises(ConfigError, match=f"^{message}"):

@@ -98,6 +98,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(module, "_command", lambda name, _, out: [*python, scripts[name], str(out / name)])
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(module, "POLL_S", 0.05)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return scripted
