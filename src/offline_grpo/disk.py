@@ -107,7 +107,7 @@ class OwnFolder:
 def remove_left_behind(parent: Path, prefix: str) -> None:
     """Delete the folders of processes that have ended."""
     for folder in parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or in use
+        with contextlib.suppress(OSError):  # another user's, or in use
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
 """How far a run is: said where the work is done, heard by the run's listeners. Like logging, it needs no handle and
-goes one way. Outside `followed`, and in other threads, nobody listens.
+goes one way. Outside `followed`, and in other threads, reports are dropped.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_of_two_that_start_at_once_one_trains(seed, alone, cache, tmp_path):
         assert "finished: 4 of 4 iterations" in said
     else:
         assert codes == [0, 2], said
-        refused = r"^error: \S+: (process \d+ on \S+ writes to \S+|there is a run in this folder);"
+        refused = r"^error: \S+: (process \d+ on \S+ is using \S+|this folder has a run);"
         assert re.search(refused, said, re.MULTILINE), said
     [run] = [path for path in day.iterdir() if (path / "metrics").is_dir()]
     assert metrics_of(run) == metrics_of(alone)

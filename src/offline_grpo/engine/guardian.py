@@ -2,10 +2,10 @@
 
     python -I guardian.py PARENT_PID DEATH_PIPE REMOVE -- COMMAND ...
 
-Started by `process.py` in a process group of its own. The parent holds the other end of the pipe `DEATH_PIPE` (a file
-descriptor, the read end): when it closes, because the parent let go or died by whatever signal, the command and all
-that it started are terminated, then killed. Then the folder `REMOVE` (empty: none) and the files in shared memory that
-they alone used are deleted: engines that are killed leave theirs behind. Exits with the command's exit code.
+Started by `process.py` in a process group of its own. The parent holds the write end of the pipe; `DEATH_PIPE` is our
+file descriptor of its read end. When the parent closes it or dies, the command and its descendants get SIGTERM, then
+SIGKILL. Then the folder `REMOVE` (empty: none) and the shared-memory files that only they used are deleted: killed
+engines leave them behind. Exits with the command's exit code.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def main(parent: int, pipe: int, remove: str, command: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes that the command leaves behind become our children
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # the pipe alone says when to stop; the command gets the default again
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the command too: Slurm sends it to all processes of a job
+        signal.signal(number, lambda *_: None)  # only the pipe stops us; the command gets default handlers
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the command inherits this; Slurm signals all of a job
     env = {**os.environ, "OFFLINE_GRPO_GUARDIAN": str(os.getpid())}
-    run_began_s = psutil.Process(parent).create_time() - 1  # known to a second
+    run_began_s = psutil.Process(parent).create_time() - 1  # accurate to 1 s
     pids, used, names = {parent}, set(), set()
     try:
         server = subprocess.Popen(
@@ -50,7 +50,7 @@ def main(parent: int, pipe: int, remove: str, command: list[str]) -> int:
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # if we are killed
         )
         while server.poll() is None and os.getppid() == parent and not select.select([pipe], [], [], POLL_S)[0]:
-            if names != (names := _names_in_shared_memory()):  # once its user is dead, nobody knows whose a file is
+            if names != (names := _names_in_shared_memory()):  # a file's owner is unknown once it has died
                 pids |= _children()
                 used |= _mapped(pids)
         pids |= _children()
@@ -61,7 +61,7 @@ def main(parent: int, pipe: int, remove: str, command: list[str]) -> int:
         if ours := used | by_name:
             for name in ours - _mapped(psutil.pids()):
                 with contextlib.suppress(OSError):
-                    if os.stat(SHARED_MEMORY + name).st_ctime >= run_began_s:  # the run's, and not there before it
+                    if os.stat(SHARED_MEMORY + name).st_ctime >= run_began_s:  # not older than the run
                         os.unlink(SHARED_MEMORY + name)
         if remove:
             shutil.rmtree(remove, ignore_errors=True)
@@ -71,8 +71,8 @@ def main(parent: int, pipe: int, remove: str, command: list[str]) -> int:
 def _end(server: subprocess.Popen[bytes]) -> None:
     """SIGTERM, then SIGKILL, to the command and to all that it started.
 
-    Python's resource trackers, which delete the semaphores of their processes, and the guardians of servers that the
-    command started end by themselves once the others have, so they come last.
+    Resource trackers (they delete their processes' semaphores) and guardians of servers that the command started come
+    last: they exit once the others have.
     """
     if server.poll() is None:
         _signal(_children(), signal.SIGTERM)
@@ -85,7 +85,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
         _signal({pid for pid in left if is_late or not _cleans_up(pid)}, signal.SIGKILL)
         server.poll()
         for orphan in psutil.Process().children():
-            if orphan.pid != server.pid:  # whose exit code `server` wants
+            if orphan.pid != server.pid:  # `server` must reap it
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(orphan.pid, os.WNOHANG)
         time.sleep(0.05)
@@ -100,8 +100,8 @@ def _cleans_up(pid: int) -> bool:
 
 
 def _children() -> set[int]:
-    """Every process below this one, until it has gone: one whose first thread has ended is a zombie, while others of
-    its threads may still hold its ports and its memory.
+    """All descendants, zombies too: a process whose main thread has exited is a zombie, but its other threads may
+    hold its ports and memory.
     """
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
@@ -117,7 +117,7 @@ def _names_in_shared_memory() -> set[str]:
 
 
 def _mapped(pids: Iterable[int]) -> set[str]:
-    """The names of the files in shared memory, not in its folders, that these processes have mapped."""
+    """Names of the top-level shared-memory files that these processes have mapped."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
@@ -126,13 +126,13 @@ def _mapped(pids: Iterable[int]) -> set[str]:
 
 
 def _cuda_ipc_files() -> dict[str, int]:
-    """The files of CUDA IPC, mapped for a moment only, and the processes that made them."""
+    """CUDA IPC files, which are mapped only briefly, and the PIDs that made them."""
     found = {name: CUDA_IPC_FILE.fullmatch(name) for name in _names_in_shared_memory()}
     return {name: int(match["torch"] or int(match["driver"], 16)) for name, match in found.items() if match}
 
 
 def remove_cuda_driver_files() -> None:
-    """For the end of a process that used CUDA IPC: delete files of the driver, its own and those of ended servers."""
+    """Call as a process that used CUDA IPC exits: deletes its driver files and those of dead servers."""
     mapped = _mapped([os.getpid()])
     for name, pid in _cuda_ipc_files().items():
         is_ours = pid == os.getpid() or (name in mapped and not psutil.pid_exists(pid))

@@ -27,11 +27,11 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Any)
 
 GRACE_S = 5.0
-"""How long after a failed request a server that is ending may take to end."""
+"""How long a dying server may take to exit after a failed request."""
 HEALTH_INTERVAL_S = 2.0
-"""How often a server is asked for its health while a control call to it is open."""
+"""Interval of a server's health checks during a control call."""
 PATIENCE_S = 30.0
-"""How late a server may answer that it is healthy: vLLM's has one thread, which long answers keep busy too."""
+"""Health-check timeout: vLLM's server has one thread, which long responses also keep busy."""
 
 
 class Server:
@@ -41,14 +41,14 @@ class Server:
         base_url, api_key: of an external server.
         launcher: starts a managed server.
         log_dir: the first start's output goes to `server_0.log` there, the next one's to `server_1.log`, and so on.
-        number: of a managed server among several, which take the ports from the configured one on.
-        log_numbers: of the logs; several servers that log into one folder share them.
+        number: index of a managed server; its port is the configured one plus this.
+        log_numbers: for log names; shared by servers that log to one folder.
         gpus: that a managed server may see; None: all, or none.
         args, env: what the weight-sync strategy adds to the command line and the environment of a managed server.
         key: the setting that `base_url` comes from, for messages.
 
     Attributes:
-        watched_pid: of a server that another process of the run has started, whose end is to be noticed.
+        watched_pid: of a server that another process of the run started; its exit is detected.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Server:
         self._process: ServerProcess | None = None
         self.watched_pid: int | None = None
         self._scratch: Scratch | None = None
-        self._began_s: float | None = None  # while a server that `begin` started is not waited for yet
+        self._began_s: float | None = None  # set from `begin` until the server is ready
         self.api_key = api_key if launcher is None else launcher.api_key
         if launcher is not None:
             port = None if launcher.port is None else launcher.port + number
@@ -86,13 +86,13 @@ class Server:
         self.move_to(base_url)
 
     def move_to(self, base_url: str) -> None:
-        """From now on the server is asked there."""
+        """Send requests to this URL from now on."""
         self.base_url = plain_url(base_url)
         self.api = ServerApi(self.base_url, self.api_key)
 
     @property
     def is_managed(self) -> bool:
-        """Whether the run starts it, and so may start it again."""
+        """Whether the run starts it, so can restart it."""
         return self._launcher is not None
 
     @property
@@ -111,7 +111,7 @@ class Server:
         return self._scratch.path
 
     def begin(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
-        """Start a managed server without waiting, as `start` does. One that was begun goes on, as an external one does.
+        """Start a managed server like `start`, but don't wait. No-op if already begun, or for an external server.
 
         Raises:
             ConfigError: the port is taken.
@@ -126,18 +126,18 @@ class Server:
         ours = {**temporary_folder(self.scratch), "OFFLINE_GRPO_HAS_MEMORY": str(self._memory_file)}
         env = launcher.environment({**ours, **self._env}, self.gpus)
         log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
-        log.info("starting %s; its command and its output: %s", launcher.name, log_path)
+        log.info("starting %s; command and output in %s", launcher.name, log_path)
         self._began_s = time.monotonic()
         self._process = ServerProcess(command, env=env, log_path=log_path, remove=self.scratch)
 
     def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
-        """Start a managed server on `model` and wait until it is healthy; of an external one, only check that it is.
+        """Start a managed server on `model` and wait until it is healthy; for an external one, only check it.
 
         Args:
             args: added to the command line for this start.
 
         Raises:
-            EngineError: it ended while it started, was not ready in time, or is not there.
+            EngineError: it exited during startup, was not ready in time, or is unreachable.
             ConfigError: the port is taken.
         """
         if self._launcher is None:
@@ -154,8 +154,8 @@ class Server:
         log.info("%s is ready at %s after %.0f s", self._launcher.name, self.base_url, seconds)
 
     def wait_for_memory(self) -> None:
-        """Wait until a server that `begin` started has taken its GPU's memory. Before, it measures what is free: what
-        others allocate then is taken for its own, and it ends if they free something. Raises as `start`.
+        """Wait until a server that `begin` started has taken its GPU's memory. Until then it profiles free memory: it
+        counts others' allocations as its own, and exits if they free any. Raises like `start`.
         """
         if self._began_s is not None:
             self._wait_until(lambda: self._memory_file.exists() or self.api.is_healthy())
@@ -183,7 +183,7 @@ class Server:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a server that the run started has; see `check_alive`."""
+        """Whether a server the run started exited; see `check_alive`."""
         try:
             self.check_alive()
         except EngineDied:
@@ -205,8 +205,8 @@ class Server:
             time.sleep(0.1)
 
     def check_healthy(self) -> None:
-        """Raise EngineDied if a managed server has ended or is unhealthy: one whose engine has died ends only when its
-        requests have.
+        """Raise EngineDied if a managed server has ended or is unhealthy: after its engine dies, it exits only once
+        requests end.
         """
         self.check_alive()
         if self._process is None:
@@ -218,12 +218,12 @@ class Server:
             raise EngineDied(f"the server was unhealthy and was stopped; {self._process.last_words()}") from error
 
     def watched(self, call: Callable[[], T]) -> T:
-        """Make a control call, and ask for the health of a managed server meanwhile: where its engine has died, the
-        call would wait until its timeout.
+        """Make a control call, and check a managed server's health meanwhile: if its engine has died, the call would
+        block until its timeout.
 
         Raises:
             EngineDied: the server has ended, ends within seconds of a failed call, or is unhealthy.
-            EngineError: the call failed, and the server lives.
+            EngineError: the call failed; the server is alive.
         """
         outcome = in_background(call)
         while True:
@@ -236,7 +236,7 @@ class Server:
                 raise
 
     def stop(self) -> None:
-        """Stop a managed server, and remove the scratch folder; an external server goes on."""
+        """Stop a managed server, and remove the scratch folder; external ones keep running."""
         if self._process is not None:
             is_unasked = self._began_s is not None and not self.has_ended  # its log does not say why the run ends
             self._process.stop()
@@ -256,10 +256,9 @@ def _runs(pid: int) -> bool:
 
 
 def next_to_start(waiting: Iterable[E]) -> list[E]:
-    """Servers or engines that may start beside each other: they share no GPU.
+    """Servers or engines that can start in parallel: they share no GPU.
 
-    A vLLM server that starts measures how much memory it takes, and takes for its own what another one allocates
-    meanwhile.
+    A starting vLLM server measures its memory use, and counts what another one allocates meanwhile as its own.
     """
     taken: set[int] = set()
     chosen = []

@@ -80,7 +80,7 @@ def _tables(shards: Sequence[Shard], options: argparse.Namespace) -> Iterator[tu
             table = shard.table()
         except ConfigError as error:
             if not options.skip_damaged:
-                raise ConfigError(f"{error}; --skip-damaged goes on without this file") from error
+                raise ConfigError(f"{error}; --skip-damaged skips this file") from error
             print(f"{error}; left out", file=sys.stderr)
             continue
         chosen = pyarrow.compute.field("phase") == options.phase

@@ -158,7 +158,7 @@ class Replay(Source):
             return shard.table().select(_FACTS)  # the whole file, so that a damaged one is found now
         except ConfigError as error:
             if not self.skip_damaged:
-                raise ConfigError(f"{error}; rollouts.skip_damaged=true goes on without this file") from error
+                raise ConfigError(f"{error}; rollouts.skip_damaged=true skips this file") from error
             log.warning("%s; left out", error)
             return None
 

@@ -1,6 +1,4 @@
-"""This process among those that a launcher started, before torch is imported; starts those that `accelerate launch`
-does not start.
-"""
+"""Rank and world size, before torch is imported; starts the processes that `accelerate launch` did not."""
 
 from __future__ import annotations
 
@@ -12,16 +10,16 @@ from collections.abc import Sequence
 import psutil
 
 typed = sys.argv[1:]
-"""The command line before anything is added to it."""
+"""The command-line arguments as typed."""
 
 
 def is_main() -> bool:
-    """Whether this is the first process, or the only one, by the environment that launchers set."""
+    """Whether this is rank 0, from the launcher's environment variables."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def num_processes() -> int:
-    """How many processes this run has, by the environment that launchers set."""
+    """The world size, from the launcher's environment variables."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -38,7 +36,7 @@ def start_missing_processes() -> None:
     num_processes = asked_for(parent.cmdline()) if parent is not None else 1
     if num_processes == 1:
         return
-    import torch  # takes seconds, and most starts return before this line
+    import torch  # takes seconds; most calls return before this line
 
     if torch.cuda.is_available():
         return

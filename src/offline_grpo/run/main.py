@@ -76,7 +76,7 @@ def _run(cfg: DictConfig, folder: Path) -> float | None:
 def say_how_to_resume_sweep(error: StopRequested, folder: Path) -> None:
     """Print the command that resumes the sweep in this folder. Hydra keeps no record of a search."""
     is_search = not (folder / sweeps.RECORD).is_file()
-    how = "a search starts anew" if is_search else f"the sweep goes on with: {resume.command(folder.resolve())}"
+    how = "a search starts anew" if is_search else f"continue the sweep with: {resume.command(folder.resolve())}"
     cli.say(how if error.is_reported else f"stopped by {error.signal_name}; {how}")
     error.is_reported = True
 

@@ -212,7 +212,7 @@ def describe(point: ResumePoint, config: RunConfig) -> list[str]:
     now, update = point.lr_schedule, point.state.counters.num_updates
     if now is not None and now != point.state.lr_schedule:
         falls = "stays there" if now.kind == "constant" else f"falls to 0 at update {now.num_updates} ({now.kind})"
-        lines.append(f"learning rate: goes on at {config.train.lr * now(update):.3g} at update {update} and {falls}")
+        lines.append(f"learning rate: continues at {config.train.lr * now(update):.3g} at update {update} and {falls}")
     return lines
 
 

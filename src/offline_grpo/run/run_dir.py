@@ -30,9 +30,9 @@ from offline_grpo.train.milestones import early_stop_reason
 from offline_grpo.train.schedule import LrSchedule
 
 LOCK = ".lock"
-NO_CHECKPOINT = "no checkpoint there; give a run folder, one of its checkpoints/iter_NNN, or auto"
-NO_RESULTS = {".hydra", "run.log", LOCK, "multirun.yaml", ".submitit", ".failed_jobs"}  # before there is any result
-RECORDS = ("metrics", "samples", "rollouts")  # a run's folders with files for each iteration
+NO_CHECKPOINT = "no checkpoint found; use a run folder, its checkpoints/iter_NNN, or auto"
+NO_RESULTS = {".hydra", "run.log", LOCK, "multirun.yaml", ".submitit", ".failed_jobs"}  # no sign of a run
+RECORDS = ("metrics", "samples", "rollouts")  # folders with per-iteration files
 ITERATION = re.compile(r"(?:^|_)(?:iter_(?P<number>\d+)|init)(?=\.|$)")  # train_iter_004.json, eval_init.json
 LOCAL = ("train_id", "ref_id", "path", "cache_dir")  # keys, at any depth, whose values may be paths
 
@@ -56,7 +56,7 @@ class RunDir:
         return self.path / "checkpoints"
 
     def misses_evaluation(self, state: TrainerState) -> bool:
-        """Whether the evaluation after a checkpoint's iteration was cut short: only the iteration has a record."""
+        """Whether the evaluation after a checkpoint's iteration was cut short: it wrote no metrics."""
         done, settings = state.iteration + 1, state.config["eval"]
         interval = settings["interval"]
         is_due = done == state.config["train"]["iterations"] or (interval > 0 and done % interval == 0)
@@ -69,7 +69,7 @@ class RunDir:
         self.checkpoints.mkdir(exist_ok=True)
 
     def records(self) -> Iterator[tuple[int, Path]]:
-        """Iteration and path of each file about one; -1 is the evaluation before training."""
+        """Iteration and path of each record; -1 is the evaluation before training."""
         for path in (path for name in RECORDS for path in (self.path / name).glob("[!.]*")):
             if (match := ITERATION.search(path.name)) is not None:
                 yield int(match["number"] or -1), path
@@ -77,8 +77,8 @@ class RunDir:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to start from, the folder that the run writes to, and, from `resume.checked`, what differs now and
-    the learning rate from here on."""
+    """A checkpoint to start from, the folder that the run writes to, and, from `resume.checked`, the changed keys and
+    new learning rates."""
 
     run_dir: RunDir
     checkpoint: Path
@@ -93,7 +93,7 @@ class ResumePoint:
 
     @property
     def source(self) -> RunDir:
-        """Of the run that wrote the checkpoint: another one than `run_dir` if the checkpoint is not its newest."""
+        """The folder of the run that wrote the checkpoint; differs from `run_dir` for older checkpoints."""
         return RunDir(self.checkpoint.parent.parent)
 
 
@@ -101,15 +101,14 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
     """The checkpoint that `resume` refers to, or None to start a new run. Locks the folder that the run will write to.
 
     Args:
-        resume: a run folder, which stands for its newest sound checkpoint; a checkpoint, from which a new run starts in
-            `fresh` if it is not the newest; "auto", for `fresh` itself if it has a checkpoint, else the newest run with
-            the same configuration; or None.
-        fresh: the folder of this start.
+        resume: a run folder: its newest intact checkpoint; a checkpoint: if not the newest, a new run starts in
+        `fresh`; "auto": `fresh` if it has a checkpoint, else the newest run with this configuration; or None.
+        fresh: this launch's folder.
         config: the resolved configuration.
 
     Raises:
         ConfigError: no checkpoint there, another process writes there, or a new run would mix with an older one.
-        CheckpointError: the checkpoint is damaged, or all of the run's are.
+        CheckpointError: every candidate checkpoint is corrupt.
     """
     if resume is None:
         return _begin(fresh)
@@ -130,7 +129,7 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
 
 
 def run_of(path: Path) -> Path | None:
-    """The folder of the run at this path, which may be that of a checkpoint; None without one."""
+    """The run folder of this run or checkpoint path; None if there is no run."""
     path = path.expanduser().resolve()
     if path.name.startswith("iter_") or (path / "trainer").is_dir():
         return path.parent.parent
@@ -151,19 +150,19 @@ def _begin(fresh: RunDir, *, may_repeat: bool = False) -> None:
     take(fresh.path, key)
     may_repeat = may_repeat and not (fresh.path / "report.png").exists()
     is_new = latest_checkpoint(fresh.checkpoints) is None and (may_repeat or not any(fresh.records()))
-    fix = "there is a run in this folder; resume=auto continues it, or choose another folder"
+    fix = "this folder has a run; continue it with resume=auto, or choose another folder"
     require(is_new, "hydra.run.dir", fresh.path, fix)
     discard_after(fresh, -2)
 
 
 def _newest_in(run: Path, key: str) -> ResumePoint:
-    """Its newest sound checkpoint, looked for under the lock: another process may have written one just before."""
+    """The run's newest intact checkpoint, found under the lock: another process may have just written it."""
     take(run, key)
     return ResumePoint(RunDir(run), *newest_sound(run / "checkpoints"))
 
 
 def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
-    """Among the other runs of `outputs`, for outputs/DATE/TIME; other folders continue themselves alone."""
+    """The newest match in `outputs`, for outputs/DATE/TIME; other folders only resume themselves."""
     if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.path.parent.name):
         return None
     for run in sorted(matching(fresh.path.parent.parent, "*/*"), reverse=True):
@@ -179,14 +178,14 @@ def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | Non
 
 
 def discard_after(run: RunDir, iteration: int) -> None:
-    """Delete the records of later iterations, which a start that was killed has left and this one repeats."""
+    """Delete records of later iterations, left by a killed launch; this launch repeats them."""
     for number, path in run.records():
         if number > iteration:
             path.unlink()
 
 
 def copy_metrics(point: ResumePoint) -> None:
-    """The metrics up to the checkpoint, from its own run to the new folder."""
+    """Copy metrics up to the checkpoint from its run to the new folder."""
     for number, path in point.source.records():
         if number <= point.state.iteration and path.parent.name == "metrics":
             shutil.copy2(path, point.run_dir.metrics / path.name)
@@ -205,7 +204,7 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_path(key: str, value: Any) -> Any:
-    """The absolute path, where a value names a file or folder relative to the working directory; else the value."""
+    """Make a value absolute if it names an existing file or folder; else return it."""
     if key.rpartition(".")[2] not in LOCAL or not value:
         return value
     if isinstance(value, list):
@@ -219,7 +218,7 @@ def local_path(key: str, value: Any) -> Any:
 
 
 def take(folder: Path, key: str) -> None:
-    """Lock a folder, which is made if it is not there, until `release` or the end of this process.
+    """Create a folder if needed, and lock it until `release` or process exit.
 
     Raises ConfigError, about the setting `key`, if another process writes there or the folder cannot be written.
     """
@@ -237,7 +236,7 @@ def take(folder: Path, key: str) -> None:
         owner = os.pread(descriptor, 200, 0).decode() or "another"
         os.close(descriptor)
         fix = f"stop it with `kill -INT {owner.split()[0]}`, or start in another folder"
-        raise ConfigError(f"{key}: process {owner} writes to {folder}; {fix}") from None
+        raise ConfigError(f"{key}: process {owner} is using {folder}; {fix}") from None
     except OSError as error:
         log.warning("%s: its file system has no locks (%s); a second run here would not be noticed", folder, error)
     os.ftruncate(descriptor, 0)
@@ -256,7 +255,7 @@ def release(folder: Path) -> None:
 
 @contextmanager
 def released_at_end() -> Iterator[None]:
-    """Unlock at the end the folders that are locked inside the block."""
+    """On exit, unlock the folders locked inside the block."""
     before = set(_held)
     try:
         yield
@@ -266,7 +265,7 @@ def released_at_end() -> Iterator[None]:
 
 
 def _forget() -> None:
-    """In a forked process: the lock is the parent's, and must not outlive it here."""
+    """Drop the parent's locks in a forked child: they must not outlive it."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()
@@ -286,7 +285,7 @@ def discard_fresh(folder: Path) -> None:
         return
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= NO_RESULTS:
         shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # the first that is not empty, or gone
+        with suppress(OSError):  # a parent is not empty, or gone
             for parent in (folder.parent, folder.parent.parent):
                 if parent not in kept:
                     parent.rmdir()

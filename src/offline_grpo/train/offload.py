@@ -97,7 +97,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             with torch.cuda.stream(down):
                 _copy(on_gpu, to=in_host)
             copied_back[slot].record(down)
-        down.synchronize()  # whoever reads the masters next may be the CPU
+        down.synchronize()  # the CPU may read the masters next
 
     def _update(self, pieces: Sequence[_Piece], chunk: Sequence[Tensor]) -> None:
         """One step on the rows of a chunk: masters and the two means."""

@@ -22,7 +22,7 @@ class LrSchedule:
         num_updates: that the whole run plans, counted from its beginning.
         first: the update at which this schedule begins; above 0 if the run was given another one when it was resumed.
         scale: of the whole curve: where the earlier schedule was at `first`.
-        warms_up: whether the warm-up comes first; not where the learning rate goes on from an earlier schedule.
+        warms_up: whether the warm-up comes first; not where it continues an earlier schedule.
     """
 
     kind: str

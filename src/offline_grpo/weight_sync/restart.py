@@ -1,4 +1,4 @@
-"""The oldest way: save a checkpoint, stop the server, start it again from there. Slow, and works with anything."""
+"""The basic strategy: save a checkpoint, and restart the server from it. Slow, but works with any engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_ta
 from offline_grpo.weight_sync.strategy import ServerSync, Staged, SyncRequirements
 
 MODEL = "model"
-"""A link to the newest weights, from which servers are started: vLLM files what it compiles under the path of its
-model, and would compile anew for every other one."""
+"""A symlink to the newest weights, which servers load: vLLM caches compiled code by model path, and would recompile
+for a new path."""
 Bits = Mapping[str, str]
 """Fingerprints: which weights something was made from."""
 
@@ -48,7 +48,7 @@ class Restart(ServerSync):
         return SyncRequirements(engines=("vLLM", "SGLang"), own_server=True, server_args=self.server_args)
 
     def recovery_model(self, snapshot: Snapshot) -> str:
-        """See `WeightSync.recovery_model`. The newest weights, at once."""
+        """See `WeightSync.recovery_model`. Saves the newest now."""
         self._save(snapshot)
         return self._model(snapshot)
 
@@ -58,9 +58,9 @@ class Restart(ServerSync):
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
-        """See `WeightSync.staged`. Weights that all servers were started from, and still serve, are not saved again.
+        """See `WeightSync.staged`. Weights that all servers already serve are not saved again.
 
-        The others are started anew, as many at once as may: `deliver` waits for them, and starts the rest.
+        Stale servers restart, those that share no GPU first: `deliver` awaits these and starts the rest.
         """
         bits = snapshot.fingerprints
         stale = [engine for engine, theirs in self._started_from.items() if theirs != bits or engine.has_lost_weights]
@@ -76,7 +76,7 @@ class Restart(ServerSync):
 
     def deliver(self, engines: Sequence[Engine], staged: StagedStart) -> float:
         """See `WeightSync.deliver`. Starts overlap, for `staged` has begun them, so they are waited for one after the
-        other. A server that was started from these weights is only told the version.
+        other. A server that already has these weights only gets the version.
         """
         paused_seconds = 0.0
         for engine in engines:
@@ -96,7 +96,7 @@ class Restart(ServerSync):
         return self.start_model(snapshot) if self._folder is None else str(self._folder.with_name(MODEL))
 
     def _save(self, snapshot: Snapshot) -> int:
-        """Save the weights, unless that was the last thing saved. Returns the size in bytes."""
+        """Save the weights, unless they were the last saved. Returns the size in bytes."""
         if self._folder is not None and self._saved == snapshot.fingerprints:
             return 0
         self._num_saves += 1

@@ -104,7 +104,7 @@ class SharedVllm(PausingSync):
         if others := policy.masters.differing():
             found = f"wrote to {len(others)} tensors of the policy, {others[0]}"
             raise foreign_write(snapshot.host.server.base_url, found)
-        if policy.compute_device.type == "cuda":  # the fence: our writes must be done before the server goes on
+        if policy.compute_device.type == "cuda":  # the fence: our writes must be done before the server continues
             torch.cuda.synchronize(policy.compute_device)
         yield Staged(version=version, num_tensors=len(parameters), num_bytes=0)
 
@@ -139,7 +139,7 @@ class SharedVllm(PausingSync):
         try:
             self._pause()
         except EngineDied as death:
-            log.warning("%s The update goes on without it.", death)
+            log.warning("%s The update continues without it.", death)
 
     def _open_views(self, engine: Engine, snapshot: Snapshot) -> dict[str, Tensor]:
         home, control = snapshot.policy.compute_device, engine.control

@@ -195,7 +195,7 @@ class ServerSync(WeightSync):
 def foreign_write(url: str, found: str) -> EngineError:
     """The error about a server whose weights something else than this run has changed."""
     fix = "give each run a server of its own (generation.base_url=null starts one), and resume with resume=auto"
-    what = f"somebody else has loaded weights into the server: it {found}. Nothing was learnt from its samples"
+    what = f"another client has loaded weights into the server: it {found}. Nothing was learnt from its samples"
     return EngineError(f"{url}: {what}; {fix}")
 
 
@@ -204,7 +204,7 @@ class PausingSync(ServerSync):
     """A strategy that stops the server's sampling while weights change.
 
     Args:
-        pause_mode: what happens to requests in flight during a push: "keep" goes on with them under the new
+        pause_mode: what happens to requests in flight during a push: "keep" continues them under the new
             weights, their KV cache computed again; "wait" lets them end first; "abort" ends them, and the client sends
             them again.
     """

@@ -55,7 +55,7 @@ def test_auto_in_the_folder_of_a_run_is_its_path(run, tmp_path):
 
 
 def test_what_cannot_be_resumed_is_refused_before_torch_is_loaded(run, tmp_path):
-    with pytest.raises(ConfigError, match=rf"^resume={tmp_path}: no checkpoint there; give a run folder"):
+    with pytest.raises(ConfigError, match=rf"^resume={tmp_path}: no checkpoint found; use a run folder"):
         resume.arguments(["train.lr=1", f"resume={tmp_path}"])
     with pytest.raises(ConfigError, match=rf"^resume={run}: is one run, whose folder all jobs of --multirun"):
         resume.arguments(["-m", f"resume='{run}'", "train.lr=1e-4,1e-2"])

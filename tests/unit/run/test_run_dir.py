@@ -78,11 +78,11 @@ def test_a_new_run_does_not_mix_with_another(fresh):
     fresh.metrics.mkdir()
     for name in ("train_iter_000.json", "eval_init.json", "mine.json"):
         (fresh.metrics / name).touch()
-    with pytest.raises(ConfigError, match=r"^hydra.run.dir=.*: there is a run in this folder; resume=auto continues"):
+    with pytest.raises(ConfigError, match=r"^hydra.run.dir=.*: this folder has a run; continue it with resume=auto"):
         found(None, fresh)
     run_dir.release(fresh.path)
     descriptor = another(fresh.path)
-    with pytest.raises(ConfigError, match="process 4711 on node7 writes to"):
+    with pytest.raises(ConfigError, match="process 4711 on node7 is using"):
         found("auto", fresh)
     assert len(list(fresh.metrics.iterdir())) == 3, "nothing is deleted without the lock"
     os.close(descriptor)
@@ -132,11 +132,11 @@ def is_free(descriptor: int) -> bool:
 
 def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(tmp_path, fresh):
     descriptor = another(tmp_path / "run")
-    message = r"=run: process 4711 on node7 writes to .*/run; stop it with `kill -INT 4711`, or start in another folder"
+    message = r"=run: process 4711 on node7 is using .*/run; stop it with `kill -INT 4711`, or start in another folder"
     with pytest.raises(ConfigError, match=f"^hydra.run.dir{message}"):
         run_dir.take(tmp_path / "run", "hydra.run.dir=run")
     make_run(tmp_path / "run", 3)
-    with pytest.raises(ConfigError, match=r"^resume=.*: process 4711 on node7 writes to"):
+    with pytest.raises(ConfigError, match=r"^resume=.*: process 4711 on node7 is using"):
         found(str(tmp_path / "run"), fresh)
     os.close(descriptor)
     for _ in range(2):
