@@ -166,7 +166,7 @@ def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     again = run_command(tmp_path, ROOT / "run_grpo.py", "resume='a run'", "train.iterations=4", "train.lr=1e-5")
     assert again.returncode == 0, again.stderr
     assert "changed: train.iterations=4 (was 2), train.lr=1e-05 (was 0.0003)" in again.stdout
-    assert "learning rate: goes on at 1e-05 at update 4 and falls to 0 at update 8 (linear)" in again.stdout
+    assert "learning rate: continues at 1e-05 at update 4 and falls to 0 at update 8 (linear)" in again.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["a run"]
     lrs = [metrics["lr"] for metrics in metrics_of(run_dir).values()]
     assert lrs == pytest.approx([2.25e-4, 0.75e-4, 0.75e-5, 0.25e-5])

@@ -77,7 +77,7 @@ def test_a_signal_stops_the_runs_on_a_cluster_where_nothing_is_lost(tmp_path: Pa
             sweep.kill()
     assert sweep.returncode == 128 + signal.SIGTERM, printed
     # the jobs' last lines may come too late
-    line = r"^stopped by SIGTERM; the sweep goes on with: .*run_grpo.py resume=sweep$"
+    line = r"^stopped by SIGTERM; continue the sweep with: .*run_grpo.py resume=sweep$"
     assert re.search(line, printed, re.MULTILINE), printed
     assert "Traceback" not in printed
     assert are_saved(tmp_path / "sweep")
@@ -121,7 +121,7 @@ def test_a_signal_lets_jobs_side_by_side_save(
     send(side_by_side.pid, number)
     assert side_by_side.wait(timeout=120) == 128 + number
     printed = (tmp_path / "printed").read_text()
-    line = rf"^stopped by {number.name}; the sweep goes on with: uv run run_grpo.py resume=sweep$"
+    line = rf"^stopped by {number.name}; continue the sweep with: uv run run_grpo.py resume=sweep$"
     assert re.search(line, printed, re.MULTILINE)
     assert "Traceback" not in printed
     assert "before the run began" not in printed

@@ -271,7 +271,7 @@ def test_adapters_are_for_one_base(
     first.check_served()
     first.engines[0].control.set_tag("")  # what loading leaves; older servers with adapters cannot load
     with pytest.raises(
-        EngineError, match="somebody else has loaded weights into the server: it has another base model under"
+        EngineError, match="another client has loaded weights into the server: it has another base model under"
     ):
         first.check_served()
 
@@ -301,7 +301,7 @@ def test_weights_that_others_load_into_shared_memory_end_the_run(
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(model_folder)}, "timeout": 60}
     train(policy, seed=1)
     client.server.api.post("/collective_rpc", body)
-    with pytest.raises(EngineError, match=r"somebody else has loaded weights into the server: [^\n]*$"):
+    with pytest.raises(EngineError, match=r"another client has loaded weights into the server: [^\n]*$"):
         sync.push(policy, version=1)
 
 
@@ -324,7 +324,7 @@ def test_a_push_notices_what_others_loaded_while_it_was_staged(
 
     with monkeypatch.context() as patch:
         patch.setattr(reload, "save_weights", save_and_be_late)
-        with pytest.raises(EngineError, match="somebody else has loaded weights into the server"):
+        with pytest.raises(EngineError, match="another client has loaded weights into the server"):
             sync.push(policy, version=1, amid_requests=True)
         assert not client.server.api.get("/is_paused").json()["is_paused"]
         sync.recover(policy, version=1)

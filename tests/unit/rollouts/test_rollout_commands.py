@@ -145,7 +145,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys, monkeypatch) -> None
     assert command.main() == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: {store}/rollouts/iter_000.parquet: cannot be read (")
-    assert told.endswith("; --skip-damaged goes on without this file\n")
+    assert told.endswith("; --skip-damaged skips this file\n")
     command.run(["stats", str(store), "--skip-damaged"])
     assert "6 completions in 2 groups" in capsys.readouterr().out
     (store / "rollouts" / "iter_000.parquet").rename(store / "rollouts" / "iter_002.parquet")
