@@ -85,17 +85,23 @@ def _with_new_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     from peft import get_peft_model
 
     layers, blocks, targets = None, "", lora.target_modules
+    # some (PhiMoE's, Llama 4's) are linear layers by name, and return their choice of experts besides a product
+    linear = [(name.rsplit(".", 1)[-1], m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
+    routers = {name for name, module in linear if "Router" in type(module).__name__}
+    fix = f"{', '.join(routers)} returns more than a product, which no adapter can follow; leave it out"
+    require(routers.isdisjoint(targets), "model.lora.target_modules", targets, fix)
     if lora.layer_indices is not None:
         layers = parse_layer_indices(lora.layer_indices, model, key="model.lora.layer_indices")
         blocks, modules = named_blocks(model)
         if targets == ["all-linear"]:  # peft combines layer indices with names alone
-            linear = [name for name, module in modules.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-            targets = sorted({name.rsplit(".", 1)[-1] for name in linear})
+            inside = {*modules.modules()}
+            targets = sorted({name for name, module in linear if module in inside})
     peft_config = PeftLoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
+        exclude_modules=rf".*\.({'|'.join(sorted(routers))})" if routers else None,
         layers_to_transform=layers,
         layers_pattern=blocks.rsplit(".", 1)[-1] or None,
         task_type="CAUSAL_LM",

@@ -30,6 +30,11 @@ def num_blocks(model: Any) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """A text model's settings as each layer has them: heads of several sizes (Gemma 4) have no common answer."""
+    return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+
+
 def named_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """The name and the list of the transformer blocks: the outermost ModuleList of their number. Raises ConfigError."""
     for name, module in model.named_modules():

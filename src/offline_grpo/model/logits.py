@@ -35,9 +35,9 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The model below the head; the head itself where `get_decoder` does not find it (Llama 4)."""
+    """The model below the head, also where `get_decoder` finds the whole (Llama 4) or the head (ModernBERT)."""
     decoder: Any = model.get_decoder()
-    return decoder.model if decoder is model else decoder
+    return model.model if decoder in (model, model.get_output_embeddings()) else decoder  # type: ignore[return-value]
 
 
 @torch.no_grad()
@@ -70,9 +70,9 @@ def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_i
         and torch.allclose(head_input, torch.full_like(head_input, before))
         and (before == 1 or output_embeddings(model).bias is None)
     )
-    fault = "changes its logits in a way that the loss head has not (factors and tanh soft-caps); choose another model"
+    fault = "changes its hidden states or logits beside the head by more than a factor or a tanh soft-cap"
     is_known &= after > 0 and before > 0
-    require(is_known, key, model.name_or_path, f"{type(model).__name__} {fault}")
+    require(is_known, key, model.name_or_path, f"{type(model).__name__} {fault}; choose another model")
     return LogitTransform(after * before, None if cap is None else cap / before)
 
 

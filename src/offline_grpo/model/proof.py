@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.adapters import has_adapters
-from offline_grpo.model.layers import compile_blocks, is_compiled_by_default, num_blocks, uncompile_blocks
+from offline_grpo.model.layers import (
+    compile_blocks,
+    is_compiled_by_default,
+    not_compiled,
+    num_blocks,
+    uncompile_blocks,
+)
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
 from offline_grpo.types import TokenBatch
@@ -33,6 +39,8 @@ GROUPS: Sequence[Group] = ((12, (3, 5, 2, 4)), (2, (7, 1, 6, 4)), (5, (2, 9)))
 LONG_GROUP = (150, (4,))
 """Besides, on GPUs: attention kernels walk blocks of up to 128 tokens, with code of their own where one is enough. Its
 completion is short, so that errors of the others still show in the mean."""
+LONGEST = {"cpu": 512, "cuda": 4096}
+"""Tokens of the sequences that causality and sampling are proven with, at most: 0.1 s for the default model."""
 NUM_GRADIENTS = 4
 LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.2}
@@ -117,6 +125,29 @@ def settle_compile(
     log.warning("%s: not compiled, because %s does not work then: %s; %s", setting, name, fault, fix)
 
 
+def check_causality(scoring: Scoring, num_tokens: int, device: torch.device, *, key: str = "model.train_id") -> None:
+    """See that no logprob depends on what follows, in a sequence as long as the run's: the most of it must score alike
+    alone. Sparse attention (DeepSeek-V3.2, Doge) may choose other tokens in longer sequences, once it cannot keep all.
+
+    Raises:
+        ConfigError: one does.
+    """
+    model, most = scoring.causal_lm, num_tokens * 7 // 8
+    token_ids = draw_ids(len(scoring.output.weight), num_tokens, torch.Generator().manual_seed(0))
+
+    def scored(length: int) -> Tensor:
+        batch = _flat([token_ids[:length]], [torch.arange(length) > 0]).to(device)
+        return scoring.logprobs(batch)[1:most]
+
+    with not_compiled(model):
+        whole, alone = scored(num_tokens), scored(most)
+    if not _logprob_error(whole, alone) <= _logprob_tolerance(scoring):
+        by = f"{(whole - alone).abs().mean():.2g} nats on average in sequences of {num_tokens} tokens"
+        fault = f"is not causal: what follows a token changes its logprob, by {by}"
+        fix = "use shorter prompts and a lower generation.max_new_tokens, or choose another model"
+        raise ConfigError(f"{key}={model.name_or_path}: {type(model).__name__} {fault}; {fix}")
+
+
 def _batch(scoring: Scoring, device: torch.device, groups: Sequence[Group] = GROUPS) -> TokenBatch:
     vocab_size = len(scoring.output.weight)
     longest = getattr(scoring.causal_lm.config.get_text_config(), "max_position_embeddings", None)
@@ -124,17 +155,21 @@ def _batch(scoring: Scoring, device: torch.device, groups: Sequence[Group] = GRO
     if device.type == "cuda" and (longest is None or prompt + max(completions) <= longest):
         groups = (*groups, LONG_GROUP)
     generator = torch.Generator().manual_seed(0)
-
-    def draw(num_tokens: int) -> Tensor:
-        first = min(8, vocab_size // 2)  # the first ids are often special
-        return torch.randint(first, vocab_size, (num_tokens,), generator=generator)
-
     sequences: list[Tensor] = []
     is_completion: list[Tensor] = []
     for prompt_length, completion_lengths in groups:
-        prompt = draw(prompt_length)
-        sequences += [torch.cat([prompt, draw(length)]) for length in completion_lengths]
+        prompt = draw_ids(vocab_size, prompt_length, generator)
+        sequences += [torch.cat([prompt, draw_ids(vocab_size, n, generator)]) for n in completion_lengths]
         is_completion += [torch.arange(prompt_length + length) >= prompt_length for length in completion_lengths]
+    return _flat(sequences, is_completion).to(device)
+
+
+def draw_ids(vocab_size: int, num_tokens: int, generator: torch.Generator) -> Tensor:
+    """Random token ids [num_tokens], without the first ones, which are often special."""
+    return torch.randint(min(8, vocab_size // 2), vocab_size, (num_tokens,), generator=generator)
+
+
+def _flat(sequences: list[Tensor], is_completion: list[Tensor]) -> TokenBatch:
     lengths = tuple(map(len, sequences))
     zeros = torch.zeros(sum(lengths))
     return TokenBatch(
@@ -148,7 +183,7 @@ def _batch(scoring: Scoring, device: torch.device, groups: Sequence[Group] = GRO
         ref_logprobs=None,
         temperature=zeros + 1,
         sequence_lengths=lengths,
-    ).to(device)
+    )
 
 
 def _alone(scoring: Scoring, batch: TokenBatch) -> _Result:
@@ -188,15 +223,22 @@ def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None
         raise
     except Exception as error:  # whatever an architecture raises when it is called in a way that it does not know
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    dtype, growth = scoring.causal_lm.dtype, math.sqrt(max(1.0, num_blocks(scoring.causal_lm) / SHALLOW_BLOCKS))
     for logprobs in (found.logprobs, scored):
-        if not _logprob_error(logprobs, expected.logprobs) <= LOGPROB_TOLERANCE[dtype] * growth:
+        if not _logprob_error(logprobs, expected.logprobs) <= _logprob_tolerance(scoring):
             difference = (logprobs - expected.logprobs).abs().mean()
             return f"logprobs differ from those of one sequence at a time by {difference:.2g} nats on average"
     error = _gradient_error(found.gradients, expected.gradients)
-    if not error <= GRADIENT_TOLERANCE[dtype] * growth:
+    if not error <= GRADIENT_TOLERANCE[scoring.causal_lm.dtype] * _growth(scoring):
         return f"gradients differ from those of one sequence at a time by {error:.0%}"
     return None
+
+
+def _growth(scoring: Scoring) -> float:
+    return math.sqrt(max(1.0, num_blocks(scoring.causal_lm) / SHALLOW_BLOCKS))
+
+
+def _logprob_tolerance(scoring: Scoring) -> float:
+    return LOGPROB_TOLERANCE[scoring.causal_lm.dtype] * _growth(scoring)
 
 
 def _logprob_error(found: Tensor, expected: Tensor) -> float:

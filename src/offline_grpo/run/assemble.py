@@ -21,7 +21,7 @@ from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import context_length, load_policy, load_reference
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.proof import settle_compile, settle_layout
+from offline_grpo.model.proof import LONGEST, check_causality, settle_compile, settle_layout
 from offline_grpo.placement.devices import check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
@@ -48,6 +48,7 @@ from offline_grpo.train.offload import OffloadedAdamW
 from offline_grpo.train.optimizer import is_offloaded
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
+from offline_grpo.weight_sync.in_process import prove_sampling
 
 
 def assemble(
@@ -95,6 +96,12 @@ def assemble(
         with progress.phase("layout and compile"):
             settle_layout(policy.scoring, plan.layout, policy.compute_device)
             settle_compile(policy.scoring, config.model.compile, policy.compute_device)
+    with progress.phase("proof"):
+        longest = min(max(16, prompt_tokens[1] + plan.sampling.max_new_tokens), LONGEST[policy.compute_device.type])
+        check_causality(policy.scoring, longest, policy.compute_device)
+        if not plan.engine.needs_server and (plan.data.train is not None or config.eval.enabled):
+            with sharding.gathered(policy):
+                prove_sampling(training.client, policy, longest)
     with progress.phase("masters"):
         policy.make_masters(offload=is_offloaded(plan.optimizer))
     updater = make_updater(plan, policy, model_id, folder, ranks, sharding)

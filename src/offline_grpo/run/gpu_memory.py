@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.device import TORCH_NAMES, torch_dtype
-from offline_grpo.model.layers import blocks_of, is_compiled_by_default
+from offline_grpo.model.layers import blocks_of, is_compiled_by_default, layer_configs
 from offline_grpo.model.load import (
     attention_of,
     build_on_meta,
@@ -314,7 +314,13 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
 
 
 def _widths(config: Any) -> tuple[int, int, int, int]:
-    """Of queries, of keys (and values), of the MLP, and of what is routed to and from experts: for each token."""
+    """Of queries, of keys (and values), of the MLP, and of what is routed to and from experts: for each token, in the
+    widest layer of each."""
+    query, key, mlp, routed = map(max, zip(*map(_widths_of_layer, layer_configs(config)), strict=True))
+    return query, key, mlp, routed
+
+
+def _widths_of_layer(config: Any) -> tuple[int, int, int, int]:
     hidden_size = config.hidden_size
     heads = getattr(config, "num_attention_heads", None) or 1
     head_dim = getattr(config, "head_dim", None) or hidden_size // heads

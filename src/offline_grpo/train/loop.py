@@ -72,7 +72,7 @@ class Loop:
     fills_updates: bool
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
     _card_bytes: int = field(default=0, init=False)
-    _flops: float = field(default=0.0, init=False)
+    _flops: float | None = field(default=0.0, init=False)
     _start_metrics: dict[str, float] = field(default_factory=dict, init=False)
     _num_recoveries: int = field(default=0, init=False)
     _num_skipped: int = field(default=0, init=False)  # iterations since the last push
@@ -156,7 +156,8 @@ class Loop:
         if batch is None:
             return metrics | {"num_updates": 0.0}
         metrics["num_tokens_trained"] = float(batch.completion_mask.sum()) * self.config.epochs
-        self._flops = update_flops(self.policy.causal_lm, batch.sequence_lengths) * self.config.epochs
+        flops = update_flops(self.policy.causal_lm, batch.sequence_lengths)
+        self._flops = None if flops is None else flops * self.config.epochs
         return metrics | self.updater.run(batch, iteration=iteration)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int) -> Metrics:

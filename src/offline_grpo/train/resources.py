@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from offline_grpo.model.layers import layer_configs
 from offline_grpo.types import Metrics
 
 PEAK_FLOPS = {
@@ -71,8 +72,9 @@ def gpu_memory(device: torch.device, card_bytes: int) -> dict[str, float]:
     return peaks
 
 
-def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> float:
-    """Operations of a forward and a backward pass over these sequences, prompts included.
+def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> float | None:
+    """Operations of a forward and a backward pass over these sequences, prompts included; None where config.json does
+    not say how large the heads are.
 
     A weight of a matrix takes two per token in the forward pass and two for the gradient of its input; two more, if it
     is trained, for its own. Of the embeddings only the output head counts. Of the experts of a layer those count that a
@@ -91,9 +93,14 @@ def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> flo
             continue
         active = active_experts if ".experts." in name else 1.0
         per_token += active * parameter.numel() * (6 if parameter.requires_grad else 4)
-    num_heads = getattr(config, "num_attention_heads", 0)  # Mamba has none
-    head_size = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
-    per_square = 12 * config.num_hidden_layers * num_heads * head_size / 2
+    per_square = 0.0
+    try:
+        for layer in layer_configs(config):
+            num_heads = getattr(layer, "num_attention_heads", 0)  # Mamba has none
+            head_size = getattr(layer, "head_dim", None) or (layer.hidden_size // num_heads if num_heads else 0)
+            per_square += 12 * num_heads * head_size / 2
+    except (AttributeError, RuntimeError):  # the latter is what transformers raises where layers differ
+        return None
     return per_token * sum(sequence_lengths) + per_square * sum(length**2 for length in sequence_lengths)
 
 
@@ -103,7 +110,7 @@ def peak_flops(device: torch.device) -> float | None:
     return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
 
 
-def utilisation(flops: float, seconds: float, device: torch.device, num_devices: int) -> dict[str, float]:
-    """The share of the GPUs' peak that `flops` in so many `seconds` are; empty where their peak is not known."""
+def utilisation(flops: float | None, seconds: float, device: torch.device, num_devices: int) -> dict[str, float]:
+    """The share of the GPUs' peak that `flops` in so many `seconds` are; empty where either is not known."""
     peak = peak_flops(device)
-    return {} if peak is None else {"perf/mfu": flops / (seconds * peak * num_devices)}
+    return {} if peak is None or flops is None else {"perf/mfu": flops / (seconds * peak * num_devices)}

@@ -6,12 +6,51 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from offline_grpo.engine.engine import Engine
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, GrpoError, reason_of
+from offline_grpo.interfaces import RolloutClient
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.proof import draw_ids
+from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
+from offline_grpo.weight_sync.proof import PROBE_TOKENS, probe_difference
 from offline_grpo.weight_sync.snapshot import Snapshot
 from offline_grpo.weight_sync.strategy import Staged, SyncRequirements, WeightSync
 
 log = logging.getLogger(__name__)
+
+
+CACHE_TOLERANCE_NATS = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Of models that decode right, tiny ones have 1e-6 in fp32."""
+
+
+def prove_sampling(client: RolloutClient, policy: Policy, num_tokens: int) -> None:
+    """See that what is sampled in process, with a cache, has the logprobs of a forward pass without one: a few tokens
+    after prompts of two lengths, in sequences of up to `num_tokens`.
+
+    Raises:
+        ConfigError: the model cannot be sampled so, or differs by more than rounding.
+    """
+    model, draw = policy.causal_lm, torch.Generator().manual_seed(0)
+    lengths = (num_tokens - PROBE_TOKENS, max(1, num_tokens // 2 - PROBE_TOKENS))
+    prompts = [tuple(draw_ids(policy.vocab_size, length, draw).tolist()) for length in lengths]
+    requests = [SamplingRequest(prompt, 2, seed) for prompt, seed in zip(prompts, (0, 2), strict=True)]
+    try:
+        sampled = list(client.generate(requests, SamplingParams(PROBE_TOKENS)))
+    except (GrpoError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever an architecture raises that wants a cache of its own
+        fault = f"cannot be sampled in process ({reason_of(error)})"
+    else:
+        about = {"temperature": 1.0, "text": "", "score": Score(0.0, False, {})}
+        rollouts = [Rollout.of_one_turn(prompts[i], each, **about) for i, group in sampled for each in group]
+        difference = probe_difference(policy, rollouts).abs().mean().item()
+        if difference <= CACHE_TOLERANCE_NATS[policy.dtype]:
+            return
+        fault = f"is sampled in process {difference:.2g} nats away from its own forward pass"
+    fix = "use generation=vllm_server"
+    raise ConfigError(f"model.train_id={model.name_or_path}: {type(model).__name__} {fault}; {fix}")
 
 
 class InProcess(WeightSync):

@@ -41,7 +41,7 @@ def test_input_embeddings_that_are_the_output_head_too_are_not_adapted() -> None
     assert torch.allclose(model.merge_and_unload()(input_ids=ids).logits, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2", "phimoe", "llama4"])
 def test_switched_off_adapters_leave_the_base_model(name: str) -> None:
     """Experts have one layer of peft's inside another."""
     base = make_scoring(ZOO[name].build()).logprobs(long_batch())
@@ -54,6 +54,12 @@ def test_switched_off_adapters_leave_the_base_model(name: str) -> None:
     assert not torch.allclose(expected, base, atol=1e-2)
     assert torch.equal(BaseScoring(scoring).logprobs(long_batch()), base)
     assert torch.equal(scoring.logprobs(long_batch()), expected), "and they are back"
+
+
+def test_a_router_that_returns_more_than_a_product_is_left_out() -> None:
+    assert not any("router" in name and "lora" in name for name, _ in adapted(ZOO["phimoe"].build()).named_parameters())
+    with pytest.raises(ConfigError, match=r"target_modules=\['q_proj', 'router'\]: router returns more than a product"):
+        adapted(ZOO["phimoe"].build(), "q_proj", "router")
 
 
 def test_experts_of_two_parts_have_twice_the_rank() -> None:

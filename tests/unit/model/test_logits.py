@@ -36,5 +36,5 @@ def test_anything_else_is_refused(bend):
         return output
 
     model.register_forward_hook(bent)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM changes its logits in a way"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM changes its hidden states or logits"):
         measure_logit_transform(model)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from architectures import ZOO
 from factories import make_llama, make_qwen2
 from torch.utils.flop_counter import FlopCounterMode
 
-from offline_grpo.train.resources import time_metrics, update_flops
+from offline_grpo.train.resources import time_metrics, update_flops, utilisation
 
 BLOCK = 4 * 32 * 32 + 3 * 32 * 48  # q, k, v and o; gate, up and down
 
@@ -54,4 +56,22 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
     config = model.config
     chosen, before = config.num_experts_per_tok, update_flops(model, [10])
     config.num_experts_per_tok = config.num_experts
-    assert 0 < 6 * experts * (1 - chosen / config.num_experts) * 10 == pytest.approx(update_flops(model, [10]) - before)
+    after = update_flops(model, [10])
+    assert before is not None
+    assert after is not None
+    assert 0 < 6 * experts * (1 - chosen / config.num_experts) * 10 == pytest.approx(after - before)
+
+
+def test_heads_of_several_sizes_count_layer_by_layer() -> None:
+    model = ZOO["gemma4"].build()  # 4 heads of 8 in one layer, of 16 in the other
+    once, twice = update_flops(model, [10]), update_flops(model, [20])
+    assert once is not None
+    assert twice is not None
+    assert twice - 2 * once == 12 * 4 * (8 + 16) * (20**2 - 2 * 10**2) / 2
+
+
+def test_an_architecture_that_does_not_tell_its_heads_has_no_statistic() -> None:
+    model = make_llama()
+    model.config = SimpleNamespace(get_text_config=SimpleNamespace)  # type: ignore[assignment]
+    assert update_flops(model, [10]) is None
+    assert utilisation(None, 1.0, torch.device("cpu"), 1) == {}
