@@ -26,7 +26,7 @@ from pydantic_core import from_json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from offline_grpo.model.text import decode
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.types import SamplingParams
 
@@ -137,7 +137,7 @@ def main() -> None:
         model_id="",
         sampling=SamplingParams(max_new_tokens=args.tokens),
         client=SimpleNamespace(engine_name=None),  # type: ignore[arg-type]
-        codec=SimpleNamespace(decode=lambda ids: decode(tokenizer, ids)),  # type: ignore[arg-type]
+        codec=TokenizerCodec(tokenizer),
         vocab_size=tokenizer.vocab_size,
         context=None,
         run_folder=Path("/runs/benchmark"),
@@ -165,7 +165,7 @@ def main() -> None:
         "received": lambda: source._api._call("GET", "/batch"),
         "parsed": lambda: from_json(body),
         "parsed by json": lambda: json.loads(body),
-        "decoded": lambda: [decode(tokenizer, ids) for ids in decoding],
+        "decoded": lambda: [TokenizerCodec(tokenizer).decode(ids) for ids in decoding],
     }
     timings = alternate({name: timed(name, arm) for name, arm in arms.items()}, rounds=args.rounds, warmup=0)
     process.kill()

@@ -41,6 +41,7 @@ from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
+from offline_grpo.run.task_data import build_task
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +131,7 @@ def tiny_model() -> Path:
     with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
         plain = as_plain(compose("config"))
     return build(plain["model"]["tiny"], key="model.tiny").prepare(
-        build(plain["task"], key="task"), ROOT / "outputs" / ".cache"
+        build_task(plain["task"]), ROOT / "outputs" / ".cache"
     )
 
 

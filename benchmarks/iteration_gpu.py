@@ -196,13 +196,13 @@ def check_same_work(work: Path, found: Mapping[str, Mapping[str, Any]], *, toler
     """Raise AssertionError if the arms had other prompts, or made other numbers of tokens."""
     from transformers import AutoTokenizer
 
-    from offline_grpo.model.text import encode
+    from offline_grpo.model.text import TokenizerCodec
 
     tokenizer: Any = AutoTokenizer.from_pretrained(str(work / "model"))
     problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()][
         : len(found["trl"]["prompts"])
     ]
-    own = [encode(tokenizer, [{"role": "user", "content": problem["prompt"]}]) for problem in problems]
+    own = [TokenizerCodec(tokenizer).encode([{"role": "user", "content": problem["prompt"]}]) for problem in problems]
     assert own == found["trl"]["prompts"], "TRL's prompts have other token ids than ours"
     tokens = {arm: statistics.median(result["tokens"]) for arm, result in found.items()}
     assert max(tokens.values()) / min(tokens.values()) - 1 < tolerance, (

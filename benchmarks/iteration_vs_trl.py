@@ -34,6 +34,7 @@ from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
 
 from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import RunListener
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import assemble
 from offline_grpo.run.config import as_plain, register, typed
@@ -132,8 +133,8 @@ def trl_trainer(ours: OurArm, callbacks: list[Any], **settings: Any) -> Any:
     trainer = make_trainer(
         str(policy.model.name_or_path), policy.tokenizer, rows, reward, callbacks, **(trl_settings(plan) | settings)
     )
-    prompts = [row["prompt"] for row in rows]
-    if trainer._tokenize_prompts(prompts)[0] != [policy.encode(problem.messages) for problem in train]:
+    prompts, codec = [row["prompt"] for row in rows], TokenizerCodec(policy.tokenizer)
+    if trainer._tokenize_prompts(prompts)[0] != [codec.encode(problem.messages) for problem in train]:
         raise AssertionError("TRL's prompts have other token ids than ours")
     return trainer
 

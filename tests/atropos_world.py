@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from offline_grpo.interfaces import RunListener
-from offline_grpo.model.text import encode
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import collate
 from offline_grpo.types import RolloutGroup
 
@@ -81,7 +81,7 @@ def guessing_model(folder: Path) -> Path:
             " ".join([*rng.choices(FILLER, k=rng.randint(0, 130)), QUESTION.format(rng.choice(NUMBERS))])
             for _ in range(8)
         ]
-        prompts = [encode(fast, [{"role": "user", "content": content}]) for content in contents]
+        prompts = [TokenizerCodec(fast).encode([{"role": "user", "content": content}]) for content in contents]
         token_ids, labels = collate(fast, prompts, [ANSWER.format(rng.choice(NUMBERS)) for _ in prompts])
         logits = model(input_ids=token_ids, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)

@@ -67,7 +67,7 @@ class Laboratory:
             "@done": self.root / "done",
             "@elsewhere": self.root / "elsewhere",
         }
-        places["@rows"] = ROWS
+        places |= {"@rows": ROWS, "@template": self.root / "template.jinja"}
         words = overrides.split()
         for place, path in places.items():
             words = [word.replace(place, str(path)) for word in words]

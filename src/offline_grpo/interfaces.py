@@ -48,7 +48,7 @@ class Task(Protocol):
         ...
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
-        """Judge a completion's text, free of special tokens. Pure, maybe async; should not raise whatever it gets."""
+        """Judge an answer's text (`TextCodec.judged`). Pure, maybe async; should not raise whatever it gets."""
         ...
 
 
@@ -81,11 +81,15 @@ class TextCodec(Protocol):
     """Between text and tokens, for one model."""
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt token ids of a conversation."""
+        """Prompt token ids of a conversation, and of what begins the answer (`task.assistant_prefix`)."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens: what a task may see."""
+        """Text without special tokens."""
+        ...
+
+    def judged(self, token_ids: Sequence[int], sampling: SamplingParams) -> str:
+        """What a task sees of a completion: the whole answer, with what begins it, cut at the first stop string."""
         ...
 
 

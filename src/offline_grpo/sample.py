@@ -64,13 +64,14 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     disable_progress_bar()
     device = resolve_device(options.device, key="--device")
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
-    codec = TokenizerCodec(source.tokenizer())
+    config: Any = source.config
+    given = {} if config is None else config["model"].get("chat_template_kwargs") or {}
+    codec = TokenizerCodec(source.tokenizer(), chat_template_kwargs={} if options.raw else given)
     messages = [{"role": "system", "content": options.system}] if options.system is not None else []
     messages.append({"role": "user", "content": prompt})
     prompt_ids = codec.tokenizer.encode(prompt) if options.raw else codec.encode(messages)
     model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
     room = (context_length(model_config) or sys.maxsize) - len(prompt_ids)
-    config: Any = source.config
     usual = DEFAULT_LENGTH if config is None else config["generation"]["max_new_tokens"]
     length = options.max_new_tokens if options.max_new_tokens is not None else min(usual, room)
     fix = f"must be 1 to {room}, because the prompt has {len(prompt_ids)} tokens of the model's context"

@@ -66,10 +66,14 @@ class ModelConfig:
     trust_remote_code: bool
     lora: LoraConfig | None = None
     ref_device: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Any = None  # a dict: one that is typed would have to be extended with +
 
     def __post_init__(self) -> None:
         has_model = self.train_id is not None or self.tiny is not None
         check(self, "model.train_id", has_model, "name a Hugging Face id or a local folder")
+        is_good = self.chat_template_kwargs is None or isinstance(self.chat_template_kwargs, dict)
+        check(self, "model.chat_template_kwargs", is_good, "must be {NAME: VALUE, ...}, or null")
         check(self, "model.compile", self.compile in ("auto", True, False), "must be one of auto, true, false")
 
 
@@ -201,9 +205,12 @@ class EvalConfig:
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     repetition_penalty: float
     max_new_tokens: int
     stop: list[str]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
 
     def __post_init__(self) -> None:
         for name in ("interval", "batch_size", "replicates", "bootstrap_samples", "max_new_tokens"):

@@ -63,16 +63,20 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completions are drawn. Temperature 0 means greedy; `top_k=0`, `top_p=1`, `repetition_penalty=1` are off. The
-    tokens of the first of the `stop` strings are kept, the text is cut there.
+    """How completions are drawn. Temperature 0 means greedy; `top_k=0`, `top_p=1`, `min_p=0`, `repetition_penalty=1`
+    are off. The tokens of the first of the `stop` strings are kept; the text that is judged is cut before it, or behind
+    it with `include_stop_str_in_output`.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,7 @@ class Rollout:
     versions: tuple[int, ...]  # [N] as in `Completion`, -1: unknown; ignored where not sampled
     temperature: float  # what the sampler divided the logits by
     finish_reason: FinishReason | None  # of the last completion; None where the source does not know
-    text: str  # what the task judged: the sampled text without special tokens
+    text: str  # what the task judged, see `TextCodec.judged`; of other sources, the sampled text
     score: Score
     ref_logprobs: tuple[float, ...] | None = None  # [N] nats, of the source's reference; ignored where not sampled
     zero_advantage: bool = False  # it counts in the mean of its group, but gets the advantage 0

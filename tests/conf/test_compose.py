@@ -49,7 +49,10 @@ def test_every_option_composes_and_fits_its_component():
         assert isinstance(typed(cfg), RunConfig), option
         for key, node in targets(as_plain(cfg)):
             if key != "generation":  # sampling settings share the group with the client's own: see run/plan.py
-                others = ("_target_", "record") if key == "rollouts" else ("_target_",)
+                others = (
+                    "_target_",
+                    {"rollouts": "record", "task": "assistant_prefix"}.get(key),
+                )  # which the run reads
                 settings = {name: value for name, value in node.items() if name not in others}
                 check_settings(resolve(node, key), settings, key, given_at_runtime=RUNTIME)
 

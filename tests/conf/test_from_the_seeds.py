@@ -85,7 +85,11 @@ def check_components(cfg: DictConfig) -> None:
     runtime = dict.fromkeys((*CLIENT_RUNTIME, "output_dir"))
     for key, node in nodes.items():
         plain = config.as_plain(node)
-        settings = {k: v for k, v in plain.items() if k != "_target_" and not (key == "generation" and k in SPLIT_OFF)}
+        settings = {
+            k: v
+            for k, v in plain.items()
+            if k not in ("_target_", "assistant_prefix") and not (key == "generation" and k in SPLIT_OFF)
+        }
         check_settings(resolve(plain, key), settings, key, given_at_runtime=runtime)
 
 

@@ -141,7 +141,7 @@ def test_who_hangs_up_is_not_worked_for(server: Server) -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(LENGTH, top_p=0.9, top_k=5, repetition_penalty=1.2),
+        SamplingParams(LENGTH, top_p=0.9, top_k=5, min_p=0.05, repetition_penalty=1.2),
         SamplingParams(500, stop=("e", "f")),
         SamplingParams(LENGTH, temperature=0),
     ],

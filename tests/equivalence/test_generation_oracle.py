@@ -49,6 +49,7 @@ def next_logprobs(model: PreTrainedModel, sequence: list[int], sampling: Samplin
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
     logits /= sampling.temperature
+    logits[logits.softmax(-1) < sampling.min_p * logits.softmax(-1).max()] = -torch.inf
     ranked = logits.argsort(descending=True).tolist()
     if sampling.top_k:
         logits[ranked[sampling.top_k :]] = -torch.inf
@@ -74,9 +75,10 @@ def check(model: PreTrainedModel, prompt: list[int], completion: Completion, sam
     [
         SamplingParams(10, temperature=1.3),
         SamplingParams(10, temperature=0.9, top_p=0.9, top_k=12, repetition_penalty=1.2),
+        SamplingParams(10, temperature=1.1, min_p=0.3, top_p=0.8),
         SamplingParams(10, temperature=0.0, repetition_penalty=1.5),
     ],
-    ids=["plain", "all", "greedy-penalty"],
+    ids=["plain", "all", "min-p", "greedy-penalty"],
 )
 def test_logprobs_are_those_of_decoding_without_a_cache(model: PreTrainedModel, sampling: SamplingParams) -> None:
     groups = sample(model, sampling, group_size=2)

@@ -61,8 +61,8 @@ def test_torchrl_rewards_alike(strict):
     from factories import compose_config
     from torchrl.envs.llm.reward.ifeval import IFEvalScoreData, IfEvalScorer
 
-    from offline_grpo.run.build import build
     from offline_grpo.run.config import as_plain
+    from offline_grpo.run.task_data import build_task
     from offline_grpo.types import Problem
 
     scores = IFEvalScoreData(
@@ -84,5 +84,5 @@ def test_torchrl_rewards_alike(strict):
         "p", ({"role": "user", "content": "?"},), json.dumps([["punctuation:no_comma", {}], ["startend:quotation", {}]])
     )
     answer = {(True, True): '"a"', (True, False): "a", (False, False): "a,"}[strict]
-    ours = build(node, key="task").score(problem, f"<think>x</think><answer>{answer}</answer>").reward
+    ours = build_task(node).score(problem, f"<think>x</think><answer>{answer}</answer>").reward
     assert ours == pytest.approx(float(theirs), abs=1e-6)

@@ -40,7 +40,7 @@ View = Callable[[Trace], Any]
 class Acts:
     """`change` (overrides, blanks between them), on top of `base`, must change what `sees` sees (to `to`, where that is
     said) and must leave alone what `keeps` sees. @model, @done and @elsewhere stand for the folders of another model,
-    of a finished run and of nothing, @rows for a data set.
+    of a finished run and of nothing, @rows for a data set, @template for a chat template.
     """
 
     change: str
@@ -72,6 +72,14 @@ def moved(run: Trace) -> set[str]:
 def samples(run: Trace) -> Any:
     """The completions of the first iteration, and their prompts."""
     return [(prompt_of(r), sampled(r)) for group in run.groups[0] for r in group.rollouts]
+
+
+def first_samples(run: Trace) -> Any:
+    return [sampled(rollout) for group in run.groups[0] for rollout in group.rollouts]
+
+
+def texts(run: Trace) -> Any:
+    return [rollout.text for group in run.groups[0] for rollout in group.rollouts]
 
 
 def prompts(run: Trace) -> Any:
@@ -133,6 +141,18 @@ RUNS: dict[str, Acts] = {
     "data.soft_overlong_tokens": Acts("data.soft_overlong_tokens=7", metric("reward/overlong"), keeps=prompts),
     "generation.temperature": Acts("generation.temperature=0.3", samples, keeps=prompts),
     "generation.top_p": Acts("generation.top_p=0.5", samples, base=LENIENT),
+    "generation.min_p": Acts("generation.min_p=0.5", samples, base=LENIENT),
+    "generation.include_stop_str_in_output": Acts(
+        "generation.include_stop_str_in_output=true", texts, base='generation.stop=["1"]', keeps=first_samples
+    ),
+    "generation.skip_special_tokens": Acts(
+        "generation.skip_special_tokens=false", texts, base="generation.temperature=30", keeps=first_samples
+    ),
+    "model.chat_template": Acts("model.chat_template=@template", prompts),
+    "model.chat_template_kwargs": Acts(
+        "model.chat_template_kwargs={shout:true}", prompts, base="model.chat_template=@template"
+    ),
+    "task.assistant_prefix": Acts("task.assistant_prefix=1", texts),
     "generation.stop": Acts('generation.stop=["1"]', samples, keeps=prompts),
     "train.stop_when.metric": Acts(
         "train.stop_when.metric=-pass@1", lambda run: run.iterations, "train.stop_when.threshold=2", to=[0]
@@ -215,6 +235,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
     num_threads = torch.get_num_threads()
     laboratory = Laboratory(tmp_path_factory.mktemp("laboratory"))
     shutil.copytree(laboratory("model.tiny.seed=7 " + QUICK).model_dir, laboratory.root / "other_model")
+    (laboratory.root / "template.jinja").write_text("{{ messages[0].content }}{{ '!' if shout }}=")
     laboratory("train.iterations=2 train.schedule=constant")  # builds the model that the other runs find in the cache
     shutil.copytree(laboratory.root / "run_1", laboratory.root / "done")
     yield laboratory
@@ -259,10 +280,11 @@ def in_conf() -> Iterator[tuple[type | None, str]]:
 
 READ_OTHERWISE = {
     "record",
+    "assistant_prefix",
     "in_flight",
     *(f"{what}_{how}_weight" for what in ("prompt", "instruction") for how in ("strict", "loose")),
 }
-"""Settings that the run reads for any source, or whose names are put together."""
+"""Settings that the run reads for any source or task, or whose names are put together."""
 
 
 def test_every_key_is_read() -> None:

@@ -12,7 +12,7 @@ import pytest
 from factories import compose_with_hydra
 from omegaconf import OmegaConf
 
-from offline_grpo.model.text import encode
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.run.config import typed
@@ -73,7 +73,7 @@ def test_a_group_has_the_servers_tokens_and_logprobs_and_the_tasks_scores(make):
     environment = make(group_size=3, temperature=0.7)
     problem = environment.run(environment.get_next_item())
     group, backlog = environment.run(environment.collect_trajectories(problem))
-    prompt = encode(environment.tokenizer, problem.messages)
+    prompt = TokenizerCodec(environment.tokenizer).encode(problem.messages)
     assert backlog == []
     for i, text in enumerate(("7", "12", "17")):
         written = [*environment.tokenizer.encode(text), 2]
@@ -93,7 +93,7 @@ def test_a_group_has_the_servers_tokens_and_logprobs_and_the_tasks_scores(make):
 def test_the_trainers_limit_is_kept(make, room, expected):
     environment = make()
     problem = environment.run(environment.get_next_item())
-    environment.max_token_len = len(encode(environment.tokenizer, problem.messages)) + 1 + room
+    environment.max_token_len = len(TokenizerCodec(environment.tokenizer).encode(problem.messages)) + 1 + room
     group, _ = environment.run(environment.collect_trajectories(problem))
     assert (group is None) == (expected is None)
     assert [request["max_tokens"] for request in environment.asked] == ([] if expected is None else [expected])
@@ -124,7 +124,7 @@ def test_evaluation_asks_every_held_out_problem_once(make, tmp_path, capsys):
     environment.run(environment.evaluate())
     held_out = environment._task.problems(Split.EVAL)[:6]
     asked = sorted(request["input_ids"] for request in environment.asked)
-    assert asked == sorted(encode(environment.tokenizer, problem.messages) for problem in held_out)
+    assert asked == sorted(TokenizerCodec(environment.tokenizer).encode(problem.messages) for problem in held_out)
     assert {(request["temperature"], request["n"], request["split"]) for request in environment.asked} == {
         (0.3, 1, "eval")
     }

@@ -65,13 +65,12 @@ class ModelSource:
         """What the run computed in; None for a model from elsewhere."""
         return None if self.config is None else torch_dtype(self.config["train"]["precision"])
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The one beside the weights, or else that of the base."""
+    def tokenizer(self, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+        """The one beside the weights, or else that of the base. `chat_template`: see `use_template`."""
         local = Path(self.adapter) if self.adapter is not None else None
         has_own = local is not None and (local / "tokenizer_config.json").exists()
-        return load_tokenizer(
-            str(local) if has_own else self.weights, key=KEY, trust_remote_code=self.trust_remote_code
-        )
+        how = {"key": KEY, "trust_remote_code": self.trust_remote_code, "chat_template": chat_template}
+        return load_tokenizer(str(local) if has_own else self.weights, **how)
 
     def load(
         self,

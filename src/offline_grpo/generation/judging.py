@@ -32,7 +32,7 @@ class Judgement:
     """The score of one completion. A task's `score` is called at once; if it is async, it is awaited in the background.
 
     Args:
-        text: the completion without special tokens.
+        text: see `TextCodec.judged`.
 
     Raises:
         ScoreError: the task raised. `result` raises it where the score is async, or no score.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from offline_grpo import progress
 from offline_grpo.generation.judging import Judgement, scores_of
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
-from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
 
@@ -53,7 +52,7 @@ def sample_groups(
                 group: list[_Answer] = []
                 waiting.append((index, group))  # so that all are cancelled if this is interrupted
                 for completion in completions:
-                    text = cut_at_stop(codec.decode(completion.token_ids), sampling.stop)
+                    text = codec.judged(completion.token_ids, sampling)
                     group.append(_Answer(completion, text, Judgement(task, problem, text)))
                 if all(answer.judgement.future.done() for answer in group):
                     waiting.pop()

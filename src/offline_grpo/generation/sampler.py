@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     TemperatureLogitsWarper,
@@ -71,7 +72,7 @@ class Draws:
 def filters(sampling: SamplingParams) -> list[LogitsProcessor]:
     """transformers' processors that turn logits into the logits of the sampling distribution, in vLLM's order.
 
-    Greedy decoding takes the most probable token before temperature, top-k and top-p, none of which changes it.
+    Greedy decoding takes the most probable token before temperature, min-p, top-k and top-p, none of which changes it.
     """
     chain: list[LogitsProcessor] = []
     if sampling.repetition_penalty != 1:
@@ -80,6 +81,8 @@ def filters(sampling: SamplingParams) -> list[LogitsProcessor]:
         return chain
     if sampling.temperature != 1:
         chain.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.min_p > 0:
+        chain.append(MinPLogitsWarper(sampling.min_p))
     if sampling.top_k > 0:
         chain.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
@@ -140,8 +143,9 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 class RowEnds(StoppingCriteria):
-    """Marks the rows whose newest token ended them: by a token of `eos_ids`, or a string of `stop` in the text without
-    special tokens. Ends `generate` early once half of its rows have ended, so that they can be dropped.
+    """Marks the rows whose newest token ended them: by a token of `eos_ids`, or a string of `stop` in the text, where
+    special tokens count, as for servers. Ends `generate` early once half of its rows have ended, so that they can be
+    dropped.
     """
 
     def __init__(
@@ -168,5 +172,5 @@ class RowEnds(StoppingCriteria):
     def _spells_stop(self) -> Tensor:
         draws = self._draws
         newest = draws.token_ids[draws.rows, max(0, draws.step - self._window) : draws.step]  # [R, <= window]
-        texts = self._tokenizer.batch_decode(newest, skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode(newest, skip_special_tokens=False)
         return torch.tensor([any(string in text for string in self._stop) for text in texts], device=newest.device)

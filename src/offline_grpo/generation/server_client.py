@@ -78,12 +78,14 @@ class ServerClient(Streaming):
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
 
     def sampler_settings(self, sampling: SamplingParams) -> dict[str, Any]:
-        """Those that all servers call alike. Defaults of a server are none of ours."""
+        """Those that all servers call alike. Defaults of a server are none of ours. Nobody reads its text, in which it
+        looks for stop strings.
+        """
         return {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "min_p": 0.0,
+            "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop),
             "stop_token_ids": self._eos_ids,

@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,6 +28,7 @@ from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import BaseScoring, Scoring
+from offline_grpo.model.text import use_template
 from offline_grpo.settings import ModelConfig
 
 SDPA_HAS_NO = "attn_logit_softcapping"
@@ -72,9 +74,15 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def load_tokenizer(
-    model_id: str, *, key: str = "model.train_id", trust_remote_code: bool = False
+    model_id: str,
+    *,
+    key: str = "model.train_id",
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer saved beside the model; EOS pads where it has no padding token: padding is never trained on."""
+    """The tokenizer saved beside the model; EOS pads where it has no padding token: padding is never trained on.
+    `chat_template`: see `use_template`.
+    """
     fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from into it"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
@@ -84,9 +92,18 @@ def load_tokenizer(
     require(has_words, key, model_id, f"has no tokenizer; {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    use_template(tokenizer, chat_template)
     too_long = "sequence-length-is-longer-than-the-specified-maximum"
     getattr(tokenizer, "deprecation_warnings", {})[too_long] = True  # `check_prompts` says it with problem and fix
     return tokenizer
+
+
+def generation_config_of(model_id: str) -> GenerationConfig | None:
+    """The model's own; None where it has none."""
+    try:
+        return GenerationConfig.from_pretrained(model_id)
+    except OSError:
+        return None
 
 
 def load_policy(
@@ -125,7 +142,8 @@ def load_policy(
     if not shares_weights:
         settle_layout(scoring, layout, device)
         settle_compile(scoring, config.compile, device)
-    return Policy(scoring, load_tokenizer(model_id, trust_remote_code=config.trust_remote_code), compute_device=device)
+    how = {"trust_remote_code": config.trust_remote_code, "chat_template": config.chat_template}
+    return Policy(scoring, load_tokenizer(model_id, **how), compute_device=device)
 
 
 def is_adapted_policy(config: ModelConfig) -> bool:

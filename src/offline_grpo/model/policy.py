@@ -14,10 +14,9 @@ from offline_grpo.model.device import make_current
 from offline_grpo.model.logits import output_embeddings
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.model.scoring import Scoring
-from offline_grpo.model.text import TokenizerCodec
 
 
-class Policy(TokenizerCodec):
+class Policy:
     """The trained model. Its life: loaded, connected to the engine (see `WeightSync.connect`), given masters, trained.
 
     Args:
@@ -32,7 +31,7 @@ class Policy(TokenizerCodec):
     def __init__(
         self, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, *, compute_device: torch.device | None = None
     ) -> None:
-        super().__init__(tokenizer)
+        self.tokenizer = tokenizer
         self.scoring = scoring
         self.compute_device = compute_device or scoring.device
         self.dtype = self.causal_lm.dtype

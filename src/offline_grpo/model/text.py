@@ -2,54 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from offline_grpo.types import Message
+from jinja2 import TemplateError
+
+from offline_grpo.errors import ConfigError, reason_of, require
+from offline_grpo.types import Message, SamplingParams
 
 if TYPE_CHECKING:  # see types.py
     from transformers import GenerationConfig
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+OURS = ("messages", "add_generation_prompt")
+"""Arguments of a chat template that are no setting."""
+
 
 @dataclass(eq=False)
 class TokenizerCodec:
-    """A `TextCodec`. For its methods see the functions."""
+    """A `TextCodec`.
+
+    Args:
+        end_ids: tokens that end a completion, which no text shows.
+        chat_template_kwargs: arguments of the chat template, such as `enable_thinking`.
+        assistant_prefix: begins every answer: the end of each prompt, and the beginning of each text that is judged.
+
+    Raises:
+        ConfigError: arguments that the chat template does not have. `encode` raises it if the template refuses a
+        conversation.
+    """
 
     tokenizer: PreTrainedTokenizerBase
+    end_ids: Collection[int] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    assistant_prefix: str = ""
+
+    def __post_init__(self) -> None:
+        key, given = "model.chat_template_kwargs", self.chat_template_kwargs
+        if not given:
+            return
+        fix = "the model has no chat template; set it to {}, or give one (model.chat_template=FILE)"
+        require(self.tokenizer.chat_template is not None, key, dict(given), fix)
+        words = {*re.findall(r"\w+", self.tokenizer.get_chat_template(tools=given.get("tools")))} - {*OURS}
+        unknown = next((name for name in given if name not in words), None)
+        require(unknown is None, f"{key}.{unknown}", given.get(str(unknown)), "the chat template has no such argument")
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        return encode(self.tokenizer, messages)
+        """See `TextCodec.encode`. Without a chat template, the contents, line by line."""
+        return self.tokenizer.encode(self.rendered(messages), add_special_tokens=self.tokenizer.chat_template is None)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return decode(self.tokenizer, token_ids)
+    def rendered(self, messages: Sequence[Message]) -> str:
+        """The text that `encode` makes tokens of."""
+        if self.tokenizer.chat_template is None:
+            return "\n".join(message["content"] for message in messages) + self.assistant_prefix
+        try:
+            return self._apply(messages, as_parts=self._takes_parts) + self.assistant_prefix
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            about = f"the model's chat template refuses messages of {roles}: {reason_of(error)}"
+            fix = "take another template (model.chat_template=FILE)"
+            fix = f"set task.system_prompt=null, or {fix}" if messages[0]["role"] == "system" else fix
+            raise ConfigError(f"{about}; {fix}") from error
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template leaves out contents that are plain text, as some of models with images do."""
+        probe = [{"role": "user", "content": "Hello"}]
+        return "Hello" not in self._apply(probe) and "Hello" in self._apply(probe, as_parts=True)
+
+    def _apply(self, messages: Sequence[Message], *, as_parts: bool = False) -> str:
+        conversation: list[Any] = [dict(message) for message in messages]
+        if as_parts:
+            conversation = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in conversation]
+        given = self.chat_template_kwargs
+        text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **given)
+        assert isinstance(text, str)
+        return text
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """See `TextCodec.decode`."""
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        assert isinstance(text, str)
+        return text
+
+    def judged(self, token_ids: Sequence[int], sampling: SamplingParams) -> str:
+        """See `TextCodec.judged`."""
+        ids, skips = list(token_ids), sampling.skip_special_tokens
+        if not skips and ids and ids[-1] in self.end_ids:
+            ids.pop()
+        # after the prefix's tokens, because some decoders drop a blank at the start
+        before = self.tokenizer.encode(self.assistant_prefix, add_special_tokens=False) if self.assistant_prefix else []
+        text = self.decode(before + ids, skip_special_tokens=skips)
+        text = text.removeprefix(self.decode(before, skip_special_tokens=skips))
+        return self.assistant_prefix + cut_at_stop(text, sampling.stop, keeps_it=sampling.include_stop_str_in_output)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, ready for the answer; without a chat template, of the contents, line by line."""
-    if tokenizer.chat_template is None:
-        return tokenizer.encode("\n".join(message["content"] for message in messages))
-    conversation = [dict(message) for message in messages]
-    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    assert isinstance(text, str)
-    return tokenizer.encode(text, add_special_tokens=False)
+def use_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> None:
+    """Give the tokenizer the chat template in a file; None leaves it its own. Raises ConfigError for no such file."""
+    if file is not None:
+        path = Path(file).expanduser()
+        require(path.is_file(), "model.chat_template", file, "no such file; null takes the model's own template")
+        tokenizer.chat_template = path.read_text()
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """Text without special tokens: what a task may see."""
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
-    assert isinstance(text, str)
-    return text
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of the `stop` strings.
+def cut_at_stop(text: str, stop: Sequence[str], *, keeps_it: bool = False) -> str:
+    """The text before the first of the `stop` strings, or with it.
 
     Example: `cut_at_stop("4\\n\\nQ: 2+3", ("Q:", "\\n\\n"))` is `"4"`.
     """
-    found = [position for position in map(text.find, stop) if position >= 0]
-    return text[: min(found)] if found else text
+    found = [(begin, begin + len(string)) for string in stop if (begin := text.find(string)) >= 0]
+    return text[: min(found)[keeps_it]] if found else text
 
 
 def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -35,7 +35,7 @@ from offline_grpo import progress
 from offline_grpo.disk import OwnFolder, remove_left_behind
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
-from offline_grpo.model.text import encode
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.types import Problem, Split
 
 SCRATCH = ".tiny-"
@@ -130,7 +130,8 @@ def _build(settings: TinyModel, problems: Sequence[Problem], folder: Path, show_
     context = settings.max_position_embeddings
     tokenizer = build_char_tokenizer(context)
     # prompt, answer, the digit that a wrong answer may have more, and EOS
-    lengths = {p.problem_id: len(encode(tokenizer, p.messages)) + len(p.answer) + 2 for p in problems}
+    codec = TokenizerCodec(tokenizer)
+    lengths = {p.problem_id: len(codec.encode(p.messages)) + len(p.answer) + 2 for p in problems}
     name = max(lengths, key=lengths.__getitem__)
     fix = f"problem {name} has {lengths[name]} tokens with its answer; use {lengths[name]} or more, or leave it out"
     require(lengths[name] <= context, "model.tiny.max_position_embeddings", context, fix)
@@ -184,7 +185,8 @@ def _warm_start(
 ) -> None:
     """Train in place. `noise_frac` of the answers are wrong in the last 40% of the steps, and none before."""
     steps, lr = settings.warm_start_steps, settings.warm_start_lr
-    prompt_ids = {problem.problem_id: encode(tokenizer, problem.messages) for problem in problems}
+    codec = TokenizerCodec(tokenizer)
+    prompt_ids = {problem.problem_id: codec.encode(problem.messages) for problem in problems}
     clean = demonstrations(problems, noise_frac=0.0, seed=settings.seed)
     noisy = demonstrations(problems, noise_frac=settings.noise_frac, seed=settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)

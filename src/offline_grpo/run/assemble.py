@@ -15,7 +15,8 @@ from offline_grpo.checkpoint.files import TrainerState, check_model_folder
 from offline_grpo.engine.server import next_to_start
 from offline_grpo.errors import require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source
+from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source, TextCodec
+from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.layouts import layouts_for
@@ -31,7 +32,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import fresh_schedule
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.plan import Plan, Start
-from offline_grpo.run.prompts import check_model
+from offline_grpo.run.prompts import check_model, codec_of
 from offline_grpo.run.serving import (
     check_found_servers,
     deployments,
@@ -110,7 +111,8 @@ def assemble(
     public = redacted(start.plain)
     about = {key: value for key, value in public.items() if key not in WITHOUT_EFFECT}
     origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
-    source = _source(plan, policy, training.client, updater, folder, origin)
+    codec = codec_of(config, policy.tokenizer, policy.causal_lm.generation_config)
+    source = _source(plan, policy, codec, training.client, updater, folder, origin)
     stack.callback(source.close)
     milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     checkpointer = Checkpointer(
@@ -128,6 +130,7 @@ def assemble(
         recorder = Recorder(folder, origin, lambda: (updater.counters.version, policy.trained_here()))
         stack.callback(recorder.close)
         listeners = [recorder, *listeners]
+    listeners = [*listeners, FirstLook(codec.tokenizer, codec.end_ids)]
     last, save_interval = config.train.iterations - 1, config.checkpoint.save_interval
     loop = Loop(
         policy=policy,
@@ -137,7 +140,7 @@ def assemble(
         config=config.train,
         deployment=training,
         push_interval=plan.weight_sync.interval,
-        evaluation=_evaluation(plan, policy, evaluation, ranks) if config.eval.enabled else None,
+        evaluation=_evaluation(plan, codec, evaluation, ranks) if config.eval.enabled else None,
         checkpointer=checkpointer if config.checkpoint.enabled else None,
         save_due=lambda i: i == last or (save_interval > 0 and (i + 1) % save_interval == 0),
         listeners=listeners,
@@ -221,7 +224,13 @@ def make_updater(
 
 
 def _source(
-    plan: Plan, policy: Policy, client: RolloutClient, updater: Updater, run_folder: Path, origin: Origin
+    plan: Plan,
+    policy: Policy,
+    codec: TextCodec,
+    client: RolloutClient,
+    updater: Updater,
+    run_folder: Path,
+    origin: Origin,
 ) -> Source:
     """The component of the group `rollouts`, connected to the client that it samples from. `problems` is left out for a
     source that needs none.
@@ -229,7 +238,7 @@ def _source(
     runtime = {
         "client": client,
         "task": plan.data.task,
-        "codec": policy,
+        "codec": codec,
         "vocab_size": policy.vocab_size,
         "context": context_length(policy.causal_lm.config),
         "sampling": plan.sampling,
@@ -246,14 +255,14 @@ def _source(
     return build(source_node(plan.config), key="rollouts", protocol=Source, **runtime)
 
 
-def _evaluation(plan: Plan, policy: Policy, deployment: Deployment, ranks: Ranks) -> Evaluation:
+def _evaluation(plan: Plan, codec: TextCodec, deployment: Deployment, ranks: Ranks) -> Evaluation:
     """The evaluator of held-out problems, which asks `deployment`, and when it does."""
     settings, last = plan.config.eval, plan.config.train.iterations - 1
     evaluator = PassAtKEvaluator.of(
         settings,
         task=plan.data.task,
         problems=plan.data.held_out,
-        codec=policy,
+        codec=codec,
         sampling=plan.eval_sampling,
         rank=ranks.rank,
         world_size=ranks.world_size,

@@ -15,7 +15,6 @@ import numpy as np
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import open_dict
 from safetensors import safe_open
-from transformers import GenerationConfig
 from transformers.utils.hub import cached_file
 
 from offline_grpo import progress
@@ -29,15 +28,17 @@ from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.records import recording
 from offline_grpo.interfaces import RolloutClient, Task
+from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.model.device import resolve_device, torch_dtype
-from offline_grpo.model.load import read_model_config
-from offline_grpo.model.text import TokenizerCodec, end_ids
+from offline_grpo.model.load import generation_config_of, read_model_config
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run import config as conf
 from offline_grpo.run.build import build
 from offline_grpo.run.config import key_of
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
 from offline_grpo.run.plan import evaluation_sampling
+from offline_grpo.run.prompts import codec_of
 from offline_grpo.run.resume import search_path
 from offline_grpo.run.task_data import build_task, held_out_problems, isolated
 from offline_grpo.seeding import derive_seed
@@ -216,6 +217,7 @@ def _evaluate(
             groups[index] = group
             record(index, group)
     ordered = [groups[index] for index in range(len(groups))]
+    FirstLook(codec.tokenizer, codec.end_ids).rollouts("eval", ordered, advantages=None, iteration=-1)
     results.metrics[key] = {**evaluator.metrics(ordered, cycle=CYCLE), **score_metrics(ordered)}
     results.num_correct[key] = np.array([sum(r.score.is_correct for r in group.rollouts) for group in ordered])
     first = next(iter(results.num_correct))[0]
@@ -230,7 +232,9 @@ def _served(
     source: ModelSource, chosen: EvaluationSet, spec: EngineSpec, out: Path
 ) -> Iterator[tuple[RolloutClient, TokenizerCodec]]:
     """A client that samples from the model: in this process, or from a server that is started with it."""
-    tokenizer, config = source.tokenizer(), chosen.config
+    config = chosen.config
+    tokenizer = source.tokenizer(config.model.chat_template)
+    codec = codec_of(config, tokenizer, generation_config_of(source.weights))
     with ExitStack() as stack:
         runtime: dict[str, Any] = {"tokenizer": tokenizer, "server": None}
         place = source.weights
@@ -240,7 +244,7 @@ def _served(
             if source.adapter is not None:
                 place = str(stack.enter_context(OwnFolder(out, ".merged_")) / "model")
                 export_model(source, Path(place), merge=True, dtype=None, card="")
-            runtime["eos_ids"] = end_ids(_generation_config(source.weights), tokenizer)
+            runtime["eos_ids"] = codec.end_ids
             model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
             runtime["vocab_size"] = model_config.get_text_config().vocab_size
         else:
@@ -256,14 +260,7 @@ def _served(
         engine.start(place, {})
         if engine.found_at is not None:
             check_served_model(source, engine)
-        yield client, TokenizerCodec(tokenizer)
-
-
-def _generation_config(model: str) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(model)
-    except OSError:
-        return None  # a model without one
+        yield client, codec
 
 
 def check_served_model(source: ModelSource, engine: Engine) -> None:

@@ -175,7 +175,7 @@ def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str
         fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0"
         require(sampling.temperature > 0, "generation.temperature", 0, fix)
         why = "training on filtered samples biases the policy ratio"
-        for name, off in (("top_p", 1), ("top_k", 0), ("repetition_penalty", 1)):
+        for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
             fix = f"set it to {off}, or say that you mean it with generation.allow_truncated_sampling=true"
             require(getattr(sampling, name) == off, f"generation.{name}", getattr(sampling, name), f"{why}; {fix}")
     client = {name: value for name, value in node.items() if name not in (*names, "allow_truncated_sampling")}
@@ -190,6 +190,7 @@ def _sampling(values: dict[str, Any], key: str) -> SamplingParams:
         ("temperature", sampling.temperature >= 0, "must be 0 (greedy) or more"),
         ("top_p", 0 < sampling.top_p <= 1, "a probability in (0, 1]; 1 switches it off"),
         ("top_k", sampling.top_k >= 0, "must be 0 (off) or more"),
+        ("min_p", 0 <= sampling.min_p <= 1, "a share of the largest probability, in [0, 1]; 0 switches it off"),
         ("repetition_penalty", sampling.repetition_penalty > 0, "must be above 0; 1 switches it off"),
         ("stop", "" not in sampling.stop, "an empty string is in every text; leave it out"),
     ):

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import logging
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.load import context_length, load_tokenizer, read_model_config
-from offline_grpo.model.text import encode
+from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.run.plan import Plan
+from offline_grpo.run.task_data import PREFIX
+from offline_grpo.settings import RunConfig
 
 MAX_LOOKED_AT = 10_000
 """Of more problems, so many: a client checks every prompt again when it is sampled."""
 
 log = logging.getLogger(__name__)
+
+
+def codec_of(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+) -> TokenizerCodec:
+    """What turns a run's conversations into tokens, and completions into what its task judges."""
+    kwargs, prefix = config.model.chat_template_kwargs or {}, config.task.get(PREFIX) or ""
+    return TokenizerCodec(tokenizer, end_ids(generation_config, tokenizer), kwargs, prefix)
 
 
 def check_model(plan: Plan, model_id: str) -> tuple[int, int]:
@@ -25,16 +35,15 @@ def check_model(plan: Plan, model_id: str) -> tuple[int, int]:
     if plan.loss.kl_coef > 0 and config.ref_id is not None:
         read_model_config(config.ref_id, "model.ref_id", trust_remote_code=config.trust_remote_code)
     model_config = read_model_config(model_id, "model.train_id", trust_remote_code=config.trust_remote_code)
-    tokenizer = load_tokenizer(model_id, trust_remote_code=config.trust_remote_code)
+    how = {"trust_remote_code": config.trust_remote_code, "chat_template": config.chat_template}
+    tokenizer = load_tokenizer(model_id, **how)
     if tokenizer.chat_template is None:
         without = "has no chat template, so a prompt is the plain contents of its messages, line by line"
         log.warning("model.train_id=%s: %s", model_id, without)
-    return check_prompts(plan, model_id, tokenizer, model_config)
+    return check_prompts(plan, model_id, codec_of(plan.config, tokenizer), model_config)
 
 
-def check_prompts(
-    plan: Plan, model_id: str, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
-) -> tuple[int, int]:
+def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config: PretrainedConfig) -> tuple[int, int]:
     """How many tokens the shortest and the longest prompt of training and evaluation have. Of a source that limits
     prompt and completion: 0 and what the limit leaves.
 
@@ -50,14 +59,14 @@ def check_prompts(
         ("generation.max_new_tokens", plan.data.train or [], plan.sampling.max_new_tokens),
         ("eval.max_new_tokens", plan.data.held_out, plan.eval_sampling.max_new_tokens),
     ):
-        prompts = [encode(tokenizer, problem.messages) for problem in problems[:MAX_LOOKED_AT]]
+        prompts = [codec.encode(problem.messages) for problem in problems[:MAX_LOOKED_AT]]
         for problem, prompt in zip(problems, prompts, strict=False):
             largest = max(prompt, default=0)
             fix = (
                 f"its tokenizer gives token {largest} for problem {problem.problem_id}, and the model has {vocab_size}"
             )
             require(largest < vocab_size, "model.train_id", model_id, f"{fix} tokens; take another copy of it")
-            if tokenizer.unk_token_id in prompt:
+            if codec.tokenizer.unk_token_id in prompt:
                 unreadable.append(problem.messages[-1]["content"])
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths, default=0)

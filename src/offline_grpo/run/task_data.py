@@ -24,6 +24,8 @@ SOURCE_RUNTIME = (
 )
 """Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
 
+PREFIX = "assistant_prefix"
+"""In the group `task`; the run acts on it, whatever the task."""
 MAX_PROBLEMS = 1_000_000
 ENDLESS_TASK_PROBLEMS = 10_000
 """What `data.num_train_seeds: null` means for a task that makes problems from seeds without end."""
@@ -48,11 +50,15 @@ class TaskData:
 
 def build_task(node: Any, key: str = "task") -> Task:
     """The task of a node; the nodes under `tasks`, which a mixture has, are built first."""
+    node = {name: value for name, value in node.items() if name != PREFIX} if isinstance(node, Mapping) else node
     tasks = node.get("tasks") if isinstance(node, Mapping) else None
     if not isinstance(tasks, Mapping):
         return build(node, key=key, protocol=Task)
     built = {}
     for name, each in tasks.items():
+        own = each.get(PREFIX) if isinstance(each, Mapping) else None
+        fix = f"a mixture has one for all of its tasks; set task.{PREFIX}"
+        require(own is None, f"task.tasks.{name}.{PREFIX}", own, fix)
         with of_task(name):
             built[name] = build_task(each)
     return build({**node, "tasks": built}, key=key, protocol=Task)

@@ -26,13 +26,15 @@ from pydantic import Field
 from tenacity import RetryError
 
 from offline_grpo.generation.judging import Judgement
-from offline_grpo.model.text import TokenizerCodec, cut_at_stop
+from offline_grpo.model.load import generation_config_of
+from offline_grpo.model.text import use_template
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.run import config as conf
+from offline_grpo.run.prompts import codec_of
 from offline_grpo.run.task_data import build_task, held_out_problems, isolated, train_problems, without_held_out
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
-from offline_grpo.types import Problem, Score
+from offline_grpo.types import Problem, SamplingParams, Score
 
 IGNORED = -100
 """The mask of a token that the model did not write."""
@@ -79,7 +81,6 @@ class TaskEnvironment(BaseEnv):
         servers = [server.model_copy(update={**common, "api_key": server.api_key or key}) for server in server_configs]
         super().__init__(config, servers, slurm, testing)
         self.config: TaskConfig = config
-        self._codec = TokenizerCodec(self.tokenizer)
         self._server_urls = [server.base_url or "" for server in servers]
         self._position = -1  # not known yet
         self._scores: list[Score] = []
@@ -111,6 +112,11 @@ class TaskEnvironment(BaseEnv):
     async def setup(self) -> None:
         """Build the task and choose its problems, as a run does."""
         self._run = run = run_config(self.config.task, self.config.task_overrides)
+        use_template(self.tokenizer, run.model.chat_template)
+        self._codec = codec_of(run, self.tokenizer, generation_config_of(str(self.config.tokenizer_name)))
+        names = ("include_stop_str_in_output", "skip_special_tokens")
+        how = {name: run.generation[name] for name in names if name in run.generation}
+        self._sampling = SamplingParams(self.config.max_token_length, stop=tuple(self.config.stop), **how)
         self._task = isolated(build_task(run.task), run, None, ExitStack())  # its processes end with this one
         self._held_out = held_out_problems(self._task, run)
         self._problems = without_held_out(train_problems(self._task, run), self._task, self._held_out)
@@ -198,7 +204,7 @@ class TaskEnvironment(BaseEnv):
         return prompt, outputs, logprobs
 
     async def _judge(self, problem: Problem, token_ids: Sequence[int]) -> Score:
-        judgement = Judgement(self._task, problem, cut_at_stop(self._codec.decode(token_ids), self.config.stop))
+        judgement = Judgement(self._task, problem, self._codec.judged(token_ids, self._sampling))
         return judgement.result() if judgement.future.done() else await asyncio.to_thread(judgement.result)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Evaluator
+from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import (
     Completion,
     CompletionStream,
@@ -71,6 +72,9 @@ class Characters:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in token_ids if token != EOS)
+
+    def judged(self, token_ids: Sequence[int], sampling: SamplingParams) -> str:
+        return cut_at_stop(self.decode(token_ids), sampling.stop)
 
 
 def evaluator(**changes: object) -> PassAtKEvaluator:

@@ -9,11 +9,10 @@ from factories import make_completion
 
 from offline_grpo.errors import EngineError
 from offline_grpo.generation.sample import sample_groups, sample_in_order
-from offline_grpo.model.text import decode, encode
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import (
     CompletionStream,
-    Message,
     Problem,
     SamplingParams,
     SamplingRequest,
@@ -23,19 +22,10 @@ from offline_grpo.types import (
 )
 
 TOKENIZER = build_char_tokenizer(64)
+CODEC = TokenizerCodec(TOKENIZER)
 EOS = TOKENIZER.eos_token_id
 PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": f"{i}="},), answer=str(i)) for i in range(3)]
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7, stop=("#",))
-
-
-class Characters:
-    """The tiny model's codec."""
-
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        return encode(TOKENIZER, messages)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return decode(TOKENIZER, token_ids)
 
 
 class Listening:
@@ -83,7 +73,7 @@ DRAWS = [(problem, seed) for seed, problem in enumerate(PROBLEMS)]
 def test_the_task_sees_text_without_eos_and_what_follows_a_stop_string() -> None:
     """A reward for an exact answer would otherwise depend on how the model spells its end."""
     task = Listening()
-    groups = sample_in_order(Reversed(), task, Characters(), DRAWS, SAMPLING, group_size=2)
+    groups = sample_in_order(Reversed(), task, CODEC, DRAWS, SAMPLING, group_size=2)
     assert task.seen == [("p2", "2")] * 2 + [("p1", "1")] * 2 + [("p0", "0")] * 2
     rollout = groups[1].rollouts[0]
     assert rollout.token_ids[-1] == EOS, "the tokens keep it: its probability is trained"
@@ -92,7 +82,7 @@ def test_the_task_sees_text_without_eos_and_what_follows_a_stop_string() -> None
 
 def test_a_group_is_scored_before_the_others_are_there() -> None:
     task, client = Listening(), Reversed()
-    groups = sample_groups(client, task, Characters(), DRAWS, SAMPLING, group_size=1)
+    groups = sample_groups(client, task, CODEC, DRAWS, SAMPLING, group_size=1)
     assert next(groups)[0] == 2
     assert task.seen == [("p2", "2")]
     groups.close()  # type: ignore[attr-defined]  # a generator
@@ -102,7 +92,7 @@ def test_a_group_is_scored_before_the_others_are_there() -> None:
 def test_a_failure_of_the_engine_is_raised_where_it_happens() -> None:
     client = Reversed(fails_at=1)
     with pytest.raises(EngineError, match="broken"):
-        sample_in_order(client, Listening(), Characters(), DRAWS, SAMPLING, group_size=1)
+        sample_in_order(client, Listening(), CODEC, DRAWS, SAMPLING, group_size=1)
     assert client.is_closed
 
 
@@ -116,6 +106,6 @@ def test_a_score_that_fails_is_no_better_than_the_worst_of_its_group(others: Seq
             number = len(self.seen) - 1
             return Score(others[number], False, {}) if number < len(others) else Score(0.0, False, {}, "timeout")
 
-    [group] = sample_in_order(Reversed(), Failing(), Characters(), DRAWS[:1], SAMPLING, group_size=len(others) + 1)
+    [group] = sample_in_order(Reversed(), Failing(), CODEC, DRAWS[:1], SAMPLING, group_size=len(others) + 1)
     assert [rollout.score.reward for rollout in group.rollouts] == [*others, expected]
     assert group.rollouts[-1].score.failure == "timeout"

@@ -50,7 +50,7 @@ class Codec:
     def encode(self, messages):
         return [1]
 
-    def decode(self, token_ids):
+    def judged(self, token_ids, sampling):
         return "".join(map(str, token_ids))
 
 

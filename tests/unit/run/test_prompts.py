@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run.prompts import check_prompts
 from offline_grpo.types import Problem, SamplingParams
@@ -29,7 +30,7 @@ def lengths(
     )
     text = SimpleNamespace(max_position_embeddings=context, vocab_size=vocab_size or len(TOKENIZER))
     model_config: Any = SimpleNamespace(get_text_config=lambda: text)
-    return check_prompts(plan, "a/model", TOKENIZER, model_config)
+    return check_prompts(plan, "a/model", TokenizerCodec(TOKENIZER), model_config)
 
 
 def test_the_shortest_and_the_longest_prompt_are_found() -> None:

@@ -7,8 +7,8 @@ import sys
 import pytest
 from factories import compose_config
 
-from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
+from offline_grpo.run.task_data import build_task
 from offline_grpo.task.answers import is_same_latex, is_same_number, is_same_value, last_boxed, last_number
 from offline_grpo.task.dataset import is_right
 from offline_grpo.types import Problem
@@ -61,7 +61,7 @@ def test_dates_scores_and_telephone_numbers_are_text(reference, answer):
 
 @pytest.fixture(scope="module")
 def gsm8k():
-    return build(as_plain(compose_config("task=gsm8k", "task.path=unused/unused").task), key="task")
+    return build_task(as_plain(compose_config("task=gsm8k", "task.path=unused/unused").task))
 
 
 EQUAL = [

@@ -6,15 +6,14 @@ from fractions import Fraction
 import pytest
 from factories import compose_config
 
-from offline_grpo.interfaces import Task
-from offline_grpo.run.build import build
 from offline_grpo.run.config import typed
+from offline_grpo.run.task_data import build_task
 from offline_grpo.task.countdown import evaluate
 from offline_grpo.types import Problem, Split
 
 
 def make(*overrides):
-    return build(typed(compose_config("task=countdown", *overrides)).task, key="task", protocol=Task)
+    return build_task(typed(compose_config("task=countdown", *overrides)).task)
 
 
 @pytest.fixture(scope="module")

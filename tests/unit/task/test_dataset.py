@@ -15,10 +15,9 @@ import pytest
 from factories import compose_config
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_data
-from offline_grpo.run.task_data import task_data
+from offline_grpo.run.task_data import build_task, task_data
 from offline_grpo.types import Split
 
 ROWS = [{"prompt": f"What is {i} + {i}?", "answer": 2 * i, "level": i % 3} for i in range(40)]
@@ -26,7 +25,7 @@ ROWS = [{"prompt": f"What is {i} + {i}?", "answer": 2 * i, "level": i % 3} for i
 
 def make(path, **settings):
     node = as_plain(compose_config("task=dataset", f"task.path='{path}'").task)
-    return build({**node, **settings}, key="task")
+    return build_task({**node, **settings})
 
 
 def answers(task, split=Split.TRAIN):

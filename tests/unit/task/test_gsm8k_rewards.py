@@ -3,8 +3,8 @@
 import pytest
 from factories import compose_config
 
-from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
+from offline_grpo.run.task_data import build_task
 from offline_grpo.types import Problem
 
 PROBLEM = Problem("train-0", ({"role": "user", "content": "?"},), "6 times 12 is 72.\n#### 72")
@@ -23,7 +23,7 @@ PROBLEM = Problem("train-0", ({"role": "user", "content": "?"},), "6 times 12 is
 )
 def test_rewards_of_other_trainers(name, text, reward):
     node = as_plain(compose_config("task=gsm8k", f"task.reward=offline_grpo.task.gsm8k:{name}").task)
-    score = build(node, key="task").score(PROBLEM, text)
+    score = build_task(node).score(PROBLEM, text)
     assert (score.reward, score.is_correct, dict(score.parts)) == (reward, reward == 1.0, {name: reward})
 
 
@@ -45,7 +45,7 @@ def test_grails_reward_is_a_sum_of_weighted_parts(text, parts, is_correct):
     node = as_plain(
         compose_config("task=gsm8k", "task.reward=offline_grpo.task.gsm8k:weighted", "task.correct_threshold=0.6").task
     )
-    score = build(node, key="task").score(PROBLEM, text)
+    score = build_task(node).score(PROBLEM, text)
     names = ("correctness", "strict_format", "thinking", "answer", "no_trailing")
     assert dict(score.parts) == pytest.approx(
         {f"weighted/{name}": part for name, part in zip(names, parts, strict=True)}

@@ -7,8 +7,8 @@ import pytest
 from factories import compose_config
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain
+from offline_grpo.run.task_data import build_task
 from offline_grpo.task.instructions import CHECKS, follows
 from offline_grpo.types import Problem, Split
 
@@ -90,7 +90,7 @@ OTHERS = {
 
 
 def make(option="ifeval_sample", **settings):
-    return build(as_plain(compose_config(f"task={option}").task) | settings, key="task")
+    return build_task(as_plain(compose_config(f"task={option}").task) | settings)
 
 
 def test_texts_that_follow_an_instruction_and_texts_that_do_not():

@@ -9,10 +9,8 @@ from factories import compose_config
 from math_verify import parse, verify
 
 from offline_grpo.generation.judging import Judgement
-from offline_grpo.interfaces import Task
-from offline_grpo.run.build import build
 from offline_grpo.run.config import typed
-from offline_grpo.run.task_data import isolated
+from offline_grpo.run.task_data import build_task, isolated
 from offline_grpo.task.answers import reference_answer
 from offline_grpo.types import Problem
 
@@ -28,7 +26,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def task(config):
-    return build(config.task, key="task", protocol=Task)
+    return build_task(config.task)
 
 
 def test_the_answers_of_the_packaged_problems_are_what_sympy_computes(pytestconfig):

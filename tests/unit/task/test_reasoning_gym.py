@@ -7,17 +7,15 @@ import pytest
 from factories import compose_config
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import Task
-from offline_grpo.run.build import build
 from offline_grpo.run.config import typed
-from offline_grpo.run.task_data import task_data
+from offline_grpo.run.task_data import build_task, task_data
 from offline_grpo.types import Split
 
 HOSTILE = ["no answer", *(f"<answer>{text}</answer>" for text in ("", "\0\ud800", "[[1,2],[", "9" * 5000))]
 
 
 def make(*overrides):
-    return build(typed(compose_config("task=reasoning_gym", *overrides)).task, key="task", protocol=Task)
+    return build_task(typed(compose_config("task=reasoning_gym", *overrides)).task)
 
 
 def check_generator(name):

@@ -1,0 +1,62 @@
+"""What a run shows once: its first prompt and completion as the model reads and writes them, and special tokens that
+its rewards do not see."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from itertools import compress
+from textwrap import indent, wrap
+
+from transformers import PreTrainedTokenizerBase
+
+from offline_grpo.interfaces import RunListener
+from offline_grpo.logger.samples import visible
+from offline_grpo.types import Rollout, RolloutGroup
+
+WIDTH = 76
+
+log = logging.getLogger(__name__)
+
+
+class FirstLook(RunListener):
+    """Most mistakes in templates, special tokens and ends show in one prompt and one completion.
+
+    Args:
+        end_ids: tokens that end a completion: no reward needs to see them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = {*added, *tokenizer.all_special_ids} - {*end_ids}
+        self._has_shown = self._has_told = False
+
+    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: object, iteration: int) -> None:
+        if groups and not self._has_shown:
+            self._has_shown = True
+            self._show(groups[0].rollouts[0])
+        # of groups without a problem, others have made the rewards
+        rollouts = [rollout for group in groups if group.problem is not None for rollout in group.rollouts]
+        hidden = set() if self._has_told else {token for rollout in rollouts for token in self._hidden(rollout)}
+        if hidden:
+            self._has_told = True
+            names = ", ".join(sorted(map(repr, hidden)))
+            fix = "generation.skip_special_tokens=false shows them to it"
+            log.warning("special tokens that the model writes and the reward does not see: %s; %s", names, fix)
+
+    def _show(self, rollout: Rollout) -> None:
+        prompt_length = rollout.is_sampled.index(True) if True in rollout.is_sampled else len(rollout.token_ids)
+        prompt, rest = rollout.token_ids[:prompt_length], rollout.token_ids[prompt_length:]
+        log.info("the first prompt, as the model reads it (%d tokens):\n%s", len(prompt), self._raw(prompt))
+        about = f"{len(rest)} tokens, reward {rollout.score.reward:.3g}"
+        log.info("and its first completion, as the model wrote it (%s):\n%s", about, self._raw(rest))
+
+    def _raw(self, token_ids: Sequence[int]) -> str:
+        """With special tokens, folded."""
+        text = visible(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return indent("\n".join(wrap(text, WIDTH, drop_whitespace=False)), "  ")
+
+    def _hidden(self, rollout: Rollout) -> set[str]:
+        sampled = self._special.intersection(compress(rollout.token_ids, rollout.is_sampled))
+        return {text for text in map(self._tokenizer.decode, sampled) if text not in rollout.text}
