@@ -83,6 +83,7 @@ class DataConfig:
     rollouts_per_problem: int
     train_seed_start: int
     num_train_seeds: int | None
+    max_prompt_tokens: int | None
     shuffle: bool
     resample_zero_signal: bool
     max_resamples: int
@@ -94,8 +95,9 @@ class DataConfig:
         fix = "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more"
         check(self, "data.rollouts_per_problem", self.rollouts_per_problem > 1, fix)
         check(self, "data.train_seed_start", self.train_seed_start >= 0, "must be 0 or more")
-        is_count = self.num_train_seeds is None or self.num_train_seeds > 0
-        check(self, "data.num_train_seeds", is_count, "null or at least 1")
+        for name in ("num_train_seeds", "max_prompt_tokens"):
+            value = getattr(self, name)
+            check(self, f"data.{name}", value is None or value > 0, "null or at least 1")
 
 
 @dataclass
@@ -225,9 +227,6 @@ class EvalConfig:
         fix = "must be null (push the policy) or none (send no weights)"
         check(self, "eval.weight_sync", self.weight_sync in (None, "none"), fix)
         check(self, "eval.location", self.location in ("memory", "disk"), "must be one of memory, disk")
-        draws = self.do_sample and self.temperature != 0
-        fix = "greedy decoding draws one completion over and over; use eval.replicates=1 eval.ks=[1]"
-        check(self, "eval.replicates", self.replicates == 1 or draws, fix)
         check(self, "eval.ks", min(self.ks, default=0) > 0, "name at least one k, and none below 1")
         fix = f"pass@k needs at least k replicates and eval.replicates={self.replicates}; raise it or lower k"
         check(self, "eval.ks", max(self.ks) <= self.replicates, fix)

@@ -139,7 +139,10 @@ def test_a_stock_server_is_refused_before_a_model_is_loaded(
     ) as refused:
         run(tmp_path / "run", model_folder, *at(stock.base_url), *overrides)
     command = str(refused.value).partition("Start one that has it: ")[2]
-    assert f"python -m offline_grpo.engine.serve {model_folder} --dtype float32" in command
+    assert (
+        f"python -m offline_grpo.engine.serve {model_folder} --port {stock.base_url.rpartition(':')[2]} --dtype float32"
+        in command
+    )
     assert "--enable-lora --max-lora-rank 16" in command
     assert not (tmp_path / "run").exists()
 

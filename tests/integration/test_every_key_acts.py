@@ -136,6 +136,9 @@ RUNS: dict[str, Acts] = {
     "data.num_train_seeds": Acts(
         "data.num_train_seeds=4", lambda run: len({str(p) for group in prompts(run) for p in group}), to=4
     ),
+    "data.max_prompt_tokens": Acts(
+        "data.max_prompt_tokens=5", lambda run: {len(p) for group in prompts(run) for p in group}, to={5}
+    ),
     "data.shuffle": Acts("data.shuffle=false", prompts),
     "rollouts.record": Acts("rollouts.record=false", recorded, to=set(), keeps=weights),
     "data.soft_overlong_tokens": Acts("data.soft_overlong_tokens=7", metric("reward/overlong"), keeps=prompts),

@@ -24,6 +24,8 @@ from offline_grpo.errors import ConfigError, GrpoError, require
 
 KEY_VARIABLE = "VLLM_API_KEY"
 POLL_S = 1.0
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Option of vLLM -> `train.precision`."""
 EPILOG = f"""
 Any other option of vLLM may follow, such as --max-num-seqs 64. A key is read from --api-key-file or the variable
 {KEY_VARIABLE}: other users can read command lines. The server has POST /generate, /v1, and what weight sync needs.
@@ -72,7 +74,7 @@ def run(words: Sequence[str] | None = None) -> None:
     server = Server(launcher=launcher(options, others, key, port), log_dir=options.log_dir / f"serve_{port}")
     try:
         server.start(options.model)
-        print("\n".join(how_to_use(options.model, server)), flush=True)
+        print("\n".join(how_to_use(options.model, options.dtype, server)), flush=True)
         while True:
             server.check_alive()
             time.sleep(POLL_S)
@@ -129,15 +131,16 @@ def read_key(file: Path | None) -> str | None:
     return key
 
 
-def how_to_use(model: str, server: Server) -> list[str]:
+def how_to_use(model: str, dtype: str, server: Server) -> list[str]:
     """What a trainer and an environment must be told."""
+    precision = f" train.precision={PRECISIONS[dtype]}" if dtype in PRECISIONS else ""
     key = " generation.api_key=KEY", " --openai.api_key KEY"
     for_trainer, for_environment = key if server.api_key is not None else ("", "")
     return [
         f"{model} is served at {server.base_url}",
         *(["  without a key: any user of this machine can call it"] if server.api_key is None else []),
         "  trainer:",
-        f"    generation=vllm_server generation.base_url={server.base_url}{for_trainer}",
+        f"    generation=vllm_server generation.base_url={server.base_url}{precision}{for_trainer}",
         "  environment:",
         f"    --openai.server_type vllm --openai.base_url {server.base_url}/v1{for_environment}",
         "Ctrl-C ends it.",

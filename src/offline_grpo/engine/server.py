@@ -144,8 +144,7 @@ class Server:
             try:
                 self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
             except EngineError as error:
-                fix = f"`python -m offline_grpo.engine.serve {model}` starts a vLLM server"
-                raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error}); {fix}") from error
+                raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error})") from error
             return
         self.begin(model, args=args)
         self._wait_until(self.api.is_healthy)

@@ -34,6 +34,7 @@ from offline_grpo.run.signals import StopSignal
 
 if TYPE_CHECKING:
     from offline_grpo.model.policy import Policy
+    from offline_grpo.run.task_data import TaskData
 
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 """In a RuntimeError of CUDA, cuBLAS, or torch's allocator for the host."""
@@ -128,11 +129,11 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
             stack.callback(listener.close)
         progress.tell(told)
         stack.enter_context(told_if_out_of_memory(run_dir))
-        loop, restored = assemble(start, stop, told, stack)
+        loop, data, restored = assemble(start, stop, told, stack)
         if ranks.is_main:
             run_dir.create()
             record_start(run_dir.path)
-            _describe(start, loop.policy)
+            _describe(start, data, loop.policy)
             if start.resume is not None and start.resume.source != run_dir:
                 copy_metrics(start.resume)
             elif start.resume is not None and start.resume.changes:
@@ -151,13 +152,13 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
             return report(run_dir) if ranks.is_main else None
 
 
-def _describe(start: Start, policy: Policy) -> None:
+def _describe(start: Start, data: TaskData, policy: Policy) -> None:
     """Log where the run is, what it does, and what may be unexpected about it."""
     plan, config = start.plan, start.plan.config
     num_all = sum(parameter.numel() for parameter in policy.model.parameters())
     lines = [
         f"run folder: {start.run_dir.path}",
-        *describe_data(plan.data, config.data.problems_per_iteration),
+        *describe_data(data, config.data.problems_per_iteration),
         *describe_batches(plan),
         f"training {policy.num_trainable:,} of {num_all:,} parameters",
     ]

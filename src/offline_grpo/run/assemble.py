@@ -41,7 +41,7 @@ from offline_grpo.run.serving import (
     training_servers,
 )
 from offline_grpo.run.signals import StopSignal
-from offline_grpo.run.task_data import isolated, records, source_node
+from offline_grpo.run.task_data import TaskData, isolated, records, source_node
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
@@ -54,8 +54,8 @@ from offline_grpo.weight_sync.in_process import prove_sampling
 
 def assemble(
     start: Start, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack
-) -> tuple[Loop, TrainerState | None]:
-    """The loop, and what the checkpoint said, None for a new run.
+) -> tuple[Loop, TaskData, TrainerState | None]:
+    """The loop, its problems, and what the checkpoint said, None for a new run.
 
     Args:
         stack: gets what has to be let go of on every way out.
@@ -73,7 +73,7 @@ def assemble(
     layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # refuses early
     model_id = _model_id(plan, ranks)
     ranks.on_main(lambda: check_found_servers(plan, model_id))
-    prompt_tokens = check_model(plan, model_id)
+    plan, prompt_tokens = check_model(plan, model_id)
     checkpoint = start.resume.checkpoint if start.resume is not None else None
     servers = training_servers(plan, server_gpus(devices), folder, ranks, stack)
     if starts_before_the_policy(plan.engine, plan.weight_sync, devices):  # before the memory plan, which takes seconds
@@ -149,7 +149,7 @@ def assemble(
         stop_at_failed_frac=config.scoring.stop_at_failed_frac,
         fills_updates=config.data.resample_zero_signal,
     )
-    return loop, checkpointer.restore(checkpoint) if checkpoint is not None else None
+    return loop, plan.data, checkpointer.restore(checkpoint) if checkpoint is not None else None
 
 
 def _model_id(plan: Plan, ranks: Ranks) -> str:

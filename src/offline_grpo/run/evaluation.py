@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import key_of
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
 from offline_grpo.run.plan import evaluation_sampling
-from offline_grpo.run.prompts import codec_of
+from offline_grpo.run.prompts import codec_of, without_long
 from offline_grpo.run.resume import search_path
 from offline_grpo.run.task_data import build_task, held_out_problems, isolated
 from offline_grpo.seeding import derive_seed
@@ -187,6 +187,11 @@ def evaluate(
         with ExitStack() as stack:
             with progress.phase(f"load {letter}"):
                 client, codec = stack.enter_context(_served(source, sets[0], spec, out))
+            if letter == next(iter(models)):  # every model is asked the same
+                sets = [
+                    replace(each, problems=without_long(each.problems, codec, each.config.data, "held-out"))
+                    for each in sets
+                ]
             for number, chosen in enumerate(sets, 1):
                 replicates = chosen.config.eval.replicates
                 asked = f"{len(chosen.problems)} problems, {replicates} completions each"

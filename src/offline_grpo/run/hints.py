@@ -17,6 +17,10 @@ OF_OTHER_TRAINERS = {
     "lr": "train.lr",
     "optimizer": "train/optimizer",
     "packing": "model.layout",
+    # The three trainers of docs/from_the_seeds.md
+    "env.dataset": "task",
+    "generation.backend": "generation",
+    "optimizer.lr": "train.lr",
     # TRL's GRPOConfig
     "beta": "train.kl_coef",
     "dataset_name": "task.path",
@@ -32,6 +36,7 @@ OF_OTHER_TRAINERS = {
     "mask_truncated_completions": "train.mask_truncated",
     "max_completion_length": "generation.max_new_tokens",
     "max_grad_norm": "train.grad_clip",
+    "max_prompt_length": "data.max_prompt_tokens",
     "max_steps": "train.iterations",
     "model_name_or_path": "model.train_id",
     "num_generations": "data.rollouts_per_problem",
@@ -73,6 +78,9 @@ OF_OTHER_TRAINERS = {
 """A key of another trainer, or the end of one -> the key or the group that does the same here."""
 
 
+OF_OTHERS = "docs/from_the_seeds.md has the keys of other trainers"
+
+
 def known_keys() -> list[str]:
     """Every group, and every key that a file of `conf/` explains."""
     conf = folder()
@@ -101,11 +109,11 @@ def no_such_key(key: str) -> str:
     renamed = next((OF_OTHER_TRAINERS[end] for end in ends if end in OF_OTHER_TRAINERS), None)
     similar = difflib.get_close_matches(key, [k for k in known if not key.startswith(f"{k}.")], n=1, cutoff=0.7)
     if renamed is not None:
-        fix = f"no such key; the setting is {renamed}"
+        fix = f"no such key; the setting is {renamed}; {OF_OTHERS}"
     elif key in known:
         fix = f"the chosen options have no such key; `--help {key}` names those that have it"
     elif similar:
         fix = f"no such key; did you mean {similar[0]}?"
     else:
-        fix = "no such key; `--help` lists all, `--help GROUP` some"
+        fix = f"no such key; `--help` lists all, `--help GROUP` some; {OF_OTHERS}"
     return f"{key}: {fix}"

@@ -172,7 +172,8 @@ def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str
     names = [field.name for field in fields(SamplingParams)]
     sampling = _sampling({name: node[name] for name in names if name in node}, "generation")
     if not node.get("allow_truncated_sampling", False):
-        fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0"
+        fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0. "
+        fix += "For evaluations: eval.temperature=0 eval.replicates=1 eval.ks=[1]"
         require(sampling.temperature > 0, "generation.temperature", 0, fix)
         why = "training on filtered samples biases the policy ratio"
         for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
@@ -200,5 +201,9 @@ def _sampling(values: dict[str, Any], key: str) -> SamplingParams:
 
 def evaluation_sampling(config: RunConfig) -> SamplingParams:
     """How evaluations draw completions: the settings of the group `eval`."""
-    values = {field.name: getattr(config.eval, field.name) for field in fields(SamplingParams)}
-    return _sampling(values if config.eval.do_sample else values | {"temperature": 0.0}, "eval")
+    settings = config.eval
+    values = {field.name: getattr(settings, field.name) for field in fields(SamplingParams)}
+    sampling = _sampling(values if settings.do_sample else values | {"temperature": 0.0}, "eval")
+    fix = "greedy decoding draws one completion over and over; use eval.replicates=1 eval.ks=[1]"
+    require(settings.replicates == 1 or sampling.temperature > 0, "eval.replicates", settings.replicates, fix)
+    return sampling

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from offline_grpo.errors import ConfigError, require
+from offline_grpo.interfaces import TextCodec
 from offline_grpo.model.load import context_length, load_tokenizer, read_model_config
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.run.plan import Plan
 from offline_grpo.run.task_data import PREFIX
-from offline_grpo.settings import RunConfig
+from offline_grpo.settings import DataConfig, RunConfig
+from offline_grpo.types import Problem
 
 MAX_LOOKED_AT = 10_000
-"""Of more problems, so many: a client checks every prompt again when it is sampled."""
+"""Of more problems, so many are encoded; of the others those that may be too long."""
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +32,10 @@ def codec_of(
     return TokenizerCodec(tokenizer, end_ids(generation_config, tokenizer), kwargs, prefix)
 
 
-def check_model(plan: Plan, model_id: str) -> tuple[int, int]:
-    """config.json and the tokenizer of the model against the settings. Returns and raises what `check_prompts` does."""
+def check_model(plan: Plan, model_id: str) -> tuple[Plan, tuple[int, int]]:
+    """config.json and the tokenizer of the model against the settings. Returns the plan without the problems that
+    `data.max_prompt_tokens` leaves out, and what `check_prompts` does; raises the same.
+    """
     config = plan.config.model
     if config.trust_remote_code:
         log.warning("model.trust_remote_code=true: Python code that comes with %s is executed", model_id)
@@ -40,7 +47,39 @@ def check_model(plan: Plan, model_id: str) -> tuple[int, int]:
     if tokenizer.chat_template is None:
         without = "has no chat template, so a prompt is the plain contents of its messages, line by line"
         log.warning("model.train_id=%s: %s", model_id, without)
-    return check_prompts(plan, model_id, codec_of(plan.config, tokenizer), model_config)
+    codec, settings, data = codec_of(plan.config, tokenizer), plan.config.data, plan.data
+    train = None if data.train is None else without_long(data.train, codec, settings, "training")
+    data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
+    return (plan := replace(plan, data=data)), check_prompts(plan, model_id, codec, model_config)
+
+
+def without_long(problems: Sequence[Problem], codec: TextCodec, settings: DataConfig, what: str) -> Sequence[Problem]:
+    """The problems that `data.max_prompt_tokens` does not skip; logs how many it does. Raises ConfigError if all."""
+    limit = settings.max_prompt_tokens
+    long = {} if limit is None else longer_prompts(problems, codec, limit)
+    if not long:
+        return problems
+    fix = f"every {what} prompt is longer; the shortest has {min(long.values())} tokens"
+    require(len(long) < len(problems), "data.max_prompt_tokens", limit, fix)
+    told = f"{len(long):,} of {len(problems):,} {what} problems, whose prompts are longer"
+    log.info("data.max_prompt_tokens=%s: skipped %s", limit, told)
+    return [problem for index, problem in enumerate(problems) if index not in long]
+
+
+def longer_prompts(problems: Sequence[Problem], codec: TextCodec, limit: float) -> dict[int, int]:
+    """Index -> number of tokens of each prompt that has more than `limit`.
+
+    A prompt of fewer bytes has no more tokens, and is not encoded, which takes a hundred times as long as to count
+    them. What a chat template adds to each message is less than a whole short prompt.
+    """
+    added = min((len(codec.encode(problem.messages)) for problem in problems[:20]), default=0)
+    found = {}
+    for index, problem in enumerate(problems):
+        if sum(added + len(each["content"].encode(errors="replace")) for each in problem.messages) > limit:
+            num_tokens = len(codec.encode(problem.messages))
+            if num_tokens > limit:
+                found[index] = num_tokens
+    return found
 
 
 def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config: PretrainedConfig) -> tuple[int, int]:
@@ -59,6 +98,7 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
         ("generation.max_new_tokens", plan.data.train or [], plan.sampling.max_new_tokens),
         ("eval.max_new_tokens", plan.data.held_out, plan.eval_sampling.max_new_tokens),
     ):
+        room = inf if context is None else context - max_new_tokens
         prompts = [codec.encode(problem.messages) for problem in problems[:MAX_LOOKED_AT]]
         for problem, prompt in zip(problems, prompts, strict=False):
             largest = max(prompt, default=0)
@@ -68,12 +108,13 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
             require(largest < vocab_size, "model.train_id", model_id, f"{fix} tokens; take another copy of it")
             if codec.tokenizer.unk_token_id in prompt:
                 unreadable.append(problem.messages[-1]["content"])
-        lengths = [len(prompt) for prompt in prompts]
+        lengths = [*map(len, prompts), *longer_prompts(problems[MAX_LOOKED_AT:], codec, room).values()]
         longest = max(lengths, default=0)
-        if context is not None and longest + max_new_tokens > context:
-            num_too_long = sum(length >= context for length in lengths)
-            fix = f"leave out the {num_too_long} of {len(lengths)} problems that are as long, or use a model with more"
-            fix = f"use {key}={context - longest} or less" if longest < context else fix
+        if context is not None and longest > room:
+            num_too_long = sum(length > room for length in lengths)
+            fix = f"data.max_prompt_tokens={room} skips the {num_too_long} of {len(problems)} problems that do not fit"
+            fix = fix if room >= min(lengths) else "use a model with more"
+            fix = f"use {key}={context - longest} or less, or {fix}" if longest < context else fix
             excess = f"with the longest prompt of {longest} tokens that is beyond the model's context of {context}"
             raise ConfigError(f"{key}={max_new_tokens}: {excess}; {fix}")
         found += lengths

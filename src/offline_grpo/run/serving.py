@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.launcher import flags
 from offline_grpo.engine.ray_server import RayCluster
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.interfaces import Deployment, RolloutClient, Sharding
 from offline_grpo.model.device import TORCH_NAMES
 from offline_grpo.model.policy import Policy
@@ -48,7 +49,11 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
     asked += [] if plan.eval_engine is None else [(plan.eval_engine, plan.eval_weight_sync)]
     for spec, weight_sync in asked:
         for server in found_servers(spec, Path()):
-            server.start(model_id)
+            command = _command(plan, weight_sync, model_id, server, spec.client_class.engine_name)
+            try:
+                server.start(model_id)
+            except EngineError as error:
+                raise EngineError(f"{error}; this starts one: {command}") from error
             control = spec.client_class.control(server)
             control.check_version()
             lack = control.lacks(weight_sync.requires.moves)
@@ -61,18 +66,20 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
                 )
                 continue
             if lack is not None:
-                fix = f"that server {lack}; see docs/weight_sync.md, Your own server"
-                if spec.client_class.engine_name == "vLLM":
-                    fix += f". Start one that has it: {_command(plan, weight_sync, model_id)}"
+                fix = f"that server {lack}; see docs/weight_sync.md, Your own server. Start one that has it: {command}"
                 raise ConfigError(f"{server.key}={server.base_url}: {fix}")
 
 
-def _command(plan: Plan, weight_sync: WeightSync, model_id: str) -> str:
-    """What starts a server that has what weight sync needs."""
+def _command(plan: Plan, weight_sync: WeightSync, model_id: str, server: Server, kind: str | None) -> str:
+    """What starts a server that has what weight sync needs, at the address of `server`."""
     needs, room = weight_sync.requires, {} if plan.lora_rank is None else {"max_lora_rank": room_for(plan.lora_rank)}
-    args = flags({"dtype": TORCH_NAMES[plan.config.train.precision], **needs.server_args, **room})
+    args = {"port": urlsplit(server.base_url).port, "dtype": TORCH_NAMES[plan.config.train.precision]}
+    if kind == "SGLang":
+        words = ["sglang.launch_server", "--model-path", model_id, *flags(args), "--enable-deterministic-inference"]
+    else:
+        words = ["offline_grpo.engine.serve", model_id, *flags({**args, **needs.server_args, **room})]
     env = [f"{name}={shlex.quote(value)}" for name, value in needs.env.items()]
-    return " ".join([*env, shlex.join(["python", "-m", "offline_grpo.engine.serve", model_id, *args])])
+    return " ".join([*env, shlex.join(["python", "-m", *words])])
 
 
 def found_servers(spec: EngineSpec, log_dir: Path) -> list[Server]:

@@ -30,7 +30,7 @@ from offline_grpo.model.load import generation_config_of
 from offline_grpo.model.text import use_template
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.run import config as conf
-from offline_grpo.run.prompts import codec_of
+from offline_grpo.run.prompts import codec_of, without_long
 from offline_grpo.run.task_data import build_task, held_out_problems, isolated, train_problems, without_held_out
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
@@ -118,8 +118,10 @@ class TaskEnvironment(BaseEnv):
         how = {name: run.generation[name] for name in names if name in run.generation}
         self._sampling = SamplingParams(self.config.max_token_length, stop=tuple(self.config.stop), **how)
         self._task = isolated(build_task(run.task), run, None, ExitStack())  # its processes end with this one
-        self._held_out = held_out_problems(self._task, run)
-        self._problems = without_held_out(train_problems(self._task, run), self._task, self._held_out)
+        held_out = held_out_problems(self._task, run)
+        train = without_held_out(train_problems(self._task, run), self._task, held_out)
+        self._held_out = without_long(held_out, self._codec, run.data, "held-out")
+        self._problems = without_long(train, self._codec, run.data, "training")
 
     async def setup_wandb(self) -> None:
         """See `BaseEnv.setup_wandb`. Comes before registering, which would fail where there is no API yet."""

@@ -163,7 +163,8 @@ def _files_of(source: Path, name: str | None, split: str) -> list[Path]:
 
 
 def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
-    fix = f"set task.path to a local file ({', '.join(SUFFIXES)}), or to a folder with one such file for each split"
+    kinds = f"a local file ({', '.join(SUFFIXES)}), or to a folder with one such file for each split"
+    fix = f"use task=math_sample or task=ifeval_sample, or set task.path to {kinds}"
     need_dataset(path, "task.path", fix)
 
     import datasets

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from offline_grpo.engine import serve
+from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import LORA_KERNELS
 from offline_grpo.errors import ConfigError
 
@@ -57,3 +58,10 @@ def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch:
     assert serve.read_key(None) == "of the shell"
     monkeypatch.delenv("VLLM_API_KEY")
     assert serve.read_key(None) is None
+
+
+def test_the_trainer_is_told_the_precision_of_the_server() -> None:
+    server = Server(base_url="http://127.0.0.1:9001", api_key="k", launcher=None, log_dir=Path())
+    for dtype, precision in (("float16", " train.precision=fp16"), ("auto", "")):
+        line = f"    generation=vllm_server generation.base_url=http://127.0.0.1:9001{precision} generation.api_key=KEY"
+        assert line in serve.how_to_use("m", dtype, server)

@@ -14,7 +14,7 @@ from factories import compose_config, make_qwen2, make_scoring
 from fake_sglang import FakeSglang
 from scripted_server import Reply, Request, ScriptedServer
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
@@ -139,6 +139,23 @@ def test_an_sglang_server_without_its_option(caplog: pytest.LogCaptureFixture) -
             look("generation=sglang_server weight_sync=none", web.base_url)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "command"),
+    [
+        (SGLANG, "sglang.launch_server --model-path some/model --port 9 --dtype float32 "),
+        (
+            "generation=vllm_server weight_sync=lora_hotswap model/lora=default model.lora.r=32 "
+            "weight_sync.server_args.max_lora_rank=32 train.precision=bf16",
+            "offline_grpo.engine.serve some/model --port 9 --dtype bfloat16 --enable-lora --max-lora-rank 32 ",
+        ),
+    ],
+)
+def test_where_no_server_answers_the_command_starts_one_there(overrides: str, command: str) -> None:
+    with pytest.raises(EngineError, match="no healthy server answers") as refused:
+        look(overrides, "http://127.0.0.1:9")
+    assert f"python -m {command}" in str(refused.value)
+
+
 def test_a_server_that_environments_cannot_call() -> None:
     """A stock vLLM answers 404, and 405 to GET where there is a route for POST. The run itself asks nothing else of it
     here.
@@ -155,7 +172,7 @@ def test_a_server_that_environments_cannot_call() -> None:
         plan.config.rollouts["url"] = "http://127.0.0.1:2"
         refusal = (
             rf"^generation\.base_url={web.base_url}: that server has no POST /generate, .* Start one that has it: "
-            rf"python -m offline_grpo.engine.serve some/model --dtype float32$"
+            rf"python -m offline_grpo.engine.serve some/model --port \d+ --dtype float32$"
         )
         with pytest.raises(ConfigError, match=refusal):
             check_found_servers(plan, "some/model")
