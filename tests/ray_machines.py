@@ -30,7 +30,7 @@ def machines(count: int) -> Iterator[Any]:
             cluster.shutdown()
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float = 300) -> None:
     """Ask until it is."""
     deadline = time.monotonic() + seconds
     while not is_so():
