@@ -135,7 +135,7 @@ ZOO: dict[str, Architecture] = {
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention"],
         hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCAB,
+        vocab_size_per_layer_input=128,
     ),
     "phi": new("phi"),
     "phi3": new("phi3"),

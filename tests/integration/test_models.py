@@ -8,35 +8,48 @@ import re
 from pathlib import Path
 
 import pytest
-from architectures import ZOO
+from architectures import ODD, ZOO
 from children import SMALL, metrics_of
 from factories import compose_config
 
+from offline_grpo.errors import ConfigError
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run import app
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "lfm2", "llama4"])
-def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
+def train(name: str, tmp_path: Path, *, max_new_tokens: int = 6) -> None:
+    """Two iterations, in the folder `run`."""
     tokenizer = build_char_tokenizer(128)
-    ZOO[name].build(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    (ODD | ZOO)[name].build(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     overrides = [o for o in SMALL if not o.startswith("model.tiny")]
     run = (
         "model=hf",
         f"model.train_id={tmp_path}/model",
         "train.iterations=2",
-        "generation.max_new_tokens=6",
+        f"generation.max_new_tokens={max_new_tokens}",
         "eval.enabled=false",
     )
     app.run(
         compose_config(*overrides, *run, f"cache_dir={tmp_path}/cache", "train.gradient_checkpointing=true"),
         tmp_path / "run",
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "lfm2", "llama4", "gemma4"])
+def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
+    train(name, tmp_path)
     for iteration in range(2):
         found = metrics_of(tmp_path / "run")[f"train_iter_{iteration:03d}.json"]
         assert found["alignment/diff_abs_mean"] < 1e-4
         assert found["num_updates"] == 2
+
+
+@pytest.mark.parametrize("name", ["doge", "minimax", "zamba2"])
+def test_it_is_refused_before_the_first_iteration(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.train_id=.*ForCausalLM (is not causal|(cannot be|is) sampled in)"):
+        train(name, tmp_path, max_new_tokens=20)
+    assert not list(tmp_path.glob("run/metrics/*"))
 
 
 def test_prompts_that_the_tokenizer_cannot_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

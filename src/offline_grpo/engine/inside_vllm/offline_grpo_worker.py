@@ -34,6 +34,7 @@ def prepare_process() -> None:
         _end_with(int(os.environ["OFFLINE_GRPO_GUARDIAN"]))
     if not torch.cuda.is_available():
         _keep_cpu_weights_plain()
+        _pack_cpu_experts_at_every_load()
     if os.environ.get("OFFLINE_GRPO_NEEDS_RAY") == "1":
         _stand_in_for_ray()
     if "OFFLINE_GRPO_HAS_MEMORY" in os.environ:
@@ -84,6 +85,22 @@ def _keep_cpu_weights_plain() -> None:
         layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]
 
     utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def _pack_cpu_experts_at_every_load() -> None:
+    """On CPUs vLLM (0.32) packs experts when it makes their kernel, at the first load, and takes reloaded ones for
+    packed.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    process = UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    @functools.wraps(process)
+    def process_anew(method: Any, layer: nn.Module) -> None:
+        method.moe_kernel = None
+        process(method, layer)  # type: ignore[arg-type]
+
+    UnquantizedFusedMoEMethod.process_weights_after_loading = process_anew  # type: ignore[method-assign]
 
 
 def _stand_in_for_ray() -> None:
