@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.layers import named_blocks, parse_layer_indices
+from offline_grpo.model.logits import decoder_of
 from offline_grpo.settings import LoraConfig
 
 if TYPE_CHECKING:
@@ -84,24 +86,29 @@ def _with_new_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
-    layers, blocks, targets = None, "", lora.target_modules
+    layers, blocks, targets, decoder = None, "", lora.target_modules, decoder_of(model)
     # some (PhiMoE's, Llama 4's) are linear layers by name, and return their choice of experts besides a product
     linear = [(name.rsplit(".", 1)[-1], m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
     routers = {name for name, module in linear if "Router" in type(module).__name__}
     fix = f"{', '.join(routers)} returns more than a product, which no adapter can follow; leave it out"
     require(routers.isdisjoint(targets), "model.lora.target_modules", targets, fix)
+    excluded = [rf".*\.({'|'.join(sorted(routers))})"] if routers else []
+    is_composite = model.config.get_text_config(decoder=True) is not model.config
+    if is_composite:  # layers of its towers may have the same names
+        [path] = [name for name, module in model.named_modules() if module is decoder]
+        excluded.append(rf"(?!{re.escape(path)}\.).*")
     if lora.layer_indices is not None:
         layers = parse_layer_indices(lora.layer_indices, model, key="model.lora.layer_indices")
-        blocks, modules = named_blocks(model)
-        if targets == ["all-linear"]:  # peft combines layer indices with names alone
-            inside = {*modules.modules()}
-            targets = sorted({name for name, module in linear if module in inside})
+        blocks, decoder = named_blocks(model)
+    if targets == ["all-linear"] and (layers or is_composite):  # peft combines layer indices with names alone
+        inside = {*decoder.modules()}
+        targets = sorted({name for name, module in linear if module in inside})
     peft_config = PeftLoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
-        exclude_modules=rf".*\.({'|'.join(sorted(routers))})" if routers else None,
+        exclude_modules="|".join(excluded) or None,
         layers_to_transform=layers,
         layers_pattern=blocks.rsplit(".", 1)[-1] or None,
         task_type="CAUSAL_LM",

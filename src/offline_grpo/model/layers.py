@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from offline_grpo.errors import ConfigError, require
+from offline_grpo.model.logits import decoder_of, output_embeddings
 
 MAX_GRAPHS = 256
 """Of blocks of one class. Each shape of model takes two or three, and a sweep's jobs are one process; past the
@@ -36,9 +37,10 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def named_blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """The name and the list of the transformer blocks: the outermost ModuleList of their number. Raises ConfigError."""
+    """The name and the list of the decoder's blocks: its outermost ModuleList of their number. Raises ConfigError."""
+    decoder = set(decoder_of(model).modules())  # a vision tower may have as many blocks
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_blocks(model):
+        if module in decoder and isinstance(module, nn.ModuleList) and len(module) == num_blocks(model):
             return name, module
     has_none = f"found no list of {num_blocks(model)} blocks in {type(model).__name__}"
     raise ConfigError(f"{has_none}: blocks cannot be chosen by index")
@@ -47,6 +49,16 @@ def named_blocks(model: Any) -> tuple[str, nn.ModuleList]:
 def blocks_of(model: Any) -> nn.ModuleList:
     """The transformer blocks. Raises ConfigError where no list of them is found."""
     return named_blocks(model)[1]
+
+
+def text_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """Those that text goes through, by their names: of decoder and head. A composite has others, in its towers and in
+    blocks that attend to images alone (Mllama).
+    """
+    inside = {id(p) for module in (decoder_of(model), output_embeddings(model)) for p in module.parameters()}
+    for index in getattr(model.config.get_text_config(), "cross_attention_layers", ()):
+        inside -= {id(p) for p in blocks_of(model)[index].parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) in inside}
 
 
 def parse_layer_indices(text: str, model: Any, *, key: str) -> list[int]:

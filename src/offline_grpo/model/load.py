@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+from transformers.utils.hub import cached_file
 
 from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
-from offline_grpo.model.layers import blocks_of, parse_layer_indices
+from offline_grpo.model.layers import blocks_of, parse_layer_indices, text_parameters
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
@@ -50,13 +56,19 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
     require(not is_adapter, key, model_id, f"is a peft adapter, and no whole model; {fix}")
     try:
-        return AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             fix = "read that code, and set model.trust_remote_code=true (--trust-remote-code) if you trust it"
             raise ConfigError(f"{key}={model_id}: needs Python code that comes with it; {fix}") from error
         fix = "give a local model folder or a Hugging Face id that you can reach"
         raise ConfigError(f"{key}={model_id}: cannot be loaded ({reason_of(error)}); {fix}") from error
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    is_causal |= is_composite(config) and not config.is_encoder_decoder
+    is_causal &= getattr(config.get_text_config(), "use_bidirectional_attention", None) is not True  # PaliGemma
+    fault = f"transformers has no causal language model of the type {config.model_type}; choose another model"
+    require(is_causal, key, model_id, fault)
+    return config
 
 
 def context_length(config: PretrainedConfig) -> int | None:
@@ -181,9 +193,14 @@ def prepare(
     adapter: Path | None = None,
 ) -> LanguageModel:
     """Make a model the one to be trained: adapters (from the folder `adapter`, or new) or chosen blocks, checkpointing
-    of a share of them. Raises ConfigError for layer indices or target modules that the model does not have.
+    of a share of them; a composite's towers are frozen. Raises ConfigError for layer indices or target modules that the
+    model does not have.
     """
     trained: LanguageModel = model
+    if is_composite(model.config):
+        model.requires_grad_(False)
+        for parameter in text_parameters(model).values():
+            parameter.requires_grad_(True)
     if config.lora is not None:
         fix = "with LoRA choose blocks by model.lora.layer_indices"
         require(train_layer_indices is None, "train.train_layer_indices", train_layer_indices, fix)
@@ -211,10 +228,30 @@ def _recompute_only(model: PreTrainedModel, share: float) -> None:
         block.gradient_checkpointing = int((number + 1) * share) > int(number * share)  # type: ignore[assignment]
 
 
+def is_composite(model_config: PretrainedConfig) -> bool:
+    """Whether it is a text model with towers for images or sound. It is loaded and saved whole, and trained on text."""
+    has_text = model_config.get_text_config(decoder=True) is not model_config
+    return has_text and type(model_config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+
+@cache
+def processor_files(model_id: str) -> dict[str, bytes]:
+    """What servers and processors need of a composite's folder beside model and tokenizer: name and content. Of a
+    checkpoint they are read before a newer one takes its place.
+    """
+    names = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, "chat_template.json")
+    found = {name: cached_file(model_id, name, _raise_exceptions_for_missing_entries=False) for name in names}
+    return {name: Path(file).read_bytes() for name, file in found.items() if file is not None}
+
+
+def _auto_class(model_config: PretrainedConfig) -> Any:
+    return AutoModelForMultimodalLM if is_composite(model_config) else AutoModelForCausalLM
+
+
 def build_on_meta(model_config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on torch's meta device, whose tensors have a shape and no memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+        return _auto_class(model_config).from_config(model_config, trust_remote_code=trust_remote_code)
 
 
 def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
@@ -249,12 +286,15 @@ def load_causal_lm(
         ConfigError: attention that would be wrong, or a model that is not complete.
     """
     trust = {"trust_remote_code": trust_remote_code}
-    attention = attention_of(read_model_config(model_id, key, **trust), attn_implementation)
+    config = read_model_config(model_id, key, **trust)
+    attention = attention_of(config, attn_implementation)
     settings = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
-    model, info = AutoModelForCausalLM.from_pretrained(model_id, **settings, **trust)  # pyright: ignore[reportGeneralTypeIssues]
+    model, info = _auto_class(config).from_pretrained(model_id, **settings, **trust)
+    if is_composite(config):
+        processor_files(model_id)
     missing = min(info["missing_keys"], default=None)
     require(missing is None, key, model_id, f"has no weights for {missing}, which would be random; take another copy")
-    return model.to(device).eval()  # pyright: ignore[reportArgumentType]  # transformers' decorated signature
+    return model.to(device).eval()
 
 
 def _disable_dropout_of_checkpointed(model: nn.Module) -> None:

@@ -35,9 +35,10 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The model below the head, also where `get_decoder` finds the whole (Llama 4) or the head (ModernBERT)."""
+    """The model below the head, also where `get_decoder` finds both together (Llama 4) or the head (ModernBERT)."""
     decoder: Any = model.get_decoder()
-    return model.model if decoder in (model, model.get_output_embeddings()) else decoder  # type: ignore[return-value]
+    whole: Any = decoder if hasattr(decoder, "lm_head") else model
+    return whole.model if decoder in (whole, model.get_output_embeddings()) else decoder
 
 
 @torch.no_grad()

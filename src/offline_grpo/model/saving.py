@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from offline_grpo.model.adapters import ADAPTER, has_adapters
+from offline_grpo.model.load import is_composite, processor_files
 from offline_grpo.model.policy import Policy
 
 ADAPTER_FILE = "adapter_model.safetensors"  # as peft and vLLM call it
@@ -69,7 +70,7 @@ def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
 
 def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
     """`model.save_pretrained`, with the model's own generation config: transformers loads one that is greedy and has a
-    temperature, and refuses to save it.
+    temperature, and refuses to save it. A composite's processor files are those that it was loaded with.
     """
     own = model.generation_config
     model.generation_config = GenerationConfig()
@@ -79,6 +80,9 @@ def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
         model.generation_config = own
     if model.can_generate():
         own.to_json_file(folder / GENERATION_CONFIG_NAME)
+    if is_composite(model.config):
+        for name, content in processor_files(model.name_or_path).items():
+            (folder / name).write_bytes(content)
 
 
 def on_disk(named: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, Tensor]:

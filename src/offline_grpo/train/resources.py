@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from offline_grpo.model.layers import layer_configs
+from offline_grpo.model.layers import layer_configs, text_parameters
 from offline_grpo.types import Metrics
 
 PEAK_FLOPS = {
@@ -73,8 +73,8 @@ def gpu_memory(device: torch.device, card_bytes: int) -> dict[str, float]:
 
 
 def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> float | None:
-    """Operations of a forward and a backward pass over these sequences, prompts included; None where config.json does
-    not say how large the heads are.
+    """Operations of a forward and a backward pass of text over these sequences, prompts included; None where
+    config.json does not say how large the heads are.
 
     A weight of a matrix takes two per token in the forward pass and two for the gradient of its input; two more, if it
     is trained, for its own. Of the embeddings only the output head counts. Of the experts of a layer those count that a
@@ -88,7 +88,7 @@ def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> flo
     num_experts = next((number for name in names if (number := getattr(config, name, None))), None)
     active_experts = getattr(config, "num_experts_per_tok", 1) / num_experts if num_experts else 1.0
     per_token = 0.0
-    for name, parameter in model.named_parameters():
+    for name, parameter in text_parameters(model).items():
         if parameter.dim() < 2 or (parameter is embedding.weight and not is_tied):
             continue
         active = active_experts if ".experts." in name else 1.0

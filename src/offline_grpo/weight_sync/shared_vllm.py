@@ -28,6 +28,8 @@ from offline_grpo.disk import write_whole
 from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
+from offline_grpo.model.layers import text_parameters
+from offline_grpo.model.load import is_composite
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.snapshot import Snapshot, gpu_uuid, this_run, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements, foreign_write
@@ -75,8 +77,7 @@ class SharedVllm(PausingSync):
             or what is missing. EngineError: its memory cannot be opened.
         """
         policy, self._engine = snapshot.policy, engine
-        views = self._open_views(engine, snapshot)
-        check_coverage(dict(policy.causal_lm.named_parameters()), views, compare=True)
+        views = self._open_views(engine, snapshot, compare=True)
         self._splice(policy, views)
         policy.become_shared(before_publish=self._pause_to_write)
 
@@ -85,8 +86,7 @@ class SharedVllm(PausingSync):
         server loads.
         """
         policy, self._engine, self._paused_at, self._version = snapshot.policy, engine, None, None
-        views = self._open_views(engine, snapshot)
-        check_coverage(dict(policy.causal_lm.named_parameters()), views, compare=False)
+        views = self._open_views(engine, snapshot, compare=False)
         with torch.no_grad():  # before the policy points there: whatever interrupts this, the policy stays what it was
             for name, master in policy.masters.values.items():
                 views[name].copy_(master)
@@ -121,7 +121,8 @@ class SharedVllm(PausingSync):
 
     def _splice(self, policy: Policy, views: dict[str, Tensor]) -> None:
         for name, parameter in policy.causal_lm.named_parameters():
-            parameter.data = views[name]
+            # towers, which text does not use, are the policy's own
+            parameter.data = views[name] if name in views else parameter.data.to(policy.compute_device)
             self._addresses[name] = parameter.data_ptr()
 
     def _pause(self) -> None:
@@ -141,7 +142,7 @@ class SharedVllm(PausingSync):
         except EngineDied as death:
             log.warning("%s The update continues without it.", death)
 
-    def _open_views(self, engine: Engine, snapshot: Snapshot) -> dict[str, Tensor]:
+    def _open_views(self, engine: Engine, snapshot: Snapshot, *, compare: bool) -> dict[str, Tensor]:
         home, control = snapshot.policy.compute_device, engine.control
         described = control.describe()
         for reason in described["refusals"]:
@@ -175,6 +176,11 @@ class SharedVllm(PausingSync):
         num_mib = sum(storage["num_bytes"] for storage in bridge.storages) / 2**20
         seconds = time.perf_counter() - started
         log.info("opened %.0f MiB of the server as %d parameters in %.2f s", num_mib, len(views), seconds)
+        model = snapshot.policy.causal_lm
+        parameters = text_parameters(model)
+        if is_composite(model.config):
+            views = {name: views[name] for name in parameters if name in views}
+        check_coverage(parameters, views, compare=compare)
         return views
 
 

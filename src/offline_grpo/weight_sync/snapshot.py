@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
 from offline_grpo.errors import EngineError, reason_of
+from offline_grpo.model.layers import text_parameters
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_adapter, save_policy
 
@@ -47,9 +48,10 @@ class Snapshot:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """64 bits for each parameter, by name."""
+        """64 bits for each parameter that text goes through, by name."""
         found: dict[str, str] = {}
-        for bucket in buckets(self.weights(), BUCKET_BYTES):
+        text = text_parameters(self.policy.causal_lm)
+        for bucket in buckets((pair for pair in self.weights() if pair[0] in text), BUCKET_BYTES):
             found |= zip((name for name, _ in bucket), fingerprints([tensor for _, tensor in bucket]), strict=True)
         return found
 

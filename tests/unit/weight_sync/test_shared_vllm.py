@@ -26,7 +26,7 @@ def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkey
     policy = make_policy(make_qwen2(), build_char_tokenizer(64))
     untrained = {name: p.detach().clone() for name, p in policy.causal_lm.named_parameters()}
 
-    def memory_of_a_server(*_: Any) -> dict[str, Tensor]:
+    def memory_of_a_server(*_: Any, **__: Any) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in untrained.items()}
 
     monkeypatch.setattr(sync, "_open_views", memory_of_a_server)

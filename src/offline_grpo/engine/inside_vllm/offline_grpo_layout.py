@@ -16,12 +16,22 @@ def layout(model: nn.Module) -> Iterator[dict[str, Any]]:
     packed = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules(remove_duplicate=False):
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            prefix, _, fused = plain_name(path).rpartition(".")
+            prefix, _, fused = _checkpoint_name(model, plain_name(path)).rpartition(".")
             tensor = f"{plain_name(path)}.{leaf}" if path else leaf
             for name, row, rows in _parts(module, packed.get(fused, []), parameter):
                 own = ".".join(filter(None, [prefix, name or fused, leaf]))
                 shape = [rows, *parameter.shape[1:]] if parameter.dim() else []
                 yield {"name": own, "tensor": tensor, "row": row, "rows": rows, "shape": shape}
+
+
+def _checkpoint_name(model: nn.Module, path: str) -> str:
+    """What transformers calls a module of a composite: vLLM's own map for loading, backwards."""
+    if not hasattr(model, "get_language_model"):
+        return path
+    prefixes: Any = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", {})
+    dotted = f"{path}."
+    found = [old + dotted.removeprefix(new) for old, new in prefixes.items() if new and dotted.startswith(new)]
+    return max(found, key=len, default=dotted)[:-1]  # shorter ones are names of older checkpoints
 
 
 def _parts(module: nn.Module, names: list[str], parameter: Tensor) -> Iterator[tuple[str | None, int, int]]:

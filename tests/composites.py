@@ -1,0 +1,213 @@
+"""Tiny composites with random weights: a text model of each family that is published with a tower for images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from architectures import LINEAR, NEW
+from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
+
+from offline_grpo.model.lm_head import TiledHead
+from offline_grpo.model.load import load_policy
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.tiny import build_char_tokenizer
+from offline_grpo.settings import LoraConfig, ModelConfig
+
+TEXT: dict[str, Any] = {**NEW, "tie_word_embeddings": False}
+QWEN_IDS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+QWEN_TOWER = {
+    "depth": 2,  # as many blocks as the text has
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def _llama(**settings: Any) -> dict[str, Any]:
+    return {"model_type": "llama", **TEXT, **settings}
+
+
+COMPOSITES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"text_config": {**TEXT, **MROPE}, "vision_config": QWEN_TOWER, **QWEN_IDS},
+    "qwen3_vl": {
+        "text_config": {**TEXT, "head_dim": 8, **MROPE},
+        "vision_config": {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **QWEN_IDS,
+    },
+    "qwen3_5": {
+        "text_config": {**TEXT, "head_dim": 8, **LINEAR},
+        "vision_config": {**QWEN_TOWER, "num_position_embeddings": 16},
+        **QWEN_IDS,
+    },
+    "gemma3": {
+        "text_config": {**NEW, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},
+        "vision_config": {**TOWER, "vision_use_head": False},
+        "mm_tokens_per_image": 4,
+        "boi_token_index": 3,
+        "eoi_token_index": 4,
+        "image_token_index": 5,
+    },
+    "gemma4": {
+        "text_config": {
+            **NEW,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": NEW["vocab_size"],
+        },
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "patch_size": 4,
+        },
+        "audio_config": None,
+        "image_token_id": 3,
+        "video_token_id": 4,
+        "audio_token_id": 5,
+        "boi_token_id": 6,
+        "eoi_token_id": 7,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **TEXT, "head_dim": 8},
+        "vision_config": {"model_type": "pixtral", **TOWER, "head_dim": 8},
+        "image_token_index": 3,
+    },
+    "llama4": {
+        "text_config": {
+            **TEXT,
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "attention_chunk_size": 64,
+            "interleave_moe_layer_step": 1,
+        },
+        "vision_config": {
+            **TOWER,
+            "intermediate_size": 128,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+        "image_token_index": 3,
+        "boi_token_index": 4,
+        "eoi_token_index": 5,
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {**TOWER, "image_size": [16, 16], "patch_size": [8, 8]},
+        "image_token_id": 3,
+    },
+    "llava": {
+        "text_config": _llama(),
+        "vision_config": {"model_type": "clip_vision_model", **TOWER},
+        "image_token_index": 3,
+    },
+    "idefics3": {"text_config": _llama(), "vision_config": TOWER, "image_token_id": 3, "pad_token_id": 0},
+    "smolvlm": {"text_config": _llama(), "vision_config": TOWER, "image_token_id": 3, "pad_token_id": 0},
+    "glm4v": {
+        "text_config": {**TEXT, **MROPE},
+        "vision_config": {**QWEN_TOWER, "image_size": 16},
+        "image_token_id": 3,
+        "video_token_id": 4,
+        "image_start_token_id": 5,
+        "image_end_token_id": 6,
+    },
+    "lfm2_vl": {
+        "text_config": {
+            "model_type": "lfm2",
+            **NEW,
+            "layer_types": ["conv", "full_attention"],
+            "block_multiple_of": 8,
+        },
+        "vision_config": {
+            "model_type": "siglip2_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "patch_size": 8,
+            "num_patches": 16,
+        },
+        "projector_hidden_size": 32,
+        "image_token_id": 3,
+    },
+    "mllama": {
+        "text_config": {**TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1], "rope_parameters": None},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_global_layers": 1,
+            "attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 8,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+        },
+        "image_token_index": 97,
+    },
+}
+
+
+def build_composite(
+    model_type: str, *, text: Mapping[str, Any] = MappingProxyType({}), tower: Mapping[str, Any] = MappingProxyType({})
+) -> PreTrainedModel:
+    """A model with random weights, the same at every call; `text` and `tower` change its configuration."""
+    settings = COMPOSITES[model_type]
+    parts = {
+        "text_config": {**settings["text_config"], **text},
+        "vision_config": {**settings["vision_config"], **tower},
+    }
+    torch.manual_seed(0)
+    return AutoModelForMultimodalLM.from_config(AutoConfig.for_model(model_type, **{**settings, **parts})).eval()
+
+
+def save_composite(model_type: str, folder: Path, **changes: Any) -> Path:
+    """One with a tokenizer, and a file of its processor."""
+    build_composite(model_type, **changes).save_pretrained(folder)
+    build_char_tokenizer(512).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "X"}')
+    return folder
+
+
+def load_composite(
+    folder: Path, *, lora: Sequence[str] | None = None, checkpoint: Path | None = None, **how: Any
+) -> Policy:
+    """The policy as a run loads it, in fp32 on the CPU; `lora`: which layers get adapters."""
+    adapters = None if lora is None else LoraConfig(4, 8, 0.0, list(lora), None)
+    return load_policy(
+        ModelConfig("x", None, "cpu", "auto", "auto", None, "auto", None, trust_remote_code=False, lora=adapters),
+        str(folder),
+        **{
+            "layout": None,
+            "head": TiledHead(tile_width=None),
+            "device": torch.device("cpu"),
+            "precision": "fp32",
+            "train_layer_indices": None,
+            "gradient_checkpointing": 0.0,
+            "checkpoint": checkpoint,
+            **how,
+        },
+    )
