@@ -170,6 +170,16 @@ def test_a_run_gets_the_tokens_that_a_stock_server_gives(server: Server, samplin
         assert {FinishReason.STOP} == {one.finish_reason for one in ours}
 
 
+def test_a_completion_ends_at_any_end_id(server: Server) -> None:
+    client, ends = make_client(server), {2, 20, 40}
+    client._eos_ids = sorted(ends)
+    [answers] = complete_in_order(client, [SamplingRequest(tuple(PROMPTS[1]), 8, 5)], SamplingParams(400))
+    client.close()
+    assert {answer.token_ids[-1] for answer in answers} == ends  # each comes first in one of them
+    assert all(ends.isdisjoint(answer.token_ids[:-1]) for answer in answers)
+    assert {answer.finish_reason for answer in answers} == {FinishReason.STOP}
+
+
 def test_tokens_that_nobody_waits_for_travel_in_bundles(server: Server) -> None:
     """From vLLM's engine to the process that answers; vLLM counts what arrives there, without each first one."""
 

@@ -155,7 +155,7 @@ RUNS: dict[str, Acts] = {
     "model.chat_template_kwargs": Acts(
         "model.chat_template_kwargs={shout:true}", prompts, base="model.chat_template=@template"
     ),
-    "task.assistant_prefix": Acts("task.assistant_prefix=1", texts),
+    "task.assistant_prefix": Acts('task.assistant_prefix="1"', texts),
     "generation.stop": Acts('generation.stop=["1"]', samples, keeps=prompts),
     "train.stop_when.metric": Acts(
         "train.stop_when.metric=-pass@1", lambda run: run.iterations, "train.stop_when.threshold=2", to=[0]

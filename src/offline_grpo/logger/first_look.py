@@ -4,7 +4,7 @@ its rewards do not see."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from textwrap import indent, wrap
 
@@ -27,7 +27,7 @@ class FirstLook(RunListener):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> None:
-        self._tokenizer = tokenizer
+        self._decode: Callable[..., str] = tokenizer.decode  # type: ignore[assignment]  # text of a sequence
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {*added, *tokenizer.all_special_ids} - {*end_ids}
         self._has_shown = self._has_told = False
@@ -54,9 +54,9 @@ class FirstLook(RunListener):
 
     def _raw(self, token_ids: Sequence[int]) -> str:
         """With special tokens, folded."""
-        text = visible(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        text = visible(self._decode(list(token_ids), skip_special_tokens=False))
         return indent("\n".join(wrap(text, WIDTH, drop_whitespace=False)), "  ")
 
     def _hidden(self, rollout: Rollout) -> set[str]:
         sampled = self._special.intersection(compress(rollout.token_ids, rollout.is_sampled))
-        return {text for text in map(self._tokenizer.decode, sampled) if text not in rollout.text}
+        return {text for text in map(self._decode, sampled) if text not in rollout.text}

@@ -28,7 +28,9 @@ def codec_of(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> TokenizerCodec:
     """What turns a run's conversations into tokens, and completions into what its task judges."""
-    kwargs, prefix = config.model.chat_template_kwargs or {}, config.task.get(PREFIX) or ""
+    prefix = config.task.get(PREFIX) or ""
+    require(isinstance(prefix, str), f"task.{PREFIX}", prefix, "must be text; quote a number twice: '\"1\"'")
+    kwargs = config.model.chat_template_kwargs or {}
     return TokenizerCodec(tokenizer, end_ids(generation_config, tokenizer), kwargs, prefix)
 
 

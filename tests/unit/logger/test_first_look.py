@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from offline_grpo.logger.first_look import FirstLook
@@ -14,7 +16,7 @@ PROBLEM = Problem("p", ({"role": "user", "content": "1+2="},), "3")
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_prompt_completion_and_hidden_tokens_are_told_once(skips: bool, caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = build_char_tokenizer(64)
+    tokenizer: Any = build_char_tokenizer(64)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
     codec = TokenizerCodec(tokenizer, [tokenizer.eos_token_id])
     look = FirstLook(tokenizer, codec.end_ids)

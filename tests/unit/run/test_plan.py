@@ -27,6 +27,7 @@ REFUSED = {
     "generation.top_p=0.9": "generation.top_p=0.9",
     "generation.min_p=0.1": "generation.min_p=0.1: training on filtered samples",
     "generation.min_p=2": "generation.min_p=2: a share",
+    "task.assistant_prefix=1": "task.assistant_prefix=1: must be text",
     "model.chat_template=none.jinja": "model.chat_template=none.jinja: no such file",
     "model.chat_template_kwargs={enable_thinking:false}": "model.chat_template_kwargs.enable_thinking=False: the chat",
     "generation.temperature=0 eval.temperature=1": "generation.temperature=0",
