@@ -21,7 +21,7 @@ from offline_grpo import hub
 from offline_grpo.checkpoint.files import BEST, TrainerState, latest_checkpoint, verified_state
 from offline_grpo.disk import OwnFolder, require_new
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.adapters import LanguageModel, unwrapped
+from offline_grpo.model.adapters import LanguageModel, unwrapped, with_saved_adapter
 from offline_grpo.model.device import make_current, torch_dtype
 from offline_grpo.model.load import load_causal_lm, load_tokenizer, read_model_config
 from offline_grpo.model.saving import save_model
@@ -95,10 +95,8 @@ class ModelSource:
         model.requires_grad_(False)
         if self.adapter is None:
             return model
-        from peft import PeftModel
-
         own = model.dtype
-        adapted = PeftModel.from_pretrained(model.float() if merge else model, self.adapter)
+        adapted = with_saved_adapter(model.float() if merge else model, self.adapter, key=KEY, is_trainable=False)
         if not merge:
             return adapted.eval()
         return adapted.merge_and_unload().to(own).eval()  # type: ignore[return-value, operator]

@@ -28,6 +28,13 @@ else:
 
 ADAPTER = "default"
 """peft's name of the one that is trained."""
+OF_ADAPTER = re.compile(rf"(\.lora_\w+)\.{ADAPTER}\b")
+"""In peft's names of parameters; files do without the adapter's own."""
+
+
+def name_in_file(name: str) -> str:
+    """What a parameter of an adapter is called in its file, by its name in the transformers model."""
+    return "base_model.model." + OF_ADAPTER.sub(r"\1", name)
 
 
 def has_adapters(model: LanguageModel) -> TypeGuard[PeftModel]:
@@ -65,20 +72,47 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, adapter: Path | None) ->
     are in the model's format, as a server has them; the masters are fp32.
 
     Raises:
-        ConfigError: target modules or layers that the model does not have.
+        ConfigError: target modules or layers that the model does not have, or an adapter that is not whole.
     """
-    from peft import PeftModel
-
     from offline_grpo.model.lora_layer import fold_scales
 
     if adapter is not None:
-        wrapped = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+        wrapped = with_saved_adapter(model, str(adapter), key="resume", is_trainable=True)
     else:
         wrapped = _with_new_adapters(model, lora)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)  # peft makes them in fp32
     fold_scales(wrapped, ADAPTER)
+    return wrapped
+
+
+def with_saved_adapter(model: PreTrainedModel, adapter: str, *, key: str, is_trainable: bool) -> PeftModel:
+    """The model with the adapter of a folder or Hub id on top, in fp32. peft itself takes what is missing as new.
+
+    Args:
+        key: what named the adapter, for messages.
+
+    Raises:
+        ConfigError: a tensor is missing, or the model has no place for one.
+    """
+    from peft import PeftConfig, PeftModelForCausalLM
+    from peft.utils import load_peft_weights
+
+    config = PeftConfig.from_pretrained(adapter)
+    config.inference_mode = not is_trainable
+    wrapped = PeftModelForCausalLM(model, config, ADAPTER)
+    names = {name_in_file(name): name for name, _ in unwrapped(wrapped).named_parameters() if ".lora_" in name}
+    found = load_peft_weights(adapter, device="cpu")
+    missing, unexpected = names.keys() - found.keys(), found.keys() - names.keys()
+    if missing and unexpected:  # names of another transformers: peft knows some, but would rename Laguna's own ones too
+        loaded = wrapped.load_adapter(adapter, ADAPTER, is_trainable=is_trainable)
+        missing, unexpected = loaded.missing_keys, loaded.unexpected_keys
+    elif not unexpected:
+        unwrapped(wrapped).load_state_dict({names[name]: tensor for name, tensor in found.items()}, strict=False)
+    for what, keys in (("lacks", missing), ("has, and the model does not,", unexpected)):
+        fix = "take a whole copy of the adapter, for this very base model"
+        require(not keys, key, adapter, f"the adapter {what} {len(keys)} tensors, {min(keys, default=None)}; {fix}")
     return wrapped
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import re
+from collections.abc import Set
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,7 +25,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
-from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+from transformers.utils import (
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    VIDEO_PROCESSOR_NAME,
+)
 from transformers.utils.hub import cached_file
 
 from offline_grpo import hub
@@ -36,6 +47,8 @@ from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import BaseScoring, Scoring
 from offline_grpo.model.text import use_template
 from offline_grpo.settings import ModelConfig
+
+log = logging.getLogger(__name__)
 
 SDPA_HAS_NO = "attn_logit_softcapping"
 """In config.json: a soft-cap inside attention, an argument that transformers' sdpa drops."""
@@ -294,7 +307,50 @@ def load_causal_lm(
         processor_files(model_id)
     missing = min(info["missing_keys"], default=None)
     require(missing is None, key, model_id, f"has no weights for {missing}, which would be random; take another copy")
+    model.kept_tensors = _tensors_apart(model, model_id, info["unexpected_keys"], key)
     return model.to(device).eval()
+
+
+def _tensors_apart(model: PreTrainedModel, model_id: str, unexpected: Set[str], key: str) -> dict[str, Tensor]:
+    """What the files have and transformers leaves out, such as a head that predicts several tokens (MTP), by name.
+
+    Raises:
+        ConfigError: a tensor of a module that the model has, which then computes something else than its files say.
+    """
+    modules, ignored = dict(model.named_modules()), model._keys_to_ignore_on_load_unexpected or ()
+
+    def part(name: str) -> str | None:
+        """The part of the model that the tensor is of, which transformers does not build; None in one that it does."""
+        owner, rest = name, ""
+        while owner not in modules:
+            owner, _, rest = owner.rpartition(".")
+        is_apart = isinstance(modules[owner], (nn.ModuleList, PreTrainedModel))
+        return f"{owner}.{rest}" if is_apart else None
+
+    parts = {part(name) for name in unexpected}  # the names may be those that transformers makes of the files' ones
+    inside = min((name for name in unexpected if part(name) is None), default=None)
+    fix = "take another copy, or the config.json that belongs to the weights"
+    require(inside is None, key, model_id, f"has weights that its config.json does not provide for, {inside}; {fix}")
+    kept: dict[str, Tensor] = {}
+    index = cached_file(model_id, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else [SAFE_WEIGHTS_NAME]
+    for file in names if unexpected or ignored else ():
+        path = cached_file(model_id, file, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            with safe_open(path, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+                    is_unused = part(name) in parts or any(re.search(one, name) for one in ignored)
+                    if is_unused and part(name) is not None:
+                        kept[name] = tensors.get_tensor(name)
+    if kept:
+        log.info(
+            "%s=%s: %d tensors that the model does not use are saved as they are, %s, ...",
+            key,
+            model_id,
+            len(kept),
+            min(kept),
+        )
+    return kept
 
 
 def _disable_dropout_of_checkpointed(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from offline_grpo.model.adapters import ADAPTER, has_adapters
+from offline_grpo.model.adapters import ADAPTER, has_adapters, name_in_file
 from offline_grpo.model.load import is_composite, processor_files
 from offline_grpo.model.policy import Policy
 
 ADAPTER_FILE = "adapter_model.safetensors"  # as peft and vLLM call it
-OF_ADAPTER = re.compile(rf"(\.lora_\w+)\.{ADAPTER}\b")
-"""In peft's names of parameters; files do without the adapter's own."""
 MAX_FILE = "50GB"
 """transformers' own. A file is written from memory at once."""
 
@@ -43,13 +40,13 @@ def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
 def save_adapter(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write what peft and servers load of an adapter. See `save_policy`."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        "base_model.model." + OF_ADAPTER.sub(r"\1", name): tensor.contiguous()
-        for name, tensor in weights
-        if ".lora_" in name
-    }
+    tensors = {name_in_file(name): tensor.contiguous() for name, tensor in weights if ".lora_" in name}
     save_file(tensors, folder / ADAPTER_FILE)
-    policy.model.peft_config[ADAPTER].save_pretrained(str(folder))  # type: ignore[index]
+    config: Any = policy.model.peft_config[ADAPTER]  # type: ignore[index]
+    for field, value in vars(config).items():
+        if isinstance(value, set):  # whose order differs from process to process
+            setattr(config, field, sorted(value))
+    config.save_pretrained(str(folder))
 
 
 def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -70,8 +67,11 @@ def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
 
 def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
     """`model.save_pretrained`, with the model's own generation config: transformers loads one that is greedy and has a
-    temperature, and refuses to save it. A composite's processor files are those that it was loaded with.
+    temperature, and refuses to save it. A composite's processor files are those that it was loaded with, and tensors that
+    transformers leaves out are what they were.
     """
+    if kept := getattr(model, "kept_tensors", None):
+        how["state_dict"] = how.get("state_dict", model.state_dict()) | kept
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -4,16 +4,22 @@ nn.Linear.
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import ZOO, long_batch
-from factories import make_llama, make_qwen2, make_scoring
+from engines import full_weights
+from factories import make_llama, make_policy, make_qwen2, make_scoring
+from safetensors.torch import load_file, save_file
+from transformers import LagunaConfig, LagunaForCausalLM
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.adapters import with_lora
+from offline_grpo.model.adapters import with_lora, with_saved_adapter
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.saving import ADAPTER_FILE, save_adapter
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.settings import LoraConfig
 
@@ -93,3 +99,39 @@ def test_dropout_is_off_without_gradient_and_the_mode_comes_back() -> None:
             torch.nn.init.normal_(parameter, std=0.1)
     assert torch.equal(scoring.logprobs(long_batch()), scoring.logprobs(long_batch()))
     assert scoring.model.training
+
+
+def make_laguna() -> LagunaForCausalLM:
+    """Its shared experts have names that peft would rename when it loads an adapter."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8, "vocab_size": 97}
+    sizes |= {"shared_expert_intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LagunaForCausalLM(LagunaConfig(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, **sizes)).eval()
+
+
+@pytest.mark.parametrize("build", [make_laguna, ZOO["qwen3_moe"].build], ids=["laguna", "experts"])
+def test_a_saved_adapter_is_loaded_whole_or_not_at_all(build: Any, tmp_path: Path) -> None:
+    base = build().eval()
+    model = adapted(copy.deepcopy(base))
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    policy = make_policy(model)
+    save_adapter(policy, full_weights(policy), tmp_path)
+
+    def loaded() -> Any:
+        return with_saved_adapter(copy.deepcopy(base), str(tmp_path), key="MODEL", is_trainable=False).eval()
+
+    ids = torch.arange(3, 19)[None]
+    assert (model(input_ids=ids).logits - base(input_ids=ids).logits).abs().max() > 0.1
+    assert torch.equal(loaded()(input_ids=ids).logits, model(input_ids=ids).logits)
+
+    tensors = load_file(tmp_path / ADAPTER_FILE)
+    name = next(name for name in tensors if "q_proj.lora_B" in name)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, tmp_path / ADAPTER_FILE)
+    with pytest.raises(ConfigError, match=rf"^MODEL={tmp_path}: the adapter lacks 1 tensors, {name}; take "):
+        loaded()
+    other = name.replace("layers.0.", "layers.9.")
+    save_file({**tensors, other: tensors[name].clone()}, tmp_path / ADAPTER_FILE)
+    with pytest.raises(ConfigError, match=r"the adapter has, and the model does not, 1 tensors, \S*layers\.9\."):
+        loaded()

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ZOO
-from factories import make_rollout
+from engines import CPU, full_weights
+from factories import make_policy, make_qwen2, make_rollout
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from offline_grpo.errors import ConfigError
@@ -21,6 +23,7 @@ from offline_grpo.model.load import (
     prepare,
 )
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.saving import save_policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import ModelConfig
@@ -121,3 +124,34 @@ def test_only_the_chosen_blocks_are_trained(name: str) -> None:
     assert {key for key, p in model.named_parameters() if p.requires_grad} == {
         key for key, _ in model.named_parameters() if ".1." in key
     }
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5"])
+def test_a_head_that_transformers_leaves_out_is_saved_as_it_was(name: str, tmp_path: Path) -> None:
+    """One for several tokens (MTP), under both names that people have for it. transformers knows one of the two here,
+    and has other names for its experts."""
+    ZOO[name].build().save_pretrained(tmp_path / "a")
+    file = "model.safetensors"
+    extra = {
+        f"mtp.layers.0.mlp.experts.{i}.{part}_proj.weight": torch.randn(3, 4) for i in (0, 1) for part in ("gate", "up")
+    }
+    extra |= {"mtp.fc.weight": torch.randn(3).bfloat16(), "model.layers.9.eh_proj.weight": torch.randn(3)}
+    save_file(extra | load_file(tmp_path / "a" / file), tmp_path / "a" / file, metadata={"format": "pt"})
+    for folder, copy in (("a", "b"), ("b", "c")):
+        model = load_causal_lm(str(tmp_path / folder), "auto", CPU.device, None)
+        policy = make_policy(model, build_char_tokenizer(64))
+        save_policy(policy, full_weights(policy), tmp_path / copy)
+    saved = load_file(tmp_path / "c" / file)
+    torch.testing.assert_close(saved, load_file(tmp_path / "a" / file), rtol=0, atol=0)
+
+
+def test_weights_that_the_configuration_leaves_out_are_refused(tmp_path: Path) -> None:
+    make_qwen2().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False}
+    (tmp_path / "config.json").write_text(json.dumps(config | llama))
+    name = "model.layers.0.self_attn.k_proj.bias"
+    with pytest.raises(
+        ConfigError, match=rf"^model.train_id={tmp_path}: has weights that its config.json does .* {name};"
+    ):
+        load_causal_lm(str(tmp_path), "auto", CPU.device, None)

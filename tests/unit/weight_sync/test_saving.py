@@ -30,7 +30,7 @@ def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(save_and_load, "check_file_exists_on_hf_hub", ask)
     model: Any = make_qwen2()
     model.name_or_path = "some/model"
-    policy = make_policy(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])), build_char_tokenizer(64))
+    policy = make_policy(get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")), build_char_tokenizer(64))
     policy.model.peft_config["default"].base_model_name_or_path = "some/model"
     num_bytes = save_weights(Snapshot(policy, full_weights, None), tmp_path / "adapter")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {
@@ -38,6 +38,8 @@ def test_adapters_are_saved_without_asking_the_hub(tmp_path: Path, monkeypatch: 
         "adapter_model.safetensors",
     }
     assert not (tmp_path / "adapter" / "tokenizer.json").exists()
+    names = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert names == sorted(names), "peft keeps a set, whose order is another one in every process"
     assert num_bytes == sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir())
 
 
