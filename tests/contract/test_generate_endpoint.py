@@ -8,8 +8,9 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,18 @@ from engines import (
     CPU,
     PROMPTS,
     Where,
+    load,
     make_client,
     num_running,
+    score,
     serve_again,
+    switch_of,
     train,
 )
 from factories import complete_in_order
 
 from offline_grpo.engine.server import Server
+from offline_grpo.model.policy import Policy
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest
 
 pytestmark = pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], indirect=True, scope="session")
@@ -217,6 +222,60 @@ def test_what_is_cut_short_is_no_answer(server: Server) -> None:
         post(server, "/resume").raise_for_status()
         assert later.result().status_code == 200
     assert generated(server, prompt=IDS, max_tokens=5, ignore_eos=True)["finish_reasons"] == ["length"]
+
+
+@contextmanager
+def asking_all_the_time(server: Server) -> Iterator[list[dict[str, Any]]]:
+    """Answers to the same question, over and over, while the block runs and once after it."""
+    answers: list[dict[str, Any]] = []
+    is_over = False
+
+    def ask() -> None:
+        while True:
+            was_over = is_over
+            answer = post(server, prompt=IDS, n=2, max_tokens=LENGTH, ignore_eos=True)
+            assert answer.status_code == 200, answer.text
+            answers.append(answer.json())
+            if was_over:
+                return
+
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(ask)
+        wait_until(lambda: bool(answers) or asking.done())
+        yield answers
+        is_over = True
+        asking.result()
+
+
+@pytest.mark.parametrize("option", [pytest.param("reload", marks=pytest.mark.slow), "shared_vllm", "lora_hotswap"])
+def test_answers_are_whole_and_new_while_weights_are_pushed(
+    option: str, connect: Callable[..., Any], where: Where, model_folder: Path
+) -> None:
+    sync, policy, client = connect(option)
+    sync.push(policy, version=0)
+    old = load(model_folder, where, lora=option == "lora_hotswap")
+    with asking_all_the_time(client.server) as answers:
+        train(policy, seed=9, scale=0.1)
+        sync.push(policy, version=1)
+    check_answers(answers, old, policy, where)
+
+
+def check_answers(answers: list[dict[str, Any]], old: Policy, new: Policy, where: Where) -> None:
+    """All are complete, each token is of the old policy or, from some token on, of the new one, and the last answer is
+    the new one's.
+    """
+    switches = []
+    for answer in answers:
+        assert answer["finish_reasons"] == ["length"] * 2
+        for ids, positions in zip(answer["token_ids"], answer["logprobs"], strict=True):
+            assert [[str(token)] for token in ids] == [list(position) for [position] in positions]
+            assert len(ids) == LENGTH
+            logprobs = [next(iter(position.values())) for [position] in positions]
+            completion = Completion(tuple(ids), tuple(logprobs), FinishReason.LENGTH, (0,) * LENGTH)
+            ours = (score(one, [completion], [PROMPTS[1]])[0] for one in (old, new))
+            switches.append(switch_of(logprobs, *ours, where))
+    assert switches[0] == LENGTH  # of the old weights
+    assert switches[-2:] == [0, 0]  # of the new ones
 
 
 def test_what_atroposlib_reads_is_what_vllm_says(server: Server, model_folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from children import metrics_of, printed
+from children import metrics_of, printed, run_in_children
 from engines import (
     CPU,
     distance,
@@ -209,6 +209,21 @@ def test_two_processes_share_a_server_and_its_recovery(server: Server, model_fol
         together.wait()
     found = metrics_of(tmp_path / "together")
     assert found["train_iter_011.json"]["sync/num_recoveries"] == 1
+    assert_same(alone, found)
+
+
+@pytest.mark.slow
+def test_spread_weights_are_pushed_whole(server: Server, model_folder: Path, tmp_path: Path) -> None:
+    """Two processes that have a part of each weight push as one that has all. Every push is proven by logprobs, which
+    both compute.
+    """
+    words = (*at(server), "weight_sync=reload", "train.iterations=3", "eval.interval=3")
+    alone = run(tmp_path / "alone", model_folder, *words)
+    serve_again(server, model_folder, CPU)
+    words = (*five(model_folder), *words, "train.sharding=fsdp2")
+    assert run_in_children(2, tmp_path / "together", *words) == [0, 0], printed(tmp_path / "together")
+    found = metrics_of(tmp_path / "together")
+    assert [found[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(3)] == [2, 4, 6]
     assert_same(alone, found)
 
 
