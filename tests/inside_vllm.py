@@ -129,7 +129,13 @@ SHAPES = {
 def make_worker(model: nn.Module, **changes: Any) -> Any:
     """A worker with the extension. `changes` are settings of vLLM, such as `model_config__quantization="fp8"`."""
     config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=torch.float32, quantization=None, use_mla=False, enable_sleep_mode=False),
+        model_config=SimpleNamespace(
+            dtype=torch.float32,
+            quantization=None,
+            use_mla=False,
+            enable_sleep_mode=False,
+            logprobs_mode="processed_logprobs",
+        ),
         parallel_config=SimpleNamespace(world_size=1),
         cache_config=SimpleNamespace(cpu_offload_gb=0),
     )

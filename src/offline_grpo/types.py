@@ -78,6 +78,11 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are drawn from something else than the softmax at this temperature."""
+        return (self.top_p, self.top_k, self.repetition_penalty) != (1.0, 0, 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:

@@ -13,7 +13,7 @@ import httpx
 
 from offline_grpo.engine.http import Refused
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,10 @@ class ServerControl(ABC):
         """Fingerprints of the weights being served; None from a kind of server that cannot compute them."""
         return None
 
+    def logprobs_mode(self) -> str | None:
+        """Of which distribution vLLM returns logprobs; None from a server that does not say so."""
+        return None
+
     def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
         """Of parameters with other fingerprints, those that do not just have the same numbers in another order, as some
         architectures are served.
@@ -132,6 +136,15 @@ class Engine:
             self.server.start(model, args=args)
             version = self.control.check_version()
             log.info("connected to %s %s at %s", self.client.engine_name, version, self.server.base_url)
+
+    def check_logprobs(self) -> None:
+        """Raise ConfigError for a server whose logprobs are not of the distribution that the run draws from."""
+        if self.server is None or not self.sampling.is_filtered:
+            return
+        mode = self.control.logprobs_mode()
+        fix = "top_p, top_k and penalties need processed_logprobs; start the server so"
+        key = "engine.args.logprobs_mode" if self.server.is_managed else f"logprobs_mode of {self.server.key}"
+        require(mode in (None, "processed_logprobs"), key, mode, fix)
 
     def follow(self, base_url: str, pid: int | None) -> None:
         """Ask and watch the server that another process of the run has started. In a Ray cluster it may have moved."""

@@ -181,8 +181,14 @@ class VllmControl(ServerControl):
     def served_bits(self) -> ServedBits:
         return ServedBits(**self.call_worker("grpo_state"))
 
+    def logprobs_mode(self) -> str | None:
+        """See `ServerControl.logprobs_mode`. The worker extension says it."""
+        return self.describe()["logprobs_mode"] if self.lacks("full") is None else None
+
     def describe(self) -> dict[str, Any]:
-        """The worker's pid, device, gpu_uuid (None on CPUs), and refusals: why its weights cannot be shared."""
+        """The worker's pid, device, gpu_uuid (None on CPUs), and logprobs_mode; refusals: why its weights cannot be
+        shared.
+        """
         return self.call_worker("grpo_describe")
 
     def load_adapter(self, name: str, path: str) -> None:

@@ -149,6 +149,8 @@ class Deployment:
             engine.begin(*words)
         for engine in engines:
             engine.start(*words)
+            if not self.is_frozen:
+                engine.check_logprobs()
             attach(engine)
 
     def _snapshot(self, policy: Policy) -> Snapshot:

@@ -14,7 +14,7 @@ from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import draw_ids
 from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
-from offline_grpo.weight_sync.proof import PROBE_TOKENS, probe_difference
+from offline_grpo.weight_sync.proof import PROBE_TOKENS, probe_difference, scored
 from offline_grpo.weight_sync.snapshot import Snapshot
 from offline_grpo.weight_sync.strategy import Staged, SyncRequirements, WeightSync
 
@@ -45,7 +45,7 @@ def prove_sampling(client: RolloutClient, policy: Policy, num_tokens: int) -> No
     else:
         about = {"temperature": 1.0, "text": "", "score": Score(0.0, False, {})}
         rollouts = [Rollout.of_one_turn(prompts[i], each, **about) for i, group in sampled for each in group]
-        difference = probe_difference(policy, rollouts).abs().mean().item()
+        difference = probe_difference(scored(policy, rollouts)).abs().mean().item()
         if difference <= CACHE_TOLERANCE_NATS[policy.dtype]:
             return
         fault = f"is sampled in process {difference:.2g} nats away from its own forward pass"

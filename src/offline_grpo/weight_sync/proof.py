@@ -1,11 +1,26 @@
-"""After every push the server must name its version, have the trainer's bits, and sample like the trainer."""
+"""After every push the server must name its version, have the trainer's bits, and sample like the trainer.
+
+The last is the probe's: fixed prompts, sampled with fixed seeds. The tolerance for |trainer - server| is wide, for
+quantised servers, and an update may change less than that. So the server must also follow the trainer:
+
+1. A server with old weights draws the old tokens again. Those, each after the same tokens as before, the trainer has
+   scored under both weights. Where fewer than `FEWEST_SHARED` are left, the server has other weights than it had.
+2. Noise is the median |trainer - server| under the old weights. Where the trainer's median |new - old| is not above
+   `NOISES` times that, there is no verdict, and the next push is compared with the same old weights: updates add up.
+3. Otherwise the server must be nearer to the new weights than to the old ones, by the median too: a few tokens that are
+   far off (where another rounding chose another expert) count no more than others.
+
+The first push of an adapter is compared with the base model. There noise is |base - server|: nothing is known yet.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import takewhile
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +28,7 @@ from offline_grpo.engine.engine import Engine, ServedBits
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
 from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
 from offline_grpo.errors import EngineError, require
+from offline_grpo.model.adapters import adapters_off
 from offline_grpo.model.load import context_length
 from offline_grpo.model.policy import Policy
 from offline_grpo.train.batch import build_batch
@@ -21,10 +37,26 @@ from offline_grpo.weight_sync.snapshot import Snapshot, this_run
 
 log = logging.getLogger(__name__)
 
-PROBE_PROMPTS = 2
+PROBE_PROMPTS = 8
 PROBE_TOKENS = 8
 PROBE_PROMPT_TOKENS = 160
 """More than a block of the prefix cache (16 tokens on GPUs, 128 on CPUs), so that a stale cache shows."""
+FEWEST_SHARED = 32
+NOISES = 4.0
+LEAST_NOISE_NATS = 1e-4
+"""See the module. The noise of fp32 is a few roundings, and so is what a tiny update changes."""
+
+
+class Probed(NamedTuple):
+    """A token of the probe, with its logprobs in nats."""
+
+    token: int
+    trainer: float
+    server: float
+
+
+Probe = Sequence[Sequence[Probed]]
+"""What was sampled after each prompt."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +90,33 @@ def ask(engine: Engine, prompts: Sequence[Sequence[int]], *, is_tagged: bool) ->
 
 
 def compare(
-    snapshot: Snapshot, engine: Engine, answers: Answers, *, version: int, tag: str | None, tolerance_nats: float
-) -> Proof:
+    snapshot: Snapshot,
+    engine: Engine,
+    answers: Answers,
+    *,
+    version: int,
+    tag: str | None,
+    tolerance_nats: float,
+    before: Probe | None,
+) -> tuple[Proof, Probe]:
     """Compare what an engine serves with what is trained, and log the verdict.
 
     Args:
         tag: that the push has left in the server, if it notes any.
         tolerance_nats: for the mean |trainer - server| over the probe's logprobs.
+        before: what this function returned for the engine's last push; None for the first.
+
+    Returns:
+        The proof, and the probe that the next push is compared with.
 
     Raises:
-        EngineError: another version, a tensor with other bits, or logprobs further apart than `tolerance_nats` on
-        average.
+        EngineError: another version, a tensor with other bits, logprobs further apart than `tolerance_nats` on average,
+        or nearer to those of the weights before.
     """
     found, bits, sampled = answers
     unequal, num_compared = _compare_bits(snapshot, bits)
-    difference = probe_difference(snapshot.policy, sampled)
+    probe = scored(snapshot.policy, sampled)
+    difference = probe_difference(probe)
     diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
     num_equal = num_compared - len(unequal)
     says = f"version {version}: |trainer - server| {diff_abs_mean:.2g} nats on average, {diff_max:.2g} at most"
@@ -89,8 +133,20 @@ def compare(
             "computes something else (dtype, rope scaling, quantisation, logprobs returned without --logprobs-mode "
             "processed_logprobs); see docs/troubleshooting.md"
         )
+    old, name = before, "before the push"
+    if before is None and snapshot.policy.lora_rank is not None:
+        with adapters_off(snapshot.policy.model):
+            old, name = scored(snapshot.policy, sampled), "of the base model"
+    follows = None if old is None else has_followed(probe, old)
+    if follows is False:
+        raise EngineError(
+            f"{mismatch}; nearer to the weights {name} than to those that were pushed: the server takes them and does "
+            "not use them (adapters: does --lora-target-modules leave any of model.lora.target_modules out?), or "
+            "answers from a stale cache; see docs/troubleshooting.md"
+        )
     log.info("[OK] %s", says)
-    return Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
+    proof = Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
+    return proof, before if before is not None and follows is None else probe
 
 
 def prove_base(engine: Engine, snapshot: Snapshot) -> str:
@@ -142,11 +198,34 @@ def sample_probe(client: Any, prompts: Sequence[Sequence[int]], temperature: flo
     ]
 
 
-def probe_difference(policy: Policy, rollouts: Sequence[Rollout]) -> torch.Tensor:
-    """Trainer minus server logprob, in nats, of each token that the server has sampled: [N]."""
+def scored(policy: Policy, rollouts: Sequence[Rollout]) -> Probe:
+    """What the server has sampled, with the policy's logprobs beside the server's."""
     batch = build_batch(rollouts, mask_truncated=False)
-    ours = policy.logprobs(batch.to(policy.device)).cpu()[batch.completion_mask]
-    return ours - batch.rollout_logprobs[batch.completion_mask]
+    rows = batch.token_ids, policy.logprobs(batch.to(policy.device)).cpu(), batch.rollout_logprobs
+    tokens = map(Probed, *(row[batch.completion_mask].tolist() for row in rows))
+    return [[next(tokens) for _ in range(rollout.num_sampled)] for rollout in rollouts]
+
+
+def probe_difference(probe: Probe) -> torch.Tensor:
+    """Trainer minus server logprob of each token, in nats: [N]."""
+    return torch.tensor([token.trainer - token.server for tokens in probe for token in tokens])
+
+
+def has_followed(now: Probe, before: Probe) -> bool | None:
+    """Whether a server has other weights than at the probe `before`; None where noise hides it. See the module."""
+    pairs = [
+        pair
+        for old_tokens, tokens in zip(before, now, strict=True)
+        for pair in takewhile(lambda pair: pair[0].token == pair[1].token, zip(old_tokens, tokens, strict=False))
+    ]
+    if len(pairs) < FEWEST_SHARED:
+        return len(pairs) < sum(map(len, before)) or None
+    noise = median(abs(old.trainer - old.server) for old, _ in pairs)
+    moved = median(abs(new.trainer - old.trainer) for old, new in pairs)
+    if moved <= NOISES * max(noise, LEAST_NOISE_NATS):
+        return None
+    from_old = median(abs(old.trainer - new.server) for old, new in pairs)
+    return median(abs(new.trainer - new.server) for _, new in pairs) < from_old
 
 
 def _compare_bits(snapshot: Snapshot, served: ServedBits | None) -> tuple[list[str], int]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from offline_grpo.engine.background import at_once
 from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import EngineDied, EngineError, require
-from offline_grpo.weight_sync.proof import Proof, ask, compare, probe_prompts
+from offline_grpo.weight_sync.proof import Probe, Proof, ask, compare, probe_prompts
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 
 PAUSE_MODES = ("keep", "wait", "abort")
@@ -164,6 +164,8 @@ class ServerSync(WeightSync):
     is_tagged: ClassVar[bool] = True
     """The server notes the tags of pushes; False where requests name the version themselves."""
 
+    _probes: dict[Any, Probe] = field(default_factory=dict, init=False)  # of engines, see `compare`
+
     def __post_init__(self) -> None:
         require(self.interval >= 1, "weight_sync.interval", self.interval, "must be at least 1")
         require(self.tolerance_nats > 0, "weight_sync.tolerance_nats", self.tolerance_nats, "must be above 0")
@@ -179,10 +181,12 @@ class ServerSync(WeightSync):
         """
         prompts, tag = probe_prompts(snapshot.policy), weights_tag(version) if self.is_tagged else None
         answers = at_once(lambda engine: ask(engine, prompts, is_tagged=self.is_tagged), engines)
-        return [
-            compare(snapshot, engine, answer, version=version, tag=tag, tolerance_nats=self.tolerance_nats)
-            for engine, answer in zip(engines, answers, strict=True)
-        ]
+        how: Any = {"version": version, "tag": tag, "tolerance_nats": self.tolerance_nats}
+        proofs = []
+        for engine, answer in zip(engines, answers, strict=True):
+            proof, self._probes[engine] = compare(snapshot, engine, answer, before=self._probes.get(engine), **how)
+            proofs.append(proof)
+        return proofs
 
     def check_served(self, engine: Engine, version: int) -> None:
         url, found, pushed = engine.server.base_url, engine.control.served_tag(), weights_tag(version)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from engines import (
     CPU,
     GPU_FP32,
+    LORA_ARGS,
     PROMPTS,
     Where,
     deploy,
@@ -23,19 +25,25 @@ from engines import (
     full_weights,
     load,
     make_client,
+    make_server,
     num_running,
+    preloaded_python,
+    running,
     sample,
     score,
     switch_of,
     train,
 )
-from factories import generate, strategy
+from factories import generate, make_policy, strategy
+from peft import LoraConfig, get_peft_model
 from served_runs import Endless
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmControl
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_adapter, save_policy
 from offline_grpo.types import Completion, SamplingParams
@@ -111,6 +119,55 @@ def test_a_stale_prefix_cache_is_noticed(connect: Callable[..., Any], monkeypatc
     train(policy, seed=1, scale=0.2)
     with pytest.raises(EngineError, match=r"\[MISMATCH\].*stale weights or caches"):
         sync.push(policy, version=2)
+
+
+@ON_CPU
+def test_an_adapter_that_the_server_ignores_is_noticed(where: Where, model_folder: Path, tmp_path: Path) -> None:
+    """vLLM takes an adapter for other layers than it adapts, and serves the base model. All is within the tolerance."""
+    args = LORA_ARGS | {"lora_target_modules": ["qkv_proj"]}
+
+    def policy_of(*targets: str) -> Policy:
+        torch.manual_seed(1)
+        model: Any = AutoModelForCausalLM.from_pretrained(str(model_folder))
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=list(targets)))
+        policy = make_policy(model, load_tokenizer(str(model_folder)))
+        policy.make_masters()
+        return policy
+
+    with running(make_server(CPU, tmp_path, args=args, python=preloaded_python(tmp_path)), model_folder) as server:
+        client, scale = make_client(found(server)), 1e-3
+        for targets, is_ignored in ((["down_proj"], True), (["q_proj"], False)):
+            policy = policy_of(*targets)
+            sync = deploy(strategy("lora_hotswap"), client)
+            sync.connect(policy)
+            sync.push(policy, version=0)
+            train(policy, seed=1, scale=scale)
+            with (
+                pytest.raises(EngineError, match="nearer to the weights before the push")
+                if is_ignored
+                else nullcontext()
+            ):
+                sync.push(policy, version=1)
+        resumed = deploy(strategy("lora_hotswap"), client)
+        policy = policy_of("down_proj")
+        train(policy, seed=1, scale=scale)
+        resumed.connect(policy)
+        with pytest.raises(EngineError, match="nearer to the weights of the base model"):
+            resumed.push(policy, version=1)
+
+
+@ON_CPU
+def test_raw_logprobs_are_no_use_to_filtered_samples(
+    connect: Callable[..., Any], full_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, policy, client = connect("reload")
+    filtered = deploy(strategy("reload"), client, sampling=SamplingParams(1, top_k=5))
+    filtered.connect(policy)
+    describe = VllmControl.describe
+    monkeypatch.setattr(VllmControl, "describe", lambda self: describe(self) | {"logprobs_mode": "raw_logprobs"})
+    deploy(strategy("reload"), client).connect(policy)
+    with pytest.raises(ConfigError, match=r"^logprobs_mode of generation.base_url=raw_logprobs: top_p, top_k and "):
+        filtered.connect(policy)
 
 
 def test_shared_weights_are_one_copy(connect: Callable[..., Any], where: Where) -> None:
@@ -302,6 +359,18 @@ def test_weights_that_others_load_into_shared_memory_end_the_run(
     train(policy, seed=1)
     client.server.api.post("/collective_rpc", body)
     with pytest.raises(EngineError, match=r"another client has loaded weights into the server: [^\n]*$"):
+        sync.push(policy, version=1)
+
+
+@ON_CPU
+def test_memory_that_others_write_to_under_the_right_tag_ends_the_run(connect: Callable[..., Any]) -> None:
+    sync, policy, _ = connect("shared_vllm")
+    sync.push(policy, version=0)
+    train(policy, seed=1)
+    name, parameter = next(iter(policy.causal_lm.named_parameters()))
+    with torch.no_grad():
+        parameter.mul_(0.7)
+    with pytest.raises(EngineError, match=f"wrote to 1 tensors of the policy, {name}"):
         sync.push(policy, version=1)
 
 

@@ -12,7 +12,16 @@ from factories import make_policy, make_qwen2
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest
-from offline_grpo.weight_sync.proof import PROBE_TOKENS, probe_difference, probe_prompts, sample_probe
+from offline_grpo.weight_sync.proof import (
+    PROBE_TOKENS,
+    Probe,
+    Probed,
+    has_followed,
+    probe_difference,
+    probe_prompts,
+    sample_probe,
+    scored,
+)
 
 SAMPLED = (9, 30, 9, 2)
 
@@ -44,9 +53,69 @@ def test_a_probe_compares_at_the_temperature_of_the_run(temperature: float, aske
     policy = make_policy(make_qwen2(vocab_size=40), build_char_tokenizer(64))
 
     def probe(server: Any) -> torch.Tensor:
-        return probe_difference(policy, sample_probe(server, probe_prompts(policy), temperature))
+        return probe_difference(scored(policy, sample_probe(server, probe_prompts(policy), temperature)))
 
     server = Answering(policy)
     assert probe(server).abs().max() < 1e-5
     assert server.asked == [SamplingParams(PROBE_TOKENS, temperature=asked)]
     assert probe(Answering(policy, temperature=2.0)).abs().mean() > 1e-3
+
+
+# Old weights told from new ones
+
+
+class Pushes:
+    """Probes of 64 tokens whose logprobs move by `step` nats each push, and reach trainer and server with noise: of
+    `noise` nats, and a hundred times as much in one token of fifty.
+    """
+
+    def __init__(self, noise: float, step: float, seed: int) -> None:
+        self.noise, self.step, self.draw = noise, step, torch.Generator().manual_seed(seed)
+        self.true = -3 * torch.rand(64, generator=self.draw) - 0.5
+        self.served = self.true
+
+    def push(self, *, arrives: bool = True) -> Probe:
+        self.true = self.true + self.step * torch.randn(64, generator=self.draw)
+        self.served = self.true if arrives else self.served
+        ours, theirs = (logprobs + self.noisy() for logprobs in (self.true, self.served))
+        tokens = [Probed(*values) for values in zip(range(64), ours.tolist(), theirs.tolist(), strict=True)]
+        return [tokens[i : i + 8] for i in range(0, 64, 8)]
+
+    def noisy(self) -> torch.Tensor:
+        large = torch.where(torch.rand(64, generator=self.draw) < 0.02, 100.0, 1.0)
+        return self.noise * large * torch.randn(64, generator=self.draw)
+
+
+@pytest.mark.parametrize(("noise", "step"), [(0.01, 0.0), (0.01, 0.003), (0.01, 0.03), (0.01, 0.3), (1e-7, 1e-4)])
+def test_a_server_that_follows_is_never_an_alarm(noise: float, step: float) -> None:
+    """However small the updates are beside the noise. What is kept is what the last verdict was about."""
+    for seed in range(20):
+        pushes = Pushes(noise, step, seed)
+        before, verdicts = pushes.push(), []
+        for _ in range(100):
+            now = pushes.push()
+            verdicts.append(has_followed(now, before))
+            before = now if verdicts[-1] is not None else before
+        assert False not in verdicts, (seed, verdicts.index(False))
+        assert True in verdicts or step <= noise
+
+
+@pytest.mark.parametrize(
+    ("noise", "step", "at_most"), [(0.01, 0.2, 1), (0.01, 0.02, 20), (1e-7, 0.01, 1), (1e-7, 1e-4, 60)]
+)
+def test_a_server_that_stays_behind_is_found(noise: float, step: float, at_most: int) -> None:
+    """All of it within the tolerance of 0.1 nats, but for the first: small updates add up."""
+    for seed in range(20):
+        pushes = Pushes(noise, step, seed)
+        before = pushes.push()
+        verdicts = [has_followed(pushes.push(arrives=False), before) for _ in range(at_most)]
+        assert set(verdicts) <= {None, False}
+        assert False in verdicts, seed
+
+
+def test_other_tokens_are_other_weights() -> None:
+    """And of a model that ends its completions at once nothing is known."""
+    probe = Pushes(0.01, 0.0, 0).push()
+    others = [[token._replace(token=99) for token in tokens] for tokens in probe]
+    assert has_followed(others, probe) is True
+    assert has_followed([tokens[:1] for tokens in probe], [tokens[:1] for tokens in probe]) is None

@@ -72,10 +72,10 @@ def policy(tmp_path: Path) -> Policy:
     return make_policy(model, tokenizer)
 
 
-def train(policy: Policy) -> None:
+def train(policy: Policy, factor: float = 0.5) -> None:
     with torch.no_grad():
         for parameter in policy.make_masters().parameters.values():
-            parameter.mul_(0.5)
+            parameter.mul_(factor)
     policy.masters.publish()
 
 
@@ -96,14 +96,20 @@ def test_weights_and_version_arrive(
     sync.close()
 
 
-def test_stale_weights_are_found(policy: Policy, client: SglangClient, fake: FakeSglang) -> None:
+@pytest.mark.parametrize(
+    ("factor", "why"), [(0.5, "above weight_sync.tolerance"), (0.999, "nearer to the weights before")]
+)
+def test_stale_weights_are_found(
+    factor: float, why: str, policy: Policy, client: SglangClient, fake: FakeSglang
+) -> None:
+    """Also those that the tolerance would let pass."""
     sync = deploy(strategy("reload", "weight_sync.pause_mode=abort"), client)
     sync.connect(policy)
     sync.push(policy, version=0)
     stale = fake.model
     fake.load = lambda _: stale
-    train(policy)
-    with pytest.raises(EngineError, match="MISMATCH"):
+    train(policy, factor)
+    with pytest.raises(EngineError, match=rf"MISMATCH.*{why}"):
         sync.push(policy, version=1)
 
 

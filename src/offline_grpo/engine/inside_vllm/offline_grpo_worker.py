@@ -127,6 +127,7 @@ class WorkerExtension:
             "device": device.type,
             "gpu_uuid": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
             "refusals": list(_refusals(self.vllm_config)),
+            "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
         }
 
     def grpo_layout(self) -> list[dict[str, Any]]:
