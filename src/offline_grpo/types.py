@@ -81,7 +81,7 @@ class SamplingParams:
     @property
     def is_filtered(self) -> bool:
         """Whether tokens are drawn from something else than the softmax at this temperature."""
-        return (self.top_p, self.top_k, self.repetition_penalty) != (1.0, 0, 1.0)
+        return (self.top_p, self.top_k, self.min_p, self.repetition_penalty) != (1.0, 0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

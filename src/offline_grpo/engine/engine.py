@@ -142,7 +142,7 @@ class Engine:
         if self.server is None or not self.sampling.is_filtered:
             return
         mode = self.control.logprobs_mode()
-        fix = "top_p, top_k and penalties need processed_logprobs; start the server so"
+        fix = "top_p, top_k, min_p and penalties need processed_logprobs; start the server so"
         key = "engine.args.logprobs_mode" if self.server.is_managed else f"logprobs_mode of {self.server.key}"
         require(mode in (None, "processed_logprobs"), key, mode, fix)
 

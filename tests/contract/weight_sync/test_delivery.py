@@ -166,7 +166,7 @@ def test_raw_logprobs_are_no_use_to_filtered_samples(
     describe = VllmControl.describe
     monkeypatch.setattr(VllmControl, "describe", lambda self: describe(self) | {"logprobs_mode": "raw_logprobs"})
     deploy(strategy("reload"), client).connect(policy)
-    with pytest.raises(ConfigError, match=r"^logprobs_mode of generation.base_url=raw_logprobs: top_p, top_k and "):
+    with pytest.raises(ConfigError, match=r"^logprobs_mode of generation.base_url=raw_logprobs: top_p, top_k"):
         filtered.connect(policy)
 
 
