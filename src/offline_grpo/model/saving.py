@@ -67,8 +67,8 @@ def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
 
 def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
     """`model.save_pretrained`, with the model's own generation config: transformers loads one that is greedy and has a
-    temperature, and refuses to save it. A composite's processor files are those that it was loaded with, and tensors that
-    transformers leaves out are what they were.
+    temperature, and refuses to save it. A composite's processor files, and tensors that transformers leaves out, are
+    those that it was loaded with.
     """
     if kept := getattr(model, "kept_tensors", None):
         how["state_dict"] = how.get("state_dict", model.state_dict()) | kept
