@@ -72,6 +72,15 @@ def test_the_tests_compose_as_hydra_does(overrides):
         compose_config(*overrides.split(), "train.none=1")
 
 
+@pytest.mark.parametrize("model", ["qwen3_0_6b", "mistral", "qwen2_5_0_5b"])
+def test_gsm8k_takes_any_model(model):
+    config = typed(compose_config("experiment=gsm8k", f"model={model}"))
+    assert config.model.train_id == yaml.safe_load((CONF / f"model/{model}.yaml").read_text())["train_id"]
+    assert (config.train.lr, config.train.precision, config.eval.max_new_tokens) == (1e-6, "bf16", 1024)
+    assert config.train.tokens_per_microbatch == 16384
+    assert typed(compose_config("experiment=gsm8k", f"model={model}", "train.lr=2")).train.lr == 2
+
+
 def test_every_experiment_composes():
     for name in EXPERIMENTS:
         assert isinstance(typed(compose_config(f"experiment={name}")), RunConfig), name

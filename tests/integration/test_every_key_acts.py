@@ -259,7 +259,7 @@ def option_node(path: Path) -> dict[str, Any]:
     """
     node = yaml.safe_load(path.read_text())
     for included in node.pop("defaults", []):
-        if isinstance(included, str) and included != "_self_":
+        if isinstance(included, str) and included != "_self_" and included[0] != "/":
             node = option_node(path.with_name(f"{included}.yaml")) | node
     return node
 
@@ -285,6 +285,7 @@ READ_OTHERWISE = {
     "record",
     "assistant_prefix",
     "in_flight",
+    "enable_thinking",
     *(f"{what}_{how}_weight" for what in ("prompt", "instruction") for how in ("strict", "loose")),
 }
 """Settings that the run reads for any source or task, or whose names are put together."""

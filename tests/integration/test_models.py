@@ -52,6 +52,34 @@ def test_it_is_refused_before_the_first_iteration(name: str, tmp_path: Path) -> 
     assert not list(tmp_path.glob("run/metrics/*"))
 
 
+PRESETS = {
+    "qwen3_0_6b": "qwen3",
+    "qwen3_5": "qwen3_5",
+    "llama3_2_1b": "llama",
+    "gemma3_1b": "gemma3",
+    "smollm3": "smollm3",
+    "mistral": "mistral_window",
+}
+"""Preset -> its architecture in the zoo; other sizes differ in `model.train_id` alone."""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_trains_its_architecture(preset: str, tmp_path: Path) -> None:
+    tokenizer = build_char_tokenizer(128)
+    thinks = "{{ '' if enable_thinking else '=' }}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}{thinks}"
+    ZOO[PRESETS[preset]].build(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    small = ("train.iterations=1", "data.problems_per_iteration=2", "data.num_train_seeds=8", "eval.enabled=false")
+    small += ("generation.max_new_tokens=6", "train.drop_zero_signal_groups=false", "model.device=cpu")
+    cfg = compose_config(f"model={preset}", f"model.train_id={tmp_path}/model", f"cache_dir={tmp_path}/cache", *small)
+    assert (cfg.train.lr, cfg.train.precision) == (1e-6, "bf16")
+    app.run(cfg, tmp_path / "run")
+    found = metrics_of(tmp_path / "run")["train_iter_000.json"]
+    assert found["num_updates"] == 1
+    assert found["alignment/diff_abs_mean"] < 0.05  # in bf16
+
+
 def test_prompts_that_the_tokenizer_cannot_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = (
         *SMALL,

@@ -54,7 +54,12 @@ def help_text(conf: Path, wanted: Sequence[str] = ()) -> str:
     chosen = defaults(conf)
     for group, options in groups(conf).items():
         explained: set[Key] = set()
-        for option in sorted(options, key=lambda option: option not in chosen.get(group, [])):
+
+        def comes_later(option: str, group: str = group) -> tuple[bool, bool]:
+            includes_others = "defaults:" in (conf / group / f"{option}.yaml").read_text()
+            return option not in chosen.get(group, []), includes_others
+
+        for option in sorted(options, key=comes_later):
             path = conf / group / f"{option}.yaml"
             found = [key for key in all_keys(path, prefix_of(group)) if is_wanted(key.name) or is_wanted(group)]
             new = [key for key in found if key not in explained]
@@ -111,9 +116,9 @@ def _section(title: str, found: Sequence[Key], about: str = "") -> list[str]:
 
 
 def all_keys(path: Path, prefix: str) -> list[Key]:
-    """The keys of a file, after those of the files that it includes."""
-    entries = yaml.safe_load(path.read_text()).get("defaults", [])
-    included = [path.with_name(f"{entry}.yaml") for entry in entries if isinstance(entry, str) and entry != "_self_"]
+    """The keys of a file, after those of the files of its group that it includes."""
+    entries = [e for e in yaml.safe_load(path.read_text()).get("defaults", []) if isinstance(e, str) and e[0] != "/"]
+    included = [path.with_name(f"{entry}.yaml") for entry in entries if entry != "_self_"]
     return [key for file in included for key in all_keys(file, prefix)] + keys(path, prefix)
 
 
