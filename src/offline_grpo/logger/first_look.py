@@ -42,8 +42,7 @@ class FirstLook(RunListener):
         if hidden:
             self._has_told = True
             names = ", ".join(sorted(map(repr, hidden)))
-            fix = "generation.skip_special_tokens=false shows them to it"
-            log.warning("special tokens that the model writes and the reward does not see: %s; %s", names, fix)
+            log.warning("special tokens hidden from rewards (generation.skip_special_tokens): %s", names)
 
     def _show(self, rollout: Rollout) -> None:
         prompt_length = rollout.is_sampled.index(True) if True in rollout.is_sampled else len(rollout.token_ids)

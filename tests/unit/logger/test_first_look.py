@@ -39,5 +39,5 @@ def test_prompt_completion_and_hidden_tokens_are_told_once(skips: bool, caplog: 
         "the first prompt, as the model reads it (5 tokens):\n  <bos>1+2=",
         "and its first completion, as the model wrote it (2 tokens, reward 1):\n  3<eos>",
     ]
-    hidden = "'<think>'; generation.skip_special_tokens=false"
-    assert [hidden in line for line in shown[2:]] == ([True] if skips else [])
+    hidden = "special tokens hidden from rewards (generation.skip_special_tokens): '<think>'"
+    assert shown[2:] == ([hidden] if skips else [])
