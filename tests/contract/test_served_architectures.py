@@ -13,7 +13,19 @@ from typing import Any
 import pytest
 import torch
 from architectures import ZOO
-from engines import CPU, LORA_ARGS, deploy, found, make_client, make_server, preloaded_python
+from engines import (
+    CPU,
+    LORA_ARGS,
+    deploy,
+    distance,
+    found,
+    load,
+    make_client,
+    make_server,
+    preloaded_python,
+    sample,
+    train,
+)
 from factories import make_policy, strategy
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -63,6 +75,19 @@ def test_matrices_that_vllm_transposes(tmp_path: Path) -> None:
         other.save_pretrained(str(tmp_path / "model"))
         with pytest.raises(ConfigError, match=r"1 of 28 tensors differ, transformer.h.1.attn.c_proj.weight"):
             check_served_model(find_model(str(tmp_path / "model")), engine)
+
+
+def test_experts_that_vllm_packs_are_packed_again(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64}
+    with served("qwen3_moe", tmp_path / "model", **sizes) as client:
+        policy = load(tmp_path / "model", CPU)
+        deployment = deploy(strategy("reload"), client)
+        deployment.connect(policy)
+        policy.make_masters()
+        for version in range(2):
+            deployment.push(policy, version=version)
+            assert distance(policy, sample(client)) < CPU.tolerance_nats
+            train(policy, seed=version)
 
 
 @pytest.mark.parametrize(
