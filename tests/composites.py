@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 from architectures import LINEAR, NEW
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
@@ -169,6 +170,11 @@ COMPOSITES: dict[str, dict[str, Any]] = {
         "image_token_index": 97,
     },
 }
+
+
+IN_EVERY_RUN = {"qwen2_5_vl", "gemma4", "llama4"}
+"""Positions in three dimensions, tied embeddings with inputs for each layer, and a head inside the decoder's module."""
+EVERY_COMPOSITE = [n if n in IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.slow) for n in COMPOSITES]
 
 
 def build_composite(

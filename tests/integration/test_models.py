@@ -4,14 +4,17 @@ tests/unit/model/test_architectures.py has more.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from architectures import ODD, ZOO
-from children import SMALL, metrics_of
+from children import SMALL, metrics_of, printed, run_in_child
+from composites import save_composite
 from factories import compose_config
 
+from offline_grpo import evaluate
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run import app
@@ -91,3 +94,25 @@ def test_prompts_that_the_tokenizer_cannot_read_are_told(tmp_path: Path, capsys:
     app.run(compose_config(*run, "data.num_train_seeds=20", 'task.prompt_template="¿{a}{op}{b}?"'), tmp_path / "run")
     [told] = [line for line in "".join(capsys.readouterr()).splitlines() if "lacks characters" in line]
     assert re.search(r"lacks characters of 20 prompts, such as '¿\d+.\d+\?'; use another model$", told)
+
+
+@pytest.mark.parametrize(("name", "option"), [("qwen3_5", "train.kl_coef=0.1"), ("gemma3", "model/lora=default")])
+def test_a_composite_is_resumed_and_evaluated_as_it_was_trained(name: str, option: str, tmp_path: Path) -> None:
+    tokenizer = build_char_tokenizer(128)
+    source = save_composite(name, tmp_path / "model", text={"vocab_size": len(tokenizer)})
+    overrides = [o for o in SMALL if not o.startswith("model.tiny")]
+    words = [*overrides, "model=hf", f"model.train_id={source}", option, "train.iterations=2", "train.lr=1e-3"]
+    words += ["generation.max_new_tokens=6", "checkpoint.save_interval=1", "train.entropy_coef=0.01"]
+    assert run_in_child(tmp_path / "run", *words) == 0, printed(tmp_path / "run")
+    again = tmp_path / "again"
+    assert run_in_child(again, *words, f"resume={tmp_path}/run/checkpoints/iter_000") == 0, printed(again)
+    last = "train_iter_001.json"
+    assert metrics_of(again)[last] == metrics_of(tmp_path / "run")[last]
+    assert metrics_of(again)[last]["alignment/diff_abs_mean"] < 1e-4
+    asked = ("eval.num", "eval.r", "eval.k", "eval.b", "generation.", "task.", "data.num")
+    settings = [word for word in words if word.startswith(asked)]
+    evaluate.run([str(source), str(again / "checkpoints" / "iter_001"), *settings, f"--out={tmp_path}/out"])
+    before, after = json.loads((tmp_path / "out" / "results.json").read_text())["metrics"]
+    expected = metrics_of(tmp_path / "run")["eval_init.json"]
+    assert {key: before[key] for key in expected} == expected
+    assert after["tasks"] == expected["tasks"]

@@ -149,6 +149,7 @@ class TransformersClient:
         ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
         while True:
             config = GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True)
+            lm.base_model.rope_deltas = None  # where composites keep an offset for each row of their last batch
             with graphed_steps(lm):
                 token_ids = lm.generate(
                     token_ids,
