@@ -12,6 +12,7 @@ from factories import compose_config, make_qwen2
 from huggingface_hub import constants
 
 from offline_grpo import hub
+from offline_grpo.errors import ConfigError
 from offline_grpo.model.load import read_model_config
 from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
@@ -42,6 +43,12 @@ def test_a_run_that_needs_it_is_refused_in_one_line_before_torch_is_imported() -
     assert (done.returncode, done.stdout.splitlines()[-1]) == (2, "False")
     assert line.startswith("error: model.train_id=some/model: the Hugging Face Hub cannot")
     assert "Connection refused" in line
+
+
+def test_a_task_of_the_hub_names_those_that_need_none() -> None:
+    for task in ("gsm8k", "math", "ifeval"):
+        with pytest.raises(ConfigError, match=r"cannot be reached .*; use task=math_sample or task=ifeval_sample, or"):
+            make_plan(typed(compose_config(f"task={task}")))
 
 
 def test_what_the_cache_has_is_loaded_without_the_hub(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -74,7 +74,9 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
         if "trust_remote_code" in str(error):
             fix = "read that code, and set model.trust_remote_code=true (--trust-remote-code) if you trust it"
             raise ConfigError(f"{key}={model_id}: needs Python code that comes with it; {fix}") from error
-        fix = "give a local model folder or a Hugging Face id that you can reach"
+        fix = "give the folder of a whole model, or a Hugging Face id that you can reach"
+        if "does not recognize this architecture" in str(error):
+            fix = "choose another model, or a version of transformers that knows it"
         raise ConfigError(f"{key}={model_id}: cannot be loaded ({reason_of(error)}); {fix}") from error
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     is_causal |= is_composite(config) and not config.is_encoder_decoder

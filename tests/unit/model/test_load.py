@@ -21,6 +21,7 @@ from offline_grpo.model.load import (
     load_policy,
     load_tokenizer,
     prepare,
+    read_model_config,
 )
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
@@ -92,6 +93,15 @@ def test_angles_that_depend_on_the_batch_limit_its_length(name, rope, expected):
 
 def test_a_model_that_says_minus_one_has_no_limit():
     assert context_length(AutoConfig.for_model("xlnet")) is None
+
+
+def test_a_model_that_is_there_and_unknown_is_not_called_out_of_reach(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "new_vl"}')
+    with pytest.raises(ConfigError, match=r"type `new_vl` .*; choose another model, or a version of transformers that"):
+        read_model_config(str(tmp_path), "model.train_id")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match="; give the folder of a whole model"):
+        read_model_config(str(tmp_path), "model.train_id")
 
 
 def test_a_folder_without_tokenizer_files_is_told_what_to_copy(tmp_path: Path) -> None:
