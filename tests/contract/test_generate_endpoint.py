@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from engines import (
     CPU,
     PROMPTS,
@@ -30,6 +31,7 @@ from engines import (
     train,
 )
 from factories import complete_in_order
+from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopPLogitsWarper
 
 from offline_grpo.engine.server import Server
 from offline_grpo.model.policy import Policy
@@ -183,6 +185,23 @@ def test_a_completion_ends_at_any_end_id(server: Server) -> None:
     assert {answer.token_ids[-1] for answer in answers} == ends  # each comes first in one of them
     assert all(ends.isdisjoint(answer.token_ids[:-1]) for answer in answers)
     assert {answer.finish_reason for answer in answers} == {FinishReason.STOP}
+
+
+def test_logprobs_are_those_of_the_filtered_distribution(server: Server, model_folder: Path) -> None:
+    """transformers' filters, in vLLM's order: min-p before top-p."""
+    client, prompt = make_client(server), PROMPTS[1]
+    sampling = SamplingParams(LENGTH, temperature=0.5, min_p=0.3, top_p=0.7)
+    [answers] = complete_in_order(client, [SamplingRequest(tuple(prompt), 4, 5)], sampling)
+    client.close()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    for answer in answers:
+        with torch.no_grad():
+            scores = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1] / 0.5
+        for warper in (MinPLogitsWarper(0.3), TopPLogitsWarper(0.7)):
+            scores = warper(None, scores)
+        logprobs = scores.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None]).squeeze(1)
+        assert answer.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
+        assert scores.isneginf().any()
 
 
 def test_tokens_that_nobody_waits_for_travel_in_bundles(server: Server) -> None:

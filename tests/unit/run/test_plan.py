@@ -27,6 +27,7 @@ REFUSED = {
     "generation.top_p=0.9": "generation.top_p=0.9",
     "generation.min_p=0.1": "generation.min_p=0.1: training on filtered samples",
     "generation.min_p=2": "generation.min_p=2: a share",
+    "task=mixture +task@task.tasks.a=arithmetic task.tasks.a.assistant_prefix=x": "task.tasks.a.assistant_prefix=x: a",
     "task.assistant_prefix=1": "task.assistant_prefix=1: must be text",
     "model.chat_template=none.jinja": "model.chat_template=none.jinja: no such file",
     "model.chat_template_kwargs={enable_thinking:false}": "model.chat_template_kwargs.enable_thinking=False: the chat",
