@@ -326,8 +326,7 @@ def _tensors_apart(model: PreTrainedModel, model_id: str, unexpected: Set[str], 
         owner, rest = name, ""
         while owner not in modules:
             owner, _, rest = owner.rpartition(".")
-        is_apart = isinstance(modules[owner], (nn.ModuleList, PreTrainedModel))
-        return f"{owner}.{rest}" if is_apart else None
+        return f"{owner}.{rest}" if isinstance(modules[owner], (nn.ModuleList, PreTrainedModel)) else None
 
     parts = {part(name) for name in unexpected}  # the names may be those that transformers makes of the files' ones
     inside = min((name for name in unexpected if part(name) is None), default=None)
@@ -341,17 +340,11 @@ def _tensors_apart(model: PreTrainedModel, model_id: str, unexpected: Set[str], 
         if path is not None:
             with safe_open(path, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
-                    is_unused = part(name) in parts or any(re.search(one, name) for one in ignored)
-                    if is_unused and part(name) is not None:
+                    if part(name) in parts or (part(name) and any(re.search(one, name) for one in ignored)):
                         kept[name] = tensors.get_tensor(name)
     if kept:
-        log.info(
-            "%s=%s: %d tensors that the model does not use are saved as they are, %s, ...",
-            key,
-            model_id,
-            len(kept),
-            min(kept),
-        )
+        says = "%s=%s: %d tensors that the model does not use are saved as they are, %s, ..."
+        log.info(says, key, model_id, len(kept), min(kept))
     return kept
 
 

@@ -1,16 +1,13 @@
 """After every push the server must name its version, have the trainer's bits, and sample like the trainer.
 
-The last is the probe's: fixed prompts, sampled with fixed seeds. The tolerance for |trainer - server| is wide, for
-quantised servers, and an update may change less than that. So the server must also follow the trainer:
+The last is the probe's: fixed prompts and seeds. Updates may change less than the tolerance, so the server must follow:
 
 1. A server with old weights draws the old tokens again. Those, each after the same tokens as before, the trainer has
    scored under both weights. Where fewer than `FEWEST_SHARED` are left, the server has other weights than it had.
 2. Noise is the median |trainer - server| under the old weights. Where the trainer's median |new - old| is not above
    `NOISES` times that, there is no verdict, and the next push is compared with the same old weights: updates add up.
-3. Otherwise the server must be nearer to the new weights than to the old ones, by the median too: a few tokens that are
-   far off (where another rounding chose another expert) count no more than others.
-
-The first push of an adapter is compared with the base model. There noise is |base - server|: nothing is known yet.
+3. Otherwise the server must be nearer to the new weights than to the old ones, by the median too: single tokens may be
+   far off. The first push of an adapter is compared with the base model, and noise is |base - server|.
 """
 
 from __future__ import annotations
@@ -104,10 +101,9 @@ def compare(
     Args:
         tag: that the push has left in the server, if it notes any.
         tolerance_nats: for the mean |trainer - server| over the probe's logprobs.
-        before: what this function returned for the engine's last push; None for the first.
+        before: the probe that the engine's last push returned; None for the first.
 
-    Returns:
-        The proof, and the probe that the next push is compared with.
+    Returns the proof, and the probe that the next push is compared with.
 
     Raises:
         EngineError: another version, a tensor with other bits, logprobs further apart than `tolerance_nats` on average,
@@ -134,19 +130,18 @@ def compare(
             "processed_logprobs); see docs/troubleshooting.md"
         )
     old, name = before, "before the push"
-    if before is None and snapshot.policy.lora_rank is not None:
+    if old is None and snapshot.policy.lora_rank is not None:
         with adapters_off(snapshot.policy.model):
             old, name = scored(snapshot.policy, sampled), "of the base model"
     follows = None if old is None else has_followed(probe, old)
     if follows is False:
         raise EngineError(
-            f"{mismatch}; nearer to the weights {name} than to those that were pushed: the server takes them and does "
-            "not use them (adapters: does --lora-target-modules leave any of model.lora.target_modules out?), or "
-            "answers from a stale cache; see docs/troubleshooting.md"
+            f"{mismatch}; nearer to the weights {name} than to those that were pushed: the server does not use them "
+            "(does its --lora-target-modules lack some of model.lora.target_modules?); see docs/troubleshooting.md"
         )
     log.info("[OK] %s", says)
     proof = Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
-    return proof, before if before is not None and follows is None else probe
+    return proof, before if before and follows is None else probe
 
 
 def prove_base(engine: Engine, snapshot: Snapshot) -> str:
