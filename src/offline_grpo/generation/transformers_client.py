@@ -39,6 +39,9 @@ REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 CACHE_NAMES = {"cache", "past_key_values"}
 """What models call the argument: the former since transformers 5.24."""
 
+STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
+"""Of composites: tokens in whose place features of a tower come."""
+
 
 @dataclass
 class TransformersClient:
@@ -148,6 +151,8 @@ class TransformersClient:
         processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
         ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
         while True:
+            if hasattr(lm.base_model, "rope_deltas"):  # Qwen-VL's and its like keep what images did to the rows before
+                lm.base_model.rope_deltas = None
             config = GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True)
             lm.base_model.rope_deltas = None  # where composites keep an offset for each row of their last batch
             with graphed_steps(lm):
@@ -197,11 +202,18 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 
 @contextmanager
 def sampling_state(lm: Any) -> Iterator[None]:
-    """Inside: dropout off, and a neutral generation config, because `generate` takes defaults from the model's own."""
+    """Inside: dropout off, a neutral generation config, because `generate` takes defaults from the model's own, and no
+    token that stands for an image: Gemma 4 would read such a one that was sampled as padding, and training does not.
+    """
     own_config = lm.generation_config
     lm.generation_config = GenerationConfig()
+    stand_ins = {name: number for name in STAND_INS if (number := getattr(lm.config, name, None)) is not None}
+    for name in stand_ins:
+        setattr(lm.config, name, -1)
     try:
         with eval_mode(lm):
             yield
     finally:
         lm.generation_config = own_config
+        for name, number in stand_ins.items():
+            setattr(lm.config, name, number)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ODD, ZOO
+from composites import COMPOSITES, build_composite
 from factories import make_policy
 
 from offline_grpo.errors import ConfigError
@@ -23,14 +24,14 @@ DRIFTS = r"is sampled in process .* nats away from its own forward pass; use gen
 BREAKS = r"cannot be sampled in process \(.*\); use generation=vllm_server$"
 
 
-def proven(model: Any, num_tokens: int) -> Policy:
+def proven(model: Any, num_tokens: int, *, batch_size: int = 8) -> Policy:
     """The policy, if nothing refuses it."""
     tokenizer: Any = SimpleNamespace(eos_token_id=2, pad_token_id=0)
     policy = make_policy(model, tokenizer)
     policy.scoring.logits = measure_logit_transform(model)
     settle_layout(policy.scoring, None, CPU)
     check_causality(policy.scoring, num_tokens, CPU)
-    prove_sampling(TransformersClient(model=model, tokenizer=tokenizer, batch_size=8), policy, num_tokens)
+    prove_sampling(TransformersClient(model=model, tokenizer=tokenizer, batch_size=batch_size), policy, num_tokens)
     return policy
 
 
@@ -53,3 +54,13 @@ def test_it_is_refused(name: str, fault: str) -> None:
 def test_what_is_right_passes(name: str, num_tokens: int) -> None:
     """Of a sparse architecture, in sequences of which nothing is left out."""
     proven((ODD | ZOO)[name].build(), num_tokens)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("qwen3_vl", "gemma4") else pytest.param(n, marks=pytest.mark.slow) for n in COMPOSITES]
+)
+def test_a_composite_is_sampled_as_text(name: str) -> None:
+    """Nothing of the rows before, whose number was another, stays; a sampled token that stands for an image is one."""
+    model = build_composite(name)
+    for batch_size in (8, 3):
+        proven(model, 60, batch_size=batch_size)
