@@ -47,7 +47,7 @@ def logprobs(groups: list[list[Completion]]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "sampling",
-    [SAMPLING, SamplingParams(12, 0.8, 0.9, 10, 1.2)],
+    [SAMPLING, SamplingParams(12, 0.8, 0.9, 10, min_p=0.01, repetition_penalty=1.2)],
     ids=["plain", "filtered"],
 )
 def test_batches_change_nothing(
