@@ -154,7 +154,6 @@ class TransformersClient:
             if hasattr(lm.base_model, "rope_deltas"):  # Qwen-VL's and its like keep what images did to the rows before
                 lm.base_model.rope_deltas = None
             config = GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True)
-            lm.base_model.rope_deltas = None  # where composites keep an offset for each row of their last batch
             with graphed_steps(lm):
                 token_ids = lm.generate(
                     token_ids,
