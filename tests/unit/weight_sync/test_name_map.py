@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,28 @@ def test_only_what_is_in_the_models_dtype_has_a_fingerprint() -> None:
     assert SHAPES.keys() - worker.grpo_state()["fingerprints"].keys() == {"model.layers.0.norm.weight"}
     name, queries = "model.layers.0.self_attn.q_proj.weight", model.model.layers[0].self_attn.qkv_proj.weight[:16]
     assert worker.grpo_sums([name]) == {name: f"{int(queries.view(torch.int16).sum()) % 2**64:016x}"}
+
+
+def test_a_composite_has_the_names_of_transformers_and_not_those_of_older_checkpoints() -> None:
+    """vLLM's map is from both; the head is a module of its own."""
+
+    class Composite(nn.Module):
+        hf_to_vllm_mapper = SimpleNamespace(
+            orig_to_new_prefix={
+                "model.": "language_model.model.",
+                "model.language_model.": "language_model.model.",
+                "lm_head.": "language_model.lm_head.",
+                "mtp.": None,
+            }
+        )
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.language_model = FusedModel()
+            self.packed_modules_mapping = self.language_model.packed_modules_mapping
+
+        def get_language_model(self) -> nn.Module:
+            return self.language_model
+
+    expected = {name.replace("model.", "model.language_model.", 1): shape for name, shape in SHAPES.items()}
+    assert {entry["name"]: tuple(entry["shape"]) for entry in layout(Composite())} == expected
