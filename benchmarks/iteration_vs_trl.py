@@ -81,7 +81,7 @@ class OurArm:
         ranks = Ranks(use_cpu=True)
         self.loop: Loop
         start = Start(self.plan, as_plain(cfg), RunDir(scratch), None, ranks)
-        self.loop, _ = assemble(
+        self.loop, *_ = assemble(
             start, StopSignal(), [self.recorder], ExitStack()
         )  # in process: there is nothing to let go of
 

@@ -172,6 +172,7 @@ def measure(
     with running(updater, ARMS[last]):
         four_timings = alternate(steps, rounds=rounds)
     num_tokens, work = len(batch.token_ids), update_flops(updater.policy.causal_lm, batch.sequence_lengths)
+    assert work is not None
     measured = {}
     for name in ARMS:
         seconds = timings.median_s(name)
