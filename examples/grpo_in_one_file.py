@@ -23,6 +23,7 @@ from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import TinyModel
 from offline_grpo.seeding import derive_seed
 from offline_grpo.task.arithmetic import Arithmetic
@@ -59,6 +60,7 @@ def main(num_iterations: int = NUM_ITERATIONS, cache: Path = Path("outputs/.cach
     optimizer = torch.optim.AdamW(masters.parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
 
     # The engine that samples, here the same module; elsewhere a server that is sent the weights.
+    codec = TokenizerCodec(tokenizer, [tokenizer.eos_token_id])  # from messages to tokens, and back to text
     client = TransformersClient(model=model, tokenizer=tokenizer, batch_size=PROBLEMS * GROUP_SIZE)
     sampling = SamplingParams(max_new_tokens=8, temperature=1.0)
 
@@ -83,7 +85,7 @@ def main(num_iterations: int = NUM_ITERATIONS, cache: Path = Path("outputs/.cach
         positions = range(iteration * PROBLEMS, (iteration + 1) * PROBLEMS)
         order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(SEED)).tolist()
         draws = [(problems[order[i % len(problems)]], derive_seed(SEED, "rollout", i)) for i in positions]
-        groups = sample_in_order(client, task, policy, draws, sampling, group_size=GROUP_SIZE)
+        groups = sample_in_order(client, task, codec, draws, sampling, group_size=GROUP_SIZE)
         rewards.append(fmean(rollout.score.reward for group in groups for rollout in group.rollouts))
 
         # 2. Rewards become advantages; the rest is one flat batch, a token after the other.
