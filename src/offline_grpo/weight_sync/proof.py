@@ -153,7 +153,7 @@ def prove_base(engine: Engine, snapshot: Snapshot) -> str:
         ConfigError: another base.
     """
     tag = engine.control.served_tag()
-    if not tag:  # and before the bits are read, so that whoever loads others meanwhile is noticed
+    if not tag:  # and before the bits are read, so that a client that loads others meanwhile is noticed
         tag = f"base of run {this_run()}"
         engine.control.set_tag(tag)
     unequal, num_compared = _compare_bits(snapshot, engine.control.served_bits())
