@@ -4,8 +4,8 @@
 
 A tiny model learns to add. It is built and taught the format first, which takes half a minute and is kept in
 outputs/.cache. What `run_grpo.py` does beyond this: other tasks, models, losses and servers by configuration,
-evaluation,
-checkpoints, several processes, a reference for a KL term, and a proof that the engine serves the newest weights.
+evaluation, checkpoints, several processes, a reference for a KL term, and a proof that the engine serves the newest
+weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ MAX_GRAD_NORM = 1.0
 SEED = 0
 
 
-def main(num_iterations: int = NUM_ITERATIONS, cache: Path = Path("outputs/.cache")) -> list[float]:
+def main(
+    num_iterations: int = NUM_ITERATIONS, cache: Path = Path("outputs/.cache"), warm_start_steps: int = 1000
+) -> list[float]:
     """Train, and print a line per iteration. Returns the mean reward of each."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -52,7 +54,7 @@ def main(num_iterations: int = NUM_ITERATIONS, cache: Path = Path("outputs/.cach
     problems = task.problems(Split.TRAIN)
 
     # The policy: a causal language model, and how its logprobs are computed.
-    folder = tiny_model().prepare(task, cache, show_progress=True)
+    folder = tiny_model(warm_start_steps).prepare(task, cache, show_progress=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     policy = Policy(Scoring(model, Padded(), TiledHead(tile_width=None)), tokenizer)
@@ -128,7 +130,7 @@ def with_signal(groups: list[RolloutGroup]) -> tuple[list[RolloutGroup], list[fl
     return [group for group, _ in kept], [advantage for _, own in kept for advantage in own]
 
 
-def tiny_model() -> TinyModel:
+def tiny_model(warm_start_steps: int) -> TinyModel:
     """A Llama of characters; the values are those of conf/model/tiny.yaml."""
     return TinyModel(
         hidden_size=128,
@@ -139,7 +141,7 @@ def tiny_model() -> TinyModel:
         max_position_embeddings=512,
         rope_theta=100.0,
         initializer_range=0.06,
-        warm_start_steps=1000,
+        warm_start_steps=warm_start_steps,
         warm_start_batch_size=128,
         warm_start_lr=3e-3,
         noise_frac=0.5,
