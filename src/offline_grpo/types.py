@@ -159,11 +159,13 @@ class Rollout:
     text: str  # what the task judged, see `TextCodec.judged`; of other sources, the sampled text
     score: Score
     ref_logprobs: tuple[float, ...] | None = None  # [N] nats, of the source's reference; ignored where not sampled
+    teacher_logprobs: tuple[float, ...] | None = None  # [N] nats, of a teacher; ignored where not sampled
     zero_advantage: bool = False  # it counts in the mean of its group, but gets the advantage 0
 
     def __post_init__(self) -> None:
-        rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions, self.ref_logprobs)
-        lengths = {len(row) for row in rows if row is not None}
+        rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions)
+        given = (self.ref_logprobs, self.teacher_logprobs)
+        lengths = {len(row) for row in (*rows, *given) if row is not None}
         if len(lengths) != 1:
             raise UnusableGroup("malformed", f"a rollout whose fields differ in length: {sorted(lengths)}")
         if self.is_sampled[:1] == (True,):
@@ -220,7 +222,7 @@ class RolloutGroup:
                 raise UnusableGroup("too_long", f"a sequence of {length} tokens, where {max_tokens} are the limit")
             if highest >= vocab_size or min(rollout.token_ids, default=0) < 0:
                 raise UnusableGroup("vocabulary", f"token {highest}, and the model has tokens 0 to {vocab_size - 1}")
-            for logprobs in filter(None, (rollout.logprobs, rollout.ref_logprobs)):
+            for logprobs in filter(None, (rollout.logprobs, rollout.ref_logprobs, rollout.teacher_logprobs)):
                 sampled = list(compress(logprobs, rollout.is_sampled))
                 if not (isfinite(sum(logprobs)) and max(sampled, default=0.0) <= LOGPROB_ROUNDING):
                     raise UnusableGroup("numbers", "a sampled token whose logprob is above 0 or not finite")
@@ -265,6 +267,7 @@ class TokenBatch:
     temperature: Tensor  # [T] float32, what the sampler divided the logits by
     sequence_lengths: tuple[int, ...]  # S lengths that sum to T, kept on the host so that no step waits for the device
     completion_index: Tensor | None = None  # see `completion_positions`
+    teacher_logprobs: Tensor | None = None  # [T] float32, nats, from a frozen teacher; None where there is none
 
     @property
     def completion_positions(self) -> Tensor:

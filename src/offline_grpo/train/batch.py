@@ -15,8 +15,8 @@ from offline_grpo.types import BatchTotals, FinishReason, Rollout, TokenBatch
 
 
 def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:
-    """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and `ref_logprobs` None unless
-    all have some.
+    """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and `ref_logprobs` and
+    `teacher_logprobs` None unless all have some.
 
     Args:
         mask_truncated: leave the tokens of rollouts that hit the length limit out of the loss.
@@ -27,7 +27,6 @@ def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBa
     is_trained = np.array([not (mask_truncated and r.finish_reason is FinishReason.LENGTH) for r in rollouts])
     completion_mask = _flat((r.is_sampled for r in rollouts), np.bool_) & is_trained[sequence_ids]  # [T]
     zeros = np.zeros(len(sequence_ids), np.float32)
-    refs = [r.ref_logprobs for r in rollouts if r.ref_logprobs is not None]
     arrays = {
         "token_ids": _flat((r.token_ids for r in rollouts), np.int64),
         "position_ids": np.arange(len(sequence_ids)) - starts[sequence_ids],
@@ -39,10 +38,18 @@ def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBa
         "temperature": np.array([r.temperature for r in rollouts], np.float32)[sequence_ids],
     }
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    ref_logprobs = None
-    if len(refs) == len(rollouts):
-        ref_logprobs = torch.from_numpy(np.where(completion_mask, _flat(refs, np.float32), zeros))
-    return TokenBatch(**tensors, ref_logprobs=ref_logprobs, sequence_lengths=tuple(lengths))
+
+    def given(rows: Sequence[Sequence[float] | None]) -> torch.Tensor | None:
+        found = [row for row in rows if row is not None]
+        complete = len(found) == len(rows)
+        return torch.from_numpy(np.where(completion_mask, _flat(found, np.float32), zeros)) if complete else None
+
+    return TokenBatch(
+        **tensors,
+        ref_logprobs=given([r.ref_logprobs for r in rollouts]),
+        teacher_logprobs=given([r.teacher_logprobs for r in rollouts]),
+        sequence_lengths=tuple(lengths),
+    )
 
 
 def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[float]]) -> TokenBatch:

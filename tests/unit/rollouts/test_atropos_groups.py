@@ -101,6 +101,21 @@ def test_reference_logprobs_that_come_with_all_rollouts_replace_a_pass(tmp_path:
     assert torch.equal(mixed.ref_logprobs, updater._score_all(updater.policy.scoring, mixed))
 
 
+ASKED = [[[], [6], [1, 7], [2, 3]], [[], [6], [8, 1], [1], [2]]]
+TOLD = [[[], [-9.0], [-0.5, -1.5], [-0.25, -4.0]], [[], [-9.0], [-1.0, -3.0], [-2.0], [-3.0]]]
+
+
+def test_what_a_teacher_says_of_sampled_tokens_is_kept() -> None:
+    """Of each position's few tokens that one which was sampled; servers give logprobs of prompts at temperature 1."""
+    told = {"distill_token_ids": ASKED, "distill_logprobs": TOLD}
+    first, second = read(pair(1, **told)).rollouts
+    assert (first.teacher_logprobs, second.teacher_logprobs) == ((0, 0, -1.5, -0.25), (0, 0, -1.0, -2.0, -3.0))
+    lacking = {"distill_token_ids": [ASKED[0], [[], [6], [9, 1], [1], [2]]], "distill_logprobs": TOLD}
+    assert [r.teacher_logprobs is None for r in read(pair(1, **lacking)).rollouts] == [False, True]
+    hot = read(pair(1, **told, generation_params={"temperature": 0.7}))
+    assert [r.teacher_logprobs for r in hot.rollouts] == [None, None]
+
+
 LONG = [-0.5] * 5
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "half a token": ("malformed", {"tokens": [[5.5, 6, 7, 2], [5, 6, 8, 1, 2]]}),
@@ -110,6 +125,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "another vocabulary": ("vocabulary", {"tokens": [[VOCAB, 6, 7, 2], [5, 6, 8, 1, 2]]}),
     "nothing to train on": ("masks", {"masks": [[-100] * 4, [-100] * 5]}),
     "a first token": ("masks", {"masks": [[5, 6, 7, 2], [-100, -100, 8, 1, 2]]}),
+    "a teacher of fewer tokens": ("malformed", {"distill_token_ids": ASKED, "distill_logprobs": [TOLD[0], TOLD[0]]}),
     "images": ("images", {"images": [["data:image/png;base64,"], None]}),
 }
 

@@ -130,11 +130,15 @@ def test_atropos_takes_what_is_exported_for_it(store: Path, tmp_path: Path, prin
         assert [(r.token_ids, r.is_sampled, r.score.reward, r.temperature) for r in found.rollouts] == [
             (r.token_ids, r.is_sampled, r.score.reward, r.temperature) for r in group.rollouts
         ]
-    rollouts = [replace(r, ref_logprobs=r.logprobs, zero_advantage=True) for r in made_groups(0)[0].rollouts]
+    given = {"zero_advantage": True, "temperature": 1.0}
+    rollouts = [
+        replace(r, ref_logprobs=r.logprobs, teacher_logprobs=r.logprobs, **given) for r in made_groups(0)[0].rollouts
+    ]
     whole = scored_data(RolloutGroup(None, tuple(rollouts), ((0.0, 0.0, 0.0, 0.5, -0.5),) * 3))
     found = read(json.loads(ScoredData.model_validate(whole).model_dump_json()))
     assert found.advantages == ((0.0, 0.0, 0.0, 0.5, -0.5),) * 3
     assert [r.ref_logprobs for r in found.rollouts] == [r.logprobs for r in rollouts]
+    assert [r.teacher_logprobs for r in found.rollouts] == [r.logprobs for r in rollouts]
     assert all(r.zero_advantage for r in found.rollouts)
 
 

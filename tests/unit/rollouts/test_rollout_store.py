@@ -50,6 +50,7 @@ def test_a_row_says_everything_about_a_completion(store: Path) -> None:
         "version": 2,
         "versions": None,
         "ref_logprobs": None,
+        "teacher_logprobs": None,
         "temperature": 0.5,
         "finish_reason": "stop",
         "reward": 0.3,
@@ -112,9 +113,11 @@ def two_turns() -> RolloutGroup:
         text="half a pair \ud800",
         score=Score(0.0, False, {}, "timeout", {"speed": 2.5}),
         ref_logprobs=(0.0, -0.5, 0.0, 0.0, -0.75),
+        teacher_logprobs=(0.0, -0.25, 0.0, 0.0, -1.5),
         zero_advantage=True,
     )
-    blank = replace(turns, is_sampled=(False,) * 5, logprobs=(0.0,) * 5, versions=(0,) * 5, ref_logprobs=(0.0,) * 5)
+    zeros = dict.fromkeys(("logprobs", "ref_logprobs", "teacher_logprobs"), (0.0,) * 5)
+    blank = replace(turns, is_sampled=(False,) * 5, versions=(0,) * 5, **zeros)
     return RolloutGroup(None, (turns, blank), ((0.0, 0.5, 0.0, 0.0, -0.125), (0.0,) * 5))
 
 

@@ -39,6 +39,8 @@ class _Group:
     inference_logprobs: list[list[float]] | None = None
     advantages: list[list[float]] | None = None
     ref_logprobs: list[list[float]] | None = None
+    distill_token_ids: list[list[list[int]]] | None = None  # [sequence][position][k], of what the teacher was asked for
+    distill_logprobs: list[list[list[float]]] | None = None
     generation_params: _Settings | None = None
     overrides: list[_Settings | None] | None = None
     group_overrides: _Settings | None = None
@@ -86,7 +88,8 @@ class GroupReader:
             about = "GRPO requires inference_logprobs for importance sampling! The groups of environment"
             raise MissingLogprobs(f"{about} {group.env_id} have none: {fix}")
         ref_logprobs, advantages, overrides = map(_given, (group.ref_logprobs, group.advantages, group.overrides))
-        rows = (group.tokens, group.masks, group.scores, logprobs or [], ref_logprobs, overrides)
+        distilled = (_given(group.distill_token_ids), _given(group.distill_logprobs))
+        rows = (group.tokens, group.masks, group.scores, logprobs or [], ref_logprobs, overrides, *distilled)
         if {len(row) for row in rows if row is not None} != {count}:
             raise UnusableGroup("malformed", "its fields differ in their number of sequences")
         nothing = [None] * count
@@ -102,16 +105,18 @@ class GroupReader:
         assert group.inference_logprobs is not None
         said = (own, group.generation_params, group.group_overrides)  # what an environment says last comes first
         temperatures = (settings.temperature for settings in said if settings is not None)
+        temperature = next((found for found in temperatures if found is not None), 1.0)
         return Rollout(
             token_ids=tuple(tokens),
             is_sampled=is_sampled,
             logprobs=tuple(group.inference_logprobs[index]),
             versions=(-1,) * len(tokens),
-            temperature=next((found for found in temperatures if found is not None), 1.0),
+            temperature=temperature,
             finish_reason=None,
             text=self.decode(list(compress(tokens, is_sampled))),
             score=Score(reward, reward > 0 if least is None else reward >= least, {}),
             ref_logprobs=None if ref_logprobs is None else tuple(ref_logprobs),
+            teacher_logprobs=_of_teacher(group, index, is_sampled) if temperature == 1.0 else None,
             zero_advantage=bool(own is not None and own.set_advantage_to_zero),
         )
 
@@ -119,6 +124,24 @@ class GroupReader:
 def _given(rows: list[Any] | None) -> list[Any] | None:
     """None where there is a list of nothing, as environments send it."""
     return rows if rows and any(rows) else None
+
+
+def _of_teacher(group: _Group, index: int, is_sampled: Sequence[bool]) -> tuple[float, ...] | None:
+    """[N] the teacher's logprob of each sampled token, at temperature 1, as servers give them; None where the group has
+    none, or lacks that of a sampled token.
+    """
+    if not (_given(group.distill_token_ids) and _given(group.distill_logprobs)):
+        return None
+    assert group.distill_token_ids is not None
+    assert group.distill_logprobs is not None
+    tokens, ids, logprobs = group.tokens[index], group.distill_token_ids[index], group.distill_logprobs[index]
+    if not len(tokens) == len(ids) == len(logprobs):
+        raise UnusableGroup(
+            "malformed", f"distill_* of {len(ids)} and {len(logprobs)} positions, and {len(tokens)} tokens"
+        )
+    pairs = (dict(zip(*each, strict=False)) for each in zip(ids, logprobs, strict=True))
+    found = [own.get(token) if sampled else 0.0 for token, own, sampled in zip(tokens, pairs, is_sampled, strict=True)]
+    return None if None in found else tuple(found)  # type: ignore[arg-type]
 
 
 def _is_sampled(tokens: list[int], mask: list[int]) -> tuple[bool, ...]:

@@ -77,6 +77,9 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
         found["advantages"] = [list(row) for row in group.advantages]
     if all(r.ref_logprobs is not None for r in rollouts):
         found["ref_logprobs"] = rows(lambda r: r.ref_logprobs or (), 0.0)
+    if all(r.teacher_logprobs is not None and r.temperature == 1.0 for r in rollouts):  # as Atropos' servers give them
+        found["distill_token_ids"] = [[[token] for token in r.token_ids] for r in rollouts]
+        found["distill_logprobs"] = [[[logprob] for logprob in r.teacher_logprobs or ()] for r in rollouts]
     if group.problem is not None:
         prompt = [dict(message) for message in group.problem.messages]
         found["messages"] = [[*prompt, {"role": "assistant", "content": r.text}] for r in rollouts]

@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
         _always("version", pa.int64()),  # updates that the weights carried which drew the tokens, -1: unknown
         pa.field("versions", pa.list_(pa.int64())),  # [C]; null: `version` drew them all
         pa.field("ref_logprobs", LOGPROBS),  # [C] nats, if the source has those of a reference
+        pa.field("teacher_logprobs", LOGPROBS),  # [C] nats, if there is a teacher
         _always("temperature", pa.float64()),
         pa.field("finish_reason", pa.string()),  # null where the source does not know
         _always("text", pa.string()),  # what was judged
@@ -126,6 +127,7 @@ def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
         "version": versions[0] if versions else -1,
         "versions": versions if len(set(versions)) > 1 else None,
         "ref_logprobs": None if rollout.ref_logprobs is None else rollout.ref_logprobs[start:],
+        "teacher_logprobs": None if rollout.teacher_logprobs is None else rollout.teacher_logprobs[start:],
         "temperature": rollout.temperature,
         "finish_reason": rollout.finish_reason,
         "text": utf8(rollout.text),
@@ -182,6 +184,10 @@ def _group(members: Sequence[Mapping[str, Any]]) -> RolloutGroup:
 def _rollout(row: Mapping[str, Any]) -> Rollout:
     prompt, completion = row["prompt_ids"], row["completion_ids"]
     blank, length = len(prompt), len(completion)
+    ref, teacher = (
+        None if row[name] is None else (0.0,) * blank + tuple(row[name])
+        for name in ("ref_logprobs", "teacher_logprobs")
+    )
     parts, measured = ({} if row[name] is None else from_json(row[name]) for name in ("parts", "measured"))
     return Rollout(
         token_ids=(*prompt, *completion),
@@ -192,6 +198,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         finish_reason=None if row["finish_reason"] is None else FinishReason(row["finish_reason"]),
         text=row["text"],
         score=Score(row["reward"], row["is_correct"], parts, row["failure"], measured),
-        ref_logprobs=None if row["ref_logprobs"] is None else (0.0,) * blank + tuple(row["ref_logprobs"]),
+        ref_logprobs=ref,
+        teacher_logprobs=teacher,
         zero_advantage=bool(row["zero_advantage"]),
     )
