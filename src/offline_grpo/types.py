@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whos
     import torch
     from torch import Tensor
 
-Message = Mapping[str, str]  # `{"role": "user", "content": "..."}`
+Message = Mapping[str, Any]  # `{"role": "user", "content": "..."}`, of an assistant perhaps with `tool_calls`
 
 
 class Split(StrEnum):
@@ -130,6 +130,15 @@ class Score:
     measured: Mapping[str, float] = field(default_factory=dict)  # other numbers, whose means are metrics
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens `start` to `end` of a rollout, which the policy sampled in one go, and what was paid for them alone."""
+
+    start: int
+    end: int
+    reward: float = 0.0
+
+
 class UnusableGroup(ValueError):
     """Rollouts that nothing can be learnt from. `reason` is one word: malformed, masks, vocabulary, too_long, ..."""
 
@@ -161,6 +170,8 @@ class Rollout:
     ref_logprobs: tuple[float, ...] | None = None  # [N] nats, of the source's reference; ignored where not sampled
     teacher_logprobs: tuple[float, ...] | None = None  # [N] nats, of a teacher; ignored where not sampled
     zero_advantage: bool = False  # it counts in the mean of its group, but gets the advantage 0
+    turns: tuple[Turn, ...] = ()  # in an environment, in order; elsewhere empty
+    conversation: tuple[Message, ...] = ()  # the same: all messages, the prompt's too
 
     def __post_init__(self) -> None:
         rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions)

@@ -21,7 +21,7 @@ from offline_grpo.rollouts.store import recorder as recording
 from offline_grpo.rollouts.store.reader import shards_of
 from offline_grpo.rollouts.store.recorder import Recorder
 from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, table_of
-from offline_grpo.types import Rollout, RolloutGroup, Score
+from offline_grpo.types import Rollout, RolloutGroup, Score, Turn
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,9 @@ def test_a_row_says_everything_about_a_completion(store: Path) -> None:
         "advantage": -0.2,
         "advantages": None,
         "zero_advantage": False,
+        "turn_starts": None,
+        "turn_rewards": None,
+        "conversation": None,
     }
     about = json.loads(pq.read_metadata(store / "rollouts" / "iter_002.parquet").metadata[b"offline_grpo"])
     assert about.pop("weights") not in ("", ORIGIN.weights)
@@ -115,9 +118,12 @@ def two_turns() -> RolloutGroup:
         ref_logprobs=(0.0, -0.5, 0.0, 0.0, -0.75),
         teacher_logprobs=(0.0, -0.25, 0.0, 0.0, -1.5),
         zero_advantage=True,
+        turns=(Turn(1, 2), Turn(4, 5, 0.5)),
+        conversation=({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},),
     )
     zeros = dict.fromkeys(("logprobs", "ref_logprobs", "teacher_logprobs"), (0.0,) * 5)
-    blank = replace(turns, is_sampled=(False,) * 5, versions=(0,) * 5, **zeros)
+    none = {"is_sampled": (False,) * 5, "turns": (), "conversation": ()}
+    blank = replace(turns, versions=(0,) * 5, **none, **zeros)
     return RolloutGroup(None, (turns, blank), ((0.0, 0.5, 0.0, 0.0, -0.125), (0.0,) * 5))
 
 

@@ -29,7 +29,7 @@ def to_json_lines(tables: Tables, out: Path) -> int:
     def lines() -> Iterator[dict[str, Any]]:
         for _, table in tables:
             for row in table.to_pylist():
-                names = ("messages", "fields", "parts", "measured")
+                names = ("messages", "fields", "parts", "measured", "conversation")
                 yield row | {name: from_json(row[name]) for name in names if row[name] is not None}
 
     return _write_lines(out, lines())

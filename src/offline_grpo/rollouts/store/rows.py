@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from offline_grpo.disk import utf8
 from offline_grpo.errors import ConfigError
-from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
+from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score, Turn
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # `json.dumps` makes one at each call
 _HALVES = re.compile("[\ud800-\udfff]")
@@ -57,6 +57,9 @@ SCHEMA = pa.schema(
         pa.field("advantage", pa.float64()),  # null in evaluations; of advantages per token their mean
         pa.field("advantages", pa.list_(pa.float64())),  # [C]; null unless the source gives one per token
         pa.field("zero_advantage", pa.bool_()),
+        pa.field("turn_starts", pa.list_(pa.int32())),  # [K] in completion_ids; null: no environment
+        pa.field("turn_rewards", pa.list_(pa.float64())),  # [K]
+        pa.field("conversation", pa.string()),  # JSON, as `messages`, which it begins with
     ]
 )
 _ITEMS = [f"{name}.list.element" for name in SCHEMA.names if pa.types.is_list(SCHEMA.field(name).type)]
@@ -138,6 +141,9 @@ def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
         "measured": _json(dict(rollout.score.measured)) if rollout.score.measured else None,
         "advantages": None if group.advantages is None else group.advantages[index][start:],
         "zero_advantage": rollout.zero_advantage,
+        "turn_starts": [turn.start - start for turn in rollout.turns] if rollout.turns else None,
+        "turn_rewards": [turn.reward for turn in rollout.turns] if rollout.turns else None,
+        "conversation": _json([dict(each) for each in rollout.conversation]) if rollout.conversation else None,
     }
 
 
@@ -201,4 +207,15 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         ref_logprobs=ref,
         teacher_logprobs=teacher,
         zero_advantage=bool(row["zero_advantage"]),
+        turns=tuple(_turns(row)),
+        conversation=() if row["conversation"] is None else tuple(from_json(row["conversation"])),
     )
+
+
+def _turns(row: Mapping[str, Any]) -> Iterator[Turn]:
+    """A turn ends where the next one begins, or before that, where a token was not sampled."""
+    starts, blank, length = row["turn_starts"] or [], len(row["prompt_ids"]), len(row["completion_ids"])
+    is_sampled = row["is_sampled"] or [True] * length
+    for start, limit, reward in zip(starts, [*starts, length][1:], row["turn_rewards"] or [], strict=True):
+        end = next((i for i in range(start, limit) if not is_sampled[i]), limit)
+        yield Turn(blank + start, blank + end, reward)
