@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from offline_grpo.types import (
+    EQUAL_REWARDS,
     BatchTotals,
     CompletionStream,
     LossOutput,
@@ -142,18 +143,36 @@ class Source(Protocol):
 
 @runtime_checkable
 class Advantage(Protocol):
-    """How much better each rollout is than those it is compared with: a component of the group `train/advantage`."""
+    """How much better each rollout is than those it is compared with: a component of the group `train/advantage`.
+    Inherit from it, and write `__call__`.
+    """
 
+    needs: ClassVar[Collection[str]] = ()
+    """Which logprobs the batch must have beside `rollout_logprobs`: "old", "ref". All rollouts are scored for it."""
+
+    def check(self, config: Any, task: Task) -> None:
+        """Raise ConfigError, before a model is loaded, if a run with this `settings.RunConfig` lacks what it needs."""
+
+    @abstractmethod
     def __call__(
         self, groups: Sequence[RolloutGroup], batch: TokenBatch
     ) -> Sequence[Sequence[float | Sequence[float]]]:
-        """For each group one number per rollout, or per rollout one number for each of its N tokens.
+        """For each group one number per rollout, or per rollout one number for each of its N tokens. Called on every
+        process, with the same arguments.
 
         Args:
-            groups: of all processes, none dropped yet; with `train.loss.kl_placement=reward`, less the KL penalty.
-            batch: the same rollouts as sequences, in the order of the groups; it has `rollout_logprobs`.
+            groups: of all processes, none dropped yet, with those rollouts alone that have a score: its reward (with
+                `train.loss.kl_placement=reward`, less the KL penalty), and its `parts`.
+            batch: the same rollouts as sequences, in the order of the groups; `completion_mask` says what is trained.
         """
         ...
+
+    def is_silent(self, group: RolloutGroup) -> bool:
+        """Whether a group has no signal, whatever the others are: `data.resample_zero_signal` replaces it, and
+        `train.drop_zero_signal_groups` drops it. By default, whether its rewards are equal.
+        """
+        rewards = [rollout.score.reward for rollout in group.rollouts]
+        return max(rewards) - min(rewards) < EQUAL_REWARDS
 
 
 @runtime_checkable

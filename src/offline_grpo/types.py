@@ -115,6 +115,9 @@ class Completion:
     versions: tuple[int, ...]  # [C] optimizer updates in the weights that drew the token
 
 
+EQUAL_REWARDS = 1e-6
+"""Rewards that spread less are equal: the rest is rounding."""
+
 CompletionStream = Generator[tuple[int, list[Completion]], None, None]
 """The index of each request of a call, with its completions, as they become complete; `close` abandons the rest."""
 
@@ -136,7 +139,7 @@ class Turn:
 
     start: int
     end: int
-    reward: float = 0.0
+    reward: float = 0.0  # a share of the rollout's reward; what no turn earned alone belongs to all of them
 
 
 class UnusableGroup(ValueError):

@@ -10,12 +10,9 @@ from typing import Any
 
 from offline_grpo.errors import require
 from offline_grpo.generation.sample import sample_in_order
-from offline_grpo.interfaces import RolloutClient, Source, Task, TextCodec
+from offline_grpo.interfaces import Advantage, RolloutClient, Source, Task, TextCodec
 from offline_grpo.seeding import derive_seed
 from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
-
-EQUAL_REWARDS = 1e-6
-"""Rewards that differ by less teach nothing: see `train/advantage.py`."""
 
 
 @lru_cache(maxsize=2)
@@ -32,7 +29,7 @@ class OnPolicy(Source):
 
     Args:
         shuffle: visit the problems in a new order on each pass over them.
-        resample_zero_signal: replace groups whose rewards are all equal by groups of other problems (dynamic
+        resample_zero_signal: replace groups without signal, as `advantage` says, by groups of other problems (dynamic
             sampling, DAPO, arXiv 2503.14476), at most `max_resamples` times each.
         soft_overlong_tokens: see `overlong_penalty`; None: no penalty.
         penalize_length_if_solved: groups whose completions are all right get `overlong_penalty` from half of the
@@ -54,6 +51,7 @@ class OnPolicy(Source):
     problems: Sequence[Problem]
     codec: TextCodec
     sampling: SamplingParams
+    advantage: Advantage
     rank: int
     world_size: int
 
@@ -78,7 +76,7 @@ class OnPolicy(Source):
         others = self._others(iteration) if self.resample_zero_signal else []
         for start in range(0, len(others), self.problems_per_iteration):
             draws = others[start : start + self.problems_per_iteration]
-            silent = [n for n, i in enumerate(places) if i < len(draws) and _is_silent(groups[n])]
+            silent = [n for n, i in enumerate(places) if i < len(draws) and self.advantage.is_silent(groups[n])]
             for n, group in zip(silent, self._sample([draws[places[n]] for n in silent]), strict=True):
                 discarded = groups[n].num_discarded_tokens + sum(rollout.num_sampled for rollout in groups[n].rollouts)
                 groups[n] = replace(group, num_replaced=groups[n].num_replaced + 1, num_discarded_tokens=discarded)
@@ -137,9 +135,3 @@ def overlong_penalty(num_tokens: int, longest: int, cache: float) -> float:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest - cache` tokens, from there on
     linear down to -1 at `longest`, and -1 beyond."""
     return -min(max(num_tokens - (longest - cache), 0) / cache, 1.0)
-
-
-def _is_silent(group: RolloutGroup) -> bool:
-    """Whether all rewards are equal, but for rounding."""
-    rewards = [rollout.score.reward for rollout in group.rollouts]
-    return max(rewards) - min(rewards) < EQUAL_REWARDS

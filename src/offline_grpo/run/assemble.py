@@ -242,6 +242,7 @@ def _source(
         "vocab_size": policy.vocab_size,
         "context": context_length(policy.causal_lm.config),
         "sampling": plan.sampling,
+        "advantage": plan.advantage,
         "run_folder": run_folder,
         "model_id": origin.model,
         "origin": origin,

@@ -27,6 +27,10 @@ def check_plan(plan: Plan) -> None:
     adapted = model.lora is not None and model.ref_id in (None, model.train_id)
     fix = "under LoRA the reference is the trained model without its adapters; leave it null"
     require(not adapted or model.ref_device is None, "model.ref_device", model.ref_device, fix)
+    plan.advantage.check(plan.config, plan.data.task)
+    needs_kl = "ref" in plan.advantage.needs and plan.loss.kl_coef == 0
+    fix = "train.advantage needs the reference's logprobs, which a KL penalty loads; set it above 0"
+    require(not needs_kl, "train.kl_coef", plan.loss.kl_coef, fix)
     _check_weight_sync(plan)
     _check_cluster(plan)
     _check_sharding(plan)

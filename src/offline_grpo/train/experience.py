@@ -35,20 +35,26 @@ def prepare_batch(
     batch = build_batch(rollouts, mask_truncated=config.mask_truncated)
     metrics: dict[str, float] = {}
     penalised = groups
+    has_logprobs = updater.reward_penalty is not None or bool(updater.advantage.needs)
+    whole = batch
+    if has_logprobs:  # truncated completions too: they pay their penalty
+        whole = updater.score(build_batch(rollouts, mask_truncated=False))
+        mask, ref = batch.completion_mask, whole.ref_logprobs
+        batch = batch.with_logprobs(old=whole.old_logprobs * mask, ref=None if ref is None else ref * mask)
     if updater.reward_penalty is not None:
         fix = "these come with advantages, which no penalty on rewards changes; use train.loss.kl_placement=loss"
         require(all(group.advantages is None for group in groups), "train.loss.kl_placement", "reward", fix)
-        # truncated completions pay their penalty too
-        whole = updater.score(build_batch(rollouts, mask_truncated=False))
-        assert whole.ref_logprobs is not None
-        penalties, mask = updater.reward_penalty(whole).tolist(), batch.completion_mask
-        batch = batch.with_logprobs(old=whole.old_logprobs * mask, ref=whole.ref_logprobs * mask)
+        penalties = updater.reward_penalty(whole).tolist()
         penalised = _subtract(groups, penalties)
         metrics["kl_penalty_mean"] = fmean(penalties)
     computed = updater.advantage(penalised, batch)
     advantages = [_without_zeroed(g, g.advantages or own) for g, own in zip(groups, computed, strict=True)]
     per_rollout = [_per_rollout(group, own) for group, own in zip(groups, advantages, strict=True)]
-    is_silent = zero_signal_groups([_numbers(group, own) for group, own in zip(groups, advantages, strict=True)])
+    is_zero = zero_signal_groups([_numbers(group, own) for group, own in zip(groups, advantages, strict=True)])
+    is_silent = [
+        zero or (group.advantages is None and updater.advantage.is_silent(group))
+        for zero, group in zip(is_zero, penalised, strict=True)
+    ]
     keep = [True] * len(groups)
     if config.drop_zero_signal_groups:
         keep = _keep(groups, is_silent, updater, fills_updates=fills_updates)
@@ -77,7 +83,7 @@ def prepare_batch(
         "num_advantages_positive": float(sum(n > 0 for n in numbers)),
         "num_advantages_negative": float(sum(n < 0 for n in numbers)),
     }
-    return batch if updater.reward_penalty is not None else updater.score(batch), per_rollout, metrics
+    return batch if has_logprobs else updater.score(batch), per_rollout, metrics
 
 
 def check_groups(found: object) -> list[RolloutGroup]:

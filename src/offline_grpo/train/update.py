@@ -99,7 +99,8 @@ class Updater:
     def needs_old_logprobs(self, batch: TokenBatch) -> bool:
         """Whether a scoring pass is due: for a ratio to the old policy, which that of a single update is itself."""
         has_several_updates = len(self.updates_of(batch.num_sequences)) * self.config.epochs > 1
-        return self.reward_penalty is not None or (has_several_updates and self.loss.ratio_reference == "old")
+        is_needed = self.reward_penalty is not None or "old" in self.advantage.needs
+        return is_needed or (has_several_updates and self.loss.ratio_reference == "old")
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the logprobs of the policy before its first update, and of the reference, where the iteration

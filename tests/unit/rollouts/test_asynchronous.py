@@ -14,6 +14,7 @@ from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.rollouts.asynchronous import Asynchronous
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run.config import typed
+from offline_grpo.train.advantage import GroupStd
 from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score, ServedWeights
 
 PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": str(i)},), str(i)) for i in range(40)]
@@ -79,6 +80,7 @@ class Trainer:
             "problems": PROBLEMS,
             "codec": Codec(),
             "sampling": SamplingParams(4),
+            "advantage": GroupStd(),
             "rank": settings.pop("rank", 0),
             "world_size": settings.pop("world_size", 1),
         }

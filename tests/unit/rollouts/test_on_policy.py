@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from offline_grpo.rollouts.on_policy import OnPolicy, overlong_penalty
+from offline_grpo.train.advantage import GroupStd
 from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score
 
 PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": str(i)},), str(i)) for i in range(40)]
@@ -52,6 +53,7 @@ def source(rank=0, world_size=1, **settings):
         problems=settings.pop("problems", PROBLEMS),
         codec=Codec(),
         sampling=SamplingParams(8),
+        advantage=GroupStd(),
         rank=rank,
         world_size=world_size,
         **defaults | settings,

@@ -6,6 +6,7 @@ import pytest
 from factories import make_completion, make_qwen2, make_rollout, make_scoring, make_updater
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Advantage
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.train.advantage import GroupMean
 from offline_grpo.train.batch import build_batch
@@ -81,6 +82,32 @@ def test_advantages_of_the_source_are_used_token_by_token(tmp_path):
     # means of 1, 2, -1, -2 and of 0.5, 0.5
     assert advantages == [pytest.approx([0.0, 0.5]), pytest.approx([ours, -ours])]
     assert metrics["num_groups_zero_signal"] == 0
+
+
+class AgainstTheOldPolicy(Advantage):
+    """Per token, how unlikely the policy finds it; only rewards above 1 teach anything."""
+
+    needs = ("old",)
+
+    def __call__(self, groups, batch):
+        rows = iter((-batch.old_logprobs).split(batch.sequence_lengths))
+        return [[next(rows).tolist() for _ in group.rollouts] for group in groups]
+
+    def is_silent(self, group):
+        return all(rollout.score.reward <= 1 for rollout in group.rollouts)
+
+
+def test_an_advantage_sees_the_old_policy_and_decides_what_no_signal_is(tmp_path):
+    updater = make_updater(tmp_path)
+    updater.advantage = AgainstTheOldPolicy()
+    groups = [group(*(make_rollout([4], [3, token], reward=reward) for token in (2, 5))) for reward in (0.5, 1.5)]
+    batch, _, metrics = prepare_batch(groups, updater, updater.config)
+    assert batch is not None
+    assert (metrics["num_groups_zero_signal"], metrics["num_groups_trained"]) == (1, 1)
+    whole = build_batch(groups[1].rollouts, mask_truncated=False)
+    expected = updater.policy.logprobs(whole)
+    assert batch.advantages.tolist() == pytest.approx((-expected).tolist(), abs=1e-5)
+    assert batch.old_logprobs.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_given_advantages_of_rollouts_that_are_to_get_none_do_not_count(tmp_path):

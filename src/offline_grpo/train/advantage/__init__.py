@@ -11,17 +11,15 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from offline_grpo.types import RolloutGroup, TokenBatch
+from offline_grpo.interfaces import Advantage
+from offline_grpo.types import EQUAL_REWARDS, RolloutGroup, TokenBatch
 
 Scale = Literal["group", "batch", "none"]
-CONSTANT_STD = 1e-6
-"""A group whose rewards spread less than this holds equal rewards: the rest of `reward - mean` is rounding."""
-
 STD_EPS = 1e-4
 """Added to a standard deviation before dividing by it; TRL's value. Bounds advantages of nearly constant groups."""
 
 
-class GroupStd:
+class GroupStd(Advantage):
     """`(reward - mean of its group) / (std of its group + 1e-4)`: GRPO."""
 
     scale: ClassVar[Scale] = "group"
@@ -67,7 +65,7 @@ def group_advantages(rewards: Sequence[Sequence[float]], *, scale: Scale) -> lis
     group_std = np.repeat(np.sqrt(np.add.reduceat(centred**2, starts) / np.maximum(sizes - 1, 1)), sizes)
     batch_std = flat.std(ddof=1) if len(flat) > 1 else 0.0
     divisor = {"group": group_std + STD_EPS, "batch": batch_std + STD_EPS, "none": 1.0}[scale]
-    advantages = np.where(group_std < CONSTANT_STD, 0.0, centred / divisor)
+    advantages = np.where(group_std < EQUAL_REWARDS, 0.0, centred / divisor)
     return [own.tolist() for own in np.split(advantages, starts[1:])]
 
 
