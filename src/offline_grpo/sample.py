@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -26,11 +27,20 @@ def parser() -> argparse.ArgumentParser:
     about = f"longest completion (default: as the run trained, else {DEFAULT_LENGTH})"
     parser.add_argument("--max-new-tokens", type=int, help=about)
     parser.add_argument("--system", help="system message")
+    about = "arguments of the chat template, as JSON: '{\"enable_thinking\": false}' (default: as the run trained)"
+    parser.add_argument("--chat-template-kwargs", type=chat_template_kwargs, metavar="JSON", help=about)
+    about = "begins every answer (default: task.assistant_prefix of the run)"
+    parser.add_argument("--assistant-prefix", metavar="TEXT", help=about)
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default: 0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     cli.add_trust_option(parser)
     return parser
+
+
+def chat_template_kwargs(text: str) -> dict[str, Any]:
+    """A JSON object. Raises TypeError or ValueError, which argparse tells, for anything else."""
+    return dict(json.loads(text))
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -40,7 +50,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     is_number = 0 <= options.temperature < math.inf  # nan is neither
     require(is_number, "--temperature", options.temperature, "must be a number, 0 or more")
     fix = "there are no messages with --raw; put the text into the prompt"
-    require(not options.raw or options.system is None, "--system", options.system, fix)
+    for option in ("system", "chat_template_kwargs", "assistant_prefix"):
+        value = getattr(options, option)
+        require(not options.raw or value is None, f"--{option.replace('_', '-')}", value, fix)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not prompt.strip():
         raise ConfigError("PROMPT: is empty; give the text that the model shall answer")
@@ -58,6 +70,7 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     from offline_grpo.model.device import resolve_device
     from offline_grpo.model.load import context_length, read_model_config
     from offline_grpo.model.text import TokenizerCodec
+    from offline_grpo.run.task_data import PREFIX
     from offline_grpo.seeding import derive_seed
     from offline_grpo.types import SamplingParams, SamplingRequest
 
@@ -65,8 +78,11 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     device = resolve_device(options.device, key="--device")
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     config: Any = source.config
-    given = {} if config is None else config["model"].get("chat_template_kwargs") or {}
-    codec = TokenizerCodec(source.tokenizer(), chat_template_kwargs={} if options.raw else given)
+    kwargs, prefix = options.chat_template_kwargs, options.assistant_prefix
+    if config is not None and not options.raw:
+        kwargs = config["model"].get("chat_template_kwargs") if kwargs is None else kwargs
+        prefix = config["task"].get(PREFIX) if prefix is None else prefix
+    codec = TokenizerCodec(source.tokenizer(), chat_template_kwargs=kwargs or {}, assistant_prefix=prefix or "")
     messages = [{"role": "system", "content": options.system}] if options.system is not None else []
     messages.append({"role": "user", "content": prompt})
     prompt_ids = codec.tokenizer.encode(prompt) if options.raw else codec.encode(messages)
@@ -78,8 +94,9 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     require(0 < length <= room, "--max-new-tokens", length, fix)
     client = TransformersClient(model=source.load(device=device), tokenizer=codec.tokenizer, batch_size=options.n)
     request = SamplingRequest(tuple(prompt_ids), options.n, derive_seed(options.seed, "sample"))
-    [(_, completions)] = client.generate([request], SamplingParams(length, temperature=options.temperature))
-    return [codec.decode(completion.token_ids) for completion in completions]
+    sampling = SamplingParams(length, temperature=options.temperature)
+    [(_, completions)] = client.generate([request], sampling)
+    return [codec.judged(completion.token_ids, sampling) for completion in completions]
 
 
 def main() -> None:

@@ -110,6 +110,7 @@ def test_the_table_fits_80_columns(
     monkeypatch.chdir(tmp_path)
     evaluate.run([str(trained[1]), str(trained[1]), "eval.num_ids=3", "eval.max_new_tokens=1"])
     out, err = capsys.readouterr()
+    assert err.count("the first prompt, as the model reads it") == 1
     assert [line for line in err.splitlines() if line.startswith(("A", "B"))] == [
         f"{letter} on arithmetic: 3 problems, 4 completions each" for letter in "AB"
     ], "a file has no progress"
@@ -196,5 +197,12 @@ def test_sampling(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     sample.run([base, "1+2=", "--raw", GREEDY, "--max-new-tokens=1"])
     assert len(capsys.readouterr().out.strip()) <= 1
+    capsys.readouterr()
+    sample.run([base, "1+2=", "--assistant-prefix=12", GREEDY])
+    sample.run([base, "--raw", "1+2=12", GREEDY])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"12{second}"
+    with pytest.raises(ConfigError, match=r"model.chat_template_kwargs.enable_thinking=False: the chat template has"):
+        sample.run([base, "1", '--chat-template-kwargs={"enable_thinking": false}'])
     with pytest.raises(ConfigError, match=r"--max-new-tokens=9999: must be 1 to"):
         sample.run([base, "1", "--max-new-tokens=9999"])

@@ -23,7 +23,7 @@ from offline_grpo.disk import OwnFolder, require_new
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_saved_adapter
 from offline_grpo.model.device import make_current, torch_dtype
-from offline_grpo.model.load import load_causal_lm, load_tokenizer, read_model_config
+from offline_grpo.model.load import build_on_meta, load_causal_lm, load_tokenizer, read_model_config
 from offline_grpo.model.saving import save_model
 
 KEY = "MODEL"
@@ -152,7 +152,7 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
         card: what README.md will say.
 
     Raises:
-        ConfigError: `out` is in the way, or the settings contradict each other.
+        ConfigError: `out` is in the way, the settings contradict each other, or an adapter is not whole.
     """
     require_new(out, f"OUT={out}")
     is_merged = source.adapter is not None and merge
@@ -164,6 +164,10 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
         folder = scratch / "model"
         folder.mkdir()
         if own.is_dir() and dtype is None and not is_merged:
+            if source.adapter is not None:  # its tensors against those that its base has room for
+                config = read_model_config(source.weights, KEY, trust_remote_code=source.trust_remote_code)
+                base = build_on_meta(config, trust_remote_code=source.trust_remote_code)
+                with_saved_adapter(base, source.adapter, key=KEY, is_trainable=False)
             for path in own.iterdir():
                 if path.is_file() and path.name != "README.md":  # peft writes one without content
                     shutil.copyfile(path, folder / path.name)

@@ -24,13 +24,14 @@ class FirstLook(RunListener):
 
     Args:
         end_ids: tokens that end a completion: no reward needs to see them.
+        shows: whether prompt and completion are shown too, and not hidden tokens alone.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], *, shows: bool = True) -> None:
         self._decode: Callable[..., str] = tokenizer.decode  # type: ignore[assignment]  # text of a sequence
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {*added, *tokenizer.all_special_ids} - {*end_ids}
-        self._has_shown = self._has_told = False
+        self._has_shown, self._has_told = not shows, False
 
     def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: object, iteration: int) -> None:
         if groups and not self._has_shown:

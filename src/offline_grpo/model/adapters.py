@@ -103,13 +103,14 @@ def with_saved_adapter(model: PreTrainedModel, adapter: str, *, key: str, is_tra
     config.inference_mode = not is_trainable
     wrapped = PeftModelForCausalLM(model, config, ADAPTER)
     names = {name_in_file(name): name for name, _ in unwrapped(wrapped).named_parameters() if ".lora_" in name}
-    found = load_peft_weights(adapter, device="cpu")
+    found, is_meta = load_peft_weights(adapter, device="cpu"), model.device.type == "meta"
     missing, unexpected = names.keys() - found.keys(), found.keys() - names.keys()
     if missing and unexpected:  # names of another transformers: peft knows some, but would rename Laguna's own ones too
-        loaded = wrapped.load_adapter(adapter, ADAPTER, is_trainable=is_trainable)
+        loaded = wrapped.load_adapter(adapter, ADAPTER, is_trainable=is_trainable, low_cpu_mem_usage=is_meta)
         missing, unexpected = loaded.missing_keys, loaded.unexpected_keys
     elif not unexpected:
-        unwrapped(wrapped).load_state_dict({names[name]: tensor for name, tensor in found.items()}, strict=False)
+        tensors = {names[name]: tensor for name, tensor in found.items()}
+        unwrapped(wrapped).load_state_dict(tensors, strict=False, assign=is_meta)
     for what, keys in (("lacks", missing), ("has, and the model does not,", unexpected)):
         fix = "take a whole copy of the adapter, for this very base model"
         require(not keys, key, adapter, f"the adapter {what} {len(keys)} tensors, {min(keys, default=None)}; {fix}")

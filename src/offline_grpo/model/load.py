@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -83,6 +84,11 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     is_causal &= getattr(config.get_text_config(), "use_bidirectional_attention", None) is not True  # PaliGemma
     fault = f"transformers has no causal language model of the type {config.model_type}; choose another model"
     require(is_causal, key, model_id, fault)
+    if is_composite(config):
+        model_class: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+        arguments = inspect.signature(model_class.forward).parameters
+        fault = f"a {config.model_type} reads no text without an image; choose another model"  # BLIP's
+        require("pixel_values" not in arguments or arguments["pixel_values"].default is None, key, model_id, fault)
     return config
 
 

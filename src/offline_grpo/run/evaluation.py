@@ -187,7 +187,9 @@ def evaluate(
         with ExitStack() as stack:
             with progress.phase(f"load {letter}"):
                 client, codec = stack.enter_context(_served(source, sets[0], spec, out))
-            if letter == next(iter(models)):  # every model is asked the same
+            is_first = letter == next(iter(models))
+            look = FirstLook(codec.tokenizer, codec.end_ids, shows=is_first)
+            if is_first:  # every model is asked the same
                 sets = [
                     replace(each, problems=without_long(each.problems, codec, each.config.data, "held-out"))
                     for each in sets
@@ -199,13 +201,14 @@ def evaluate(
                 # the number keeps sets apart whose names differ in other signs than letters
                 file = out / f"{letter}-{number}-{re.sub(r'[^a-zA-Z0-9_.=-]+', '_', chosen.name)}.jsonl"
                 with progress.phase(f"{letter} on {chosen.name}"):
-                    _evaluate(letter, client, codec, chosen, file, results)
+                    ordered = _evaluate(letter, client, codec, chosen, file, results)
+                look.rollouts("eval", ordered, advantages=None, iteration=-1)
     results.is_complete = True
 
 
 def _evaluate(
     letter: str, client: RolloutClient, codec: TokenizerCodec, chosen: EvaluationSet, file: Path, results: Results
-) -> None:
+) -> list[RolloutGroup]:
     settings, key = chosen.config.eval, (letter, chosen.name)
     groups: dict[int, RolloutGroup] = {}
     with ExitStack() as stack, recording(file) as record:
@@ -222,7 +225,6 @@ def _evaluate(
             groups[index] = group
             record(index, group)
     ordered = [groups[index] for index in range(len(groups))]
-    FirstLook(codec.tokenizer, codec.end_ids).rollouts("eval", ordered, advantages=None, iteration=-1)
     results.metrics[key] = {**evaluator.metrics(ordered, cycle=CYCLE), **score_metrics(ordered)}
     results.num_correct[key] = np.array([sum(r.score.is_correct for r in group.rollouts) for group in ordered])
     first = next(iter(results.num_correct))[0]
@@ -230,6 +232,7 @@ def _evaluate(
         pair = (results.num_correct[first, chosen.name], results.num_correct[key])
         how = {"bootstrap_samples": settings.bootstrap_samples, "seed": derive_seed(settings.seed_base, "paired")}
         results.comparisons[key] = compare(*pair, settings.replicates, **how)
+    return ordered
 
 
 @contextmanager

@@ -12,9 +12,8 @@ from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import ConfigError, GrpoError, reason_of
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.proof import draw_ids
 from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
-from offline_grpo.weight_sync.proof import PROBE_TOKENS, probe_difference, scored
+from offline_grpo.weight_sync.proof import PROBE_TOKENS, probe_difference, probe_prompts, scored
 from offline_grpo.weight_sync.snapshot import Snapshot
 from offline_grpo.weight_sync.strategy import Staged, SyncRequirements, WeightSync
 
@@ -23,19 +22,21 @@ log = logging.getLogger(__name__)
 
 CACHE_TOLERANCE_NATS = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Of models that decode right, tiny ones have 1e-6 in fp32."""
+LONGEST_ON_CPUS = 160
+"""Tokens of a sequence: 2 s for 135 million weights on one core, of which 512 tokens would take 5."""
 
 
 def prove_sampling(client: RolloutClient, policy: Policy, num_tokens: int) -> None:
     """See that what is sampled in process, with a cache, has the logprobs of a forward pass without one: a few tokens
-    after prompts of two lengths, in sequences of up to `num_tokens`.
+    after prompts of two lengths, in sequences of up to `num_tokens` (fewer on a CPU).
 
     Raises:
         ConfigError: the model cannot be sampled so, or differs by more than rounding.
     """
-    model, draw = policy.causal_lm, torch.Generator().manual_seed(0)
-    lengths = (num_tokens - PROBE_TOKENS, max(1, num_tokens // 2 - PROBE_TOKENS))
-    prompts = [tuple(draw_ids(policy.vocab_size, length, draw).tolist()) for length in lengths]
-    requests = [SamplingRequest(prompt, 2, seed) for prompt, seed in zip(prompts, (0, 2), strict=True)]
+    model = policy.causal_lm
+    num_tokens = num_tokens if model.device.type == "cuda" else min(num_tokens, LONGEST_ON_CPUS)
+    prompts = probe_prompts(policy, (num_tokens - PROBE_TOKENS, max(1, num_tokens // 2 - PROBE_TOKENS)))
+    requests = [SamplingRequest(tuple(prompt), 2, seed) for prompt, seed in zip(prompts, (0, 2), strict=True)]
     try:
         sampled = list(client.generate(requests, SamplingParams(PROBE_TOKENS)))
     except (GrpoError, torch.OutOfMemoryError):

@@ -28,6 +28,7 @@ from offline_grpo.errors import EngineError, require
 from offline_grpo.model.adapters import adapters_off
 from offline_grpo.model.load import context_length
 from offline_grpo.model.policy import Policy
+from offline_grpo.model.proof import draw_ids
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
 from offline_grpo.weight_sync.snapshot import Snapshot, this_run
@@ -169,14 +170,13 @@ def prove_base(engine: Engine, snapshot: Snapshot) -> str:
     return tag
 
 
-def probe_prompts(policy: Policy) -> list[list[int]]:
+def probe_prompts(policy: Policy, lengths: Sequence[int] | None = None) -> list[list[int]]:
     """The same every time, so a prefix cache that was not flushed answers from old weights and shows."""
     config = policy.causal_lm.config
     context = context_length(config) or PROBE_PROMPT_TOKENS + PROBE_TOKENS
-    length = min(PROBE_PROMPT_TOKENS, context - PROBE_TOKENS)
-    draw = torch.Generator().manual_seed(0)
-    num_ids = min(config.get_text_config().vocab_size, 1000)
-    return torch.randint(num_ids, (PROBE_PROMPTS, length), generator=draw).tolist()
+    lengths = lengths or [min(PROBE_PROMPT_TOKENS, context - PROBE_TOKENS)] * PROBE_PROMPTS
+    draw, num_ids = torch.Generator().manual_seed(0), min(config.get_text_config().vocab_size, 1000)
+    return [draw_ids(num_ids, length, draw).tolist() for length in lengths]
 
 
 def sample_probe(client: Any, prompts: Sequence[Sequence[int]], temperature: float) -> list[Rollout]:

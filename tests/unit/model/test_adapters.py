@@ -5,6 +5,7 @@ nn.Linear.
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from factories import make_llama, make_policy, make_qwen2, make_scoring
 from safetensors.torch import load_file, save_file
 from transformers import LagunaConfig, LagunaForCausalLM
 
+from offline_grpo.checkpoint.pretrained import export_model, find_model
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import with_lora, with_saved_adapter
 from offline_grpo.model.policy import Policy
@@ -129,8 +131,17 @@ def test_a_saved_adapter_is_loaded_whole_or_not_at_all(build: Any, tmp_path: Pat
     tensors = load_file(tmp_path / ADAPTER_FILE)
     name = next(name for name in tensors if "q_proj.lora_B" in name)
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, tmp_path / ADAPTER_FILE)
-    with pytest.raises(ConfigError, match=rf"^MODEL={tmp_path}: the adapter lacks 1 tensors, {name}; take "):
-        loaded()
+    base.save_pretrained(tmp_path / "base")
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": f"{tmp_path}/base"}))
+    alone: dict[str, Any] = {"merge": False, "dtype": None, "card": ""}
+    for use in (loaded, lambda: export_model(find_model(str(tmp_path)), tmp_path / "out", **alone)):
+        with pytest.raises(ConfigError, match=rf"^MODEL={tmp_path}: the adapter lacks 1 tensors, {name}; take "):
+            use()
+    assert not (tmp_path / "out").exists()
+    save_file(tensors, tmp_path / ADAPTER_FILE)
+    export_model(find_model(str(tmp_path)), tmp_path / "out", **alone)
+    assert (tmp_path / "out" / ADAPTER_FILE).read_bytes() == (tmp_path / ADAPTER_FILE).read_bytes()
     other = name.replace("layers.0.", "layers.9.")
     save_file({**tensors, other: tensors[name].clone()}, tmp_path / ADAPTER_FILE)
     with pytest.raises(ConfigError, match=r"the adapter has, and the model does not, 1 tensors, \S*layers\.9\."):

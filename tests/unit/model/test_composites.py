@@ -13,7 +13,7 @@ from checkpoints import make_checkpoint
 from composites import EVERY_COMPOSITE, build_composite, load_composite, save_composite
 from engines import full_weights
 from factories import generate, make_rollout
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Blip2Config
 
 from offline_grpo.checkpoint.pretrained import export_model, find_model
 from offline_grpo.errors import ConfigError
@@ -131,4 +131,10 @@ def test_what_is_no_causal_language_model_is_refused(name: str, tmp_path: Path) 
     with pytest.raises(
         ConfigError, match=rf"^model.train_id=.*: transformers has no causal .* of the type {name}; choose"
     ):
+        read_model_config(str(tmp_path), "model.train_id")
+
+
+def test_what_reads_no_text_without_an_image_is_refused(tmp_path: Path) -> None:
+    Blip2Config().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^model.train_id=\S*: a blip-2 reads no text without an image; choose"):
         read_model_config(str(tmp_path), "model.train_id")
