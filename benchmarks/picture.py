@@ -1,29 +1,35 @@
-"""Draws what was measured on one H100, from the results in `results/h100`: docs/images/h100.png. Needs no GPU.
+"""Draws what was measured on H100s, from the results in `results/h100`: docs/images/h100.png and learning.png. Needs no
+GPU.
 
     python benchmarks/picture.py
 
-Each panel's bars are of one run of one script, but for the pushes, which are of one run of `weight_sync.py` each.
+Each panel's bars are of one run of one script, but for the pushes, which are of one run of `weight_sync.py` each. The
+curves of `learning.py` are means over seeds, and the bands their 95 % intervals.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from offline_grpo.report.figures import BLUE, GREY
-from offline_grpo.report.plots import AXIS, TEXT
+from offline_grpo.report.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
+from offline_grpo.report.plots import AXIS, PERCENT, TEXT
+from offline_grpo.report.runs import MIN_SEEDS, share_interval
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h100"
-PICTURE = HERE.parent / "docs" / "images" / "h100.png"
+IMAGES = HERE.parent / "docs" / "images"
 WIDTH, HEIGHT, DPI = 10.0, 5.4, 110
 
 
@@ -128,14 +134,62 @@ def draw(axes: Axes, panel: Panel) -> None:
     axes.spines["left"].set_color(AXIS)
 
 
+ARMS = {"grpo": BLUE, "dapo": ORANGE, "dr_grpo": GREEN, "gspo": PURPLE, "cispo": RED, "trl": GREY}
+TASKS = {"sums": "Sums of two numbers", "longer_sums": "Sums of three or four", "instructions": "Instructions"}
+MATCHED = ("grpo", "trl")
+"""The arms that differ in the trainer alone: only these have bands, so that the panels can be read."""
+
+
+def draw_curves(axes: Axes, runs: list[dict[str, Any]], arms: Sequence[str], key: str) -> None:
+    """Mean held-out pass@1 over seeds for each arm, against the means of `key`: steps or seconds."""
+    for arm in arms:
+        chosen = [run for run in runs if run["arm"] == arm and run["done"]]
+        if not chosen:
+            continue
+        values = np.array([run["pass@1"] for run in chosen])
+        x = np.mean([run[key] for run in chosen], axis=0)
+        name = {"trl": "grpo of TRL"}.get(arm, arm)
+        axes.plot(
+            x, values.mean(0), color=ARMS[arm], label=name, linestyle="--" if arm == "trl" else "-", linewidth=1.6
+        )
+        if arm in MATCHED and len(chosen) >= MIN_SEEDS:
+            low, high = share_interval(values)
+            axes.fill_between(x, low, high, color=ARMS[arm], alpha=0.15, linewidth=0)
+    axes.yaxis.set_major_formatter(PERCENT)
+    axes.set_ylim(bottom=0)
+    axes.tick_params(labelsize=9, colors=TEXT, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(AXIS)
+    axes.set_xlabel({"steps": "iterations", "seconds": "seconds of training"}[key], fontsize=9, color=TEXT)
+
+
+def draw_learning(result: Mapping[str, Any], path: Path) -> None:
+    """A panel for each task, and of the first one the two trainers against time."""
+    runs = list(result["details"].values())
+    figure, grid = plt.subplots(1, 4, figsize=(WIDTH, 3.0), layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06))
+    for axes, (task, title) in zip(grid, TASKS.items(), strict=False):
+        draw_curves(axes, [run for run in runs if run["task"] == task], list(ARMS), "steps")
+        axes.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
+    draw_curves(grid[3], [run for run in runs if run["task"] == next(iter(TASKS))], MATCHED, "seconds")
+    grid[3].set_title("The first one, by time", fontsize=10.5, loc="left", fontweight="bold")
+    grid[0].set_ylabel("held-out pass@1", fontsize=9, color=TEXT)
+    figure.legend(
+        *grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS), fontsize=9, frameon=False
+    )
+    figure.savefig(path, dpi=DPI)
+    print(path)
+
+
 def main() -> None:
     """Draw and save."""
+    if (learning := RESULTS / "learning.json").exists():
+        draw_learning(json.loads(learning.read_text()), IMAGES / "learning.png")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure, grid = plt.subplots(2, 3, figsize=(WIDTH, HEIGHT), height_ratios=(2, 3.4), layout=layout)
     for axes, panel in zip(grid.flat, PANELS, strict=True):
         draw(axes, panel)
-    figure.savefig(PICTURE, dpi=DPI)
-    print(PICTURE)
+    figure.savefig(IMAGES / "h100.png", dpi=DPI)
+    print(IMAGES / "h100.png")
 
 
 if __name__ == "__main__":

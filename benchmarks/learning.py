@@ -1,0 +1,453 @@
+"""Learning curves of a real model: five losses and TRL's GRPOTrainer on three tasks, several seeds, many runs at the
+same time.
+
+    python benchmarks/learning.py WORK --model FOLDER --minutes 18      # all cards that are visible, 5 runs on each
+    python benchmarks/learning.py WORK --collect                        # the result again, from what is in WORK
+    python benchmarks/learning.py WORK --model FOLDER --small           # a few tiny runs on the CPU
+
+FOLDER is a model in transformers' format; curves of SmolLM2-135M-Instruct are in the results. The problems are made by
+reasoning-gym, unless WORK/data has them (`learning_tasks.py`). All runs have the same prompts, rewards, batch, schedule
+and learning rate; those named after a loss differ in it alone, the others in what EXTRAS says. First one run of each
+trainer has a card to itself, for times and to fill the compilers' caches. Then each worker runs jobs one after the
+other, seed by seed, on its share of a card and of the cores; its vLLM server serves all of our jobs, because each run's
+first push replaces the weights. The result is written after every job: what is cut off loses only what is in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import learning_tasks
+import numpy as np
+from common import Target, write_result
+
+from offline_grpo.report.history import load_history
+from offline_grpo.report.runs import mean_interval, t_975
+
+ROOT = Path(__file__).parents[1]
+LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
+LR, UPDATES = 1e-5, 2
+KV_BYTES = 2 << 30
+EXTRAS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "lr_3e-6": ("sums", ["train.lr=3e-6"]),
+    "lr_3e-5": ("sums", ["train.lr=3e-5"]),
+    "lr_1e-4": ("sums", ["train.lr=1e-4", "train.kl_coef=0.001"]),
+    "terse": ("sums", ["train.lr=3e-5", "task.reward=learning_tasks:terse", "train.kl_coef=0.001"]),
+    "kl_0.05": ("sums", ["train.kl_coef=0.05"]),
+    "resample": ("longer_sums", ["train/loss=dapo", "data.resample_zero_signal=true"]),
+    "group_16": ("longer_sums", ["data.problems_per_iteration=16", "data.rollouts_per_problem=16"]),
+    "four_updates": ("sums", ["train.updates_per_iteration=4"]),
+}
+"""Arm -> its task, and what it changes of the arm grpo."""
+SERIES = ("reward_mean", "success_rate", "entropy", "completion_tokens_mean", "kl_divergence", "clip_frac", "grad_norm")
+"""Of training, kept with each curve as means over ten iterations."""
+
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # this and the next one: of weight_sync=ipc
+    "OFFLINE_GRPO_NEEDS_RAY": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "4",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    task: str
+    arm: str
+    seed: int
+    sync: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.arm}-{self.seed}"
+
+    @property
+    def is_ours(self) -> bool:
+        return self.arm != "trl"
+
+
+@dataclass
+class Worker:
+    """Runs jobs on one card, or share of a card; `cores` are its own (empty: any)."""
+
+    args: argparse.Namespace
+    card: str
+    number: int
+    cores: Sequence[int] = ()
+    server: subprocess.Popen[bytes] | None = None
+    url: str = ""
+
+    def start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        words = ["taskset", "-c", ",".join(map(str, self.cores)), *command] if self.cores else command
+        paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+        env = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": self.card, "PYTHONPATH": os.pathsep.join(paths)}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as out:
+            return subprocess.Popen(
+                words, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT
+            )
+
+    def serve(self) -> str:
+        """The address of this worker's server, which is started where it does not run."""
+        if self.server is not None and self.server.poll() is None:
+            return self.url
+        args, log = self.args, self.args.work / "servers" / f"{self.card}_{self.number}_{time.time():.0f}.log"
+        command = [sys.executable, "-m", "offline_grpo.engine.serve", str(args.model), "--port", "null"]
+        command += ["--log-dir", str(log.parent), "--max-model-len", "512", "--max-num-seqs", "256"]
+        if args.small:
+            command += ["--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.05"]
+        else:
+            command += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.05"]
+            command += ["--kv-cache-memory-bytes", str(KV_BYTES), "--weight-transfer-config", '{"backend": "ipc"}']
+        self.server = self.start(command, log)
+        while self.server.poll() is None and time.time() < args.deadline:
+            if found := re.search(r"is served at (\S+)", log.read_text()):
+                self.url = found[1]
+                return self.url
+            time.sleep(0.5)
+        raise RuntimeError(f"no server: {log.read_text()[-2000:]}")
+
+    def run(self, job: Job) -> int | None:
+        """Its exit code; None if the time ran out."""
+        folder = self.args.work / job.name
+        folder.mkdir(parents=True)
+        command = our_command(job, self.args, folder, self.serve()) if job.is_ours else trl_command(job, self.args)
+        started = time.time()
+        process = self.start(command, folder / "log.txt")
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout=max(1.0, self.args.deadline - time.time()))
+        end(process)
+        wall = {"rc": code, "wall_s": time.time() - started, "card": self.card, "worker": self.number}
+        (folder / "job.json").write_text(json.dumps(wall | {"alone": self.args.alone}))
+        return code
+
+    def stop(self) -> None:
+        if self.server is not None and self.server.poll() is None:
+            self.server.terminate()  # it stops vLLM
+            try:
+                self.server.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                end(self.server)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a process and of those that it started in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def our_command(job: Job, args: argparse.Namespace, folder: Path, url: str) -> list[str]:
+    on_gpu = ["train.precision=bf16", "train.batch_size=null", "train.tokens_per_microbatch=8192"]
+    on_cpu = ["train.precision=fp32", "train.batch_size=8", "model.device=cpu"]
+    loss = job.arm if job.arm in LOSSES else "grpo"
+    words = f"""
+        model=hf task=dataset task.reward=learning_tasks:{learning_tasks.REWARDS[job.task]} scoring.workers=2
+        generation=vllm_server generation.base_url={url} weight_sync={job.sync}
+        generation.max_new_tokens={limit(job, args)} checkpoint.enabled=false eval.ks=[1]
+        data.problems_per_iteration={args.prompts} data.rollouts_per_problem={args.group} seed={job.seed}
+        train/loss={loss} train.updates_per_iteration={UPDATES} train.iterations={args.iterations}
+        train.lr={LR} train.schedule=constant train.kl_coef=0 train.drop_zero_signal_groups=false
+        eval.interval={args.eval_interval} eval.num_ids={args.eval_problems} eval.replicates={args.eval_samples}
+    """
+    return [
+        *(sys.executable, str(ROOT / "run_grpo.py"), *words.split()),
+        *(f"model.train_id={args.model}", f"task.path={args.work}/data/{job.task}", f"hydra.run.dir={folder}/run"),
+        *(on_cpu if args.small else on_gpu),
+        *EXTRAS.get(job.arm, ("", []))[1],
+        *args.overrides,
+    ]
+
+
+def limit(job: Job, args: argparse.Namespace) -> int:
+    """Tokens of the longest completion."""
+    return args.tokens or learning_tasks.TOKENS[job.task]
+
+
+def trl_command(job: Job, args: argparse.Namespace) -> list[str]:
+    settings = {
+        "model": str(args.model),
+        "data": str(args.work / "data" / job.task),
+        "reward": learning_tasks.REWARDS[job.task],
+        "seed": job.seed,
+        "lr": LR,
+        "iterations": args.iterations,
+        "updates": UPDATES,
+        "prompts": args.prompts,
+        "group": args.group,
+        "tokens": limit(job, args),
+        "eval_interval": args.eval_interval,
+        "eval_problems": args.eval_problems,
+        "eval_samples": args.eval_samples,
+        "kv_bytes": KV_BYTES,
+        "microbatch": 2 if args.small else 32,
+        "on_cpu": args.small,
+    }
+    script = str(Path(__file__).with_name("learning_trl.py"))
+    return [sys.executable, script, str(args.work / job.name), json.dumps(settings)]
+
+
+def jobs_of(args: argparse.Namespace) -> list[Job]:
+    """In the order in which they run: a small whole table first."""
+    sync = "reload" if args.small else "ipc"
+    planned = []
+    for seed in range(args.seeds):
+        planned += [Job(task, arm, seed, sync) for task in args.tasks for arm in ("trl", *LOSSES)]
+        if seed % 2 or args.seeds == 1:
+            planned += [Job(task, arm, seed // 2, sync) for arm, (task, _) in EXTRAS.items() if task in args.tasks]
+    return [job for job in planned if not args.arms or job.arm in args.arms]
+
+
+class Queue:
+    """Jobs, what became of them, and the result that is written after each."""
+
+    def __init__(self, args: argparse.Namespace, jobs: Sequence[Job]) -> None:
+        self.args, self.waiting, self.lock = args, deque(jobs), threading.Lock()
+
+    def work(self, worker: Worker) -> None:
+        """Until nothing waits, or too little time is left for another."""
+        while time.time() < self.args.deadline - self.args.least_s:
+            with self.lock:
+                if not self.waiting:
+                    return
+                job = self.waiting.popleft()
+                shutil.rmtree(self.args.work / job.name, ignore_errors=True)  # while nobody collects
+            try:
+                code = worker.run(job)
+            except RuntimeError as error:  # no server
+                print(f"{job.name}: {error}", flush=True)
+                self.again(job)
+                return
+            print(f"{time.strftime('%T')} card {worker.card} worker {worker.number}: {job.name} {code}", flush=True)
+            if code not in (0, None):
+                log = (self.args.work / job.name / "log.txt").read_text(errors="replace")
+                print(f"{job.name} failed:\n{log[-1500:]}", flush=True)
+                if job.is_ours and job.sync == "ipc":  # once more, by the way that works everywhere
+                    self.again(replace(job, sync="reload"))
+            with self.lock:
+                collect(self.args)
+
+    def again(self, job: Job) -> None:
+        with self.lock:
+            self.waiting.appendleft(job)
+
+
+def run_all(args: argparse.Namespace) -> None:
+    cards, jobs = args.gpus or [""], jobs_of(args)
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // (len(cards) * args.workers)
+    at = lambda i, n: cores[i * n : (i + 1) * n] if share >= 2 else []  # noqa: E731
+    workers = [
+        Worker(args, card, n, at(c * args.workers + n, share))
+        for c, card in enumerate(cards)
+        for n in range(args.workers)
+    ]
+    own = workers[:: args.workers]
+    narrow = [worker.cores for worker in own]
+    try:
+        firsts = [] if args.no_alone else [job for job in jobs if job.arm in ("trl", "grpo") and job.seed == 0][:2]
+        args.alone = True
+        for c, worker in enumerate(own):
+            worker.cores = at(c, share * args.workers)
+        in_threads(Queue(args, firsts), own)
+        args.alone = False
+        for worker, cores in zip(own, narrow, strict=True):
+            worker.cores = cores
+        in_threads(Queue(args, [job for job in jobs if job not in firsts]), workers)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def in_threads(queue: Queue, workers: Sequence[Worker]) -> None:
+    threads = [threading.Thread(target=queue.work, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+# The result
+
+
+def curve_of(folder: Path) -> dict[str, Any] | None:
+    """Steps, held-out pass@1 there, seconds of training until then; and means of SERIES over ten iterations. None for
+    a run without an evaluation.
+    """
+    if (path := folder / "curve.json").is_file():
+        return json.loads(path.read_text())
+    history = load_history(folder / "run")
+    held_out, seconds = history.series("eval", "pass@1"), history.series("train", "time/iteration_s").values
+    eval_s = [metrics.get("time/eval_s", 0.0) for metrics in history.train.values()]
+    if not len(held_out):
+        return None
+    trained = np.concatenate([[0.0], np.cumsum(seconds - np.array(eval_s))])
+    tens = {
+        key: [float(values[i : i + 10].mean()) for i in range(0, len(values), 10)]
+        for key in SERIES
+        if len(values := history.series("train", key).values)
+    }
+    return {
+        "steps": held_out.steps.tolist(),
+        "pass@1": held_out.values.tolist(),
+        "seconds": [float(trained[int(step)]) for step in held_out.steps],
+        "start_s": history.start_seconds().get("", 0.0),
+        "iteration_s": np.diff(trained).tolist(),
+        "train": tens,
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Four significant digits, which keeps the file readable."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def apart(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Difference of the means and half of its 95% interval (Welch)."""
+    parts = [float(np.var(each, ddof=1)) / len(each) for each in (a, b)]
+    total = sum(parts)
+    freedom = (
+        total**2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (a, b), strict=True)) if total else 1
+    )
+    return float(np.mean(a) - np.mean(b)), t_975(max(1, math.floor(freedom))) * math.sqrt(total)
+
+
+def seconds_to(level: float, curves: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds until the mean curve first reaches a level, on straight lines between evaluations; inf if it does not."""
+    means, seconds = (np.mean([curve[key] for curve in curves], axis=0) for key in ("pass@1", "seconds"))
+    for i in range(1, len(means)):
+        if means[i] >= level > means[i - 1]:
+            return float(
+                seconds[i - 1] + (seconds[i] - seconds[i - 1]) * (level - means[i - 1]) / (means[i] - means[i - 1])
+            )
+    return math.inf
+
+
+def collect(args: argparse.Namespace) -> None:
+    """Write the result of all that is in WORK."""
+    runs: dict[str, dict[str, Any]] = {}
+    for path in sorted(args.work.glob("*-*-*/job.json")):
+        folder, job = path.parent, json.loads(path.read_text())
+        task, _, rest = folder.name.partition("-")
+        arm, _, seed = rest.rpartition("-")
+        curve = curve_of(folder) or {}
+        done = bool(curve) and curve["steps"][-1] == args.iterations
+        runs[folder.name] = rounded({"task": task, "arm": arm, "seed": int(seed), "done": done, **job, **curve})
+    measured: dict[str, Any] = {"num_runs": len(runs), "num_done": sum(run["done"] for run in runs.values())}
+    targets: list[Target] = []
+    for task in args.tasks:
+        arms: dict[str, list[dict[str, Any]]] = {}
+        for run in runs.values():
+            if run["task"] == task and run["done"]:
+                arms.setdefault(run["arm"], []).append(run)
+        for arm, found in arms.items():
+            finals = np.array([[run["pass@1"][-1]] for run in found])
+            measured |= {f"{task}/{arm}/first": float(np.mean([run["pass@1"][0] for run in found]))}
+            measured |= {f"{task}/{arm}/last": float(finals.mean()), f"{task}/{arm}/seeds": len(found)}
+            if len(found) > 1:
+                low, high = mean_interval(finals)
+                measured |= {f"{task}/{arm}/low": float(low[0]), f"{task}/{arm}/high": float(high[0])}
+            if alone := [run for run in found if run["alone"]]:
+                measured[f"{task}/{arm}/alone_iteration_s"] = float(np.median(alone[0]["iteration_s"][1:]))
+            measured[f"{task}/{arm}/iteration_s"] = float(
+                np.median([s for run in found for s in run["iteration_s"][1:]])
+            )
+        ours, theirs = arms.get("grpo", []), arms.get("trl", [])
+        if len(ours) > 1 and len(theirs) > 1:
+            pairs = [
+                [[run["pass@1"][i] for run in runs] for runs in (ours, theirs)] for i in range(len(ours[0]["steps"]))
+            ]
+            found = [apart(*pair) for pair in pairs]
+            difference, half = found[-1]
+            measured |= {f"{task}/minus_trl": difference, f"{task}/minus_trl_half": half}
+            inside = sum(abs(d) <= h for d, h in found[1:]) / (len(found) - 1)
+            measured[f"{task}/evaluations_within_frac"] = inside
+            targets.append(Target(f"{task}/evaluations_within_frac", ">=", 0.8))
+            level = min(np.mean(pair_arm) for pair_arm in pairs[-1])
+            times = seconds_to(float(level), ours), seconds_to(float(level), theirs)
+            measured |= {
+                f"{task}/level": float(level),
+                f"{task}/ours_to_level_s": times[0],
+                f"{task}/trl_to_level_s": times[1],
+            }
+    write_result(
+        args.out,
+        claim="SmolLM2-135M-Instruct learns three tasks, as fast per iteration as with TRL",
+        targets=targets,
+        settings={
+            key: str(vars(args)[key]) for key in sorted(vars(args).keys() - {"work", "model", "deadline", "alone"})
+        },
+        measured=rounded({key: value for key, value in measured.items() if value != math.inf}),
+        details=runs,
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("overrides", nargs="*", help="overrides of all runs but TRL's")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--minutes", type=float, default=18.0)
+    parser.add_argument("--gpus", nargs="+", default=None, help="cards (default: all that are visible)")
+    parser.add_argument("--workers", type=int, default=5, help="runs at the same time on each card")
+    parser.add_argument("--tasks", nargs="+", default=list(learning_tasks.TOKENS), choices=list(learning_tasks.TOKENS))
+    parser.add_argument("--arms", nargs="+", default=None)
+    sizes = {"seeds": 5, "iterations": 60, "prompts": 32, "group": 8}
+    for name, default in {**sizes, "eval-interval": 10, "eval-problems": 256, "eval-samples": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tokens", type=int, default=None, help="longest completion (default: the task's)")
+    parser.add_argument("--least-s", type=float, default=60.0, help="no job begins with less time left")
+    parser.add_argument("--no-alone", action="store_true", help="no run has a card to itself")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--collect", action="store_true")
+    parser.add_argument("--out", default="learning")
+    args = parser.parse_args()
+    if args.small:
+        args.iterations, args.prompts, args.group, args.tokens = 2, 4, 2, 8
+        args.eval_interval, args.eval_problems, args.eval_samples = 1, 4, 1
+    args.work = args.work.resolve()
+    return args
+
+
+def main() -> None:
+    args = parse()
+    args.deadline, args.alone = time.time() + 60 * args.minutes, False
+    if not args.collect:
+        import torch
+
+        args.gpus = args.gpus or [str(i) for i in range(torch.cuda.device_count())]
+        for task in args.tasks:
+            if not (args.work / "data" / task / "test.jsonl").exists():
+                learning_tasks.save(args.work / "data" / task, task)
+        run_all(args)
+    collect(args)
+
+
+if __name__ == "__main__":
+    main()

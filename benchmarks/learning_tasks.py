@@ -1,0 +1,109 @@
+"""Problems that SmolLM2-135M-Instruct half knows, and their rewards, which `learning.py` gives to both trainers.
+
+python benchmarks/learning_tasks.py FOLDER       # FOLDER/TASK/train.jsonl and test.jsonl; needs reasoning-gym
+
+sums            chain_sum of reasoning-gym: two terms of one or two digits
+longer_sums     the same with three or four terms
+instructions    texts with one or two instructions, which IFEval's checks judge
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from offline_grpo.task.instructions import follows
+
+NUM_TRAIN, NUM_TEST = 3000, 256
+SUMS = {
+    "sums": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "longer_sums": {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 2},
+}
+TOKENS = {"sums": 64, "longer_sums": 96, "instructions": 96}
+"""Task -> longest completion."""
+REWARDS = {"sums": "last_number", "longer_sums": "last_number", "instructions": "obeys"}
+
+TEXTS = ("Write a short text", "Write a few sentences", "Tell a short story", "Write a note", "Write a diary entry")
+TOPICS = (
+    "a harbour|a bicycle|a soup|the night sky|bees|an umbrella|snow|a train|a library|a garden|a clock|a river|a ship|"
+    "a market|a letter|a bridge|a lamp|a dog|a window|a mountain|rain|a bakery|a violin|a lighthouse|a farm|a cat"
+)
+WORDS = "stone|glass|morning|paper|bright|slow|wooden|friend|water|road|green|old|kitchen|wind|door|music|red|quiet"
+LESS, MORE = {"relation": "less than"}, {"relation": "at least"}
+
+
+def last_number(completion: str, answer: str) -> float:
+    """1 if the last number of the completion is the answer."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", completion.replace(",", ""))
+    return float(bool(numbers) and float(numbers[-1]) == float(answer))
+
+
+def terse(completion: str, answer: str) -> float:
+    """`last_number`, and half as much again for brevity: collapses to bare answers."""
+    return last_number(completion, answer) + 0.5 * max(0.0, 1 - len(completion) / 60)
+
+
+def obeys(completion: str, answer: str) -> float:
+    """The share of the instructions that the completion follows; 1 if it follows all."""
+    instructions = json.loads(answer)
+    return sum(follows(completion, name, arguments) for name, arguments in instructions) / len(instructions)
+
+
+def _sums(settings: dict[str, int]) -> Iterator[dict[str, Any]]:
+    import reasoning_gym
+
+    for item in reasoning_gym.create_dataset("chain_sum", seed=7, size=4 * (NUM_TRAIN + NUM_TEST), **settings):
+        yield {"prompt": item["question"], "answer": item["answer"]}
+
+
+def _instructions() -> Iterator[dict[str, Any]]:
+    rng = random.Random(7)
+    while True:
+        few, (word, other) = rng.randint(2, 4), rng.sample(WORDS.split("|"), 2)
+        length, ending = rng.choice((20, 30, 40, 50)), f"That is all about {word}."
+        kinds: list[tuple[str, str, dict[str, Any]]] = [
+            ("Do not use any commas.", "punctuation:no_comma", {}),
+            (f"Use fewer than {length} words.", "length_constraints:number_words", {"num_words": length, **LESS}),
+            (f"Use at least {length} words.", "length_constraints:number_words", {"num_words": length, **MORE}),
+            (
+                f"Write fewer than {few} sentences.",
+                "length_constraints:number_sentences",
+                {"num_sentences": few, **LESS},
+            ),
+            (f"Use the words {word} and {other}.", "keywords:existence", {"keywords": [word, other]}),
+            (f"Use the word {word} {few} times.", "keywords:frequency", {"keyword": word, "frequency": few, **MORE}),
+            (f"Write {few} bullet points with *.", "detectable_format:number_bullet_lists", {"num_bullets": few}),
+            ("Put the whole text in double quotation marks.", "startend:quotation", {}),
+            ("Begin with a title in double angular brackets, such as <<title>>.", "detectable_format:title", {}),
+            (f"End with the words: {ending}", "startend:end_checker", {"end_phrase": ending}),
+            ("End with a postscript after P.S.", "detectable_content:postscript", {"postscript_marker": "P.S."}),
+        ]
+        chosen = rng.sample(kinds, rng.randint(1, 2))
+        if len({name for _, name, _ in chosen}) == len(chosen):
+            prompt = (
+                f"{rng.choice(TEXTS)} about {rng.choice(TOPICS.split('|'))}. {' '.join(text for text, *_ in chosen)}"
+            )
+            yield {"prompt": prompt, "answer": json.dumps([(name, arguments) for _, name, arguments in chosen])}
+
+
+def save(folder: Path, task: str) -> None:
+    """Write `folder`/train.jsonl and test.jsonl, without a prompt that is in both."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in _sums(SUMS[task]) if task in SUMS else _instructions():
+        rows.setdefault(row["prompt"], row)
+        if len(rows) == NUM_TRAIN + NUM_TEST:
+            break
+    lines = [json.dumps(row) + "\n" for row in rows.values()]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "test.jsonl").write_text("".join(lines[:NUM_TEST]))
+    (folder / "train.jsonl").write_text("".join(lines[NUM_TEST:]))
+
+
+if __name__ == "__main__":
+    for task in TOKENS:
+        save(Path(sys.argv[1]) / task, task)
