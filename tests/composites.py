@@ -1,4 +1,6 @@
-"""Tiny composites with random weights: a text model of each family that is published with a tower for images."""
+"""Tiny composites with random weights: a text model of each family that is published with a tower, for images or for
+sound.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 from architectures import LINEAR, NEW
-from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForMultimodalLM,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    PreTrainedModel,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
 
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import load_policy
@@ -169,6 +180,19 @@ COMPOSITES: dict[str, dict[str, Any]] = {
         },
         "image_token_index": 97,
     },
+    "qwen2_audio": {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "audio_config": {
+            "model_type": "qwen2_audio_encoder",
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 16,
+            "max_source_positions": 20,
+        },
+        "audio_token_index": 3,
+    },
 }
 
 
@@ -178,14 +202,16 @@ EVERY_COMPOSITE = [n if n in IN_EVERY_RUN else pytest.param(n, marks=pytest.mark
 
 
 def build_composite(
-    model_type: str, *, text: Mapping[str, Any] = MappingProxyType({}), tower: Mapping[str, Any] = MappingProxyType({})
+    model_type: str,
+    *,
+    text: Mapping[str, Any] = MappingProxyType({}),
+    tower: Mapping[str, Any] = MappingProxyType({}),
+    **ids: int,
 ) -> PreTrainedModel:
-    """A model with random weights, the same at every call; `text` and `tower` change its configuration."""
+    """A model with random weights, the same at every call; `text`, `tower` and `ids` change its configuration."""
     settings = COMPOSITES[model_type]
-    parts = {
-        "text_config": {**settings["text_config"], **text},
-        "vision_config": {**settings["vision_config"], **tower},
-    }
+    name = "vision_config" if "vision_config" in settings else "audio_config"
+    parts = {"text_config": {**settings["text_config"], **text}, name: {**settings[name], **tower}, **ids}
     torch.manual_seed(0)
     return AutoModelForMultimodalLM.from_config(AutoConfig.for_model(model_type, **{**settings, **parts})).eval()
 
@@ -198,13 +224,58 @@ def save_composite(model_type: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+"""That vLLM's kernels take, on CPUs and GPUs. Those for Qwen3.5 take bf16 alone on a CPU."""
+SERVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
+    "qwen2_5_vl": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
+        {"hidden_size": 64, "out_hidden_size": 128},
+        {
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            "vision_start_token": "<|vision_start|>",
+            "vision_end_token": "<|vision_end|>",
+        },
+    ),
+    "gemma3": (
+        {"query_pre_attn_scalar": 32},
+        {"hidden_size": 128},
+        {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"},
+    ),
+}
+"""Text, tower, and tokens that stand for images."""
+
+
+def save_served(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """One that vLLM serves with its tower, whose processor takes images of 16 pixels."""
+    text, tower, tokens = SERVED[model_type]
+    tokenizer: Any = build_char_tokenizer(512)
+    tokenizer._set_model_specific_special_tokens(special_tokens=tokens)
+    tokenizer.add_tokens(list(tokens.values()), special_tokens=True)
+    tokenizer.add_tokens(["\n" * number for number in (2, 3, 4)])  # vLLM looks for them in Gemma 3's
+    suffix = "id" if model_type == "qwen2_5_vl" else "index"
+    ids = {f"{name}_{suffix}": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    model = build_composite(model_type, text={**SIZES, **text, "vocab_size": len(tokenizer)}, tower=tower, **ids)
+    model.to(dtype).save_pretrained(folder)
+    processor: Any
+    if model_type == "qwen2_5_vl":
+        how = {"size": {"shortest_edge": 64, "longest_edge": 256}, "patch_size": 4}
+        images, videos = Qwen2VLImageProcessor(**how), Qwen2VLVideoProcessor(**how)
+        processor = Qwen2_5_VLProcessor(image_processor=images, tokenizer=tokenizer, video_processor=videos)
+    else:
+        images = Gemma3ImageProcessor(size={"height": 16, "width": 16})
+        processor = Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=4)
+    processor.save_pretrained(folder)
+    return folder
+
+
 def load_composite(
     folder: Path, *, lora: Sequence[str] | None = None, checkpoint: Path | None = None, **how: Any
 ) -> Policy:
     """The policy as a run loads it, in fp32 on the CPU; `lora`: which layers get adapters."""
     adapters = None if lora is None else LoraConfig(4, 8, 0.0, list(lora), None)
     return load_policy(
-        ModelConfig("x", None, "cpu", "auto", "auto", None, "auto", None, trust_remote_code=False, lora=adapters),
+        ModelConfig("x", None, "cpu", "auto", "auto", None, False, None, trust_remote_code=False, lora=adapters),
         str(folder),
         **{
             "layout": None,

@@ -51,6 +51,8 @@ LORA_ARGS: dict[str, Any] = {
     "max_loras": 2,
 }
 """As runs start their servers, with room for two."""
+IPC_ARGS: dict[str, Any] = {"weight_transfer_config": {"backend": "ipc"}}
+IPC_ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
 CONTEXT = 4096
 
 

@@ -12,6 +12,8 @@ import pytest
 from engines import (
     CPU,
     GPU,
+    IPC_ARGS,
+    IPC_ENV,
     LORA_ARGS,
     SERVER_PYTHON,
     Where,
@@ -32,8 +34,6 @@ from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.deployment import Deployment
 
-IPC_ARGS: dict[str, Any] = {"weight_transfer_config": {"backend": "ipc"}}
-IPC_ENV = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
 Connected = tuple[Deployment, Policy, VllmClient]
 
 

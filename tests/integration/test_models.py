@@ -84,7 +84,9 @@ def test_every_preset_is_trained_here_or_differs_in_the_model_alone() -> None:
         assert presets[preset] == {**presets[other], "train_id": presets[preset]["train_id"]}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [p if p != "gemma3_1b" else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS]
+)
 def test_a_preset_trains_its_architecture(preset: str, tmp_path: Path) -> None:
     tokenizer = build_char_tokenizer(128)
     thinks = "{{ '' if enable_thinking else '=' }}"

@@ -4,6 +4,7 @@ own forward and loader.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from checkpoints import make_checkpoint
 from composites import EVERY_COMPOSITE, build_composite, load_composite, save_composite
 from engines import full_weights
 from factories import generate, make_rollout
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Blip2Config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, Blip2Config
 
 from offline_grpo.checkpoint.pretrained import export_model, find_model
 from offline_grpo.errors import ConfigError
@@ -68,7 +69,8 @@ def logits(model: Any) -> torch.Tensor:
 
 def loaded_whole(folder: Path) -> Any:
     """As anybody loads it who knows nothing of us."""
-    auto: Any = AutoModelForImageTextToText
+    is_sound = "qwen2_audio" in (folder / "config.json").read_text()
+    auto: Any = AutoModelForMultimodalLM if is_sound else AutoModelForImageTextToText
     model, info = auto.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     assert (folder / "preprocessor_config.json").exists()
@@ -80,7 +82,7 @@ def test_the_text_is_trained_and_the_tower_stays(name: str, tmp_path: Path) -> N
     policy = load_composite(save_composite(name, tmp_path / "source"), gradient_checkpointing=1.0)
     text = text_parameters(policy.causal_lm)
     assert set(policy.trained_parameters()) == set(text)
-    assert not [parameter for parameter in text if "vis" in parameter or "projector" in parameter]
+    assert not [parameter for parameter in text if re.search("vis|audio|projector", parameter)]
     train(policy)
     save_policy(policy, full_weights(policy), tmp_path / "out")
     after = loaded_whole(tmp_path / "out")
