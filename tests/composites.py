@@ -255,7 +255,7 @@ def save_served(model_type: str, folder: Path, dtype: torch.dtype = torch.float3
     tokenizer.add_tokens(["\n" * number for number in (2, 3, 4)])  # vLLM looks for them in Gemma 3's
     suffix = "id" if model_type == "qwen2_5_vl" else "index"
     ids = {f"{name}_{suffix}": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
-    model = build_composite(model_type, text={**SIZES, **text, "vocab_size": len(tokenizer)}, tower=tower, **ids)
+    model: Any = build_composite(model_type, text={**SIZES, **text, "vocab_size": len(tokenizer)}, tower=tower, **ids)
     model.to(dtype).save_pretrained(folder)
     processor: Any
     if model_type == "qwen2_5_vl":
