@@ -7,9 +7,11 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from glob import glob
 from pathlib import Path
 
+from offline_grpo import progress
 from offline_grpo.errors import ConfigError
 
 UNFINISHED = ".unfinished"
@@ -102,6 +104,29 @@ class OwnFolder:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def build_once(folder: Path, prefix: str, build: Callable[[Path], None], step: tuple[str, str]) -> Path:
+    """Let `build` fill a new folder that becomes `folder`, unless that exists. It appears complete or not at all, also
+    when several processes build it at the same time.
+
+    Args:
+        prefix: of the folder's name until then.
+        step: name and text of the step, for `progress`.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_left_behind(folder.parent, prefix)
+    if folder.exists():
+        return folder
+    with OwnFolder(folder.parent, prefix) as scratch:
+        with progress.step(*step):
+            build(scratch / "model")
+        try:
+            (scratch / "model").rename(folder)
+        except OSError:  # another process was faster
+            if not folder.exists():
+                raise
+    return folder
 
 
 def remove_left_behind(parent: Path, prefix: str) -> None:

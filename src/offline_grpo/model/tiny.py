@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from transformers import (
 )
 
 from offline_grpo import progress
-from offline_grpo.disk import OwnFolder, remove_left_behind
+from offline_grpo.disk import build_once
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.model.text import TokenizerCodec
@@ -107,26 +108,15 @@ class TinyModel:
         problems = task.problems(Split.TRAIN)
         if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
             raise ConfigError("model=tiny: learns integer answers; use task=arithmetic, or model=hf model.train_id=...")
-        remove_left_behind(cache_dir, SCRATCH)
         examples = [[[dict(message) for message in problem.messages], problem.answer] for problem in problems]
         content = json.dumps([FORMAT_VERSION, asdict(self), examples], sort_keys=True)
         folder = cache_dir / f"tiny-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-        if folder.exists():
-            return folder
-        cache_dir.mkdir(parents=True, exist_ok=True)
         text = f"building the tiny model (once): warm start of {self.warm_start_steps} steps"
-        with OwnFolder(cache_dir, SCRATCH) as scratch:
-            with progress.step("warm start", text):
-                _build(self, problems, scratch / "model", show_progress)
-            try:
-                (scratch / "model").rename(folder)
-            except OSError:  # another process was faster
-                if not folder.exists():
-                    raise
-        return folder
+        build = partial(_build, self, problems, show_progress=show_progress)
+        return build_once(folder, SCRATCH, build, ("warm start", text))
 
 
-def _build(settings: TinyModel, problems: Sequence[Problem], folder: Path, show_progress: bool) -> None:
+def _build(settings: TinyModel, problems: Sequence[Problem], folder: Path, *, show_progress: bool) -> None:
     context = settings.max_position_embeddings
     tokenizer = build_char_tokenizer(context)
     # prompt, answer, the digit that a wrong answer may have more, and EOS

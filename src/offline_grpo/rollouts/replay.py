@@ -184,7 +184,8 @@ class Replay(Source):
         if origin is None:
             return
         ours, theirs = flat(self.origin.config), flat(origin.config)
-        prefixes = ("model.train_id", "model.tiny.") if self.rescore else ("task.", "model.train_id", "model.tiny.")
+        model = ("model.train_id", "model.gguf_file", "model.tiny.")
+        prefixes = model if self.rescore else ("task.", *model)
         keys = sorted(key for key in ours.keys() | theirs.keys() if key.startswith(prefixes))
         different = [key for key in keys if ours.get(key) != theirs.get(key)]
         if different:

