@@ -12,16 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import LINEAR, NEW
-from transformers import (
-    AutoConfig,
-    AutoModelForMultimodalLM,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
-    PreTrainedModel,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-)
+from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import load_policy
@@ -259,10 +250,14 @@ def save_served(model_type: str, folder: Path, dtype: torch.dtype = torch.float3
     model.to(dtype).save_pretrained(folder)
     processor: Any
     if model_type == "qwen2_5_vl":
+        from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
         how = {"size": {"shortest_edge": 64, "longest_edge": 256}, "patch_size": 4}
         images, videos = Qwen2VLImageProcessor(**how), Qwen2VLVideoProcessor(**how)
         processor = Qwen2_5_VLProcessor(image_processor=images, tokenizer=tokenizer, video_processor=videos)
     else:
+        from transformers import Gemma3ImageProcessor, Gemma3Processor
+
         images = Gemma3ImageProcessor(size={"height": 16, "width": 16})
         processor = Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=4)
     processor.save_pretrained(folder)
