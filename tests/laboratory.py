@@ -67,7 +67,7 @@ class Laboratory:
             "@done": self.root / "done",
             "@elsewhere": self.root / "elsewhere",
         }
-        places |= {"@rows": ROWS, "@template": self.root / "template.jinja"}
+        places |= {"@rows": ROWS, "@template": self.root / "template.jinja", "@gguf": self.root / "small.gguf"}
         words = overrides.split()
         for place, path in places.items():
             words = [word.replace(place, str(path)) for word in words]

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from factories import CONF, compose_config, prompt_of, sampled
+from gguf_files import write_gguf
 from laboratory import Laboratory, Trace
 
 from offline_grpo.generation.scoring import cluster, pool
@@ -40,7 +41,7 @@ View = Callable[[Trace], Any]
 class Acts:
     """`change` (overrides, blanks between them), on top of `base`, must change what `sees` sees (to `to`, where that is
     said) and must leave alone what `keeps` sees. @model, @done and @elsewhere stand for the folders of another model,
-    of a finished run and of nothing, @rows for a data set, @template for a chat template.
+    of a finished run and of nothing, @rows for a data set, @template for a chat template, @gguf for a GGUF file.
     """
 
     change: str
@@ -128,6 +129,7 @@ GREEDY_BASE = "eval.replicates=1 eval.ks=[1]"
 RUNS: dict[str, Acts] = {
     "seed": Acts("seed=1", samples, keeps=lambda run: run.start["model.norm.weight"].tolist()),
     "model.ref_id": Acts("model.ref_id=@model", metric("kl_divergence"), keeps=samples),
+    "model.gguf_file": Acts("model.gguf_file=@gguf", lambda run: run.model_dir.name[:6], base=BRIEF, to="small-"),
     "model.compile": Acts("model.compile=true", calls("compile"), base=BRIEF, to=4),  # blocks of policy and reference
     "scoring.timeout_s": Acts(
         "scoring.timeout_s=0.2", metric("scoring/num_failed_timeout", FIRST), f"{SCORED} {GOES_ON}", to=2
@@ -238,6 +240,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
     num_threads = torch.get_num_threads()
     laboratory = Laboratory(tmp_path_factory.mktemp("laboratory"))
     shutil.copytree(laboratory("model.tiny.seed=7 " + QUICK).model_dir, laboratory.root / "other_model")
+    write_gguf(laboratory.root / "small.gguf")
     (laboratory.root / "template.jinja").write_text("{{ messages[0].content }}{{ '!' if shout }}=")
     laboratory("train.iterations=2 train.schedule=constant")  # builds the model that the other runs find in the cache
     shutil.copytree(laboratory.root / "run_1", laboratory.root / "done")

@@ -37,6 +37,21 @@ def test_own_answers_are_right_and_others_are_not_fatal(name):
     check_generator(name)
 
 
+def test_the_answer_is_where_the_task_says():
+    for where, right in {
+        "last_number": "3 and 1? It is 1,{}.",
+        "completion": " 1{}\n",
+        "tag": "<answer>1{}</answer>",
+    }.items():
+        task = make("task.name=chain_sum", "task.settings={min_terms: 3, min_digits: 3}", f"task.answer_in={where}")
+        problem = next(each for each in task.problems(Split.TRAIN) if each.answer[0] == "1" and len(each.answer) == 4)
+        assert task.score(problem, right.format(problem.answer[1:])).parts == {"correct": 1.0, "format": 0.1}
+        elsewhere = task.score(problem, f"{problem.answer} <answer>{problem.answer}</answer> 3")
+        assert elsewhere.is_correct == (where == "tag")
+    with pytest.raises(ConfigError, match=r"task.answer_in=box: must be one of tag, last_number, completion"):
+        make("task.answer_in=box")
+
+
 @pytest.mark.slow
 def test_every_fourth_generator():
     from reasoning_gym.factory import DATASETS
