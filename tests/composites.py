@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import LINEAR, NEW
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 from offline_grpo.model.lm_head import TiledHead
@@ -238,7 +239,9 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
 
 
 def save_served(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """One that vLLM serves with its tower, whose processor takes images of 16 pixels."""
+    """One that vLLM serves with its tower, whose processor takes images of 16 pixels. Names in its file are those of
+    the Hub's.
+    """
     text, tower, tokens = SERVED[model_type]
     tokenizer: Any = build_char_tokenizer(512)
     tokenizer._set_model_specific_special_tokens(special_tokens=tokens)
@@ -258,6 +261,8 @@ def save_served(model_type: str, folder: Path, dtype: torch.dtype = torch.float3
     else:
         from transformers import Gemma3ImageProcessor, Gemma3Processor
 
+        file, hub = folder / "model.safetensors", ("vision_tower.", "vision_tower.vision_model.")
+        save_file({name.replace(*hub): p for name, p in load_file(file).items()}, file, {"format": "pt"})
         images = Gemma3ImageProcessor(size={"height": 16, "width": 16})
         processor = Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=4)
     processor.save_pretrained(folder)

@@ -55,7 +55,7 @@ def test_the_reference_has_a_gpu_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("composite", [None, "gemma3"])
 def test_nccl_reaches_a_server_on_the_other_gpu(composite: str | None, tmp_path: Path) -> None:
-    """Of a composite with the tower, whose bits are not compared."""
+    """Of a composite the text alone: its tower is where it was."""
     server = (
         "generation=vllm_server",
         "weight_sync=nccl",
@@ -71,6 +71,5 @@ def test_nccl_reaches_a_server_on_the_other_gpu(composite: str | None, tmp_path:
         found = metrics[f"train_iter_{iteration:03d}.json"]
         assert found["sync/version"] == 2 * (iteration + 1)
         assert found["sync/num_bytes"] > 0
-        assert 0 < found["sync/num_tensors_proven"] <= found["sync/num_tensors"]
-        assert composite or found["sync/num_tensors_proven"] == found["sync/num_tensors"]
+        assert found["sync/num_tensors_proven"] == found["sync/num_tensors"] > 0
         assert found["alignment/diff_abs_mean"] < 0.05

@@ -43,15 +43,19 @@ class Snapshot:
     full_weights: FullWeights
     host: Any
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[Named]:
         return self.full_weights(self.policy)
+
+    def text_weights(self) -> Iterator[Named]:
+        """Those that text goes through: a composite's tower stays as it was."""
+        text = text_parameters(self.policy.causal_lm)
+        return (pair for pair in self.weights() if pair[0] in text)
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """64 bits for each parameter that text goes through, by name."""
         found: dict[str, str] = {}
-        text = text_parameters(self.policy.causal_lm)
-        for bucket in buckets((pair for pair in self.weights() if pair[0] in text), BUCKET_BYTES):
+        for bucket in buckets(self.text_weights(), BUCKET_BYTES):
             found |= zip((name for name, _ in bucket), fingerprints([tensor for _, tensor in bucket]), strict=True)
         return found
 

@@ -29,6 +29,7 @@ from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.engine.ports import address_towards, choose_port
 from offline_grpo.errors import ConfigError, require
+from offline_grpo.model.layers import text_parameters
 from offline_grpo.weight_sync.snapshot import Snapshot, buckets, gpu_uuid, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements
 
@@ -59,7 +60,7 @@ class WeightTransfer(PausingSync):
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedWeights]:
-        policy, named = snapshot.policy, list(snapshot.policy.causal_lm.parameters())
+        policy, named = snapshot.policy, list(text_parameters(snapshot.policy.causal_lm).values())
         num_bytes = sum(p.numel() * (policy.dtype if policy.is_sharded else p.dtype).itemsize for p in named)
         yield StagedWeights(version=version, num_tensors=len(named), num_bytes=num_bytes, snapshot=snapshot)
 
@@ -83,7 +84,7 @@ class WeightTransfer(PausingSync):
             engine.control.resume()
 
         at_once(begin, engines)
-        for bucket in buckets(staged.snapshot.weights(), self.bucket_mib * 2**20):
+        for bucket in buckets(staged.snapshot.text_weights(), self.bucket_mib * 2**20):
             update_info = {
                 "names": [name for name, _ in bucket],
                 "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
