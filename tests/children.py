@@ -49,7 +49,6 @@ SMALL = (
     "eval.interval=2",
     "eval.replicates=2",
     "eval.ks=[1,2]",
-    "eval.bootstrap_samples=10",
     "checkpoint.save_interval=2",
 )
 """Four iterations of everything in a few seconds; the model has learnt to write integers sometimes, so that rewards

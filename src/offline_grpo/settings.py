@@ -203,7 +203,6 @@ class EvalConfig:
     replicates: int
     ks: list[int]
     seed_base: int
-    bootstrap_samples: int
     do_sample: bool
     temperature: float
     top_p: float
@@ -216,7 +215,7 @@ class EvalConfig:
     skip_special_tokens: bool
 
     def __post_init__(self) -> None:
-        for name in ("interval", "batch_size", "replicates", "bootstrap_samples", "max_new_tokens"):
+        for name in ("interval", "batch_size", "replicates", "max_new_tokens"):
             check(self, f"eval.{name}", getattr(self, name) > 0, "must be at least 1")
         is_number = type(self.num_ids) is int and self.num_ids > 0
         fix = "must be at least 1, all, or null for at most 256"

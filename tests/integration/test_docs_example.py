@@ -27,7 +27,7 @@ COMMANDS = [text.strip() for language, text in BLOCKS if language == "bash"]
 SMALL = [
     *("train.iterations=1", "train.updates_per_iteration=2", "train.batch_size=16", "train.kl_coef=0.1"),
     *("data.problems_per_iteration=8", "data.rollouts_per_problem=8", "generation.max_new_tokens=2"),
-    *("eval.num_ids=4", "eval.bootstrap_samples=20", "num_threads=1", "model.device=cpu"),
+    *("eval.num_ids=4", "num_threads=1", "model.device=cpu"),
     "model.tiny.warm_start_steps=5",
 ]
 IN_OTHER_RUNS = {

@@ -20,7 +20,7 @@ from offline_grpo.task.instructions import follows
 BRIEF = (
     *("num_threads=1", "train.iterations=2", "data.problems_per_iteration=4", "data.rollouts_per_problem=4"),
     *("data.num_train_seeds=null", "train.drop_zero_signal_groups=false", "generation.max_new_tokens=12"),
-    *("eval.num_ids=4", "eval.replicates=2", "eval.ks=[1,2]", "eval.bootstrap_samples=10", "eval.interval=1"),
+    *("eval.num_ids=4", "eval.replicates=2", "eval.ks=[1,2]", "eval.interval=1"),
 )
 
 

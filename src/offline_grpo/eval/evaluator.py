@@ -36,14 +36,13 @@ class PassAtKEvaluator:
     ks: Sequence[int]
     replicates: int
     seed_base: int
-    bootstrap_samples: int
     rank: int
     world_size: int
 
     @classmethod
     def of(cls, settings: EvalConfig, **others: Any) -> PassAtKEvaluator:
         """With the values of the group `eval`, and the other arguments."""
-        values = {name: getattr(settings, name) for name in ("ks", "replicates", "seed_base", "bootstrap_samples")}
+        values = {name: getattr(settings, name) for name in ("ks", "replicates", "seed_base")}
         return cls(**values, **others)
 
     def sample(self, client: RolloutClient, *, cycle: int) -> list[RolloutGroup]:
@@ -69,14 +68,11 @@ class PassAtKEvaluator:
     def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
         """See `Evaluator.metrics`."""
         assert len(groups) == len(self.problems), f"{len(groups)} groups for {len(self.problems)} problems"
-        seed = derive_seed(self.seed_base, cycle, "bootstrap")
         found = {"": groups} | {f"task/{name}/": own for name, own in by_task(groups).items()}
         return {
             f"{place}{name}": value
             for place, own in found.items()
-            for name, value in metrics_with_intervals(
-                _table(own), self.ks, bootstrap_samples=self.bootstrap_samples, seed=seed
-            ).items()
+            for name, value in metrics_with_intervals(_table(own), self.ks).items()
         }
 
 

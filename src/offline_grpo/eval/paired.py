@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offline_grpo.eval.pass_at_k import INTERVAL_PERCENTILES, FloatArray
+from offline_grpo.eval.intervals import OF_DIFFERENCES, FloatArray, share_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +23,20 @@ class PairedResult:
     num_worse: int
 
 
-def compare(
-    first: NDArray[np.int64], second: NDArray[np.int64], replicates: int, *, bootstrap_samples: int, seed: int
-) -> PairedResult:
+def compare(first: NDArray[np.int64], second: NDArray[np.int64], replicates: int) -> PairedResult:
     """Compare success rates problem by problem.
 
-    The interval is the percentile bootstrap over problems, both models of a problem drawn together. The p-value is that
-    of Fisher's randomisation test for pairs (The Design of Experiments, 1935, section 21): were the models alike, each
-    problem's difference would be as likely with the other sign. With one replicate that is the exact sign test
-    (McNemar's).
+    Interval (see `intervals.py`) and p-value are about these two models, on problems like these; of the settings that
+    trained them they say nothing, because another seed makes other models. The p-value is that of Fisher's
+    randomisation test for pairs (The Design of Experiments, 1935, section 21): were the models alike, each problem's
+    difference would be as likely with the other sign. With one replicate that is the exact sign test (McNemar's).
 
     Args:
         first, second: right answers of each problem, [N], out of `replicates`.
     """
     differences = second - first  # [N]
     rates = differences / replicates
-    rng = np.random.default_rng(seed)
-    means = np.array([rates[rng.integers(len(rates), size=len(rates))].mean() for _ in range(bootstrap_samples)])
-    low, high = np.percentile(means, INTERVAL_PERCENTILES)
+    low, high = share_interval(rates, OF_DIFFERENCES)
     return PairedResult(
         difference=float(rates.mean()),
         low=float(low),

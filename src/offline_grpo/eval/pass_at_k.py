@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
-INTERVAL_PERCENTILES = (2.5, 97.5)
+from offline_grpo.eval.intervals import FloatArray, mean_interval, share_interval
+
+SHARES = ("pass@", "pass_ordered@", "success_rate", "truncated_frac")
+"""How the names of metrics begin that lie between 0 and 1 for every problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +38,22 @@ def pass_at_k(num_correct: NDArray[np.int64], replicates: int, k: int) -> FloatA
     return np.array(by_num_correct)[num_correct]  # [N]
 
 
-def metrics_with_intervals(
-    table: ReplicateTable, ks: Sequence[int], *, bootstrap_samples: int, seed: int
-) -> dict[str, float]:
-    """All evaluation metrics; a metric `m` that varies between problems comes with its 95% interval as `m_low` and
-    `m_high`.
+def metrics_with_intervals(table: ReplicateTable, ks: Sequence[int]) -> dict[str, float]:
+    """All evaluation metrics; one that varies between problems, `m`, comes with its 95% interval as `m_low`, `m_high`.
 
-    The interval is the percentile bootstrap over problems: it says how far the number would move had other problems
-    been drawn from the same distribution. Where all problems scored alike it has no width, however few they are.
+    It says how far the number would move had other problems been drawn from the same distribution: see `intervals.py`
+    for shares; rewards and lengths have Student's t, and of a single problem none.
 
     `reward_std_all` is the population standard deviation over all N * n rewards.
     """
     num_problems, replicates = table.rewards.shape
-    means = _per_problem(table, ks)
-    offset = table.rewards.mean()
-    centred = table.rewards - offset  # so that the second moment below loses no digits to a large mean
-    columns = np.stack([*means.values(), centred.mean(axis=1), (centred**2).mean(axis=1)], axis=1)  # [N, M + 2]
-
-    point = _with_std(columns.mean(axis=0, keepdims=True))[0]  # [M + 1]
-    resampled = _with_std(_bootstrap_means(columns, bootstrap_samples, seed))  # [B, M + 1]
-    low, high = np.percentile(resampled, INTERVAL_PERCENTILES, axis=0)
-
     metrics: dict[str, float] = {"tasks": float(num_problems), "replicates": float(replicates)}
-    for i, name in enumerate([*means, "reward_std_all"]):
-        metrics |= {name: float(point[i]), f"{name}_low": float(low[i]), f"{name}_high": float(high[i])}
+    for name, values in _per_problem(table, ks).items():
+        metrics[name] = float(values.mean())
+        if (is_share := name.startswith(SHARES)) or num_problems > 1:
+            low, high = share_interval(values) if is_share else mean_interval(values)
+            metrics |= {f"{name}_low": float(low), f"{name}_high": float(high)}
+    metrics["reward_std_all"] = float(table.rewards.std())
     # with as many replicates for every problem, the mean over problems is that over completions; both names are in use
     metrics["reward_mean_taskavg_all"] = metrics["reward_mean_all"]
     metrics["success_rate_taskavg_all"] = metrics["success_rate_all"]
@@ -72,7 +66,7 @@ def metric_names(ks: Sequence[int], replicates: int) -> list[str]:
     table = ReplicateTable(
         np.zeros(shape), np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
     )
-    names = metrics_with_intervals(table, ks, bootstrap_samples=1, seed=0)
+    names = metrics_with_intervals(table, ks)
     return [name for name in names if name not in ("tasks", "replicates") and not name.endswith(("_low", "_high"))]
 
 
@@ -91,18 +85,3 @@ def _per_problem(table: ReplicateTable, ks: Sequence[int]) -> dict[str, FloatArr
     columns["truncated_frac"] = table.is_truncated.sum(axis=1) / replicates
     columns["completion_tokens_mean"] = table.num_tokens.sum(axis=1) / replicates
     return columns
-
-
-def _with_std(means: FloatArray) -> FloatArray:
-    """Replace the last two columns, first and second moment, by the standard deviation: [R, M + 2] -> [R, M + 1]."""
-    variance = means[:, -1] - means[:, -2] ** 2
-    return np.column_stack([means[:, :-2], np.sqrt(np.maximum(variance, 0.0))])
-
-
-def _bootstrap_means(columns: FloatArray, num_samples: int, seed: int) -> FloatArray:
-    """Column means over `num_samples` draws of N rows with replacement: [N, M] -> [num_samples, M]."""
-    num_rows = len(columns)
-    rng = np.random.default_rng(seed)
-    # One draw at a time: all of them at once would need num_samples * N numbers, gigabytes for a large benchmark.
-    draws = (np.bincount(rng.integers(num_rows, size=num_rows), minlength=num_rows) for _ in range(num_samples))
-    return np.stack([times_drawn @ columns for times_drawn in draws]) / num_rows

@@ -48,19 +48,20 @@ def results_table(
 
 
 def comparison_lines(first: str, comparisons: Mapping[tuple[str, str], PairedResult]) -> list[str]:
-    """What the paired tests say, two lines for each, or more if its name is long."""
+    """What the paired tests say, two lines for each, or more if its name is long; and what they are about."""
     lines = []
     for (letter, name), found in comparisons.items():
         ends = f"[{found.low:+.3f}, {found.high:+.3f}]"
-        lines += _wrapped(f"{letter} - {first} on {name}: {found.difference:+.3f} {ends}, {p_text(found)}")
+        lines += _wrapped(f"{letter} - {first} on {name}: {found.difference:+.3f} {ends}, {p_text(found.p_value)}")
         counts = f"better on {found.num_better} and worse on {found.num_worse}"
         lines.append(f"    {counts} of {found.num_problems} problems")
-    return lines
+    about = "this compares models; settings that trained them differ if several seeds of each do"
+    return [*lines, *_wrapped(about)] if lines else []
 
 
-def p_text(found: PairedResult) -> str:
-    """`p = 0.031`, `p < 0.0001`."""
-    return "p < 0.0001" if found.p_value < 1e-4 else f"p = {found.p_value:.4f}"
+def p_text(p_value: float) -> str:
+    """`p = 0.0312`, `p < 0.0001`."""
+    return "p < 0.0001" if p_value < 1e-4 else f"p = {p_value:.4f}"
 
 
 def truncation_lines(metrics: Mapping[tuple[str, str], Any], limit: float = 0.2) -> list[str]:

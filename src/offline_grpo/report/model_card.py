@@ -77,7 +77,7 @@ def _evaluation(history: History | None, iteration: int, config: Mapping[str, An
     some = next(iter(measured.values()))
     head = (
         f"{some['tasks']:.0f} held-out problems, {some['replicates']:.0f} completions each at temperature "
-        f"{config['eval']['temperature']:g}; in brackets 95% bootstrap intervals over problems."
+        f"{config['eval']['temperature']:g}; in brackets 95% intervals over problems."
     )
     return f"{head}\n\n{Table(['', *measured], rows).markdown()}".rstrip()
 

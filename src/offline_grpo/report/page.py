@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from offline_grpo.disk import utf8, write_whole
+from offline_grpo.eval.intervals import mean_interval, t_p_value
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.table import p_text
 from offline_grpo.report.figures import SILENT, Figure, bounds_of, figures, series_of, smooth
@@ -35,7 +36,6 @@ from offline_grpo.report.runs import (
     have_own_seeds,
     load_runs,
     mean_curve,
-    mean_interval,
 )
 from offline_grpo.report.samples import Solved, samples_of, solved, solved_by_configuration, solved_over_time, summed
 from offline_grpo.report.summary import results_table
@@ -44,7 +44,6 @@ from offline_grpo.report.tables import with_interval
 
 MAX_VALUE = 200  # letters of a setting
 MAX_POINTS, MAX_POINTS_IN_ALL = 300, 6000  # of a curve, and of the curves of a metric over all runs
-BOOTSTRAP_SAMPLES = 1000
 
 
 def save_page(paths: Sequence[Path], out: Path) -> Path:
@@ -207,8 +206,9 @@ def _settings(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _paired(groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping[str, Solved]) -> dict[str, Any] | None:
-    """Final pass@1 of each configuration less that of the first run's, by `eval.paired.compare` over problems and by
-    Student's t over seeds. Runs without one are passed over.
+    """Final pass@1 of each configuration less that of the first run's, seed by seed, with Student's t over seeds. One
+    seed in common makes two models, whose interval is over problems, and no p-value. Runs without pass@1 are passed
+    over.
 
     Args:
         known: run -> what it solved at the end.
@@ -221,25 +221,23 @@ def _paired(groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping
         pairs = [(run, other[seed]) for seed, run in one.items() if seed in other]
         if group is base or not pairs:
             continue
-        differences = np.array([[(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0)] for a, b in pairs])  # [S, 1]
-        over_seeds = [float(end[0]) for end in mean_interval(differences)] if len(pairs) > 1 else None
+        differences = np.array([(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0) for a, b in pairs])  # [S]
         found = _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])
-        over_problems, cells = None, ["not comparable", "", "", ""]
-        if found is not None:
-            over_problems = [found.low, found.high]
-            p_value = p_text(found).removeprefix("p ").removeprefix("= ")
-            cells = [_interval(over_problems), p_value, str(found.num_better), str(found.num_worse)]
+        counts = [str(found.num_better), str(found.num_worse)] if found else ["not comparable", ""]
+        ends, over, p_value = None, "", "one seed"
+        if len(pairs) > 1:
+            over, p_value = f"{len(pairs)} seeds", ""
+            if np.ptp(differences) > 1e-9:
+                ends = [float(end) for end in mean_interval(differences)]
+                p_value = p_text(t_p_value(differences)).removeprefix("p ").removeprefix("= ")
+        elif found is not None:
+            ends, over = [found.low, found.high], "problems"
         difference = float(differences.mean())
-        seeds = f"{_interval(over_seeds)}, {len(pairs)} seeds" if over_seeds else "one seed"
-        rows.append([group.name, f"{difference:+.3f}", *cells, seeds])
-        ends = {"over_problems": over_problems, "over_seeds": over_seeds}
-        points.append({"group": number, "difference": difference} | ends)
-    columns = ("configuration", "difference", "95% over problems", "p", "better on", "worse on", "95% over seeds")
+        interval = "[{:+.3f}, {:+.3f}]".format(*ends) if ends else ""
+        rows.append([group.name, f"{difference:+.3f}", interval, over, p_value, *counts])
+        points.append({"group": number, "difference": difference, "ends": ends})
+    columns = ("configuration", "difference", "95%", "over", "p", "better on", "worse on")
     return {"baseline": base.name, "columns": columns, "rows": rows, "points": points} if rows else None
-
-
-def _interval(ends: Sequence[float]) -> str:
-    return f"[{ends[0]:+.3f}, {ends[1]:+.3f}]"
 
 
 def _over_problems(first: Sequence[Solved], second: Sequence[Solved]) -> PairedResult | None:
@@ -249,4 +247,4 @@ def _over_problems(first: Sequence[Solved], second: Sequence[Solved]) -> PairedR
     if one.keys() != other.keys() or len(totals) != 1:
         return None
     right, other_right = (np.array([each[problem][True] for problem in one]) for each in (one, other))
-    return compare(right, other_right, totals.pop(), bootstrap_samples=BOOTSTRAP_SAMPLES, seed=0)
+    return compare(right, other_right, totals.pop())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.eval.intervals import mean_interval
 from offline_grpo.report.history import FloatArray, History, Series, by_number, load_history
 from offline_grpo.report.run_files import WITHOUT_EFFECT, changes_of, overrides_of, read_yaml, settings_of
 
@@ -199,22 +199,6 @@ def mean_curve(values: Sequence[Series]) -> tuple[FloatArray, FloatArray]:
 
 
 def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """95% interval of the mean of shares over N >= 2 runs, [N, R] -> ([R], [R]), cut at 0 and 1."""
+    """`mean_interval` of shares over N >= 2 runs, [N, R] -> ([R], [R]), cut at 0 and 1."""
     low, high = mean_interval(values)
     return np.maximum(low, 0.0), np.minimum(high, 1.0)
-
-
-def mean_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """The same of any metric: mean ± t * s / sqrt(N), Student's t with N - 1 degrees of freedom."""
-    count = len(values)
-    half = t_975(count - 1) * values.std(0, ddof=1) / math.sqrt(count)
-    return values.mean(0) - half, values.mean(0) + half
-
-
-def t_975(freedom: int) -> float:
-    """The 97.5% quantile of Student's t: a table, and above 4 the series of Abramowitz & Stegun 26.7.5."""
-    if freedom <= 4:
-        return (12.7062, 4.3027, 3.1824, 2.7764)[freedom - 1]
-    z = 1.959964
-    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return sum(term / freedom**power for power, term in enumerate(terms))

@@ -42,7 +42,10 @@ def print_sweep(folders: Sequence[Path], console: Console) -> None:
     has_seeds = any(len(each.runs) > 1 for each in found)
     order = f"{'mean ' * has_seeds}final {'pass@1' if any(each.counted for each in found) else 'reward'}"
     say(console, [f"{count(len(found), 'configuration')}, {count(len(runs), 'run')}, best {order} first"])
-    say(console, ["means over runs that differ in the seed alone, with 95% intervals"] * has_seeds)
+    if has_seeds:
+        say(console, ["means over seeds with 95% intervals (Student's t: they assume a normal spread)"])
+    elif len(found) > 1:
+        say(console, ["intervals are over problems; to compare settings, run several seeds: seed=0,1,2"])
     configurations_table(found).print(console, num_folding=2)
     for each in found:
         for run in each.runs:

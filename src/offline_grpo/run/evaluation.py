@@ -41,7 +41,6 @@ from offline_grpo.run.plan import evaluation_sampling
 from offline_grpo.run.prompts import codec_of, without_long
 from offline_grpo.run.resume import search_path
 from offline_grpo.run.task_data import build_task, held_out_problems, isolated
-from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.experience import score_metrics
 from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
@@ -230,8 +229,7 @@ def _evaluate(
     first = next(iter(results.num_correct))[0]
     if letter != first:
         pair = (results.num_correct[first, chosen.name], results.num_correct[key])
-        how = {"bootstrap_samples": settings.bootstrap_samples, "seed": derive_seed(settings.seed_base, "paired")}
-        results.comparisons[key] = compare(*pair, settings.replicates, **how)
+        results.comparisons[key] = compare(*pair, settings.replicates)
     return ordered
 
 

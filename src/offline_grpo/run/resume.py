@@ -51,6 +51,8 @@ FIXED = {
 }
 """What a run cannot change on its way, and why."""
 PEAK = {"train.lr", "train.optimizer.lr"}
+GONE = {"eval.bootstrap_samples"}
+"""Keys that runs of earlier versions stored, and that nothing reads today."""
 SCHEDULE = {*PEAK, "train.schedule", "train.warmup_steps"}
 
 
@@ -144,7 +146,7 @@ def merged(stored: Any, before: Any, now: Any, named: Collection[str], prefix: s
             own = merged(own, old, new, named, f"{key}.")
         elif old != new:
             own = new
-        if own is not ABSENT:
+        if own is not ABSENT and key not in GONE:
             result[name] = own
     return result
 

@@ -79,7 +79,7 @@ class Characters:
 
 def evaluator(**changes: object) -> PassAtKEvaluator:
     settings = {"task": EchoTask(), "problems": PROBLEMS, "codec": Characters(), "sampling": SAMPLING, "ks": [1, 2]}
-    settings |= {"replicates": 3, "seed_base": 4242, "bootstrap_samples": 100, "rank": 0, "world_size": 1}
+    settings |= {"replicates": 3, "seed_base": 4242, "rank": 0, "world_size": 1}
     return PassAtKEvaluator(**(settings | changes))  # type: ignore[arg-type]
 
 

@@ -30,9 +30,10 @@ def test_with_one_replicate_it_is_the_sign_test(better: int, worse: int) -> None
 
 def test_a_comparison_of_two_models() -> None:
     first, second = np.array([0, 1, 2, 4]), np.array([4, 1, 1, 4])
-    found = compare(first, second, 4, bootstrap_samples=2000, seed=0)
+    found = compare(first, second, 4)
     assert (found.difference, found.num_better, found.num_worse, found.num_problems) == (3 / 16, 1, 1, 4)
     assert found.low < found.difference < found.high
-    assert compare(second, first, 4, bootstrap_samples=2000, seed=0).difference == -3 / 16
-    alike = compare(first, first, 4, bootstrap_samples=10, seed=0)
-    assert (alike.difference, alike.low, alike.high, alike.p_value) == (0.0, 0.0, 0.0, 1.0)
+    assert compare(second, first, 4).difference == -3 / 16
+    alike = compare(first, first, 4)
+    assert (alike.difference, alike.p_value) == (0.0, 1.0)
+    assert alike.low < 0 < alike.high, "four problems say little"

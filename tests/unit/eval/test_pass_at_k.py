@@ -41,7 +41,7 @@ def test_all_metrics_of_a_hand_computed_table() -> None:
         is_truncated=np.array([[True, False, False, False], [False, False, True, True]]),
         num_tokens=np.array([[1, 2, 3, 4], [10, 10, 10, 20]]),
     )
-    metrics = metrics_with_intervals(table, [1, 2], bootstrap_samples=50, seed=0)
+    metrics = metrics_with_intervals(table, [1, 2])
     rewards = [0.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
     expected = {"tasks": 2, "replicates": 4, "pass@1": 0.125, "pass@2": 0.25, "pass_ordered@1": 0.0}
     expected |= {"pass_ordered@2": 0.5, "mean@1": 0.125, "mean@2": (0.5 + 0.25) / 2, "best@1": 0.125}
@@ -49,13 +49,9 @@ def test_all_metrics_of_a_hand_computed_table() -> None:
     expected |= {"success_rate_all": 0.125, "truncated_frac": 3 / 8, "completion_tokens_mean": (10 + 50) / 8}
     expected |= {"reward_mean_taskavg_all": 0.375, "success_rate_taskavg_all": 0.125}
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
-    with_interval = set(expected) - {"tasks", "replicates", "reward_mean_taskavg_all", "success_rate_taskavg_all"}
+    without = {"tasks", "replicates", "reward_std_all", "reward_mean_taskavg_all", "success_rate_taskavg_all"}
+    with_interval = set(expected) - without
     assert set(metrics) == set(expected) | {f"{key}_{end}" for key in with_interval for end in ("low", "high")}
-
-
-def test_interval_of_two_problems_spans_both() -> None:
-    # Resamples of {0, 1} have means 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4: both 2.5% tails reach the ends.
-    metrics = metrics_with_intervals(table_of([[0, 0], [1, 1]]), [1], bootstrap_samples=500, seed=1)
-    assert (metrics["pass@1_low"], metrics["pass@1"], metrics["pass@1_high"]) == (0.0, 0.5, 1.0)
-    # One reward 0 and one reward 1 has std 1/2, the same problem twice has none.
-    assert (metrics["reward_std_all_low"], metrics["reward_std_all_high"]) == pytest.approx((0.0, 0.5))
+    half = 12.7062 * 0.125  # t with one degree of freedom; problems' means are 0.5 and 0.25
+    ends = [metrics[f"reward_mean_all_{end}"] for end in ("low", "high")]
+    assert ends == pytest.approx([0.375 - half, 0.375 + half], rel=1e-5)

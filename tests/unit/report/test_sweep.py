@@ -45,6 +45,7 @@ def printed(multirun_dir: Path) -> list[str]:
 def test_the_table_is_printed_and_saved_for_programs_and_people(multirun_dir: Path) -> None:
     assert printed(multirun_dir) == [
         "3 configurations, 3 runs, best final pass@1 first",
+        "intervals are over problems; to compare settings, run several seeds: seed=0,1,2",
         "configuration  runs  pass@1 [95%]          best   reward  minutes",
         "lr=1e-6        0     0.500 [0.375, 0.625]  0.625  0.750   3.0",
         "lr=5e-6        2     0.750 [0.625, 0.875]  0.750  0.500   1.5",

@@ -81,22 +81,15 @@ function stack({ unit, parts: { x, y } }) {
   return [traces, layout(`${unit}, mean`, "", { barmode: "stack", yaxis: rowsOfGroups([...page.groups.keys()]) })];
 }
 
-// Differences with their intervals: thick over problems, thin over seeds.
+// Differences with their intervals.
 function differences() {
-  const shown = page.paired.points, names = shown.map(({ group }) => nameOf(group));
-  const bars = (color, width, ends) => ({
-    type: "data", symmetric: false, color, thickness: width, width: 0,
-    array: shown.map((each) => (ends(each) ? ends(each)[1] - each.difference : 0)),
-    arrayminus: shown.map((each) => (ends(each) ? each.difference - ends(each)[0] : 0)),
-  });
-  const dots = (name, error_x, size) => ({
-    type: "scatter", mode: "markers", name, x: shown.map((each) => each.difference), y: names, error_x,
-    marker: { color: css("--c0"), size },
-  });
-  const traces = [
-    dots("95% over seeds", bars(css("--rest"), 2, (each) => each.over_seeds), 1),
-    dots("95% over problems", bars(css("--c0"), 5, (each) => each.over_problems), 10),
-  ];
+  const shown = page.paired.points, y = shown.map(({ group }) => nameOf(group)), x = shown.map((each) => each.difference);
+  const error_x = {
+    type: "data", symmetric: false, thickness: 3, width: 0,
+    array: shown.map(({ difference, ends }) => (ends ? ends[1] - difference : 0)),
+    arrayminus: shown.map(({ difference, ends }) => (ends ? difference - ends[0] : 0)),
+  };
+  const traces = [{ type: "scatter", mode: "markers", x, y, error_x, marker: { color: css("--c0"), size: 10 } }];
   const zero = { type: "line", x0: 0, x1: 0, y0: 0, y1: 1, yref: "paper", line: { color: css("--muted"), width: 1 } };
   const yaxis = rowsOfGroups(shown.map(({ group }) => group));
   return [traces, layout("difference of pass@1", "", { shapes: [zero], yaxis, xaxis: { tickformat: "+.3~f" } })];
@@ -131,7 +124,7 @@ function showCharts() {
       addChart(section, title, () => curves(figure), { id: title, legend, anchors });
     }
   }
-  if (page.paired) addChart("paired", "Thick: 95% over problems. Thin: over seeds.", differences, { id: "forest", wide: true, rows });
+  if (page.paired) addChart("paired", "Differences with 95% intervals", differences, { id: "forest", wide: true, rows });
   if (page.problems) {
     const { length } = page.problems.problems;
     const forNames = page.num_runs > 1 ? 7 : 0;  // they stand upright where there are many
