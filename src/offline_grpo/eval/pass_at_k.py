@@ -48,12 +48,16 @@ def metrics_with_intervals(table: ReplicateTable, ks: Sequence[int]) -> dict[str
     """
     num_problems, replicates = table.rewards.shape
     metrics: dict[str, float] = {"tasks": float(num_problems), "replicates": float(replicates)}
-    for name, values in _per_problem(table, ks).items():
-        metrics[name] = float(values.mean())
+    columns = _per_problem(table, ks)
+    means = np.stack([*columns.values()], axis=1).mean(axis=0)
+    for (name, values), mean in zip(columns.items(), means, strict=True):
+        metrics[name] = float(mean)
         if (is_share := name.startswith(SHARES)) or num_problems > 1:
             low, high = share_interval(values) if is_share else mean_interval(values)
             metrics |= {f"{name}_low": float(low), f"{name}_high": float(high)}
-    metrics["reward_std_all"] = float(table.rewards.std())
+    centred = table.rewards - table.rewards.mean()  # so that the second moment loses no digits to a large mean
+    first, second = np.stack([centred.mean(axis=1), (centred**2).mean(axis=1)], axis=1).mean(axis=0)
+    metrics["reward_std_all"] = math.sqrt(max(float(second - first**2), 0.0))
     # with as many replicates for every problem, the mean over problems is that over completions; both names are in use
     metrics["reward_mean_taskavg_all"] = metrics["reward_mean_all"]
     metrics["success_rate_taskavg_all"] = metrics["success_rate_all"]

@@ -10,8 +10,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from offline_grpo.eval.intervals import OF_DIFFERENCES, mean_interval, share_interval, t_975, t_p_value, t_tails
-from offline_grpo.eval.pass_at_k import FloatArray, pass_at_k
+from offline_grpo.eval.intervals import (
+    OF_DIFFERENCES,
+    FloatArray,
+    mean_interval,
+    share_interval,
+    t_975,
+    t_p_value,
+    t_tails,
+)
+from offline_grpo.eval.pass_at_k import pass_at_k
 
 SIZES = (16, 64, 256)
 NOMINAL = 0.93  # the least coverage that counts as 95%
