@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from factories import make_rollout
 from torch import Tensor
 
 from offline_grpo.loss.base import PolicyGradientLoss
@@ -22,6 +25,9 @@ from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
 from offline_grpo.train.advantage import group_advantages
+from offline_grpo.train.advantage.gdpo import GDPO
+from offline_grpo.train.batch import build_batch
+from offline_grpo.types import RolloutGroup, Score
 
 PLAIN = {
     "ratio_reference": "old",
@@ -140,10 +146,11 @@ def trl_stand_in(case, loss: PolicyGradientLoss, name: str, scale: str | None) -
 
 
 def trl_loss(
-    trl, case, loss: PolicyGradientLoss, name: str, scale: str | None = None
+    trl, case, loss: PolicyGradientLoss, name: str, scale: str | None = None, **changes: Any
 ) -> tuple[Tensor, dict[str, Tensor], SimpleNamespace]:
     """TRL's loss with gradient, the inputs it made for it, and the stand-in with its metrics."""
     trainer = trl_stand_in(case, loss, name, scale)
+    vars(trainer).update(changes)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # TRL makes tensors of the sampler's logprobs in the default type
     try:
@@ -181,6 +188,22 @@ def test_advantages_equal_trl(trl, padded_case, scale):
     case = padded_case(4, num_groups=3)
     _, inputs, _ = trl_loss(trl, case, build("grpo", "plain"), "grpo", scale)
     torch.testing.assert_close(our_advantages(case, scale), inputs["advantages"], rtol=0, atol=1e-12)
+
+
+def test_gdpo_equals_trl(trl, padded_case):
+    """Two parts of the reward: one does not differ in a group, and one has no value once."""
+    case = padded_case(4, num_groups=3)
+    rewards = torch.stack([case.rewards, 3 * case.rewards.roll(1)], dim=1)
+    rewards[:4, 0], rewards[6, 1] = 0.3, torch.nan
+    loss, ours = build("grpo", "plain"), GDPO({"b": 0.5})
+    two = {"multi_objective_aggregation": "normalize_then_sum", "_calculate_rewards": lambda *_: rewards}
+    two |= {"reward_weights": torch.tensor([1.0, 0.5]), "reward_funcs": [None] * 2, "reward_func_names": ["a", "b"]}
+    _, inputs, _ = trl_loss(trl, case, loss, "grpo", **two)
+    parts = [{name: x for name, x in zip("ab", row, strict=True) if x == x} for row in rewards.tolist()]
+    rollouts = [replace(make_rollout([4], [3]), score=Score(0.0, False, own)) for own in parts]
+    groups = [RolloutGroup(None, tuple(rollouts[first : first + 4])) for first in (0, 4, 8)]
+    found = torch.tensor(ours(groups, build_batch(rollouts, mask_truncated=False)), dtype=torch.float64).flatten()
+    torch.testing.assert_close(found, inputs["advantages"], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_truncate", "token_mask", "sequence_mask"])

@@ -47,6 +47,20 @@ def rewards_of(groups: Sequence[RolloutGroup]) -> list[list[float]]:
     return [[rollout.score.reward for rollout in group.rollouts] for group in groups]
 
 
+def like(flat: np.ndarray, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
+    """Views of the numbers of all rollouts [S], one for each group."""
+    return np.split(flat, np.cumsum([len(group.rollouts) for group in groups])[:-1])
+
+
+def normalised(values: Sequence[float | None]) -> np.ndarray:
+    """What of a group has a value, less its mean and divided by its std + 1e-4; 0 for the rest, [G]."""
+    found = np.zeros(len(values))
+    has = [value is not None for value in values]
+    if any(has):
+        found[has] = group_advantages([[value for value in values if value is not None]], scale="group")[0]
+    return found
+
+
 def group_advantages(rewards: Sequence[Sequence[float]], *, scale: Scale) -> list[list[float]]:
     """Each group's rewards less their mean, divided by the sample std (G - 1 in the denominator) of the group, of the
     batch, or by nothing. Groups may differ in size.

@@ -1,0 +1,69 @@
+"""GDPO: each part of the reward is normalised in its group before all are added up, so that none drowns another (arXiv
+2601.05242).
+
+    s_i = sum_k w_k (r_ik - mean(r_k)) / (std(r_k) + 1e-4)          A_i = (s_i - mean(s)) / (std(s) + 1e-4)
+
+The first mean and std are of the group, the second of all rollouts of the iteration; sample std. The formula is that of
+TRL 1.16, `multi_objective_aggregation="normalize_then_sum"`; verl's second step is over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from offline_grpo.errors import require
+from offline_grpo.interfaces import Advantage, Task
+from offline_grpo.train.advantage import STD_EPS, like, normalised
+from offline_grpo.types import RolloutGroup, Split, TokenBatch
+
+
+@dataclass(frozen=True)
+class GDPO(Advantage):
+    """See the module. A part that is equal in all of a group gives 0; where a rollout lacks one, it counts in no mean.
+
+    Args:
+        weights: w_k by the name of the part (`Score.parts`); 1 where none is given.
+    """
+
+    weights: Mapping[str, float] | None
+
+    def check(self, config: Any, task: Task) -> None:
+        penalty = config.train.loss.get("kl_placement")
+        fix = "train/advantage=gdpo adds up the parts of the reward, of which the penalty is none; use loss"
+        require(penalty != "reward", "train.loss.kl_placement", penalty, fix)
+        fix = "needs the parts of a reward, and groups of Atropos bring one number each; use group_std"
+        require("url" not in config.rollouts, "train/advantage", "gdpo", fix)
+        if getattr(task, "scores_safely", False):
+            self._check_parts({*task.score(task.problems(Split.TRAIN)[0], "").parts})  # type: ignore[union-attr]
+        rewards = config.task.get("reward") or ()
+        is_weighted = any(isinstance(item, Mapping) and item.get("weight", 1) != 1 for item in rewards)
+        fix = "normalising removes the weights of task.reward; give them here, {FUNCTION: WEIGHT, ...}"
+        require(self.weights is not None or not is_weighted, "train.advantage.weights", "null", fix)
+
+    def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:
+        self._check_parts({name for group in groups for rollout in group.rollouts for name in rollout.score.parts})
+        weights, sums = self.weights or {}, np.zeros(batch.num_sequences)
+        for own, parts in zip(like(sums, groups), map(_parts, groups), strict=True):
+            for name, values in parts.items():
+                own += weights.get(name, 1.0) * values
+        std = sums.std(ddof=1) if len(sums) > 1 else 0.0
+        return [own.tolist() for own in like((sums - sums.mean()) / (std + STD_EPS), groups)]
+
+    def is_silent(self, group: RolloutGroup) -> bool:
+        return not any(values.any() for values in _parts(group).values())
+
+    def _check_parts(self, names: set[str]) -> None:
+        found, unknown = ", ".join(sorted(names)) or "none", {*(self.weights or {})} - names
+        fix = f"adds up several parts of the reward, which has {found}; use group_std"
+        require(len(names) > 1, "train/advantage", "gdpo", fix)
+        require(not unknown, "train.advantage.weights", self.weights, f"the reward's parts are {found}")
+
+
+def _parts(group: RolloutGroup) -> dict[str, np.ndarray]:
+    """Each part of a group's rewards, normalised in the group, [G]."""
+    names = sorted({name for rollout in group.rollouts for name in rollout.score.parts})
+    return {name: normalised([rollout.score.parts.get(name) for rollout in group.rollouts]) for name in names}

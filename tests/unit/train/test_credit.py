@@ -1,0 +1,156 @@
+"""Advantages against verl 0.9.1 (its numbers, from its own functions in float64), and worked examples; see
+tests/equivalence for TRL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from statistics import stdev
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from factories import CONF, compose_config, make_rollout
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.interfaces import Advantage
+from offline_grpo.run.build import build
+from offline_grpo.run.config import typed
+from offline_grpo.run.plan import make_plan
+from offline_grpo.train.advantage.gdpo import GDPO
+from offline_grpo.train.advantage.maxrl import MaxRL
+from offline_grpo.train.advantage.passk import PassK
+from offline_grpo.train.advantage.per_token import WITHOUT, PerToken
+from offline_grpo.train.advantage.per_turn import PerTurn
+from offline_grpo.train.advantage.reinforce_baseline import ReinforceBaseline
+from offline_grpo.train.advantage.rloo import RLOO
+from offline_grpo.train.batch import build_batch
+from offline_grpo.types import Rollout, RolloutGroup, Score, Turn
+
+REWARDS = [[1.0, 0.0, 0.25, 0.0], [0.3, -0.2, 0.9], [2.0, 2.0]]
+LENGTHS = [[3, 1, 4, 2], [2, 5, 1], [2, 3]]
+OF_VERL = {
+    "rloo": "0.916666666667 -0.416666666667 -0.083333333333 -0.416666666667 -0.05 -0.8 0.85 0 0",
+    "reinforce_baseline": "1.891789687615 -0.652102900930 -0.016129753794 -0.652102900930 0.058067113372 "
+    "-1.213879180900 1.584402666499 0.142863532990 0.142863532990",
+    "passk": "1.584808282556 0 0 0 0 0 1.089407580785 0 0",
+}
+
+
+def rollout(length: int, reward: float = 0.0, is_correct: bool = False, turns: tuple[Turn, ...] = (), **parts: float):
+    score = Score(sum(parts.values()) if parts else reward, is_correct, parts)
+    return replace(make_rollout([4], [3] * length), score=score, turns=turns)
+
+
+def group(*rollouts: Rollout) -> RolloutGroup:
+    return RolloutGroup(None, rollouts)
+
+
+def advantages(component, groups):
+    return component(groups, build_batch([each for own in groups for each in own.rollouts], mask_truncated=False))
+
+
+GROUPS = [
+    group(*(rollout(length, reward) for length, reward in zip(*pair, strict=True)))
+    for pair in zip(LENGTHS, REWARDS, strict=True)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "component"), [("rloo", RLOO()), ("reinforce_baseline", ReinforceBaseline()), ("passk", PassK(None))]
+)
+def test_values_of_verl(name, component):
+    found = [each for own in advantages(component, GROUPS) for each in own]
+    assert found == pytest.approx([float(number) for number in OF_VERL[name].split()], rel=0, abs=1e-9)
+    assert [component.is_silent(own) for own in GROUPS] == [False, False, True]
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 6])
+def test_pass_at_k_is_what_a_completion_adds_to_the_best_of_k(k):
+    rewards = [0.5, 0.0, 1.0, 1.0, 0.25, -1.0]
+    [found] = advantages(PassK(k), [group(*(rollout(2, reward) for reward in rewards))])
+    for index, reward in enumerate(rewards):
+        others = rewards[:index] + rewards[index + 1 :]
+        gains = [max(reward, *rest) - max(rest) for rest in combinations(others, k - 1)]
+        assert found[index] == pytest.approx(sum(gains) / len(gains) / (stdev(rewards) + 1e-6), abs=1e-12)
+
+
+def test_two_best_of_k_equal_completions_leave_no_signal():
+    tied = group(*(rollout(2, reward) for reward in (1.0, 1.0, 0.0)))
+    assert PassK(None).is_silent(tied)
+    assert not PassK(2).is_silent(tied)
+
+
+def test_a_rare_right_answer_counts_by_its_rarity():
+    once, never = ([rollout(2, 0.1, is_correct=right) for right in own] for own in ([True] + [False] * 3, [False] * 4))
+    assert advantages(MaxRL(), [group(*once), group(*never)]) == [[3.0, -1.0, -1.0, -1.0], [0.0] * 4]
+    assert [MaxRL().is_silent(group(*own)) for own in (once, never)] == [False, True]
+
+
+def test_parts_that_cancel_are_signal_for_gdpo_alone():
+    cancelling = group(rollout(2, a=1.0, b=0.0), rollout(2, a=0.0, b=1.0))
+    assert (RLOO().is_silent(cancelling), GDPO(None).is_silent(cancelling)) == (True, False)
+    assert GDPO(None).is_silent(group(*[rollout(2, a=0.1 + 0.2, b=1.0), rollout(2, a=0.3, b=1.0)]))
+
+
+def test_each_turn_gets_what_is_still_to_come():
+    first = rollout(6, 3.0, turns=(Turn(1, 3, 1.0), Turn(4, 7, 2.0)))  # to come: 3, 2
+    second = rollout(3, 1.0, turns=(Turn(1, 2, 1.0), Turn(3, 4)))  # 1, 0
+    third = rollout(2, 2.0, turns=(Turn(1, 3),))  # 2
+    [found] = advantages(PerTurn(), [group(first, second, third)])
+    one, half = 1 / (1 + 1e-4), 1 / (2**0.5 + 1e-4)
+    assert found[0] == pytest.approx([0, one, one, 0, half, half, half])
+    assert found[1] == pytest.approx([0, -one, 0, -half])
+    assert found[2] == pytest.approx([0, 0, 0])
+    assert not PerTurn().is_silent(group(first, second))
+    assert PerTurn().is_silent(group(third, third))
+    with pytest.raises(ConfigError, match="do not tell their turns apart"):
+        advantages(PerTurn(), GROUPS)
+
+
+def test_a_sources_own_numbers_are_taken_as_they_are():
+    rows = ((0.0, 1.0, 2.0), (0.0, -3.0))
+    given = RolloutGroup(None, (rollout(2), rollout(1)), rows)
+    assert advantages(PerToken(), [given]) == [rows]
+    with pytest.raises(ConfigError, match="without advantages of its own"):
+        advantages(PerToken(), GROUPS)
+
+
+@pytest.mark.parametrize("option", sorted((CONF / "train/advantage").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_better_of_two_gets_more_by_each(option):
+    component = build(yaml.safe_load(option.read_text()), key="train.advantage", protocol=Advantage)
+    turns = (Turn(1, 2), Turn(2, 3))
+    rows = tuple(rollout(2, is_correct=right, turns=turns, a=float(right), b=0.5 * right) for right in (True, False))
+    groups = [RolloutGroup(None, rows, ((0.0, 1.0, 1.0), (0.0, -1.0, -1.0)))] * 3
+    for own in advantages(component, groups):
+        better, worse = ([row] if isinstance(row, float) else row[1:] for row in own)
+        assert min(better) > 0 >= max(worse)
+    assert not component.is_silent(groups[0])
+
+
+@pytest.mark.parametrize(
+    ("component", "changes", "told"),
+    [
+        (PassK(9), {"rollouts": {"group_size": 8}}, r"^train\.advantage\.k=9: must be from 2 to .*_problem=8"),
+        (PassK(1), {}, r"^train\.advantage\.k=1: must be from 2"),
+        (GDPO(None), {"rollouts": {"url": "x"}}, r"^train/advantage=gdpo: needs the parts"),
+        (GDPO(None), {"train": {"kl_placement": "reward"}}, r"^train\.loss\.kl_placement=reward"),
+        (GDPO(None), {"task": {"reward": [{"fn": "m:a", "weight": 2}, "m:b"]}}, r"weights=null: normalising removes"),
+        (MaxRL(), {"train": {"kl_placement": "reward"}}, r"^train\.loss\.kl_placement=reward"),
+        (PerTurn(), {"rollouts": {"group_size": 8}}, r"^train/advantage=per_turn: this task has no turns"),
+        (PerToken(), {"rollouts": {"_target_": WITHOUT[1]}}, r"^train/advantage=per_token: this source gives"),
+    ],
+)
+def test_what_the_run_does_not_have_is_refused(component, changes, told):
+    config = SimpleNamespace(
+        **{"rollouts": {}, "task": {}} | changes | {"train": SimpleNamespace(loss=changes.get("train", {}))}
+    )
+    with pytest.raises(ConfigError, match=told):
+        component.check(config, object())
+
+
+def test_it_is_refused_before_a_model_is_loaded():
+    words = ("train/advantage=gdpo", "train.advantage.weights={correct:2,none:1}")
+    with pytest.raises(ConfigError, match=r"^train\.advantage\.weights=.*: the reward's parts are correct, format$"):
+        make_plan(typed(compose_config(*words)))
