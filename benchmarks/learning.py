@@ -51,7 +51,7 @@ EXTRAS: Mapping[str, tuple[str, Sequence[str]]] = {
     "terse": ("sums", ["train.lr=3e-5", "task.reward=learning_tasks:terse", "train.kl_coef=0.001"]),
     "kl_0.05": ("sums", ["train.kl_coef=0.05"]),
     "resample": ("longer_sums", ["train/loss=dapo", "data.resample_zero_signal=true"]),
-    "group_16": ("longer_sums", ["data.problems_per_iteration=16", "data.rollouts_per_problem=16"]),
+    "group_8": ("longer_sums", ["data.problems_per_iteration=32", "data.rollouts_per_problem=8"]),
     "four_updates": ("sums", ["train.updates_per_iteration=4"]),
 }
 """Arm -> its task, and what it changes of the arm grpo."""
@@ -418,7 +418,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=5, help="runs at the same time on each card")
     parser.add_argument("--tasks", nargs="+", default=list(learning_tasks.TOKENS), choices=list(learning_tasks.TOKENS))
     parser.add_argument("--arms", nargs="+", default=None)
-    sizes = {"seeds": 5, "iterations": 60, "prompts": 32, "group": 8}
+    sizes = {"seeds": 5, "iterations": 60, "prompts": 16, "group": 16}
     for name, default in {**sizes, "eval-interval": 10, "eval-problems": 256, "eval-samples": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tokens", type=int, default=None, help="longest completion (default: the task's)")

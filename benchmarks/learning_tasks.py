@@ -3,7 +3,7 @@
 python benchmarks/learning_tasks.py FOLDER       # FOLDER/TASK/train.jsonl and test.jsonl; needs reasoning-gym
 
 sums            chain_sum of reasoning-gym: two terms of one or two digits
-longer_sums     the same with three or four terms
+longer_sums     the same with three terms
 instructions    texts with one or two instructions, which IFEval's checks judge
 """
 
@@ -22,7 +22,7 @@ from offline_grpo.task.instructions import follows
 NUM_TRAIN, NUM_TEST = 3000, 256
 SUMS = {
     "sums": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-    "longer_sums": {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 2},
+    "longer_sums": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 2},
 }
 TOKENS = {"sums": 64, "longer_sums": 96, "instructions": 96}
 """Task -> longest completion."""
@@ -58,7 +58,8 @@ def _sums(settings: dict[str, int]) -> Iterator[dict[str, Any]]:
     import reasoning_gym
 
     for item in reasoning_gym.create_dataset("chain_sum", seed=7, size=4 * (NUM_TRAIN + NUM_TEST), **settings):
-        yield {"prompt": item["question"], "answer": item["answer"]}
+        expression = item["question"].partition(": ")[2].rstrip(" =")  # the model chats about the generator's sentence
+        yield {"prompt": f"What is {expression}?", "answer": item["answer"]}
 
 
 def _instructions() -> Iterator[dict[str, Any]]:

@@ -135,7 +135,7 @@ def draw(axes: Axes, panel: Panel) -> None:
 
 
 ARMS = {"grpo": BLUE, "dapo": ORANGE, "dr_grpo": GREEN, "gspo": PURPLE, "cispo": RED, "trl": GREY}
-TASKS = {"sums": "Sums of two numbers", "longer_sums": "Sums of three or four", "instructions": "Instructions"}
+TASKS = {"sums": "Sums of two numbers", "longer_sums": "Sums of three", "instructions": "Instructions"}
 MATCHED = ("grpo", "trl")
 """The arms that differ in the trainer alone: only these have bands, so that the panels can be read."""
 
