@@ -55,8 +55,7 @@ def comparison_lines(first: str, comparisons: Mapping[tuple[str, str], PairedRes
         lines += _wrapped(f"{letter} - {first} on {name}: {found.difference:+.3f} {ends}, {p_text(found.p_value)}")
         counts = f"better on {found.num_better} and worse on {found.num_worse}"
         lines.append(f"    {counts} of {found.num_problems} problems")
-    about = "this compares models; settings that trained them differ if several seeds of each do"
-    return [*lines, *_wrapped(about)] if lines else []
+    return [*lines, "this compares models; to compare settings, train several seeds of each"] if lines else []
 
 
 def p_text(p_value: float) -> str:

@@ -32,14 +32,16 @@ from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import generation_config_of, read_model_config
 from offline_grpo.model.text import TokenizerCodec
+from offline_grpo.redaction import flat
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run import config as conf
 from offline_grpo.run.build import build
-from offline_grpo.run.config import key_of
+from offline_grpo.run.config import key_of, quoted
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
 from offline_grpo.run.plan import evaluation_sampling
 from offline_grpo.run.prompts import codec_of, without_long
 from offline_grpo.run.resume import search_path
+from offline_grpo.run.run_dir import LOCAL
 from offline_grpo.run.task_data import build_task, held_out_problems, isolated
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.experience import score_metrics
@@ -87,7 +89,7 @@ class Results:
 
 def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
     """The overrides of the run that wrote a checkpoint, but for those that do not matter or that `words` replace, and
-    the folders in which they were found."""
+    the folders in which they were found. Its relative paths are absolute."""
     if run_folder is None or not (run_folder / ".hydra" / "overrides.yaml").exists():
         return []
     groups = _options(words)
@@ -95,6 +97,11 @@ def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
     saved = read_yaml(run_folder / ".hydra" / "overrides.yaml") or []
     folders = [] if _search_path(words) else search_path(run_folder)  # Hydra reads one
     is_left_out = re.compile(rf"({'|'.join(map(re.escape, left_out))})([.@]|$)").match
+    stored = flat(read_yaml(run_folder / ".hydra" / "config.yaml"))
+    paths = {key: value for key, value in stored.items() if key.rpartition(".")[2] in LOCAL and isinstance(value, str)}
+    saved = [
+        f"{word.partition('=')[0]}={quoted(paths[key])}" if (key := key_of(word)) in paths else word for word in saved
+    ]
     return folders + [word for word in saved if not is_left_out(key_of(word))]
 
 

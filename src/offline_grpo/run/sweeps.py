@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from offline_grpo.disk import matching
 from offline_grpo.errors import ConfigError, GrpoError, require
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run import cli, launch, run_dir
-from offline_grpo.run.config import key_of
+from offline_grpo.run.config import key_of, quoted
 from offline_grpo.run.run_dir import RunDir, discard_fresh, take
 
 RECORD = "multirun.yaml"
@@ -160,7 +161,8 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
     """
     record = read_yaml(sweep / RECORD)["hydra"]
     require(_is_grid(record), "resume", sweep, "a search cannot be resumed, its next runs depend on the earlier ones")
-    own = _recorded(record)
+    place = Path(record["runtime"]["cwd"])
+    own = [word if place == Path.cwd() else _seen_from(place, word) for word in _recorded(record)]
     further = [word for word in typed if key_of(word) not in OF_ONE_START and word not in own]
     again, swept = {key_of(word) for word in further}, [*_swept(own), *_swept(further)]
     for key in again & {key_of(word) for word in swept}:
@@ -184,6 +186,18 @@ def _recorded(record: Mapping[str, Any]) -> list[str]:
     """The overrides that a sweep was started with, by the part `hydra` of its `multirun.yaml`."""
     words = [*record["overrides"]["task"], *record["overrides"]["hydra"]]
     return [word for word in words if key_of(word) not in OF_ONE_START]
+
+
+def _seen_from(place: Path, word: str) -> str:
+    """An override whose relative paths were typed in the folder `place`, with absolute ones."""
+
+    def absolute(found: re.Match[str]) -> str:
+        path = place / found[0].strip("\"'")
+        return quoted(path) if path.exists() else found[0]
+
+    key, _, value = word.partition("=")
+    parts = re.compile(r"'[^']+'|\"[^\"]+\"|[^,\[\]'\"]+")
+    return f"{key}={parts.sub(absolute, value)}" if key_of(word).rpartition(".")[2] in run_dir.LOCAL else word
 
 
 def _swept(words: Sequence[str]) -> list[str]:

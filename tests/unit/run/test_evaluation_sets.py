@@ -16,9 +16,10 @@ from offline_grpo.task.mixture import Mixture
 MIXED = ["task=mixture", "+task@task.tasks.sums=arithmetic", "+task@task.tasks.others=arithmetic", "eval.num_ids=3"]
 
 
-def run_with(folder: Path, overrides: list[str]) -> Path:
+def run_with(folder: Path, overrides: list[str], config: dict[str, object] | None = None) -> Path:
     """The folder of a run with these overrides, as Hydra leaves it."""
     (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config or {}))
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
     return folder
 
@@ -58,3 +59,9 @@ def test_a_task_in_a_folder_that_the_run_was_started_with(tmp_path: Path) -> Non
     assert isinstance(found.task, Countdown)
     typed = ["hydra.searchpath=[file:///other]"]
     assert saved_overrides(run, typed) == ["task=mine", "task.max_number=30", "eval.num_ids=3"], "Hydra reads one"
+
+
+def test_paths_of_the_run_are_found_from_any_folder(tmp_path: Path) -> None:
+    stored = {"task": {"path": "/data/my, own.jsonl", "answer_field": "answer"}}
+    run = run_with(tmp_path, ["+task.path=own.jsonl", "task.answer_field=answer"], stored)
+    assert saved_overrides(run, []) == ["+task.path='/data/my, own.jsonl'", "task.answer_field=answer"]

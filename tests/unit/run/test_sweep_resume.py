@@ -20,7 +20,10 @@ def make_sweep(folder: Path, done: list[int], *, words: list[str] = WORDS, targe
     hydra = {
         "overrides": {"task": words, "hydra": ["hydra.mode=MULTIRUN", "hydra.launcher=x"]},
         "sweeper": {"_target_": target, "params": None},
-        "runtime": {"config_sources": [{"schema": "file", "path": "/my", "provider": "command-line"}]},
+        "runtime": {
+            "cwd": str(folder.parent),
+            "config_sources": [{"schema": "file", "path": "/my", "provider": "command-line"}],
+        },
     }
     folder.mkdir(parents=True)
     (folder / "multirun.yaml").write_text(yaml.safe_dump({"hydra": hydra}))
@@ -63,6 +66,14 @@ def test_a_folder_goes_on_with_its_overrides_and_what_is_typed_on_top(day: Path)
     words = resume.arguments(["train.iterations=4", f"resume={sweep}", "seed=0,1", "experiment=other"])
     own = ["train.lr=1e-3,1e-4", "seed=0,1", "hydra.launcher=x", "train.iterations=4", "experiment=other"]
     assert words == [*own, "hydra.searchpath=[file:///my]", "resume=auto", f"hydra.sweep.dir={sweep}", "--multirun"]
+
+
+def test_relative_paths_are_those_of_the_folder_where_the_sweep_was_started(day: Path) -> None:
+    sweep = make_sweep(day / "10-00-00", [], words=["task.path=a.jsonl,'b, c.jsonl',owner/name", "model.train_id=gone"])
+    for name in ("a.jsonl", "b, c.jsonl"):
+        (day / name).touch()
+    words = resume.arguments([f"resume={sweep}"])
+    assert words[:2] == [f"task.path={day}/a.jsonl,'{day}/b, c.jsonl',owner/name", "model.train_id=gone"]
 
 
 @pytest.mark.parametrize("word", ["seed=1", "train.loss.beta=0,0.1"])
