@@ -37,8 +37,8 @@ import learning_tasks
 import numpy as np
 from common import Target, write_result
 
+from offline_grpo.eval.intervals import mean_interval, t_975
 from offline_grpo.report.history import load_history
-from offline_grpo.report.runs import mean_interval, t_975
 
 ROOT = Path(__file__).parents[1]
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
