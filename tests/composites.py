@@ -236,12 +236,15 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     ),
 }
 """Text, tower, and tokens that stand for images."""
+HUB = {
+    "gemma3": ("vision_tower.", "vision_tower.vision_model."),
+    "qwen2_audio": ("language_model.model.model.", "language_model.model."),
+}
+"""A part of names of tensors, and how it is called on the Hub."""
 
 
 def save_served(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """One that vLLM serves with its tower, whose processor takes images of 16 pixels. Names in its file are those of
-    the Hub's.
-    """
+    """One that vLLM serves with its tower, whose processor takes images of 16 pixels."""
     text, tower, tokens = SERVED[model_type]
     tokenizer: Any = build_char_tokenizer(512)
     tokenizer._set_model_specific_special_tokens(special_tokens=tokens)
@@ -261,11 +264,17 @@ def save_served(model_type: str, folder: Path, dtype: torch.dtype = torch.float3
     else:
         from transformers import Gemma3ImageProcessor, Gemma3Processor
 
-        file, hub = folder / "model.safetensors", ("vision_tower.", "vision_tower.vision_model.")
-        save_file({name.replace(*hub): p for name, p in load_file(file).items()}, file, {"format": "pt"})
         images = Gemma3ImageProcessor(size={"height": 16, "width": 16})
         processor = Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=4)
     processor.save_pretrained(folder)
+    return with_names_of_the_hub(model_type, folder)
+
+
+def with_names_of_the_hub(model_type: str, folder: Path) -> Path:
+    """Those that servers know: transformers gives a model other ones that was not loaded from files."""
+    if model_type in HUB:
+        file, names = folder / "model.safetensors", HUB[model_type]
+        save_file({name.replace(*names): p for name, p in load_file(file).items()}, file, {"format": "pt"})
     return folder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from architectures import ZOO
 from children import metrics_of
-from composites import SERVED, save_composite, save_served
+from composites import SERVED, save_composite, save_served, with_names_of_the_hub
 from engines import preloaded_python
 from factories import compose_config
 from served_runs import five, own_server
@@ -25,7 +25,8 @@ def saved(name: str, folder: Path) -> Path:
     if name in SERVED:
         return save_served(name, folder)
     if name == "qwen2_audio":
-        return save_composite(name, folder, text={"hidden_size": 128}, tower={"d_model": 64})
+        save_composite(name, folder, text={"hidden_size": 128}, tower={"d_model": 64})
+        return with_names_of_the_hub(name, folder)
     ZOO[name].build(**SIZES).save_pretrained(folder)
     build_char_tokenizer(512).save_pretrained(folder)
     return folder
@@ -45,14 +46,13 @@ def saved(name: str, folder: Path) -> Path:
 def test_a_restarted_server_has_what_was_trained(name: str, option: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "model")
     words = [*five(folder), *own_server(preloaded_python(tmp_path)), f"weight_sync={option}"]
-    words += ["weight_sync.tolerance_nats=1e-5", "train.iterations=2", "train.updates_per_iteration=1"]
-    words += ["eval.enabled=false", "generation.max_new_tokens=8"]
+    words += ["weight_sync.tolerance_nats=1e-5", "train.iterations=1", "eval.enabled=false"]
+    words += ["generation.max_new_tokens=8", "train.entropy_coef=0.1"]  # some random models write one text alone
     words += ["model/lora=default"] if option == "lora_restart" else []
     words += ["+engine.args.language_model_only=true"] if name == "qwen2_audio" else []
     app.run(compose_config(*words, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
-    first, second = (metrics_of(tmp_path / "run")[f"train_iter_00{number}.json"] for number in range(2))
-    assert (first["sync/version"], second["sync/version"]) == (1, 2)
-    for found in (first, second):
-        assert found["grad_norm"] > 0
-        assert found["alignment/diff_abs_mean"] < 1e-5
-        assert found["sync/probe_diff_abs_mean"] < 1e-5
+    found = metrics_of(tmp_path / "run")["train_iter_000.json"]
+    assert found["sync/version"] == found["num_updates"] == 2
+    assert found["grad_norm"] > 0
+    assert found["alignment/diff_abs_mean"] < 1e-5
+    assert found["sync/probe_diff_abs_mean"] < 1e-5
