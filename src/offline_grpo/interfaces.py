@@ -394,7 +394,12 @@ class RunListener(Protocol):
         """`done` of the phase's `total` (0: unknown) "completions", "microbatches", ... of this process are done."""
 
     def rollouts(
-        self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int
+        self,
+        name: str,
+        groups: Sequence[RolloutGroup],
+        *,
+        advantages: Sequence[Sequence[float | None]] | None,
+        iteration: int,
     ) -> None:
         """What phase `name` ("train" or "eval") sampled, on all processes; advantages in training only."""
 

@@ -285,6 +285,7 @@ class ScoringConfig:
     workers: int
     timeout_s: float
     memory_mib: int
+    on_failure: str
     stop_at_failed_frac: float | None
 
     def __post_init__(self) -> None:
@@ -292,6 +293,8 @@ class ScoringConfig:
         check(self, "scoring.timeout_s", 0 < self.timeout_s < inf, "must be above 0 and finite")
         fix = "must be at least 128: Python and a task need that"
         check(self, "scoring.memory_mib", self.memory_mib >= 128, fix)
+        is_good = self.on_failure in ("exclude", "zero", "least")
+        check(self, "scoring.on_failure", is_good, "must be one of exclude, zero, least")
         is_good = self.stop_at_failed_frac is None or 0 < self.stop_at_failed_frac <= 1
         check(self, "scoring.stop_at_failed_frac", is_good, "a fraction above 0, up to 1, or null")
 

@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import compress
-from math import inf, isfinite
+from math import inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whose import takes seconds
@@ -38,8 +38,8 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-FAILURES = ("timeout", "memory", "crashed", "raised")
-"""What can happen to code that judges a completion, in a process of its own."""
+FAILURES = ("timeout", "memory", "crashed", "raised", "none")
+"""What can happen to code that judges a completion, in a process of its own; "none": it gave no reward."""
 LOGPROB_ROUNDING = 1e-3
 """How far above 0 an engine may round a logprob, in nats."""
 TASK_MARK = "::"  # in ids of a mixture's problems, between the name of the task and the problem's id there
@@ -126,11 +126,21 @@ CompletionStream = Generator[tuple[int, list[Completion]], None, None]
 class Score:
     """A task's verdict on one completion."""
 
-    reward: float
+    reward: float  # NaN: it could not be scored
     is_correct: bool
     parts: Mapping[str, float]  # the weighted terms that `reward` is the sum of
-    failure: str | None = None  # why it is 0 or less, if the code that judges it failed: one of FAILURES
+    failure: str | None = None  # why it could not be scored: one of FAILURES
     measured: Mapping[str, float] = field(default_factory=dict)  # other numbers, whose means are metrics
+
+    @classmethod
+    def unscored(cls, failure: str = "none") -> Score:
+        """Of a completion that could not be scored, or that no reward applies to."""
+        return cls(nan, False, {}, failure)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether it has a reward: its own, or the one that `scoring.on_failure` gives to failures."""
+        return not isnan(self.reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +238,33 @@ class RolloutGroup:
         if not all(isfinite(sum(row)) for row in self.advantages):
             raise UnusableGroup("numbers", "an advantage that is not finite")
 
+    def select(self, members: Sequence[int]) -> RolloutGroup:
+        """The group of these of its rollouts alone."""
+        advantages = None if self.advantages is None else tuple(self.advantages[i] for i in members)
+        return replace(self, rollouts=tuple(self.rollouts[i] for i in members), advantages=advantages)
+
+    def scored(self) -> RolloutGroup | None:
+        """The group of the rollouts that have a reward; None if those are fewer than two of several."""
+        members = [i for i, rollout in enumerate(self.rollouts) if rollout.score.is_scored]
+        if len(members) == len(self.rollouts):
+            return self
+        return self.select(members) if len(members) > 1 else None
+
+    def with_failures(self, on_failure: str) -> RolloutGroup:
+        """The group with a reward in place of each that is missing: `scoring.on_failure`.
+
+        "exclude": none. "zero": 0. "least": the least reward of the group, or 0 if that is less: where rewards are
+        below 0, a policy would learn from zeros to make the code fail that scores.
+        """
+        scores = [rollout.score for rollout in self.rollouts]
+        if on_failure == "exclude" or all(score.is_scored for score in scores):
+            return self
+        known = [score.reward for score in scores if score.is_scored]
+        reward = 0.0 if on_failure == "zero" else min([0.0, *known])
+        filled = [score if score.is_scored else replace(score, reward=reward) for score in scores]
+        pairs = zip(self.rollouts, filled, strict=True)
+        return replace(self, rollouts=tuple(replace(rollout, score=score) for rollout, score in pairs))
+
     def check(self, *, vocab_size: int, max_tokens: int | None) -> None:
         """Raise UnusableGroup unless a model of this vocabulary and this length of sequences can learn from it."""
         for rollout in self.rollouts:
@@ -240,8 +277,8 @@ class RolloutGroup:
                 sampled = list(compress(logprobs, rollout.is_sampled))
                 if not (isfinite(sum(logprobs)) and max(sampled, default=0.0) <= LOGPROB_ROUNDING):
                     raise UnusableGroup("numbers", "a sampled token whose logprob is above 0 or not finite")
-            reward, temperature = rollout.score.reward, rollout.temperature
-            if not (isfinite(reward) and 0 < temperature < inf):
+            reward, temperature, failure = rollout.score.reward, rollout.temperature, rollout.score.failure
+            if not ((isfinite(reward) or failure is not None) and 0 < temperature < inf):
                 raise UnusableGroup("numbers", f"a reward of {reward} at a temperature of {temperature}")
         if not any(rollout.num_sampled for rollout in self.rollouts):
             raise UnusableGroup("masks", "no token is sampled")

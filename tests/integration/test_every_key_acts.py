@@ -134,6 +134,7 @@ RUNS: dict[str, Acts] = {
     "scoring.timeout_s": Acts(
         "scoring.timeout_s=0.2", metric("scoring/num_failed_timeout", FIRST), f"{SCORED} {GOES_ON}", to=2
     ),
+    "scoring.on_failure": Acts("scoring.on_failure=zero", metric("reward_mean", FIRST), f"{SCORED} {GOES_ON}", to=0),
     "scoring.stop_at_failed_frac": Acts(GOES_ON, error, base=SCORED, to=""),
     "data.num_train_seeds": Acts(
         "data.num_train_seeds=4", lambda run: len({str(p) for group in prompts(run) for p in group}), to=4

@@ -20,7 +20,7 @@ from offline_grpo.types import FinishReason, Metrics, Problem, Rollout, RolloutG
 @dataclass(frozen=True, kw_only=True)
 class PassAtKEvaluator:
     """Draws `replicates` completions of each problem and averages (see `pass_at_k.py` for the metrics); of a mixture,
-    also task by task.
+    also task by task. A completion that could not be scored is wrong, with a reward of 0.
 
     The seed of a completion depends on `seed_base`, cycle, problem and replicate alone, so the metrics are the same
     however the work is batched or spread over processes.
@@ -63,7 +63,8 @@ class PassAtKEvaluator:
             rollouts[index][replicate] = single.rollouts[0]
             if len(rollouts[index]) == self.replicates:
                 done = rollouts.pop(index)
-                yield index, RolloutGroup(mine[index], tuple(done[i] for i in range(self.replicates)))
+                group = RolloutGroup(mine[index], tuple(done[i] for i in range(self.replicates)))
+                yield index, group.with_failures("zero")
 
     def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
         """See `Evaluator.metrics`."""

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 import warnings
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -66,17 +66,6 @@ class Judgement:
         return ScoreError(f"a completion cannot be scored, {told(error)}; {about}; {fix}")
 
 
-def scores_of(judgements: Sequence[Judgement]) -> list[Score]:
-    """The scores of a group, as soon as all are there.
-
-    A score that failed is 0, or that of the worst completion whose score is below 0: a policy would learn to make code
-    fail that punishes.
-    """
-    scores = [judgement.result() for judgement in judgements]
-    least = min((score.reward for score in scores if score.failure is None), default=0.0)
-    return [score if score.failure is None else replace(score, reward=min(0.0, least)) for score in scores]
-
-
 def about_completion(problem: Problem, text: str) -> str:
     """`problem train-3, completion '...'`"""
     shown = repr(text) if len(text) <= _SHOWN_CHARS else repr(text[:_SHOWN_CHARS]) + "..."
@@ -89,6 +78,8 @@ def checked(score: object) -> Score:
         raise ScoreError(f"the task's score returned {score!r:.80}; it must be an offline_grpo.types.Score")
     if not isinstance(score.is_correct, (bool, np.bool_)):
         raise ScoreError(f"the task's score has is_correct={score.is_correct!r:.80}; it must be True or False")
+    if score.failure is not None:
+        return Score.unscored(score.failure)
     for name, value in (("reward", score.reward), *score.parts.items(), *score.measured.items()):
         if not (isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST):  # no NaN is
             raise ScoreError(f"the task's score has {name}={value!r:.80}; it must be finite, at most {LARGEST:g}")

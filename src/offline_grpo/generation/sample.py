@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from offline_grpo import progress
-from offline_grpo.generation.judging import Judgement, scores_of
+from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
@@ -95,11 +95,14 @@ class _Answer:
 def _group(
     problem: Problem, prompt_ids: Sequence[int], answers: Sequence[_Answer], sampling: SamplingParams
 ) -> RolloutGroup:
-    scores = scores_of([answer.judgement for answer in answers])
     rollouts = (
         Rollout.of_one_turn(
-            prompt_ids, answer.completion, temperature=sampling.temperature, text=answer.text, score=score
+            prompt_ids,
+            answer.completion,
+            temperature=sampling.temperature,
+            text=answer.text,
+            score=answer.judgement.result(),
         )
-        for answer, score in zip(answers, scores, strict=True)
+        for answer in answers
     )
     return RolloutGroup(problem, tuple(rollouts))

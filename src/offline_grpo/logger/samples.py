@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
 from offline_grpo.types import Rollout, RolloutGroup
 
-Advantages = Sequence[Sequence[float]]
-"""The advantage of each rollout of each group; of one that has an advantage per token, their mean."""
+Advantages = Sequence[Sequence[float | None]]
+"""The advantage of each rollout of each group, None without a reward; of one that has an advantage per token, their
+mean.
+"""
 
 _SHOWN_CHARS = 400
 
@@ -61,7 +64,8 @@ class Samples(RunListener):
 
 def chosen(groups: Sequence[RolloutGroup], advantages: Advantages | None, count: int | None) -> list[dict[str, Any]]:
     """The best and the worst completion of the first problems, differing rewards first; all if `count` is None."""
-    rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
+    scores = [[rollout.score for rollout in group.rollouts] for group in groups]
+    rewards = [[score.reward if score.is_scored else -inf for score in row] for row in scores]
     picks = [(i, j) for i, row in enumerate(rewards) for j in range(len(row))]
     if count is not None:
         order = sorted(range(len(groups)), key=lambda i: max(rewards[i]) == min(rewards[i]))
@@ -71,14 +75,16 @@ def chosen(groups: Sequence[RolloutGroup], advantages: Advantages | None, count:
 
 
 def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
-    """A completion as a line of JSON. What is unknown is null: without a problem, or the advantage in evaluations."""
+    """A completion as a line of JSON. What is unknown is null: without a problem or a reward, or the advantage in
+    evaluations.
+    """
     problem = group.problem
     return {
         "problem_id": None if problem is None else problem.problem_id,
         "prompt": None if problem is None else [dict(message) for message in problem.messages],
         "answer": None if problem is None else problem.answer,
         "completion": rollout.text,
-        "reward": rollout.score.reward,
+        "reward": rollout.score.reward if rollout.score.is_scored else None,
         "parts": dict(rollout.score.parts),
         "advantage": advantage,
         "is_correct": rollout.score.is_correct,

@@ -71,7 +71,7 @@ def _failures(history: History) -> Iterator[Finding]:
         return history.series("train", key).values
 
     if (failed := values("scoring/num_failed").sum()) > 0:
-        text = f"{failed:.0f} rewards are 0 because the code that scores failed"
+        text = f"{failed:.0f} completions have no reward, because the code that scores failed or gave None"
         yield Finding("train/scoring/num_failed", text, "the first failure of each kind is in run.log")
     if (refused := values("num_updates_refused").sum()) > 0:
         text = f"{refused:.0f} updates were skipped, whose loss or gradient was not finite"

@@ -41,7 +41,8 @@ def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def highest_reward(folder: Path) -> float | None:
     """Of all recorded completions of training; None where nothing is on record."""
     shards = _shards_of(folder, "train")
-    return max((float(max(shard.table(["reward"])["reward"].to_pylist())) for shard in shards), default=None)
+    rewards = (reward for shard in shards for reward in shard.table(["reward"])["reward"].to_pylist())
+    return max((float(reward) for reward in rewards if reward is not None), default=None)
 
 
 def _shards_of(folder: Path, phase: str) -> list[Shard]:
@@ -62,7 +63,7 @@ def _of_shard(shard: Shard, num_groups: int) -> Iterator[dict[str, Any]]:
     from offline_grpo.rollouts.store.rows import group_rows
 
     table = shard.table()
-    rewards, rows = table["reward"].to_numpy(), []
+    rewards, rows = np.nan_to_num(table["reward"].to_numpy(), nan=-np.inf), []
     for members in _evenly(list(group_rows(table).values()), num_groups):
         order = sorted(members, key=lambda row: -rewards[row])
         rows += dict.fromkeys((order[0], order[-1]))

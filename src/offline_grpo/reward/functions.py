@@ -19,7 +19,7 @@ from offline_grpo.types import Problem, Score
 GIVEN = ("prompt", "completion", "answer", "messages", "problem_id")
 """What every reward function may ask for by the names of its parameters, beside the other fields of the row."""
 
-FORM = "def my_function(prompt, completion, answer), which returns a number, True or False, or a dict of numbers"
+FORM = "def my_function(prompt, completion, answer), which returns a number, True or False, a dict of numbers, or None"
 
 TOLERANCE = 1e-9
 """By how much a reward may miss the threshold: weights such as 0.7, 0.2 and 0.1 do not add up to exactly 1."""
@@ -61,14 +61,14 @@ class RewardFunction:
         return self.function(**deepcopy(taken))  # it may change what it gets, which is also the next call's
 
     def parts(self, value: Any) -> dict[str, float]:
-        """What the function returned as weighted parts of the reward: NAME, or NAME/KEY for a dict.
+        """What the function returned as weighted parts of the reward: NAME, or NAME/KEY for a dict; none for None.
 
         Raises:
             ScoreError: it is no number, or not a finite one, or an empty dict.
         """
         is_dict = isinstance(value, Mapping) and len(value) > 0
         values = {f"{self.name}/{key}": number for key, number in value.items()} if is_dict else {self.name: value}
-        return {name: self.weight * self._number(number) for name, number in values.items()}
+        return {name: self.weight * self._number(number) for name, number in values.items() if number is not None}
 
     def _number(self, value: Any) -> float:
         number = value.item() if hasattr(value, "item") else value  # of numpy and torch
@@ -79,7 +79,8 @@ class RewardFunction:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Reward functions whose weighted values are added up.
+    """Reward functions whose weighted values are added up. One that returns None does not apply to the completion, and
+    is left out; if none applies, the completion is not scored (as TRL has it).
 
     A completion counts as correct (success_rate, pass@k) if its reward is at least `threshold`, or less by no more than
     rounding.
@@ -111,6 +112,8 @@ class Rewards:
     def _sum(self, values: Sequence[Any]) -> Score:
         pairs = zip(self.functions, values, strict=True)
         parts = {name: part for function, value in pairs for name, part in function.parts(value).items()}
+        if not parts:
+            return Score.unscored()
         reward = math.fsum(parts.values())
         is_correct = reward >= self.threshold - TOLERANCE * max(1.0, abs(self.threshold))
         return Score(reward=reward, is_correct=is_correct, parts=parts)

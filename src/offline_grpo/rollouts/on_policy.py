@@ -52,6 +52,7 @@ class OnPolicy(Source):
     codec: TextCodec
     sampling: SamplingParams
     advantage: Advantage
+    on_failure: str
     rank: int
     world_size: int
 
@@ -76,7 +77,7 @@ class OnPolicy(Source):
         others = self._others(iteration) if self.resample_zero_signal else []
         for start in range(0, len(others), self.problems_per_iteration):
             draws = others[start : start + self.problems_per_iteration]
-            silent = [n for n, i in enumerate(places) if i < len(draws) and self.advantage.is_silent(groups[n])]
+            silent = [n for n, i in enumerate(places) if i < len(draws) and self._is_silent(groups[n])]
             for n, group in zip(silent, self._sample([draws[places[n]] for n in silent]), strict=True):
                 discarded = groups[n].num_discarded_tokens + sum(rollout.num_sampled for rollout in groups[n].rollouts)
                 groups[n] = replace(group, num_replaced=groups[n].num_replaced + 1, num_discarded_tokens=discarded)
@@ -97,6 +98,10 @@ class OnPolicy(Source):
             pairs = zip(groups, solved, strict=True)
             groups = [self._with_penalties(group, "length", half) if is_solved else group for group, is_solved in pairs]
         return groups
+
+    def _is_silent(self, group: RolloutGroup) -> bool:
+        scored = group.with_failures(self.on_failure).scored()
+        return scored is None or self.advantage.is_silent(scored)
 
     def _waited(self, seconds: float) -> None:
         self._scoring_wait_s += seconds

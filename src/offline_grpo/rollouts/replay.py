@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
@@ -16,7 +17,7 @@ import pyarrow as pa
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.generation.judging import Judgement, scores_of
+from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import Source, Task
 from offline_grpo.redaction import flat
 from offline_grpo.rollouts.on_policy import permutation
@@ -197,7 +198,8 @@ class Replay(Source):
         rewards, versions, reasons = (table[name].to_pylist() for name in ("reward", "version", "finish_reason"))
         chosen = []
         for (iteration, phase, _), rows in group_rows(table).items():
-            mean = fmean(rewards[row] for row in rows)
+            known = [rewards[row] for row in rows if rewards[row] is not None]
+            mean = fmean(known) if known else nan
             if phase != "train" or not _within(iteration + 1, self.iterations) or not _within(mean, self.rewards):
                 continue
             kept = [row for row in rows if _within(versions[row], self.versions)]
@@ -211,8 +213,8 @@ class Replay(Source):
         if group.problem is None:
             raise ConfigError("rollouts.rescore=true: these rollouts were recorded without their problems; use false")
         judgements = [Judgement(self.task, group.problem, rollout.text) for rollout in group.rollouts]
-        pairs = zip(group.rollouts, scores_of(judgements), strict=True)
-        return RolloutGroup(group.problem, tuple(replace(rollout, score=score) for rollout, score in pairs))
+        pairs = zip(group.rollouts, judgements, strict=True)
+        return RolloutGroup(group.problem, tuple(replace(rollout, score=each.result()) for rollout, each in pairs))
 
 
 def _shards(path: str | Sequence[str] | None) -> list[Shard]:

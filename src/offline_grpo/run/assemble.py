@@ -147,6 +147,7 @@ def assemble(
         listeners=listeners,
         ranks=ranks,
         stop=stop,
+        on_failure=config.scoring.on_failure,
         stop_at_failed_frac=config.scoring.stop_at_failed_frac,
         fills_updates=config.data.resample_zero_signal,
     )
@@ -248,6 +249,7 @@ def _source(
         "context": context_length(policy.causal_lm.config),
         "sampling": plan.sampling,
         "advantage": plan.advantage,
+        "on_failure": plan.config.scoring.on_failure,
         "run_folder": run_folder,
         "model_id": origin.model,
         "origin": origin,

@@ -20,7 +20,7 @@ from offline_grpo.types import Problem, Split
 
 SOURCE_RUNTIME = (
     *("client", "task", "problems", "codec", "vocab_size", "context", "sampling", "run_folder", "model_id", "origin"),
-    *("advantage", "rank", "world_size", "trainer_version", "updates_per_iteration", "num_iterations"),
+    *("advantage", "on_failure", "rank", "world_size", "trainer_version", "updates_per_iteration", "num_iterations"),
 )
 """Names under which a rollout source's constructor may ask for objects that exist only once the model is loaded."""
 

@@ -15,6 +15,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,9 @@ class TaskEnvironment(BaseEnv):
         if not outputs:
             return None, []
         scores = [await self._judge(item, token_ids) for token_ids in outputs]
-        self._scores += scores
+        self._scores += [score for score in scores if score.is_scored]
+        if not all(score.is_scored for score in scores):  # run-api's batches want groups of one size
+            return None, []
         num_prompt = len(prompt_ids)
         group = ScoredDataGroup(
             tokens=[prompt_ids + token_ids for token_ids in outputs],
@@ -174,7 +177,8 @@ class TaskEnvironment(BaseEnv):
 
         async def answer(problem: Problem) -> list[Score]:
             _, outputs, _ = await self._ask(problem, 1, temperature, "eval")
-            return [await self._judge(problem, token_ids) for token_ids in outputs]
+            scores = [await self._judge(problem, token_ids) for token_ids in outputs]
+            return [score if score.is_scored else replace(score, reward=0.0) for score in scores]
 
         scores = [score for scores in await asyncio.gather(*map(answer, self._held_out)) for score in scores]
         self._eval_metrics = means("eval", scores) | {"eval/num_problems": float(len(scores))}

@@ -23,17 +23,26 @@ Advantages = Sequence[float | Sequence[float]]
 
 
 def prepare_batch(
-    groups: Sequence[RolloutGroup], updater: Updater, config: TrainConfig, *, fills_updates: bool = False
-) -> tuple[TokenBatch | None, list[list[float]], dict[str, float]]:
+    sampled: Sequence[RolloutGroup], updater: Updater, config: TrainConfig, *, fills_updates: bool = False
+) -> tuple[TokenBatch | None, list[list[float | None]], dict[str, float]]:
     """The batch of an iteration, scored by the policy and the reference where it needs that; the advantage of every
-    rollout of every group (of advantages per token their mean); and metrics. The batch is None where no group is left.
+    rollout of every group (of advantages per token their mean; None without a reward); and metrics. The batch is None
+    where no group is left. Rollouts without a reward are left out as if they had not been sampled.
 
     Args:
         fills_updates: see `_keep`.
     """
+    groups = [group for group in map(RolloutGroup.scored, sampled) if group is not None]
+    metrics = {
+        "num_groups": float(len(sampled)),
+        "num_groups_replaced": float(sum(group.num_replaced for group in sampled)),
+    }
+    if len(groups) < len(sampled):
+        metrics["num_groups_unscored"] = float(len(sampled) - len(groups))
+    if not groups:
+        return None, _of_all(sampled, []), metrics | {"num_groups_zero_signal": 0.0, "num_groups_trained": 0.0}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     batch = build_batch(rollouts, mask_truncated=config.mask_truncated)
-    metrics: dict[str, float] = {}
     penalised = groups
     has_logprobs = updater.reward_penalty is not None or bool(updater.advantage.needs)
     whole = batch
@@ -62,18 +71,17 @@ def prepare_batch(
     are_cut = [all(r.finish_reason is FinishReason.LENGTH for r in group.rollouts) for group in groups]
     masked = [number for number in kept if config.mask_truncated and are_cut[number]]
     metrics |= {
-        "num_groups": float(len(groups)),
         "num_groups_zero_signal": float(sum(is_silent)),
         "num_groups_trained": float(len(kept) - len(masked)),
-        "num_groups_replaced": float(sum(group.num_replaced for group in groups)),
     }
     if config.mask_truncated:
         metrics["num_groups_masked"] = float(sum(not is_silent[number] for number in masked))
     owners = [number for number, group in enumerate(groups) for _ in group.rollouts]
     sequences = [sequence for sequence, owner in enumerate(owners) if keep[owner]]
     batch = batch.select(sequences) if 0 < len(sequences) < batch.num_sequences else batch
+    of_all = _of_all(sampled, per_rollout)
     if not sequences or not bool(batch.completion_mask.any()):
-        return None, per_rollout, metrics
+        return None, of_all, metrics
     batch = with_advantages(batch, [advantage for number in kept for advantage in advantages[number]])
     of_groups = [_numbers(groups[n], advantages[n], mask_truncated=config.mask_truncated) for n in kept]
     numbers = [number for own in of_groups for number in own]
@@ -83,7 +91,7 @@ def prepare_batch(
         "num_advantages_positive": float(sum(n > 0 for n in numbers)),
         "num_advantages_negative": float(sum(n < 0 for n in numbers)),
     }
-    return batch if has_logprobs else updater.score(batch), per_rollout, metrics
+    return batch if has_logprobs else updater.score(batch), of_all, metrics
 
 
 def check_groups(found: object) -> list[RolloutGroup]:
@@ -103,26 +111,35 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     shown = ("reward_mean", "success_rate", "completion_tokens_mean", "truncated_frac")
     of_tasks = {name: _rollout_means(own) for name, own in by_task(groups).items()}
     return _rollout_means(groups) | {
-        f"task/{name}/{key}": own[key] for name, own in of_tasks.items() for key in shown if key in own
+        f"task/{name}/{key}": value
+        for name, own in of_tasks.items()
+        for key, value in own.items()
+        if key in shown or key.startswith("reward/")
     }
 
 
 def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [r.score.reward for r in rollouts]
+    scores = [r.score for r in rollouts if r.score.is_scored]
+    rewards = [score.reward for score in scores]
     lengths = [r.num_sampled for r in rollouts]
-    parts = sorted({name for r in rollouts for name in r.score.parts})
+    parts: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.parts.items():
+            parts.setdefault(name, []).append(value)
+    of_scored: dict[str, float] = {}
+    if scores:
+        success = fmean(score.is_correct for score in scores)
+        of_scored = {"reward_mean": fmean(rewards), "reward_std": float(np.std(rewards)), "success_rate": success}
     reasons = [r.finish_reason for r in rollouts if r.finish_reason is not None]
     return {
-        "reward_mean": fmean(rewards),
-        "reward_std": float(np.std(rewards)),
-        "success_rate": fmean(r.score.is_correct for r in rollouts),
+        **of_scored,
         "completion_tokens_mean": fmean(lengths),
         "completion_tokens_max": float(max(lengths)),
         "num_completion_tokens": float(sum(lengths) + sum(group.num_discarded_tokens for group in groups)),
         **({"truncated_frac": fmean(reason is FinishReason.LENGTH for reason in reasons)} if reasons else {}),
-        **{f"reward/{name}": fmean(r.score.parts.get(name, 0.0) for r in rollouts) for name in parts},
-        **_reward_against_length(groups),
+        **{f"reward/{name}": fmean(values) for name, values in sorted(parts.items())},
+        **_reward_against_length([group for group in map(RolloutGroup.scored, groups) if group is not None]),
         **score_metrics(groups),
     }
 
@@ -131,6 +148,8 @@ def _reward_against_length(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Pearson's correlation over all rollouts, each less the mean of its group; empty where one does not vary."""
     rewards = group_advantages(rewards_of(groups), scale="none")
     lengths = group_advantages([[float(r.num_sampled) for r in group.rollouts] for group in groups], scale="none")
+    if not groups:
+        return {}
     x, y = np.concatenate(rewards), np.concatenate(lengths)  # 0 where they differ by rounding
     spread = sqrt((x @ x) * (y @ y))
     return {"reward_length_correlation": float(x @ y) / spread} if spread > 0 else {}
@@ -186,6 +205,16 @@ def _per_rollout(group: RolloutGroup, advantages: Advantages) -> list[float]:
     return [
         sum(compress(own, r.is_sampled)) / max(r.num_sampled, 1) if isinstance(own, Sequence) else own
         for own, r in zip(advantages, group.rollouts, strict=True)
+    ]
+
+
+def _of_all(sampled: Sequence[RolloutGroup], scored: Sequence[Sequence[float]]) -> list[list[float | None]]:
+    """The numbers of the rollouts that are used, in a list for all of them: None of the others."""
+    remaining = iter([number for own in scored for number in own])
+    return [
+        [next(remaining) if is_used and rollout.score.is_scored else None for rollout in group.rollouts]
+        for group in sampled
+        for is_used in (group.scored() is not None,)
     ]
 
 

@@ -68,6 +68,7 @@ class Loop:
     listeners: Sequence[RunListener]
     ranks: Ranks
     stop: StopSignal
+    on_failure: str
     stop_at_failed_frac: float | None
     fills_updates: bool
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
@@ -127,6 +128,7 @@ class Loop:
         self._seconds, self._card_bytes, self._flops = {}, 0, 0.0
         with self._phase("generate", iteration), self._interruptible():
             groups = self._sample(self.deployment, lambda: check_groups(self.source.next(iteration)))
+        groups = [group.with_failures(self.on_failure) for group in groups]
         with self._phase("train", iteration):
             metrics = {**rollout_metrics(groups), **self.source.metrics(), **self._train(groups, iteration)}
         evaluation = self.evaluation if self.evaluation is not None and self.evaluation.is_due(iteration) else None

@@ -96,16 +96,21 @@ def test_a_failure_of_the_engine_is_raised_where_it_happens() -> None:
     assert client.is_closed
 
 
-@pytest.mark.parametrize(("others", "expected"), [((-1.0, -3.0), -3.0), ((1.0, 2.0), 0.0)])
-def test_a_score_that_fails_is_no_better_than_the_worst_of_its_group(others: Sequence[float], expected: float) -> None:
-    """With rewards below 0, a policy would learn to make the code fail that scores."""
-
+@pytest.mark.parametrize(
+    ("on_failure", "others", "expected"),
+    [("least", (-1.0, -3.0), -3.0), ("least", (1.0, 2.0), 0.0), ("zero", (-1.0, -3.0), 0.0), ("exclude", (1.0,), None)],
+)
+def test_a_score_that_fails_has_no_reward_but_the_one_that_is_set(
+    on_failure: str, others: Sequence[float], expected: float | None
+) -> None:
     class Failing(Listening):
         def score(self, problem: Problem, text: str) -> Score:
             self.seen.append((problem.problem_id, text))
             number = len(self.seen) - 1
-            return Score(others[number], False, {}) if number < len(others) else Score(0.0, False, {}, "timeout")
+            return Score(others[number], False, {}) if number < len(others) else Score.unscored("timeout")
 
     [group] = sample_in_order(Reversed(), Failing(), CODEC, DRAWS[:1], SAMPLING, group_size=len(others) + 1)
-    assert [rollout.score.reward for rollout in group.rollouts] == [*others, expected]
-    assert group.rollouts[-1].score.failure == "timeout"
+    assert not group.rollouts[-1].score.is_scored
+    scores = [rollout.score for rollout in group.with_failures(on_failure).rollouts]
+    assert [score.reward if score.is_scored else None for score in scores] == [*others, expected]
+    assert scores[-1].failure == "timeout"

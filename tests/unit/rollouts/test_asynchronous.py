@@ -81,6 +81,7 @@ class Trainer:
             "codec": Codec(),
             "sampling": SamplingParams(4),
             "advantage": GroupStd(),
+            "on_failure": "exclude",
             "rank": settings.pop("rank", 0),
             "world_size": settings.pop("world_size", 1),
         }

@@ -54,6 +54,7 @@ def source(rank=0, world_size=1, **settings):
         codec=Codec(),
         sampling=SamplingParams(8),
         advantage=GroupStd(),
+        on_failure="exclude",
         rank=rank,
         world_size=world_size,
         **defaults | settings,

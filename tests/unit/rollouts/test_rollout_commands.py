@@ -20,7 +20,7 @@ from offline_grpo.rollouts.atropos.groups import GroupReader
 from offline_grpo.rollouts.store.export import scored_data
 from offline_grpo.rollouts.store.rows import parquet, table_of
 from offline_grpo.rollouts.store.show import show_groups
-from offline_grpo.types import RolloutGroup
+from offline_grpo.types import RolloutGroup, Score
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,16 @@ def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> 
     assert "repeated within their group: 40.0%; groups whose rewards are all equal: 50.0%" in text
     assert "reward against length: correlation +0.22" in text
     assert text.index("2 to 2") < text.index("3 to 3")
+
+    failed = [replace(longer, score=Score.unscored("timeout"))]
+    group = RolloutGroup(None, (first, third, *failed))
+    (tmp_path / "two.parquet").write_bytes(parquet(table_of("train", [group], [[0.0, 1.0, None]], 0), {}))
+    text = printed("stats", tmp_path / "two.parquet")
+    assert "not scored: 1 timeout" in text
+    assert ["1", "3", "0.100"] == next(line for line in text.splitlines() if line[:2] == "1 ").split()[:3]
+    assert "no reward  2" not in (text := printed("show", tmp_path / "two.parquet"))
+    assert text.index("reward 0.200") < text.index("no reward  3 tokens")
+    assert scored_data(groups[0]).keys() == scored_data(group.scored() or group).keys()
 
 
 def test_lines_of_json_hold_every_column(store: Path, tmp_path: Path, printed) -> None:

@@ -114,7 +114,7 @@ def two_turns() -> RolloutGroup:
         temperature=1.5,
         finish_reason=None,
         text="half a pair \ud800",
-        score=Score(0.0, False, {}, "timeout", {"speed": 2.5}),
+        score=Score(0.5, False, {}, None, {"speed": 2.5}),
         ref_logprobs=(0.0, -0.5, 0.0, 0.0, -0.75),
         teacher_logprobs=(0.0, -0.25, 0.0, 0.0, -1.5),
         zero_advantage=True,
@@ -142,6 +142,22 @@ def test_what_was_recorded_is_read_again() -> None:
             assert one.logprobs == pytest.approx(other.logprobs, rel=1e-7)
             assert replace(one, logprobs=other.logprobs) == other
     assert parquet(table, {}) == parquet(table_of("train", groups, None, 7), {})
+
+
+def test_what_could_not_be_scored_is_null_and_read_again_as_unscored() -> None:
+    """Whatever reward scoring.on_failure gave it."""
+    [group] = made_groups(1)[:1]
+    scores = (Score.unscored("timeout"), Score(0.0, False, {}, "raised"), group.rollouts[2].score)
+    rollouts = tuple(replace(r, score=score) for r, score in zip(group.rollouts, scores, strict=True))
+    table = table_of("train", [replace(group, rollouts=rollouts)], [[None, None, 0.0]], 7)
+    assert table["reward"].to_pylist() == [None, None, 0.3]
+    [read] = groups_of(table, group_rows(table).values())
+    assert [(r.score.is_scored, r.score.failure) for r in read.rollouts] == [
+        (False, "timeout"),
+        (False, "raised"),
+        (True, None),
+    ]
+    read.check(vocab_size=100, max_tokens=None)
 
 
 def test_half_a_character_in_a_problem_can_be_read_again() -> None:

@@ -1,8 +1,10 @@
 """From groups to the batch that is trained on: what any rollout source may hand over."""
 
+import random
 from dataclasses import replace
 
 import pytest
+import torch
 from factories import make_completion, make_qwen2, make_rollout, make_scoring, make_updater
 
 from offline_grpo.errors import ConfigError
@@ -11,7 +13,7 @@ from offline_grpo.loss.base import reward_penalty
 from offline_grpo.train.advantage import GroupMean
 from offline_grpo.train.batch import build_batch
 from offline_grpo.train.experience import check_groups, prepare_batch, rollout_metrics
-from offline_grpo.types import FinishReason, Rollout, RolloutGroup, Score, UnusableGroup
+from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score, UnusableGroup
 
 TWO_TURNS = Rollout(
     token_ids=(5, 6, 7, 8, 9, 10, 11),
@@ -219,3 +221,43 @@ def test_a_group_from_elsewhere_is_checked_before_it_is_learnt_from(change, reas
     assert found == reason
     with pytest.raises(UnusableGroup):
         group(TWO_TURNS).check(vocab_size=12, max_tokens=6)
+
+
+def test_rollouts_without_a_reward_are_left_out_as_if_they_had_not_been_sampled(tmp_path):
+    """A quarter of the scores fail: batch, advantages and metrics are those of the rest."""
+    rng, updater = random.Random(5), make_updater(tmp_path)
+    groups, rest, expected = [], [], []
+    for _ in range(12):
+        rollouts = [make_rollout([4], [3 + rng.randrange(5), 2], reward=rng.choice([0.0, 0.5, 1.0])) for _ in range(4)]
+        failed = [rng.random() < 0.25 for _ in rollouts]
+        pairs = list(zip(rollouts, failed, strict=True))
+        groups.append(group(*(replace(r, score=Score.unscored("raised")) if fails else r for r, fails in pairs)))
+        scored = [r for r, fails in pairs if not fails]
+        rest += [group(*scored)] if len(scored) > 1 else []
+        expected.append([not fails and len(scored) > 1 for fails in failed])
+    groups.append(group(*(replace(r, score=Score.unscored()) for r in rollouts[:3]), rollouts[3]))
+    batch, advantages, metrics = prepare_batch(groups, updater, updater.config)
+    of_rest, numbers, metrics_of_rest = prepare_batch(rest, updater, updater.config)
+    assert batch is not None
+    assert of_rest is not None
+    for name in ("token_ids", "sequence_ids", "completion_mask", "advantages", "old_logprobs"):
+        assert torch.equal(getattr(batch, name), getattr(of_rest, name)), name
+    assert [[each is not None for each in own] for own in advantages] == [*expected, [False] * 4]
+    assert [each for own in advantages for each in own if each is not None] == [each for own in numbers for each in own]
+    counts = {"num_groups": 13.0, "num_groups_unscored": 13.0 - len(rest)}
+    assert metrics == metrics_of_rest | counts
+    known = [rollout for each in groups for rollout in each.rollouts if rollout.score.is_scored]
+    means, means_of_rest = rollout_metrics(groups), rollout_metrics([group(*known)])
+    for name in ("reward_mean", "reward_std", "success_rate"):
+        assert means[name] == means_of_rest[name]
+    assert prepare_batch([groups[-1]], updater, updater.config)[0] is None
+
+
+def test_a_part_that_does_not_apply_to_a_completion_is_not_in_the_mean_of_that_part():
+    scores = (Score(1.5, True, {"right": 1.0, "brief": 0.5}), Score(0.0, False, {"right": 0.0}), Score.unscored())
+    problem = Problem("easy::p", (), "")
+    found = rollout_metrics([RolloutGroup(problem, tuple(replace(make_rollout([4], [3]), score=s) for s in scores))])
+    for place in ("", "task/easy/"):
+        assert [found[f"{place}reward/{name}"] for name in ("right", "brief")] == [0.5, 0.5]
+        assert found[f"{place}reward_mean"] == 0.75
+    assert found["scoring/num_failed_none"] == 1

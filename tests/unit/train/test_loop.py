@@ -18,7 +18,7 @@ from offline_grpo.train.milestones import Milestones
 from offline_grpo.types import RolloutGroup, SyncReport
 
 POLICY = SimpleNamespace(compute_device=torch.device("cpu"))
-GROUP: Any = SimpleNamespace(rollouts=())
+GROUP: Any = SimpleNamespace(rollouts=(), with_failures=lambda _: GROUP)
 
 
 def report_of(version: int) -> SyncReport:
@@ -77,6 +77,7 @@ def make_loop(engine: Engine, evaluation: Evaluation | None = None, **parts: Any
         "listeners": [],
         "ranks": Ranks(use_cpu=True),
         "stop": StopSignal(),
+        "on_failure": "exclude",
         "stop_at_failed_frac": None,
         "fills_updates": False,
     }

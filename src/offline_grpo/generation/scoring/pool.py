@@ -39,18 +39,20 @@ class Asked(Protocol):
 class IsolatedTask:
     """A `Task` like `task`, whose `score` is async and asks `scorers`.
 
-    Code that takes longer than `timeout_s`, needs more than `memory_mib`, ends its process or raises costs a score of 0
-    that says so (`Score.failure`), or less, see `judging.scores_of`. The first failure of each cause is logged.
+    Code that takes longer than `timeout_s`, needs more than `memory_mib`, ends its process or raises costs one score,
+    which says so (`Score.failure`). The first failure of each cause is logged.
     """
 
     def __init__(self, task: Task, scorers: Asked, settings: ScoringConfig) -> None:
         self._task, self._scorers = task, scorers
+        self._on_failure = settings.on_failure
         self._logged: set[str] = set()
         self._causes = {
             "timeout": f"took more than {settings.timeout_s:g} s (scoring.timeout_s)",
             "memory": f"needed more than {settings.memory_mib} MiB (scoring.memory_mib)",
             "crashed": "killed its process",
             "raised": "failed",
+            "none": "gave no reward (None)",
         }
 
     def problems(self, split: Split) -> Sequence[Problem]:
@@ -66,10 +68,9 @@ class IsolatedTask:
         if failure not in self._logged:
             self._logged.add(failure)
             about = f"the code that scores {self._causes[failure]}; {about_completion(problem, text)}"
-            get = "Such completions get the reward 0, or the least of their group if that is below 0"
-            counter = f"scoring/num_failed_{failure} counts them"
-            log.warning("%s", f"{about}. {get}: {counter}.\n{answer['details']}".rstrip())
-        return Score(0.0, False, {}, failure)
+            get = f"scoring.on_failure={self._on_failure}; scoring/num_failed_{failure} counts them"
+            log.warning("%s", f"{about}. {get}.\n{answer['details']}".rstrip())
+        return Score.unscored(failure)
 
     def close(self) -> None:
         """End all processes that score."""

@@ -224,6 +224,8 @@ def _line(answer: Mapping[str, Any]) -> bytes:
 def _answer(score: object) -> dict[str, Any]:
     """A score as JSON types. Raises ScoreError where it is none."""
     found = checked(score)
+    if found.failure is not None:
+        return failed(found.failure)
     numbers = {"reward": found.reward, "parts": dict(found.parts), "measured": dict(found.measured)}
     return numbers | {"is_correct": found.is_correct}
 

@@ -49,7 +49,7 @@ function sampleNode(sample) {
   const signed = sample.advantage === null ? "" : `advantage ${sample.advantage.toFixed(2)}`;
   const run = page.num_runs > 1 ? `run ${sample.run}` : "";
   const verdict = sample.is_correct ? "correct" : "wrong";
-  const facts = [run, `iteration ${sample.iteration}`, sample.problem_id, `reward ${sample.reward}`, verdict, signed];
+  const facts = [run, `iteration ${sample.iteration}`, sample.problem_id, `reward ${sample.reward ?? "none"}`, verdict, signed];
   const strength = 0.1 + 0.35 * Math.min(Math.abs(sample.advantage) / 2, 1);
   const style = `background: rgba(var(--${sample.advantage > 0 ? "up" : "down"}), ${strength})`;
   const wrote = make("mark", sample.advantage ? { style, title: `advantage ${sample.advantage.toFixed(3)}` } : {}, sample.text);

@@ -36,9 +36,9 @@ def to_json_lines(tables: Tables, out: Path) -> int:
 
 
 def to_atropos(tables: Tables, out: Path) -> int:
-    """A line per group, each a body for `POST /scored_data`. Returns how many."""
-    groups = (group for _, table in tables for group in groups_of(table, group_rows(table).values()))
-    return _write_lines(out, map(scored_data, groups))
+    """A line per group of what has a reward, each a body for `POST /scored_data`. Returns how many."""
+    groups = (group.scored() for _, table in tables for group in groups_of(table, group_rows(table).values()))
+    return _write_lines(out, map(scored_data, filter(None, groups)))
 
 
 def to_datasets(tables: Tables, out: Path) -> int:

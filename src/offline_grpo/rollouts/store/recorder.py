@@ -73,7 +73,12 @@ class Recorder(RunListener):
     _writing: list[Future[None]] = field(default_factory=list, init=False)
 
     def rollouts(
-        self, name: str, groups: Sequence[RolloutGroup], *, advantages: Sequence[Sequence[float]] | None, iteration: int
+        self,
+        name: str,
+        groups: Sequence[RolloutGroup],
+        *,
+        advantages: Sequence[Sequence[float | None]] | None,
+        iteration: int,
     ) -> None:
         from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
 

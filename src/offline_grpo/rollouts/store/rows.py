@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import nan
 from typing import Any
 
 import pyarrow as pa
@@ -49,12 +50,12 @@ SCHEMA = pa.schema(
         _always("temperature", pa.float64()),
         pa.field("finish_reason", pa.string()),  # null where the source does not know
         _always("text", pa.string()),  # what was judged
-        _always("reward", pa.float64()),
+        pa.field("reward", pa.float64()),  # null: it could not be scored
         pa.field("parts", pa.string()),  # JSON: {"name": weighted term of the reward}
         _always("is_correct", pa.bool_()),
         pa.field("failure", pa.string()),  # null, or why it could not be scored
         pa.field("measured", pa.string()),  # JSON: {"name": what else the task tells of it}; null: nothing
-        pa.field("advantage", pa.float64()),  # null in evaluations; of advantages per token their mean
+        pa.field("advantage", pa.float64()),  # null: an evaluation, or no reward; of advantages per token their mean
         pa.field("advantages", pa.list_(pa.float64())),  # [C]; null unless the source gives one per token
         pa.field("zero_advantage", pa.bool_()),
         pa.field("turn_starts", pa.list_(pa.int32())),  # [K] in completion_ids; null: no environment
@@ -67,7 +68,7 @@ _NUMBERS = [leaf for leaf in _ITEMS if not leaf.startswith("is_sampled")]
 
 
 def table_of(
-    phase: str, groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]] | None, iteration: int
+    phase: str, groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float | None]] | None, iteration: int
 ) -> pa.Table:
     """The rollouts of one iteration. Logprobs are kept in the float32 that training uses.
 
@@ -134,7 +135,8 @@ def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
         "temperature": rollout.temperature,
         "finish_reason": rollout.finish_reason,
         "text": utf8(rollout.text),
-        "reward": float(rollout.score.reward),  # Arrow takes no large integers for one
+        # whatever scoring.on_failure made of it; Arrow takes no large integers for a float
+        "reward": None if rollout.score.failure is not None else float(rollout.score.reward),
         "parts": _json(dict(rollout.score.parts)),
         "is_correct": rollout.score.is_correct,
         "failure": rollout.score.failure,
@@ -195,6 +197,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         for name in ("ref_logprobs", "teacher_logprobs")
     )
     parts, measured = ({} if row[name] is None else from_json(row[name]) for name in ("parts", "measured"))
+    reward = row["reward"] if row["failure"] is None else nan
     return Rollout(
         token_ids=(*prompt, *completion),
         is_sampled=(False,) * blank + (tuple(row["is_sampled"]) if row["is_sampled"] is not None else (True,) * length),
@@ -203,7 +206,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         temperature=row["temperature"],
         finish_reason=None if row["finish_reason"] is None else FinishReason(row["finish_reason"]),
         text=row["text"],
-        score=Score(row["reward"], row["is_correct"], parts, row["failure"], measured),
+        score=Score(reward, row["is_correct"], parts, row["failure"], measured),
         ref_logprobs=ref,
         teacher_logprobs=teacher,
         zero_advantage=bool(row["zero_advantage"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def show_groups(console: Console, table: pa.Table, count: int, *, full: bool) ->
     groups = [(key, rows) for key, rows in group_rows(table).items() if key[0] == newest]
     groups.sort(key=lambda group: len({rewards[row] for row in group[1]}) == 1)
     for (iteration, phase, number), rows in groups[:count]:
-        members = sorted(table.take(rows).to_pylist(), key=lambda row: -row["reward"])
+        members = sorted(table.take(rows).to_pylist(), key=lambda row: inf if row["reward"] is None else -row["reward"])
         first = members[0]
         name = "" if first["problem_id"] is None else f", problem {visible(first['problem_id'])}"
         when = "before training" if iteration == -1 else f"iteration {iteration + 1}"
@@ -50,7 +51,7 @@ def _prompt(row: Mapping[str, Any], *, full: bool) -> Iterator[Table]:
 def _answer(row: Mapping[str, Any], *, full: bool) -> Table:
     """Reward, advantage and why it ended; then the completion."""
     parts = {} if row["parts"] is None else from_json(row["parts"])
-    facts = [f"reward {row['reward']:.3f}"]
+    facts = ["no reward" if row["reward"] is None else f"reward {row['reward']:.3f}"]
     facts += [f"{visible(name)} {value:.3g}" for name, value in parts.items() if len(parts) > 1]
     facts += [] if row["advantage"] is None else [f"advantage {row['advantage']:+.2f}"]
     facts += [
@@ -96,11 +97,12 @@ def _facts_of(tables: Iterable[pa.Table]) -> tuple[dict[str, np.ndarray], list[b
                 tokens = tuple(rows["completion_ids"][row])
                 repeated[row] = tokens in seen
                 seen.add(tokens)
-            has_signal.append(len({rows["reward"][row] for row in members}) > 1)
+            has_signal.append(len({rows["reward"][row] for row in members} - {None}) > 1)
         found = rows | {"length": map(len, rows["completion_ids"]), "repeated": repeated}
         for name, column in columns.items():
             column.extend(found[name])
-    return {name: np.array(column) for name, column in columns.items()}, has_signal
+    of = {name: np.array(column) for name, column in columns.items()}
+    return of | {"reward": of["reward"].astype(float)}, has_signal  # None: NaN
 
 
 def print_stats(console: Console, tables: Iterable[pa.Table]) -> None:
@@ -111,8 +113,9 @@ def print_stats(console: Console, tables: Iterable[pa.Table]) -> None:
     failures = Counter(failure for failure in of["failure"] if failure is not None)
     equal = 1 - np.mean(has_signal)
     correlation = "one of them does not vary"
-    if of["length"].std() > 0 and of["reward"].std() > 0:
-        correlation = f"correlation {np.corrcoef(of['length'], of['reward'])[0, 1]:+.2f}"
+    pair = np.stack([of["length"], of["reward"]])[:, ~np.isnan(of["reward"])]
+    if pair.size and pair.std(axis=1).all():
+        correlation = f"correlation {np.corrcoef(pair)[0, 1]:+.2f}"
     lines = [
         f"{count:,} completions in {len(has_signal):,} groups, {of['length'].sum():,} tokens",
         f"ended: {', '.join(f'{reason} {n / count:.1%}' for reason, n in reasons.most_common())}",
@@ -121,7 +124,7 @@ def print_stats(console: Console, tables: Iterable[pa.Table]) -> None:
     ]
     if failures:
         causes = ", ".join(f"{n:,} {cause}" for cause, n in failures.most_common())
-        lines.append(f"not scored, and got 0 or, if lower, their group's least: {causes}")
+        lines.append(f"not scored: {causes}")
     console.print("\n".join(lines), markup=False, highlight=False)
     for label, parts in (("length", _length_bins(of["length"])), ("iteration", _iteration_blocks(of["iteration"]))):
         print_table(console, _stats_table(label, parts, of))
@@ -149,7 +152,7 @@ def _stats_table(label: str, parts: Sequence[tuple[str, np.ndarray]], of: dict[s
     for name, mask in parts:
         if mask.any():
             shown = (of["reward"], of["is_correct"], of["length"], of["finish_reason"] == "length", of["repeated"])
-            reward, correct, length, cut, repeated = (values[mask].mean() for values in shown)
+            reward, correct, length, cut, repeated = (np.nanmean(values[mask]) for values in shown)
             shares = (f"{reward:.3f}", f"{correct:.1%}", f"{length:.1f}", f"{cut:.1%}", f"{repeated:.1%}")
             table.add_row(name, f"{mask.sum():,}", *shares)
     return table
