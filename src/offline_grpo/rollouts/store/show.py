@@ -151,8 +151,15 @@ def _stats_table(label: str, parts: Sequence[tuple[str, np.ndarray]], of: dict[s
         table.add_column(name, justify="left" if name == label else "right")
     for name, mask in parts:
         if mask.any():
-            shown = (of["reward"], of["is_correct"], of["length"], of["finish_reason"] == "length", of["repeated"])
-            reward, correct, length, cut, repeated = (np.nanmean(values[mask]) for values in shown)
-            shares = (f"{reward:.3f}", f"{correct:.1%}", f"{length:.1f}", f"{cut:.1%}", f"{repeated:.1%}")
+            known = of["reward"][mask & ~np.isnan(of["reward"])]
+            shown = (of["is_correct"], of["length"], of["finish_reason"] == "length", of["repeated"])
+            correct, length, cut, repeated = (values[mask].mean() for values in shown)
+            shares = (
+                f"{known.mean():.3f}" if len(known) else "-",
+                f"{correct:.1%}",
+                f"{length:.1f}",
+                f"{cut:.1%}",
+                f"{repeated:.1%}",
+            )
             table.add_row(name, f"{mask.sum():,}", *shares)
     return table
