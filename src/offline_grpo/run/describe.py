@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from offline_grpo.run.plan import Plan
 from offline_grpo.run.task_data import TaskData
 
+TINY_ANSWER = 16
+"""Tokens that hold an answer of the tiny model, and of hardly any other."""
+
 
 def describe_data(data: TaskData, problems_per_iteration: int) -> list[str]:
     """The problems of a run, and what may be unexpected about them."""
@@ -56,10 +59,17 @@ def _counted(count: int, noun: str) -> str:
 
 
 def warnings(plan: Plan) -> Iterator[str]:
-    """That rollouts may be older than the policy while the clip ignores it; that the run ends while its learning rate
-    still rises.
+    """That settings are those of the tiny model; that rollouts may be older than the policy while the clip ignores it;
+    that the run ends while its learning rate still rises.
     """
-    interval, train = plan.weight_sync.interval, plan.config.train
+    interval, train, config = plan.weight_sync.interval, plan.config.train, plan.config
+    is_tiny = config.model.train_id is None and config.model.gguf_file is None
+    if plan.sampling.max_new_tokens <= TINY_ANSWER and not is_tiny:
+        yield (
+            f"generation.max_new_tokens={plan.sampling.max_new_tokens}: too short for most models; the defaults of "
+            f"that, of train.lr and of num_threads suit model=tiny, and usual for others are 256, 1e-6 (LoRA: 1e-5) "
+            f"and null"
+        )
     if interval > 1 and plan.loss.ratio_reference != "rollout":
         age = _counted(interval - 1, "iteration")
         yield (

@@ -5,6 +5,7 @@ own.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -32,7 +33,16 @@ def _number(text: str) -> str | None:
     return None if number is None else number.replace(",", "")
 
 
-ANSWERS: dict[str, Callable[[str], str | None]] = {"tag": _tagged, "last_number": _number, "completion": str}
+def _word(text: str) -> str | None:
+    return next(reversed(re.findall(r"[^\W_][\w'-]*", text)), None)
+
+
+ANSWERS: dict[str, Callable[[str], str | None]] = {
+    "tag": _tagged,
+    "last_number": _number,
+    "last_word": _word,
+    "completion": str,
+}
 
 log = logging.getLogger(__name__)
 

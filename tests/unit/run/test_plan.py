@@ -100,7 +100,7 @@ def test_the_command_line_is_looked_at(output_dir):
         app.run(compose_config(*FOUND.split(), *words), output_dir)
 
 
-def test_staleness_that_nothing_clips_and_a_rate_that_only_rises_are_named():
+def test_settings_that_rarely_fit_are_named():
     def told(*overrides):
         return [line.partition(": ")[0] for line in warnings(make_plan(typed(compose_config(*overrides))))]
 
@@ -108,6 +108,8 @@ def test_staleness_that_nothing_clips_and_a_rate_that_only_rises_are_named():
     clipped = ("train.loss.ratio_reference=rollout", "train.loss.importance_correction=none")
     assert told() == told(*stale, *clipped) == []
     assert told(*stale, "train.warmup_steps=500") == ["weight_sync.interval=3", "train.warmup_steps=500"]
+    assert told("model=smollm2_135m") == told("model.train_id=.", "generation.max_new_tokens=17") == []
+    assert told("model.train_id=.") == ["generation.max_new_tokens=8"]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def test_the_answer_is_where_the_task_says():
         assert task.score(problem, right.format(problem.answer[1:])).parts == {"correct": 1.0, "format": 0.1}
         elsewhere = task.score(problem, f"{problem.answer} <answer>{problem.answer}</answer> 3")
         assert elsewhere.is_correct == (where == "tag")
-    with pytest.raises(ConfigError, match=r"task.answer_in=box: must be one of tag, last_number, completion"):
+    with pytest.raises(
+        ConfigError, match=r"task.answer_in=box: must be one of tag, last_number, last_word, completion"
+    ):
         make("task.answer_in=box")
 
 
