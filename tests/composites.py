@@ -230,7 +230,7 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         },
     ),
     "gemma3": (
-        {"query_pre_attn_scalar": 32},
+        {"query_pre_attn_scalar": 32, "initializer_range": 0.05},  # else it repeats what it reads
         {"hidden_size": 128},
         {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"},
     ),
