@@ -149,6 +149,8 @@ class Advantage(Protocol):
 
     needs: ClassVar[Collection[str]] = ()
     """Which logprobs the batch must have beside `rollout_logprobs`: "old", "ref". All rollouts are scored for it."""
+    teacher: str | None = None
+    """Folder, Hub id, or server's URL of a frozen model: the batch has its `teacher_logprobs`."""
 
     def check(self, config: Any, task: Task) -> None:
         """Raise ConfigError, before a model is loaded, if a run with this `settings.RunConfig` lacks what it needs."""
@@ -196,6 +198,19 @@ class Loss(Protocol):
 
     def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
         """This microbatch's share of the loss (see `LossOutput`). Mutates nothing."""
+        ...
+
+
+class Scorer(Protocol):
+    """A frozen model that is asked how likely tokens are: the reference, or a teacher."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it wants batches."""
+        ...
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Logprobs [T] of the completion tokens under the batch's temperatures, in nats; 0 elsewhere."""
         ...
 
 

@@ -124,6 +124,7 @@ FIRST = "train_iter_000.json"
 QUICK = "model.tiny.warm_start_steps=2 model.tiny.warm_start_batch_size=4"
 QUERIES = {"0.self_attn.q_proj", "1.self_attn.q_proj"}
 LORA = "model/lora=default"
+DISTILLED = f"{BRIEF} train/advantage=distill train.advantage.teacher=@model train.kl_coef=0"
 GREEDY_BASE = "eval.replicates=1 eval.ks=[1]"
 
 RUNS: dict[str, Acts] = {
@@ -177,6 +178,11 @@ RUNS: dict[str, Acts] = {
     "train.mask_truncated": Acts("train.mask_truncated=true", metric("loss_pg"), base="generation.max_new_tokens=1"),
     "train.drop_zero_signal_groups": Acts(
         "train.drop_zero_signal_groups=true", metric("num_groups_trained"), base="task.format_weight=0"
+    ),
+    "train.advantage.teacher": Acts("train.advantage.teacher=null", error, base=DISTILLED),
+    "train.advantage.weight": Acts("train.advantage.weight=0.1", metric("advantage_std", FIRST), base=DISTILLED),
+    "train.advantage.base": Acts(
+        "train/advantage@train.advantage.base=group_std", metric("advantage_std", FIRST), base=DISTILLED
     ),
     "train.profile": Acts(
         "train.profile=1", lambda run: "profile/iter_000.json.gz" in run.files, to=True, keeps=weights

@@ -188,22 +188,29 @@ def load_reference(
     config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str
 ) -> Scoring | BaseScoring:
     """The frozen reference: the policy's base model under LoRA, else a copy on `config.ref_device`."""
-    reference_id = config.ref_id or model_id
-    scoring = policy.scoring
     if is_adapted_policy(config):
-        return BaseScoring(scoring)
-    key = "model.ref_id"
+        return BaseScoring(policy.scoring)
+    return load_frozen(
+        config, config.ref_id or model_id, policy, key="model.ref_id", layout=layout, precision=precision
+    )
+
+
+def load_frozen(
+    config: ModelConfig, model_id: str, policy: Policy, *, key: str, layout: Layout | None, precision: str
+) -> Scoring:
+    """A model on `config.ref_device` that is only asked for logprobs; `key` named it."""
+    scoring = policy.scoring
     device = policy.device if config.ref_device is None else resolve_device(config.ref_device, key="model.ref_device")
     how = {"key": key, "trust_remote_code": config.trust_remote_code}
-    model = load_causal_lm(reference_id, config.attn_implementation, device, torch_dtype(precision), **how)
+    model = load_causal_lm(model_id, config.attn_implementation, device, torch_dtype(precision), **how)
     model.requires_grad_(False)
     with torch.accelerator.device_index(device.index):
-        reference = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
+        frozen = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
         # What holds for one holds for the other, and is said once.
         is_like_policy = type(model) is type(policy.causal_lm) and device.type == policy.device.type
-        settle_layout(reference, scoring.layout if is_like_policy else layout, device, key=key)
-        settle_compile(reference, config.compile, device, key=key)
-    return reference
+        settle_layout(frozen, scoring.layout if is_like_policy else layout, device, key=key)
+        settle_compile(frozen, config.compile, device, key=key)
+    return frozen
 
 
 def prepare(

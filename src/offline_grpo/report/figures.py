@@ -78,7 +78,11 @@ def _one(section: str, title: str, unit: str, metric: str, color: str = BLUE) ->
     return Figure(section, title, unit, {f"train/{metric}": ""}, [color])
 
 
-_KL = {"train/kl_divergence": "policy to reference", "train/mismatch/kl_k3": "engine to trainer"}
+_KL = {
+    "train/kl_divergence": "policy to reference",
+    "train/mismatch/kl_k3": "engine to trainer",
+    "train/distill/reverse_kl": "policy to teacher",
+}
 _RATES = {"train/perf/generate_tokens_per_s": "generate", "train/perf/train_tokens_per_s": "train"}
 _TIMES = {f"train/time/{phase}_s": phase for phase in PHASES}
 _MEMORY = {
@@ -93,7 +97,7 @@ _OF_EVERY_RUN = (
     _one("learning", "Completion length", "tokens", "completion_tokens_mean", GREEN),
     _one("learning", "Cut off at the token limit", SHARE, "truncated_frac", GREY),
     _one("learning", "Policy entropy", NATS, "entropy", PURPLE),
-    Figure("learning", "KL divergence", NATS, _KL, [RED, GREY]),
+    Figure("learning", "KL divergence", NATS, _KL, [RED, GREY, BLUE]),
     _one("learning", "Clipped tokens", "share of tokens", "clip_frac", ORANGE),
     _one("learning", "Gradient norm", "norm before clipping", "grad_norm", RED),
     _one("learning", "Learning rate", "learning rate", "lr", GREY),

@@ -15,6 +15,7 @@ from offline_grpo.checkpoint.files import TrainerState, check_model_folder
 from offline_grpo.engine.server import next_to_start
 from offline_grpo.errors import require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
+from offline_grpo.generation.teacher import KEY
 from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source, TextCodec
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
@@ -43,6 +44,7 @@ from offline_grpo.run.serving import (
 )
 from offline_grpo.run.signals import StopSignal
 from offline_grpo.run.task_data import TaskData, isolated, records, source_node
+from offline_grpo.run.teacher import load_teacher
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
@@ -159,7 +161,8 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
     which the first process builds if it is missing.
     """
     config = plan.config
-    for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
+    named = {"model.train_id": config.model.train_id, "model.ref_id": config.model.ref_id, KEY: plan.advantage.teacher}
+    for key, name in named.items():
         if name is not None:
             ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
     if config.model.train_id is not None:
@@ -203,13 +206,14 @@ def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks, re
 def make_updater(
     plan: Plan, policy: Policy, model_id: str, run_folder: Path, ranks: Ranks, sharding: Sharding
 ) -> Updater:
-    """The updater of a run whose policy is loaded; loads the reference if there is a KL term."""
+    """The updater of a run whose policy is loaded; loads the reference if there is a KL term, and the teacher."""
     train, reference = plan.config.train, None
     if plan.loss.kl_coef > 0:
         with progress.phase("load reference"):
             model = plan.config.model
             reference = load_reference(model, model_id, policy, layout=plan.layout, precision=train.precision)
             sharding.prepare_reference(reference)
+    teacher = load_teacher(plan, policy, sharding)
     optimizer = plan.optimizer.create(policy.masters.parameters.values())
     return Updater(
         policy=policy,
@@ -217,6 +221,7 @@ def make_updater(
         loss=plan.loss,
         advantage=plan.advantage,
         reward_penalty=reward_penalty(plan.loss),
+        teacher=teacher,
         optimizer=OffloadedAdamW(optimizer, policy.masters) if is_offloaded(plan.optimizer) else optimizer,
         scaler=torch.amp.GradScaler(policy.device.type, enabled=train.precision == "fp16"),
         config=train,

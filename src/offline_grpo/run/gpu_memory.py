@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError
+from offline_grpo.generation.teacher import KEY
 from offline_grpo.model.device import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layers import blocks_of, is_compiled_by_default, layer_configs
 from offline_grpo.model.load import (
@@ -38,6 +39,7 @@ from offline_grpo.model.load import (
 from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
 from offline_grpo.run.engine_spec import num_shards
 from offline_grpo.run.plan import Plan
+from offline_grpo.train.advantage.distill import is_url
 from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit, is_offloaded
 
 log = logging.getLogger(__name__)
@@ -113,7 +115,8 @@ class MemoryRequest:
     trainers: Sequence[int]  # the GPU of every training process, that of the first one first
     engine_gpus: Sequence[int]  # of all servers; a GPU with several is there several times
     total_bytes: Sequence[int]  # memory of each GPU of this machine
-    reference_gpu: int | None = None  # that the reference has for itself
+    reference_gpu: int | None = None  # that the reference, and a teacher, have for themselves
+    teacher_config: PretrainedConfig | None = None  # of a teacher that is loaded; None if there is none
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,6 +168,7 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
         trust, reference = {"trust_remote_code": model.trust_remote_code}, None
         if needs_reference_copy(plan):
             reference = read_model_config(model.ref_id or model_id, "model.ref_id", **trust)
+        teacher = plan.advantage.teacher
         request = MemoryRequest(
             plan,
             read_model_config(model_id, "model.train_id", **trust),
@@ -174,6 +178,7 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
             engine_gpus=[gpu for gpus in server_gpus(devices) for gpu in gpus or ()],
             total_bytes=[torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())],
             reference_gpu=reference_gpu(devices),
+            teacher_config=None if teacher is None or is_url(teacher) else read_model_config(teacher, KEY, **trust),
         )
         share = float(wanted is True)
         share, predicted = choose_share(request) if wanted == "auto" else (share, predict(request, share))
@@ -213,18 +218,20 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     needed_bytes = activations_bytes
     if len(request.trainers) > 1 and not request.is_sharded:
         needed_bytes = max(needed_bytes, 2 * gradients_bytes)  # all gradients as one message, and its copy
-    reference_bytes = 0
-    if request.reference_config is not None:
-        reference_bytes = ceil(_num_weights(request.reference_config) * dtype.itemsize / num_parts)
+    frozen = [
+        Part(f"{name} weights", ceil(_num_weights(model_config) * dtype.itemsize / num_parts))
+        for name, model_config in (("reference", request.reference_config), ("teacher", request.teacher_config))
+        if model_config is not None
+    ]
 
     weights = Part("policy weights", ceil(sizes.num_weights * (4 if has_fp32_parts else dtype.itemsize) / num_parts))
     state_bytes = int(STATE_BYTES.get(type(plan.optimizer), STATE_BYTES[AdamW]) * num_trained)
     optimizer = [Part("fp32 masters", 4 * num_trained * needs_masters), Part("optimizer state", state_bytes)]
-    reference, context = Part("reference weights", reference_bytes), Part("CUDA context", CONTEXT_BYTES)
+    context = Part("CUDA context", CONTEXT_BYTES)
     others = [
         *([] if offload else optimizer),
         Part("gradients", gradients_bytes),
-        *([reference] if request.reference_gpu is None and model.ref_device != "cpu" else []),
+        *(frozen if request.reference_gpu is None and model.ref_device != "cpu" else []),
         Part(ACTIVATIONS, needed_bytes),
         Part(SAMPLING, max(0, _sampling_bytes(request) - gradients_bytes - activations_bytes)),
         context,
@@ -232,13 +239,13 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     ]
 
     devices = []
-    of_reference = () if request.reference_gpu is None or not reference_bytes else (request.reference_gpu,)
+    of_reference = () if request.reference_gpu is None or not frozen else (request.reference_gpu,)
     for gpu in sorted({*request.trainers, *of_reference, *request.engine_gpus}):
         processes = [process for process, trained_on in enumerate(request.trainers) if trained_on == gpu]
         owners = [process for process in processes if process > 0 or not shares_weights]
         trainer = tuple(part for part in [weights] * len(owners) + others * len(processes) if part.num_bytes > 0)
         if gpu in of_reference:
-            trainer += (reference, context)
+            trainer += (*frozen, context)
         num_servers = request.engine_gpus.count(gpu)
         served = _server_parts(request, request.total_bytes[gpu], num_servers) if num_servers else ()
         devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))

@@ -123,7 +123,7 @@ def make_plan(config: RunConfig) -> Plan:
         engine=engine,
         eval_engine=eval_engine,
         loss=build(config.train.loss, key="train.loss", protocol=Loss),
-        advantage=build(config.train.advantage, key="train.advantage", protocol=Advantage),
+        advantage=_advantage(config.train.advantage, "train.advantage"),
         optimizer=build(config.train.optimizer, key="train.optimizer", protocol=OptimizerFactory),
         layout=layout_named(layout) if isinstance(layout, str) else build(layout, key="model.layout", protocol=Layout),
         head=build(config.model.head, key="model.head", protocol=LossHead),
@@ -132,6 +132,13 @@ def make_plan(config: RunConfig) -> Plan:
     )
     check_plan(plan)
     return plan
+
+
+def _advantage(node: Any, key: str) -> Advantage:
+    """The advantage of a node; the one under `base`, to which distillation adds, is built first."""
+    base = node.get("base") if isinstance(node, Mapping) else None
+    built = {} if base is None else {"base": _advantage(base, f"{key}.base")}
+    return build({**node, **built} if built else node, key=key, protocol=Advantage)
 
 
 def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
+from offline_grpo import hub
 from offline_grpo.errors import require
 from offline_grpo.eval.pass_at_k import metric_names
 from offline_grpo.run.config import key_of
+from offline_grpo.train.advantage.distill import Distill, is_url
 from offline_grpo.train.optimizer import AdamW
 
 if TYPE_CHECKING:
@@ -26,15 +28,32 @@ def check_plan(plan: Plan) -> None:
     model = plan.config.model
     adapted = model.lora is not None and model.ref_id in (None, model.train_id)
     fix = "under LoRA the reference is the trained model without its adapters; leave it null"
-    require(not adapted or model.ref_device is None, "model.ref_device", model.ref_device, fix)
+    is_idle = adapted and plan.advantage.teacher is None
+    require(not is_idle or model.ref_device is None, "model.ref_device", model.ref_device, fix)
     plan.advantage.check(plan.config, plan.data.task)
     needs_kl = "ref" in plan.advantage.needs and plan.loss.kl_coef == 0
     fix = "train.advantage needs the reference's logprobs, which a KL penalty loads; set it above 0"
     require(not needs_kl, "train.kl_coef", plan.loss.kl_coef, fix)
+    _check_teacher(plan)
     _check_weight_sync(plan)
     _check_cluster(plan)
     _check_sharding(plan)
     _check_metrics(plan)
+
+
+def _check_teacher(plan: Plan) -> None:
+    teacher = plan.advantage.teacher
+    if teacher is not None and not is_url(teacher):
+        hub.need_model(teacher, "train.advantage.teacher")
+    if not isinstance(plan.advantage, Distill) or plan.data.train is None:
+        return
+    fix = "name a model (folder or Hub id), or the URL of a vLLM server; null is for rollouts that were scored before"
+    require(teacher is not None, "train.advantage.teacher", teacher, fix)
+    fix = (
+        "a server tells its logprobs at temperature 1, whatever it is asked; use 1, or load the teacher here by its id"
+    )
+    is_right = not is_url(teacher) or plan.sampling.temperature == 1.0
+    require(is_right, "generation.temperature", plan.sampling.temperature, fix)
 
 
 def _check_weight_sync(plan: Plan) -> None:

@@ -15,6 +15,7 @@ from offline_grpo.model.load import context_length, load_tokenizer, read_model_c
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.run.plan import Plan
 from offline_grpo.run.task_data import PREFIX
+from offline_grpo.run.teacher import check_teacher
 from offline_grpo.settings import DataConfig, RunConfig
 from offline_grpo.types import Problem
 
@@ -52,7 +53,10 @@ def check_model(plan: Plan, model_id: str) -> tuple[Plan, tuple[int, int]]:
     codec, settings, data = codec_of(plan.config, tokenizer), plan.config.data, plan.data
     train = None if data.train is None else without_long(data.train, codec, settings, "training")
     data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
-    return (plan := replace(plan, data=data)), check_prompts(plan, model_id, codec, model_config)
+    plan = replace(plan, data=data)
+    prompt_tokens = check_prompts(plan, model_id, codec, model_config)
+    check_teacher(plan, model_config, tokenizer, prompt_tokens[1])
+    return plan, prompt_tokens
 
 
 def without_long(problems: Sequence[Problem], codec: TextCodec, settings: DataConfig, what: str) -> Sequence[Problem]:

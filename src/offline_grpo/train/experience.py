@@ -91,6 +91,10 @@ def prepare_batch(
         "num_advantages_positive": float(sum(n > 0 for n in numbers)),
         "num_advantages_negative": float(sum(n < 0 for n in numbers)),
     }
+    if batch.teacher_logprobs is not None:
+        mask = batch.completion_mask
+        metrics["distill/reverse_kl"] = (batch.rollout_logprobs - batch.teacher_logprobs)[mask].mean().item()
+        metrics["distill/teacher_nll"] = -batch.teacher_logprobs[mask].mean().item()
     return batch if has_logprobs else updater.score(batch), of_all, metrics
 
 

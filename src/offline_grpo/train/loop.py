@@ -150,7 +150,12 @@ class Loop:
             raise signal
 
     def _train(self, groups: Sequence[RolloutGroup], iteration: int) -> dict[str, float]:
+        began = time.perf_counter()
+        groups = self.updater.taught(groups)
+        teacher_s = time.perf_counter() - began
         batch, advantages, metrics = prepare_batch(groups, self.updater, self.config, fills_updates=self.fills_updates)
+        if self.updater.teacher is not None:
+            metrics["time/teacher_s"] = teacher_s
         for listener in self.listeners:
             listener.rollouts("train", groups, advantages=advantages, iteration=iteration)
         if iteration == 0:

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from offline_grpo import progress
 from offline_grpo.errors import NonFiniteError
-from offline_grpo.interfaces import Advantage, Loss, Sharding
+from offline_grpo.interfaces import Advantage, Loss, Scorer, Sharding
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.scoring import BaseScoring, Scoring, prepare_for_gradients
+from offline_grpo.model.scoring import Scoring, prepare_for_gradients
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.alignment import MISMATCH_NATS, Alignment, warn_of_mismatch
-from offline_grpo.train.batch import microbatches, share_of_rank, split_updates, totals_of
+from offline_grpo.train.batch import build_batch, microbatches, share_of_rank, split_updates, totals_of
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
-from offline_grpo.types import BatchTotals, TokenBatch, TokenStats
+from offline_grpo.types import BatchTotals, Rollout, RolloutGroup, TokenBatch, TokenStats
 
 MEANS = {"exp_avg", "exp_avg_sq", "state1", "state2"}
 """What optimizers call the state that they keep for every weight."""
@@ -41,7 +41,7 @@ class Updater:
     """Applies updates to a policy. `counters`, the optimizer and the scaler are the state that a checkpoint saves."""
 
     policy: Policy
-    reference: Scoring | BaseScoring | None
+    reference: Scorer | None
     loss: Loss
     advantage: Advantage
     optimizer: torch.optim.Optimizer
@@ -54,6 +54,7 @@ class Updater:
     seed: int
     failure_dir: Path
     reward_penalty: Callable[[TokenBatch], Tensor] | None = None  # [S], see `loss.base.reward_penalty`
+    teacher: Scorer | None = None
     counters: UpdateCounters = field(default_factory=UpdateCounters)
 
     _warns_above: float = field(default=MISMATCH_NATS, init=False)
@@ -107,13 +108,32 @@ class Updater:
         needs them. Reference logprobs that came with the rollouts take the place of a pass.
         """
         old = self._score_all(self.policy.scoring, batch) if self.needs_old_logprobs(batch) else None
-        needs_ref = self.reference is not None and batch.ref_logprobs is None
-        ref = self._score_all(self.reference, batch) if needs_ref else None
+        ref = None
+        if self.reference is not None and batch.ref_logprobs is None:
+            ref = self._score_all(self.reference, batch)
         return batch.with_logprobs(old=old, ref=ref)
 
-    def _score_all(self, scoring: Any, batch: TokenBatch) -> Tensor:
+    def taught(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
+        """The groups with the teacher's logprobs, in place of any that came with them; as they are without a teacher.
+        Those of truncated completions too: they are recorded.
+        """
+        if self.teacher is None:
+            return groups
+        batch = build_batch([rollout for group in groups for rollout in group.rollouts], mask_truncated=False)
+        is_server = not isinstance(self.teacher, Scoring)
+        rows = iter(self._score_all(self.teacher, batch, at_once=is_server).split(batch.sequence_lengths))
+
+        def told(rollout: Rollout) -> Rollout:
+            return replace(rollout, teacher_logprobs=tuple(next(rows).tolist()))
+
+        return [replace(group, rollouts=tuple(map(told, group.rollouts))) for group in groups]
+
+    def _score_all(self, scoring: Scorer, batch: TokenBatch, *, at_once: bool = False) -> Tensor:
+        """Logprobs [T] of all sequences, of which each process scores a share, in microbatches or `at_once`."""
         logprobs = torch.zeros_like(batch.old_logprobs)  # [T]
         passes = list(self._passes(range(batch.num_sequences), batch))
+        if at_once:
+            passes = [(own, True)] if (own := [s for sequences, counts in passes if counts for s in sequences]) else []
         scored: list[tuple[Sequence[int], Tensor]] = []  # on the device: it is not waited for between two microbatches
         for number, (sequences, counts) in enumerate(passes):
             part = scoring.logprobs(batch.select(sequences).to(scoring.device))

@@ -1,0 +1,131 @@
+"""On-policy distillation: values and gradients against transformers' own forward, and that a student learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from factories import (
+    LOSS,
+    complete_in_order,
+    make_llama,
+    make_qwen2,
+    make_rollout,
+    make_scoring,
+    make_updater,
+)
+from torch import Tensor, nn
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.loss.grpo import GRPO
+from offline_grpo.train.advantage import GroupStd
+from offline_grpo.train.advantage.distill import Distill
+from offline_grpo.train.batch import totals_of
+from offline_grpo.train.experience import prepare_batch
+from offline_grpo.types import RolloutGroup, SamplingParams, SamplingRequest
+
+PROMPT = (5, 6, 7)
+COMPLETIONS = ([8, 9, 10], [11, 3, 2, 9, 4], [12], [1, 1])
+TEMPERATURE = 0.7
+DISTILL = Distill(teacher="teacher", weight=2.0, base=None)
+
+
+def by_hand(model: nn.Module, completion: list[int]) -> Tensor:
+    """Logprobs [C] of a completion, in the model's precision."""
+    logits = model(torch.tensor([[*PROMPT, *completion]])).logits[0, len(PROMPT) - 1 : -1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def groups() -> list[RolloutGroup]:
+    rollouts = [
+        make_rollout(PROMPT, completion, temperature=TEMPERATURE, reward=reward)
+        for completion, reward in zip(COMPLETIONS, (1.0, 0.0, 0.0, 0.0), strict=True)
+    ]
+    return [RolloutGroup(None, tuple(rollouts[:2])), RolloutGroup(None, tuple(rollouts[2:]))]
+
+
+def test_value_and_gradient_are_those_of_a_forward_by_hand(tmp_path: Path) -> None:
+    student, teacher = make_qwen2().double(), make_llama().double()
+    updater = make_updater(tmp_path, batch_size=2)
+    updater.advantage, updater.teacher = DISTILL, make_scoring(teacher)
+    taught = updater.taught(groups())
+    batch, _, metrics = prepare_batch(taught, updater, updater.config)
+    assert batch is not None
+    assert metrics["num_groups_trained"] == 2, "equal rewards are no reason to drop a group"
+    theirs = [by_hand(teacher, completion).detach() for completion in COMPLETIONS]
+    advantages = [2.0 * (own - -1.0) for own in theirs]  # all rollouts were sampled at a logprob of -1
+    torch.testing.assert_close(
+        batch.advantages[batch.completion_mask].double(), torch.cat(advantages), atol=1e-5, rtol=0
+    )
+    assert metrics["distill/reverse_kl"] == pytest.approx(-torch.cat(advantages).mean().item() / 2, abs=1e-5)
+    assert metrics["distill/teacher_nll"] == pytest.approx(-torch.cat(theirs).mean().item(), abs=1e-5)
+
+    loss = GRPO(**{**LOSS, "entropy_coef": 0.0})
+    scoring = make_scoring(student)
+    stats = scoring(batch)
+    part = batch.with_logprobs(old=stats.logprobs.detach())
+    loss(stats, part, totals_of(batch, range(4), max_new_tokens=20)).loss.backward()
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in student.named_parameters() if parameter.grad is not None
+    }
+    student.zero_grad()
+    own = [by_hand(student, completion) for completion in COMPLETIONS]
+    (-torch.stack([(row * a).mean() for row, a in zip(own, advantages, strict=True)]).mean()).backward()
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_it_is_added_to_an_advantage_from_rewards(tmp_path: Path) -> None:
+    updater = make_updater(tmp_path)
+    updater.teacher = make_scoring(make_llama())
+    taught = updater.taught(groups())
+    found = []
+    for advantage in (DISTILL, GroupStd(), replace(DISTILL, base=GroupStd())):
+        updater.advantage = advantage
+        batch, _, _ = prepare_batch(taught, updater, replace(updater.config, drop_zero_signal_groups=False))
+        assert batch is not None
+        found.append(batch.advantages)
+    torch.testing.assert_close(found[0] + found[1], found[2])
+    assert found[1].abs().max() > 0.5
+
+
+def test_what_has_no_teacher_is_refused(tmp_path: Path) -> None:
+    updater = make_updater(tmp_path)
+    updater.advantage = replace(DISTILL, teacher=None)
+    with pytest.raises(ConfigError, match=r"^train.advantage.teacher=None: 4 of 4 rollouts come without a teacher's"):
+        prepare_batch(updater.taught(groups()), updater, updater.config)
+    updater.teacher = make_scoring(make_llama())
+    own = replace(groups()[0], advantages=((0.0,) * 6, (0.0,) * 8))
+    with pytest.raises(ConfigError, match="come with advantages of their own"):
+        prepare_batch(updater.taught([own]), updater, updater.config)
+
+
+def test_a_student_becomes_its_teacher(tmp_path: Path) -> None:
+    """The KL to the teacher, over the whole vocabulary, falls to a tenth."""
+    updater = make_updater(tmp_path, lr=1e-2)
+    updater.loss = GRPO(**{**LOSS, "entropy_coef": 0.0})
+    student, teacher = updater.policy.model, make_qwen2()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    updater.advantage, updater.teacher = replace(DISTILL, weight=1.0), make_scoring(teacher)
+    client = TransformersClient(student, SimpleNamespace(eos_token_id=0, pad_token_id=0), 128)  # type: ignore[arg-type]
+    distances = []
+    for iteration in range(14):
+        with torch.no_grad():
+            p, q = (model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1) for model in (student, teacher))
+        distances.append((p.exp() * (p - q)).sum().item())
+        [completions] = complete_in_order(
+            client, [SamplingRequest(PROMPT, 128, seed=1000 * iteration)], SamplingParams(1)
+        )
+        group = RolloutGroup(None, tuple(make_rollout(PROMPT, completion) for completion in completions))
+        batch, _, _ = prepare_batch(updater.taught([group]), updater, updater.config)
+        assert batch is not None
+        updater.run(batch, iteration=iteration)
+    assert distances[0] > 1
+    assert distances[-1] < 0.1 * distances[0]
