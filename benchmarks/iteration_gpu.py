@@ -17,6 +17,7 @@ iterations may be long and short in turn.
     async   the same with weight_sync=ipc and rollouts=async: the next completions are drawn during the update, on the
             same card
     lora    the same with weight_sync=lora_hotswap and adapters of rank 16 on all linear layers
+    distill the same as ours with train/advantage=distill and a teacher of the policy's size in the trainer's process
     two     the same with weight_sync=ipc and two servers on the card, which have half of the memory each
     trl     vllm_mode=colocate with bf16 weights and optimizer, without recomputation, in microbatches of --trl-batch
             sequences
@@ -40,7 +41,7 @@ from common import Target, write_result
 from random_model import save, sevens
 
 ROOT = Path(__file__).parents[1]
-OURS = ("ours", "lora", "async", "two")
+OURS = ("ours", "lora", "distill", "async", "two")
 ARMS = (*OURS, "trl")
 WARMUP = 2
 PROMPTS, GROUP, TOKENS = 32, 8, 512
@@ -52,6 +53,11 @@ def our_command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
     servers: tuple[str, ...] = {
         "ours": ("weight_sync=shared_vllm",),
         "lora": ("weight_sync=lora_hotswap", "model/lora=default"),
+        "distill": (
+            "weight_sync=shared_vllm",
+            "train/advantage=distill",
+            f"train.advantage.teacher={work}/model",
+        ),
         "async": (
             between,
             "rollouts=async",
@@ -269,6 +275,9 @@ def main() -> None:
         for arm, result in found.items()
     }
     targets = [Target(f"{arm}_s", "<=", 6.5) for arm in OURS if arm in found]
+    if "distill" in found:
+        measured["teacher_share"] = found["distill"]["phases_s"]["time/teacher_s"] / measured["distill_s"]
+        targets.append(Target("teacher_share", "<=", 0.15))
     if {"ours", "lora"} <= found.keys():
         phases, full = found["lora"]["phases_s"], found["ours"]["phases_s"]
         measured |= {
