@@ -134,6 +134,7 @@ class TrainConfig:
     kl_coef: float
     entropy_coef: float
     precision: str
+    dither_masters: bool
     sharding: str
     gradient_checkpointing: Any  # bool or "auto", as model.compile
     train_layer_indices: str | None

@@ -171,6 +171,7 @@ RUNS: dict[str, Acts] = {
         to=2,
     ),
     "train.weight_decay": Acts("train.weight_decay=0.5", weights),
+    "train.dither_masters": Acts("train.dither_masters=false", weights, base="train.precision=bf16"),
     "train.schedule": Acts("train.schedule=constant", metric("lr"), to=0.02),
     "train.grad_clip": Acts("train.grad_clip=0.01", weights, keeps=samples),
     "train.gradient_checkpointing": Acts("train.gradient_checkpointing=true", calls("sdpa"), keeps=weights),

@@ -2,7 +2,7 @@
 
 At the learning rates of RL an update is smaller than half a unit in the last place of most bf16 weights, so an
 optimizer that steps on bf16 weights changes few of them (84% stay put at lr 1e-5). Here the update is added in fp32 and
-then rounded into the model.
+then rounded into the model. Masters begin beside the weights, so that the first updates are seen too: see `dither`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from offline_grpo.seeding import derive_seed
 
 CHUNK_ELEMENTS = 1 << 24
 """Compared at once: few launches on a GPU, and temporaries of at most 48 MiB for 16-bit weights."""
@@ -169,6 +173,29 @@ class MasterWeights:
         flags = torch.stack([flag for _, flag in differ]).tolist() if differ else []  # waits for the device once
         return list(dict.fromkeys(name for (name, _), flag in zip(differ, flags, strict=True) if flag))
 
+    @torch.no_grad()
+    def dither(self, seed: int) -> None:
+        """Move each master by a random part of what rounding hides; the model's weights keep their bits.
+
+        Weights that come as 16-bit numbers are half a step of their format away from the next one. At lr 1e-5 a weight
+        of 0.05 would need ten updates in one direction before it changed, and until then a run learns nothing. From
+        dithered masters as large a share of the weights changes as an update is of a step, so their mean moves as that
+        of the masters does. The noise is a hash of a weight's place: sharding does not change it.
+        """
+        for name, working in self._working.items():
+            dtype = self._rounds_to or working.dtype
+            if dtype == torch.float32:
+                continue
+            value, place = self.values[name], derive_seed(seed, name)
+            first = _first_element(value)
+            for chunk in getattr(value, "to_local", lambda v=value: v)().flatten().split(CHUNK_ELEMENTS):
+                master = chunk.to(working.device)
+                rounded = master.to(dtype)
+                step = (rounded.abs().view(torch.int16) + 1).view(dtype).float() - rounded.abs().float()
+                moved = master + step * _noise(first, len(chunk), place, master.device)
+                chunk.copy_(torch.where(moved.to(dtype) == rounded, moved, master))
+                first += len(chunk)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The masters that say more than the model's weights: what a checkpoint must hold beside the model."""
         formats = {name: self._rounds_to or working.dtype for name, working in self._working.items()}
@@ -189,3 +216,19 @@ def _any_bit_differs(ours: Tensor, theirs: Tensor) -> Tensor:
     is_wide = ours.is_contiguous() and is_whole
     integer = torch.int64 if is_wide else {2: torch.int16, 4: torch.int32}[ours.element_size()]
     return ours.view(integer).ne(theirs.view(integer)).any()
+
+
+def _first_element(value: Tensor) -> int:
+    """Where this process's part of a tensor begins in all of it, as an index of the flat tensor."""
+    if not isinstance(value, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return offsets[0] * value.shape[1:].numel()
+
+
+def _noise(first: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """[count] fp32 in [-0.5, 0.5), uniform: 24 bits of MurmurHash3's finaliser of each index, which `seed` permutes."""
+    bits = torch.arange(first, first + count, device=device) ^ seed
+    for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):  # 0xFF51AFD7ED558CCD and 0xC4CEB9FE1A85EC53, signed
+        bits = (bits ^ ((bits >> 33) & 0x7FFFFFFF)) * factor
+    return ((bits ^ ((bits >> 33) & 0x7FFFFFFF)) & 0xFFFFFF).float() / 2**24 - 0.5

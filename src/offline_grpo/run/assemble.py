@@ -107,7 +107,9 @@ def assemble(
             with sharding.gathered(policy):
                 prove_sampling(training.client, policy, longest)
     with progress.phase("masters"):
-        policy.make_masters(offload=is_offloaded(plan.optimizer))
+        masters = policy.make_masters(offload=is_offloaded(plan.optimizer))
+        if config.train.dither_masters:
+            masters.dither(config.seed)
     updater = make_updater(plan, policy, model_id, folder, ranks, sharding)
     if start.resume is not None and start.resume.lr_schedule is not None:
         updater.lr_schedule = start.resume.lr_schedule

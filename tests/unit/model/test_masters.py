@@ -47,6 +47,26 @@ def test_masters_move_where_bf16_weights_do_not():
     assert (layer.weight != before).float().mean() > 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dithered_masters_move_the_mean_weight_from_the_first_update_on(dtype):
+    torch.manual_seed(0)
+    layer = nn.Linear(512, 512, bias=False).to(dtype)
+    before = layer.weight.detach().clone()
+    masters = MasterWeights(layer.named_parameters())
+    masters.dither(seed=0)
+    noise = masters.values["weight"] - before.float()
+    masters.publish()
+    assert torch.equal(layer.weight, before)
+    assert (noise != 0).float().mean() > 0.95
+    assert abs(noise.mean()) < 0.01 * noise.abs().mean()
+    update = 1e-6  # a hundredth of the steps between weights of 0.02 in bf16, a tenth in fp16
+    masters.values["weight"].add_(update)
+    masters.publish()
+    moved = layer.weight.float() - before.float()
+    assert 0 < (moved != 0).float().mean() < 0.5
+    assert moved.mean().item() == pytest.approx(update, rel=0.05)
+
+
 @pytest.mark.parametrize("small_elements", [16, 256], ids=["the bias waits", "both wait"])
 def test_gradients_accumulate_in_fp32(monkeypatch, small_elements):
     monkeypatch.setattr(masters_module, "SMALL_ELEMENTS", small_elements)
