@@ -119,6 +119,8 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
             lines = results_table(named, results.metrics, {each.name: each.config.eval.ks for each in sets})
             if compared := comparison_lines("A", results.comparisons):
                 lines += ["", *compared]
+            if run_folder is not None and sets[0].config.eval.do_sample:
+                lines.append("drawn with other seeds than in the run's evaluation, so the numbers differ a bit")
             lines += truncation_lines(results.metrics)
         if out.exists():
             end = "" if results.is_complete else " (not complete: the problems that were judged are there)"

@@ -157,3 +157,8 @@ def test_optuna_searches_for_the_best_pass_at_1(tmp_path: Path) -> None:
     best = yaml.safe_load((sweep / "optimization_results.yaml").read_text())
     assert best["best_params"].keys() == {"train.lr", "data.rollouts_per_problem"}
     assert "2 configurations, 2 runs" in done.stdout
+    command = [sys.executable, str(ROOT / "run_grpo.py"), f"resume={sweep}", "hydra.sweeper.n_trials=3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(f"run {number} of the sweep is finished" in done.stdout for number in (0, 1))
+    assert "3 configurations, 3 runs" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -180,10 +181,15 @@ def _names(runs: Sequence[Run]) -> list[str]:
     names = []
     for each in differing:
         short = {key: leaf if leaves[leaf := key.rpartition(".")[2]] == 1 else key for key in each}
-        names.append(", ".join(f"{short[key]}={value}" for key, value in each.items()) or "all alike")
+        names.append(", ".join(f"{short[key]}={_rounded(value)}" for key, value in each.items()) or "all alike")
     return [
         f"{name} (as run {run.name})" if names.count(name) > 1 else name for name, run in zip(names, runs, strict=True)
     ]
+
+
+def _rounded(value: str) -> str:
+    """Numbers that a search drew, with four digits."""
+    return f"{float(value):.4g}" if re.fullmatch(r"\d\.\d{4,}(e-?\d+)?|0\.\d{6,}", value) else value
 
 
 def have_own_seeds(runs: Sequence[Run]) -> bool:

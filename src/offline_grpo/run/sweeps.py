@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from offline_grpo.checkpoint.files import latest_state
 from offline_grpo.disk import matching
@@ -56,6 +56,7 @@ class RunCallback(Callback):
         self._folder, self._process = Path(config.hydra.sweep.dir).resolve(), os.getpid()
         _lock(self._folder, f"hydra.sweep.dir={config.hydra.sweep.dir}")
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)  # of a start that was interrupted
+        OmegaConf.save(config, self._folder / RECORD)  # Hydra's sweeper of a grid does, and Optuna's does not
         atexit.register(self._print_table)  # an interrupted sweep has one too, of the runs so far
         if (launcher := config.hydra.launcher)._target_.endswith(".JoblibLauncher"):
             with read_write(launcher):
@@ -102,6 +103,16 @@ def check_folder(folder: Path) -> None:
     if stored.is_file() and (other := read_yaml(stored)["hydra"]["job"]["num"]) != config.job.num:
         fix = "let it have ${hydra.job.num} in it, or each key that is swept over"
         raise ConfigError(f"hydra.sweep.subdir={config.sweep.subdir}: job {other} of the sweep has that folder; {fix}")
+    if not stored.is_file():
+        return
+    before, now = (
+        {key_of(word): word for word in words}
+        for words in (read_yaml(folder / ".hydra" / "overrides.yaml") or [], config.overrides.task)
+    )
+    for key in map(key_of, config.sweeper.get("params") or {}):
+        if (old := before.get(key)) != (new := now.get(key)):
+            fix = "an earlier run gave another result, or Optuna is another version; start another search"
+            raise ConfigError(f"{new}: run {config.job.num} of this search has {old}; {fix}")
 
 
 @contextmanager
@@ -148,7 +159,7 @@ def newest_alike(typed: Sequence[str]) -> Path | None:
     for path in sorted(matching(ROOT, f"*/*/{RECORD}"), reverse=True):
         record = read_yaml(path)["hydra"]
         own = _recorded(record)
-        if _is_grid(record) and sorted(own) == sorted(wanted) and _swept(own) == _swept(wanted):
+        if _is_repeatable(record) and sorted(own) == sorted(wanted) and _swept(own) == _swept(wanted):
             return path.parent.resolve()
     return None
 
@@ -160,7 +171,8 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
         ConfigError: it is a search, or the typed overrides would give its runs other numbers.
     """
     record = read_yaml(sweep / RECORD)["hydra"]
-    require(_is_grid(record), "resume", sweep, "a search cannot be resumed, its next runs depend on the earlier ones")
+    fix = "this search drew at random, so its runs cannot be found again; set hydra.sweeper.sampler.seed the next time"
+    require(_is_repeatable(record), "resume", sweep, fix)
     place = Path(record["runtime"]["cwd"])
     own = [word if place == Path.cwd() else _seen_from(place, word) for word in _recorded(record)]
     further = [word for word in typed if key_of(word) not in OF_ONE_START and word not in own]
@@ -205,5 +217,9 @@ def _swept(words: Sequence[str]) -> list[str]:
     return [word for word, override in zip(words, parsed, strict=True) if override.is_sweep_override()]
 
 
-def _is_grid(record: Mapping[str, Any]) -> bool:
-    return record["sweeper"]["_target_"].endswith(".BasicSweeper")
+def _is_repeatable(record: Mapping[str, Any]) -> bool:
+    """Whether the same results lead to the same runs: of a grid, and of a search that draws with a seed. A search is
+    resumed by repeating it: finished runs are skipped and tell Optuna their pass@1, so that it asks for the same runs.
+    """
+    sweeper = record["sweeper"]
+    return sweeper["_target_"].endswith(".BasicSweeper") or sweeper.get("sampler", {}).get("seed") is not None

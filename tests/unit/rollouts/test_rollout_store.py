@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from factories import CONF
 from recorded import ORIGIN, made_groups, make_replay, replayed, write_store
 
 from offline_grpo.disk import write_whole
@@ -32,6 +33,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_row_says_everything_about_a_completion(store: Path) -> None:
     table = pq.read_table(store / "rollouts" / "iter_002.parquet")
     assert table.num_rows == 6
+    page = (CONF.parent / "docs" / "read_your_run.md").read_text()
+    assert [name for name in table.column_names if f"`{name}`" not in page] == []
     row = table.to_pylist()[4]
     assert row.pop("logprobs") == [-0.5, struct.unpack("f", struct.pack("f", -0.1))[0]]
     assert row == {

@@ -76,6 +76,15 @@ def test_relative_paths_are_those_of_the_folder_where_the_sweep_was_started(day:
     assert words[:2] == [f"task.path={day}/a.jsonl,'{day}/b, c.jsonl',owner/name", "model.train_id=gone"]
 
 
+def test_a_search_is_repeated_if_it_draws_with_a_seed(day: Path) -> None:
+    sweep = make_sweep(day / "10-00-00", [2], words=["experiment=search"], target="optuna.OptunaSweeper")
+    with pytest.raises(ConfigError, match=r"^resume=.*: this search drew at random"):
+        resume.arguments([f"resume={sweep}"])
+    record = sweep / "multirun.yaml"
+    record.write_text(record.read_text().replace("params: null", "sampler: {seed: 0}"))
+    assert resume.arguments([f"resume={sweep}"])[0] == "experiment=search"
+
+
 @pytest.mark.parametrize("word", ["seed=1", "train.loss.beta=0,0.1"])
 def test_what_would_number_the_runs_anew_is_refused(day: Path, word: str) -> None:
     sweep = make_sweep(day / "10-00-00", [2, 1])
@@ -87,13 +96,25 @@ def test_what_would_number_the_runs_anew_is_refused(day: Path, word: str) -> Non
 
 def test_two_jobs_of_a_sweep_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second would resume what the first has written."""
-    config = OmegaConf.create({"sweep": {"subdir": "lr"}, "job": {"num": 1}})
+    params = {"train.lr": "interval(0, 1)"}
+    config = OmegaConf.create(
+        {
+            "sweep": {"subdir": "lr"},
+            "job": {"num": 1},
+            "sweeper": {"params": params},
+            "overrides": {"task": ["train.lr=0.5", "seed=1"]},
+        }
+    )
     monkeypatch.setattr(HydraConfig, "get", lambda: config)
     sweeps.check_folder(tmp_path)
     (tmp_path / ".hydra").mkdir()
     stored = tmp_path / ".hydra" / "hydra.yaml"
     stored.write_text("hydra: {job: {num: 1}}")
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("[train.lr=0.5, seed=0]")
     sweeps.check_folder(tmp_path)
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("[train.lr=0.25, seed=1]")
+    with pytest.raises(ConfigError, match=r"^train.lr=0.5: run 1 of this search has train.lr=0.25"):
+        sweeps.check_folder(tmp_path)
     stored.write_text("hydra: {job: {num: 0}}")
     with pytest.raises(ConfigError, match=r"^hydra.sweep.subdir=lr: job 0 of the sweep has that folder"):
         sweeps.check_folder(tmp_path)
