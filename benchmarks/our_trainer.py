@@ -53,6 +53,7 @@ def make_updater(
         kl_coef=0.0,
         entropy_coef=0.0,
         precision=precision,
+        dither_masters=False,
         gradient_checkpointing=checkpointing,
         train_layer_indices=None,
         mask_truncated=False,

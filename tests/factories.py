@@ -112,6 +112,7 @@ SETTINGS = {
     "kl_coef": 0.0,
     "entropy_coef": 0.01,
     "precision": "fp32",
+    "dither_masters": False,
     "sharding": "none",
     "gradient_checkpointing": False,
     "train_layer_indices": None,
