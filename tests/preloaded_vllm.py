@@ -31,6 +31,7 @@ SEEN_BY_LIBRARIES = {"OMP_NUM_THREADS"}
 CAN_CHANGE = {
     *("PYTHONPATH", "TMPDIR"),  # `have` does what they change
     *("LINES", "COLUMNS"),  # for help texts
+    "LD_LIBRARY_PATH",  # the loader has read it; cv2 sets it
     *(
         "PWD",
         "OLDPWD",

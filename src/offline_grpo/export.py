@@ -58,15 +58,19 @@ def run(arguments: Sequence[str] | None = None) -> None:
             f"--{'' if options.merge else 'no-'}merge: {options.model} is a whole model, not an adapter; leave it out"
         )
     merge = options.merge is not False
+    model = (source.config or {}).get("model", {})
+    drawn = None if source.run_folder is None else source.run_folder / "report.png"
+    picture = drawn if drawn is not None and drawn.exists() else None
     card = model_card(
         options.out.resolve().name,
         state=None if source.state is None else asdict(source.state),
         history=load_history(source.run_folder) if source.run_folder is not None else None,
-        base=(source.adapter and source.weights) or (source.config or {}).get("model", {}).get("train_id"),
+        base=(source.adapter and source.weights) or model.get("train_id") or model.get("gguf_file"),
         is_adapter=source.adapter is not None and not merge,
         versions=[f"{name} {version(name)}" for name in PACKAGES],
+        picture=None if picture is None else picture.name,
     )
-    export_model(source, options.out, merge=merge, dtype=options.dtype, card=card)
+    export_model(source, options.out, merge=merge, dtype=options.dtype, card=card, picture=picture)
     what = "the adapter of" if source.adapter is not None and not merge else "the model of"
     print(f"wrote {what} {source.checkpoint or source.name} to {options.out}")
     if options.push_to_hub is not None:

@@ -18,7 +18,7 @@ SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, train
 SMALL = (
     *("train.iterations=2", "data.problems_per_iteration=2", "data.rollouts_per_problem=4", "data.num_train_seeds=8"),
     *("generation.max_new_tokens=24", "train.drop_zero_signal_groups=false", "eval.enabled=false"),
-    *("checkpoint.enabled=false", "model.device=cpu", "num_threads=2", "engine.args.max_model_len=256"),
+    *("checkpoint.enabled=false", "model.device=cpu", "num_threads=1", "engine.args.max_model_len=256"),
 )
 
 

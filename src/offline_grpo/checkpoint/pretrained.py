@@ -143,13 +143,16 @@ def _base_of_adapter(place: str) -> str | None:
     return str(json.loads(Path(file).read_text())["base_model_name_or_path"]) if file is not None else None
 
 
-def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | None, card: str) -> None:
+def export_model(
+    source: ModelSource, out: Path, *, merge: bool, dtype: str | None, card: str, picture: Path | None = None
+) -> None:
     """Write the folder `out` for transformers, peft and inference servers, completely or not at all.
 
     Args:
         merge: add an adapter to its base; otherwise the adapter is written alone.
         dtype: format of the weights, None leaves it as it was trained.
         card: what README.md will say.
+        picture: a file that the card shows.
 
     Raises:
         ConfigError: `out` is in the way, the settings contradict each other, or an adapter is not whole.
@@ -177,6 +180,8 @@ def export_model(source: ModelSource, out: Path, *, merge: bool, dtype: str | No
             save_model(unwrapped(model), folder)
             source.tokenizer().save_pretrained(str(folder))
         (folder / "README.md").write_text(card)
+        if picture is not None:
+            shutil.copyfile(picture, folder / picture.name)
         folder.replace(out.resolve())  # a link stays a link
 
 

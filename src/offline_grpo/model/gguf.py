@@ -6,6 +6,7 @@ import hashlib
 import logging
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from offline_grpo.disk import build_once
 from offline_grpo.errors import ConfigError, reason_of, require
@@ -67,13 +68,14 @@ def _convert(file: Path, name: str, folder: Path) -> None:
     newer = hasattr(transformers, "GgufConfig")
     settings = {"quantization_config": transformers.GgufConfig(dequantize=True)} if newer else {}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, dtype=torch.float32, output_loading_info=True, **how, **settings
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
     except (ValueError, NotImplementedError, KeyError) as error:
         fix = "give a GGUF file of an architecture that transformers dequantises, or a folder as model.train_id"
         raise ConfigError(f"{KEY}={name}: cannot be read ({reason_of(error)}); {fix}") from error
+    model, info = loaded
     missing = min(info["missing_keys"], default=None)
     require(missing is None, KEY, name, f"has no weights for {missing}, which would be random; take another copy")
     if hasattr(model.config, "quantization_config"):
@@ -83,7 +85,7 @@ def _convert(file: Path, name: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _split_as_said(tokenizer: object, file: Path, name: str) -> None:
+def _split_as_said(tokenizer: Any, file: Path, name: str) -> None:
     """Make a BPE tokenizer split text as `tokenizer.ggml.pre` says; transformers knows some of its values."""
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
@@ -96,7 +98,7 @@ def _split_as_said(tokenizer: object, file: Path, name: str) -> None:
         return
     if split == "smollm":  # digits one by one, before all else: blanks in front of a digit are a token of their own
         pieces = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)  # type: ignore[attr-defined]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
         return
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from offline_grpo.hub import is_model_id
 from offline_grpo.redaction import redacted
 from offline_grpo.report.history import History
 from offline_grpo.report.tables import Table, with_interval
@@ -21,6 +22,7 @@ def model_card(
     base: str | None,
     is_adapter: bool,
     versions: Sequence[str],
+    picture: str | None = None,
 ) -> str:
     """The card, in Markdown with the Hub's header.
 
@@ -29,8 +31,9 @@ def model_card(
         history: of the run, None where its metrics are not there.
         base: the model that training started from.
         versions: packages, such as "torch 2.9".
+        picture: name of a file with the run's curves, beside the card.
     """
-    is_hub_id = base is not None and _public(base) == base and not Path(base).exists()
+    is_hub_id = base is not None and _public(base) == base and is_model_id(base)
     fields = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
@@ -51,6 +54,7 @@ def model_card(
             f"iteration with {data['rollouts_per_problem']} completions each:\n\n{_yaml(config['task'])}",
             "## Evaluation",
             _evaluation(history, state["iteration"], config),
+            *([] if picture is None else [f"![Metrics of the run over its iterations]({picture})"]),
             "## Licence",
             "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply.",
             f"## Software\n\n{', '.join(versions)}.",

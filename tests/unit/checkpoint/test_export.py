@@ -54,12 +54,14 @@ def logits(model: Any) -> torch.Tensor:
 def test_a_merged_adapter_is_the_policy(name: str, tmp_path: Path) -> None:
     policy = adapted(tmp_path, ZOO[name].build())
     source = find_model(str(checkpoint(tmp_path / "run" / "checkpoints" / "iter_000", policy)))
-    export_model(source, tmp_path / "out", merge=True, dtype=None, card="card")
+    (tmp_path / "curves.png").write_bytes(b"drawn")
+    export_model(source, tmp_path / "out", merge=True, dtype=None, card="card", picture=tmp_path / "curves.png")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(merged), logits(policy), atol=1e-4, rtol=1e-4)
     assert (logits(merged) - logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))).abs().max() > 0.1
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
+    assert (tmp_path / "out" / "curves.png").read_bytes() == b"drawn"
     assert not names & {"trainer", "adapter_config.json"}
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == build_char_tokenizer(512).chat_template
     assert (tmp_path / "out" / "README.md").read_text() == "card"
@@ -120,4 +122,9 @@ def test_the_card_tells_base_data_results_and_configuration() -> None:
     card = model_card("m", state=state, history=None, base="/home/somebody/base", is_adapter=False, versions=[])
     assert "api_key: '***'" in card
     assert "somebody" not in card
+    assert "![" not in card
+    card = model_card("m", state=state, history=None, base="package:p", is_adapter=False, versions=[], picture="a.png")
+    assert "base_model" not in card
+    assert "Trained from `package:p` with" in card
+    assert "](a.png)\n\n## Licence" in card
     assert "not trained by it" in model_card("m", state=None, history=None, base=None, is_adapter=False, versions=[])
