@@ -37,6 +37,7 @@ ITERATION = re.compile(r"(?:^|_)(?:iter_(?P<number>\d+)|init)(?=\.|$)")  # train
 LOCAL = (
     "train_id",
     "ref_id",
+    "teacher",
     "gguf_file",
     "chat_template",
     "path",

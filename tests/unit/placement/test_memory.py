@@ -160,6 +160,12 @@ def test_the_host_holds_what_is_offloaded(monkeypatch):
         check([replace(host, total_bytes=8 * GIB)])
 
 
+def test_a_teacher_stands_beside_the_reference():
+    request = replace(request_of("train.precision=bf16", "train.kl_coef=0.1"), teacher_config=MODEL)
+    found = parts(predict(request)[0])
+    assert found["teacher weights"] == found["reference weights"] == about(2 * NUM_WEIGHTS)
+
+
 def test_a_reference_elsewhere_leaves_the_trainers_gpu():
     beside, apart = (predicted("train.precision=bf16", "train.kl_coef=0.1", ref_gpu=gpu) for gpu in (None, 1))
     found, moved = parts(beside[0]), parts(apart[0])

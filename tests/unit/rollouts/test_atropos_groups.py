@@ -14,6 +14,7 @@ from atropos_api import group, pair
 from factories import make_updater
 
 from offline_grpo.rollouts.atropos.groups import GroupReader, MissingLogprobs
+from offline_grpo.train.advantage.distill import Distill
 from offline_grpo.train.batch import build_batch
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.types import UnusableGroup
@@ -105,11 +106,16 @@ ASKED = [[[], [6], [1, 7], [2, 3]], [[], [6], [8, 1], [1], [2]]]
 TOLD = [[[], [-9.0], [-0.5, -1.5], [-0.25, -4.0]], [[], [-9.0], [-1.0, -3.0], [-2.0], [-3.0]]]
 
 
-def test_what_a_teacher_says_of_sampled_tokens_is_kept() -> None:
+def test_what_a_teacher_says_of_sampled_tokens_is_kept(tmp_path: Path) -> None:
     """Of each position's few tokens that one which was sampled; servers give logprobs of prompts at temperature 1."""
     told = {"distill_token_ids": ASKED, "distill_logprobs": TOLD}
     first, second = read(pair(1, **told)).rollouts
     assert (first.teacher_logprobs, second.teacher_logprobs) == ((0, 0, -1.5, -0.25), (0, 0, -1.0, -2.0, -3.0))
+    updater = make_updater(tmp_path)
+    updater.advantage = Distill(teacher=None, weight=1.0, base=None)
+    batch, _, _ = prepare_batch([read(pair(1, **told))], updater, updater.config)
+    assert batch is not None
+    assert batch.advantages.tolist() == [0, 0, -1.0, 0.25, 0, 0, -0.5, -1.5, -2.5]
     lacking = {"distill_token_ids": [ASKED[0], [[], [6], [9, 1], [1], [2]]], "distill_logprobs": TOLD}
     assert [r.teacher_logprobs is None for r in read(pair(1, **lacking)).rollouts] == [False, True]
     hot = read(pair(1, **told, generation_params={"temperature": 0.7}))
