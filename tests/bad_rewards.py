@@ -27,6 +27,33 @@ class Task:
         return self.rewards.score(problem, text)
 
 
+class OfGroups:
+    """Rewards a completion with 1.0, and a group as the problem's answer says."""
+
+    rewards_groups = True
+
+    def score(self, problem, text):
+        from offline_grpo.types import Score
+
+        return Score(1.0, True, {"own": 1.0})
+
+    def score_group(self, problem, texts):
+        from offline_grpo.reward.functions import load_rewards
+
+        path = "bad_rewards:group_later" if problem.problem_id == "later" else "bad_rewards:group"
+        return load_rewards(path, 1.0, "task.group_reward").score_group(problem, texts)
+
+
+def group(completions, answers):
+    """0 for the first, 1 for the second, ..., unless the answer names something worse."""
+    return [misbehaves(answers[0], text) * number for number, text in enumerate(completions)]
+
+
+async def group_later(completions, answers):
+    await asyncio.sleep(100 if answers[0] == "waits" else 0.05)
+    return group(completions, answers)
+
+
 class Measuring:
     """Tells of a completion more than its reward."""
 

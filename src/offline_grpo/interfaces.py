@@ -41,7 +41,8 @@ class Task(Protocol):
     Its class may say `scores_safely = True`: `score` is short code that cannot hang or raise, and is called in the
     run's process instead of in one that can be killed (`scoring` in conf/). `worker_imports` names modules that are
     imported once for all those processes. `is_ordered = True` says that the order of its training problems matters,
-    which `data.shuffle` would destroy.
+    which `data.shuffle` would destroy. `rewards_groups = True`: it also has `score_group(problem, texts)`, sync or
+    async, which returns a Score for each completion of a group; its parts and rewards are added to those of `score`.
     """
 
     def problems(self, split: Split) -> Sequence[Problem]:

@@ -6,10 +6,11 @@ import asyncio
 import inspect
 import threading
 import warnings
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from offline_grpo.engine.background import made_once
 from offline_grpo.errors import ScoreError, told
 from offline_grpo.interfaces import Task
 from offline_grpo.types import Problem, Score
+
+T = TypeVar("T")
 
 MAX_CONCURRENT = 64
 """How many async scores are awaited at a time: what they ask, such as a server with another model, has limits too."""
@@ -29,22 +32,23 @@ _SHOWN_CHARS = 200
 
 
 class Judgement:
-    """The score of one completion. A task's `score` is called at once; if it is async, it is awaited in the background.
+    """The score of one completion, or the scores of a group of them together (`Task.score_group`). A task is called at
+    once; if it is async, it is awaited in the background.
 
     Args:
-        text: see `TextCodec.judged`.
+        text: see `TextCodec.judged`; of a group several.
 
     Raises:
         ScoreError: the task raised. `result` raises it where the score is async, or no score.
     """
 
-    def __init__(self, task: Task, problem: Problem, text: str) -> None:
+    def __init__(self, task: Any, problem: Problem, text: str | tuple[str, ...]) -> None:
         self._problem, self._text = problem, text
         try:
-            score = task.score(problem, text)
+            score = task.score(problem, text) if isinstance(text, str) else task.score_group(problem, text)
         except (Exception, SystemExit) as error:  # whatever code of the user's own raises
             raise self._named(error) from error
-        self.future: Future[Score]
+        self.future: Future[Score | list[Score]]
         if inspect.isawaitable(score):
             self.future = asyncio.run_coroutine_threadsafe(_awaited(score), _loop())
         else:
@@ -52,9 +56,14 @@ class Judgement:
             self.future.set_result(score)
 
     def result(self) -> Score:
-        """The score, as soon as it is there."""
+        """The score of a completion, as soon as it is there."""
+        return self.results()[0]
+
+    def results(self) -> list[Score]:
+        """The scores of a group, as soon as they are there."""
         try:
-            return checked(self.future.result())
+            found = self.future.result()
+            return [checked(each) for each in (found if isinstance(found, list) else [found])]
         except (Exception, SystemExit) as error:
             raise self._named(error) from error
 
@@ -66,10 +75,38 @@ class Judgement:
         return ScoreError(f"a completion cannot be scored, {told(error)}; {about}; {fix}")
 
 
-def about_completion(problem: Problem, text: str) -> str:
-    """`problem train-3, completion '...'`"""
-    shown = repr(text) if len(text) <= _SHOWN_CHARS else repr(text[:_SHOWN_CHARS]) + "..."
-    return f"problem {problem.problem_id}, completion {shown}"
+def judging(task: Task, problem: Problem, texts: Sequence[str]) -> Iterator[Judgement]:
+    """Judge the completions of a group, one by one and then, where the task rewards groups, together."""
+    for text in texts:
+        yield Judgement(task, problem, text)
+    if getattr(task, "rewards_groups", False):
+        yield Judgement(task, problem, tuple(texts))
+
+
+def scores_of(judgements: Sequence[Judgement], count: int) -> list[Score]:
+    """The scores of a group of `count` completions, as soon as all are there. `judgements`: see `judging`."""
+    scores = [judgement.result() for judgement in judgements[:count]]
+    for whole in judgements[count:]:
+        scores = [_together(own, of_group) for own, of_group in zip(scores, whole.results(), strict=True)]
+    return scores
+
+
+def _together(own: Score, of_group: Score) -> Score:
+    """Rewards that do not apply ("none") are left out; a failure of either is one of both."""
+    if own.failure == "none":
+        return of_group
+    if of_group.failure is not None and own.failure is None:
+        return own if of_group.failure == "none" else of_group
+    return replace(own, reward=own.reward + of_group.reward, parts={**own.parts, **of_group.parts})
+
+
+def about_completion(problem: Problem, text: str | tuple[str, ...]) -> str:
+    """`problem train-3, completion '...'`, or `completions ('...', '...')`"""
+    if isinstance(text, str):
+        shown = repr(text) if len(text) <= _SHOWN_CHARS else repr(text[:_SHOWN_CHARS]) + "..."
+        return f"problem {problem.problem_id}, completion {shown}"
+    shown = repr(text) if len(repr(text)) <= _SHOWN_CHARS else repr(text)[:_SHOWN_CHARS] + "..."
+    return f"problem {problem.problem_id}, completions {shown}"
 
 
 def checked(score: object) -> Score:
@@ -87,7 +124,7 @@ def checked(score: object) -> Score:
     return score if is_plain else replace(score, is_correct=bool(score.is_correct))  # JSON knows no numpy
 
 
-async def _awaited(score: Awaitable[Score]) -> Score:
+async def _awaited(score: Awaitable[T]) -> T:
     try:
         async with _ROOM:
             return await score

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from offline_grpo import progress
-from offline_grpo.generation.judging import Judgement
+from offline_grpo.generation.judging import Judgement, judging, scores_of
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
 from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
@@ -40,7 +40,7 @@ def sample_groups(
     requests = (SamplingRequest(prompt, group_size, seed) for prompt, (_, seed) in zip(prompts, draws, strict=True))
     num_done, num_asked = 0, len(draws) * group_size
     progress.report(num_done, num_asked, "completions")
-    waiting: list[tuple[int, list[_Answer]]] = []
+    waiting: list[tuple[int, _Answers]] = []
     came_s = time.perf_counter()
     try:
         with closing(client.generate(requests, sampling)) as answers:
@@ -49,25 +49,24 @@ def sample_groups(
                 num_done += len(completions)
                 progress.report(num_done, num_asked, "completions")
                 problem = draws[index][0]
-                group: list[_Answer] = []
+                texts = [codec.judged(completion.token_ids, sampling) for completion in completions]
+                group = _Answers(completions, texts, [])
                 waiting.append((index, group))  # so that all are cancelled if this is interrupted
-                for completion in completions:
-                    text = codec.judged(completion.token_ids, sampling)
-                    group.append(_Answer(completion, text, Judgement(task, problem, text)))
-                if all(answer.judgement.future.done() for answer in group):
+                group.judgements.extend(judging(task, problem, texts))
+                if all(judgement.future.done() for judgement in group.judgements):
                     waiting.pop()
                     yield index, _group(problem, prompts[index], group, sampling)
-        slow = {answer.judgement.future: answer.judgement for _, group in waiting for answer in group}
+        slow = {judgement.future: judgement for _, group in waiting for judgement in group.judgements}
         for number, future in enumerate(as_completed(slow), start=1):
-            slow[future].result()  # an error is raised at once
+            slow[future].results()  # an error is raised at once
             progress.report(number, len(slow), "slow completions scored")
         for index, group in waiting:
             yield index, _group(draws[index][0], prompts[index], group, sampling)
         on_scored(time.perf_counter() - came_s)
     finally:
         for _, group in waiting:
-            for answer in group:
-                answer.judgement.future.cancel()
+            for judgement in group.judgements:
+                judgement.future.cancel()
 
 
 def sample_in_order(
@@ -86,23 +85,18 @@ def sample_in_order(
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    completion: Completion
-    text: str
-    judgement: Judgement
+class _Answers:
+    """To one problem; its judgements: see `judging`."""
+
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    judgements: list[Judgement]
 
 
-def _group(
-    problem: Problem, prompt_ids: Sequence[int], answers: Sequence[_Answer], sampling: SamplingParams
-) -> RolloutGroup:
+def _group(problem: Problem, prompt_ids: Sequence[int], answers: _Answers, sampling: SamplingParams) -> RolloutGroup:
+    scores = scores_of(answers.judgements, len(answers.texts))
     rollouts = (
-        Rollout.of_one_turn(
-            prompt_ids,
-            answer.completion,
-            temperature=sampling.temperature,
-            text=answer.text,
-            score=answer.judgement.result(),
-        )
-        for answer in answers
+        Rollout.of_one_turn(prompt_ids, completion, temperature=sampling.temperature, text=text, score=score)
+        for completion, text, score in zip(answers.completions, answers.texts, scores, strict=True)
     )
     return RolloutGroup(problem, tuple(rollouts))

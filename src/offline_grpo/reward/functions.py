@@ -11,14 +11,21 @@ from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from offline_grpo.errors import ConfigError, ScoreError, require, told
 from offline_grpo.types import Problem, Score
 
+T = TypeVar("T")
+
+REWARD = "task.reward"
 GIVEN = ("prompt", "completion", "answer", "messages", "problem_id")
 """What every reward function may ask for by the names of its parameters, beside the other fields of the row."""
 
+GIVEN_OF_GROUP = ("prompts", "completions", "answers", "messages", "problem_ids")
+"""The same of a function that rewards a whole group. All are lists with an item per completion, other fields too."""
+
+GROUP_FORM = "def my_function(prompts, completions, answers), which returns a number or None for each completion"
 FORM = "def my_function(prompt, completion, answer), which returns a number, True or False, a dict of numbers, or None"
 
 TOLERANCE = 1e-9
@@ -27,10 +34,14 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A function of one completion, sync or async. It gets by keyword what its parameters name: see `GIVEN`; `**fields`
-    gets the rest.
+    """A function of one completion, or of a group, sync or async. It gets by keyword what its parameters name: see
+    `GIVEN`; `**fields` gets the rest.
+
+    Args:
+        key: the setting that names it, `task.reward` or `task.group_reward`.
     """
 
+    key: str
     path: str
     weight: float
     function: Callable[..., Any]
@@ -44,19 +55,27 @@ class RewardFunction:
 
     def check(self, problem: Problem) -> None:
         """Raise ConfigError if a parameter has no value for this problem."""
+        given = GIVEN if self.key == REWARD else GIVEN_OF_GROUP
         for name in self.required:
-            if name not in GIVEN and name not in problem.fields:
-                known = ", ".join([*GIVEN, *problem.fields])
-                about = f"task.reward={self.path}: there is no value for its parameter {name!r}"
+            if name not in given and name not in problem.fields:
+                known = ", ".join([*given, *problem.fields])
+                about = f"{self.key}={self.path}: there is no value for its parameter {name!r}"
                 raise ConfigError(
                     f"{about} in problem {problem.problem_id}; parameters are given by name, from {known}"
                 )
 
-    def __call__(self, problem: Problem, text: str) -> Any:
-        """What the function returns, to be awaited where it is async."""
+    def __call__(self, problem: Problem, text: str | Sequence[str]) -> Any:
+        """What the function returns for a completion, or for those of a group, to be awaited where it is async."""
         prompt = problem.messages[-1]["content"] if problem.messages else ""
-        own = {"prompt": prompt, "completion": text, "answer": problem.answer, "problem_id": problem.problem_id}
-        given: dict[str, Any] = {**problem.fields, **own, "messages": [dict(message) for message in problem.messages]}
+        messages = [dict(message) for message in problem.messages]
+        given: dict[str, Any]
+        if isinstance(text, str):
+            own = {"prompt": prompt, "completion": text, "answer": problem.answer, "problem_id": problem.problem_id}
+            given = {**problem.fields, **own, "messages": messages}
+        else:
+            own = {"prompts": prompt, "answers": problem.answer, "problem_ids": problem.problem_id}
+            of_all = {**problem.fields, **own, "messages": messages}
+            given = {name: [value] * len(text) for name, value in of_all.items()} | {"completions": list(text)}
         taken = {name: value for name, value in given.items() if self.accepted is None or name in self.accepted}
         return self.function(**deepcopy(taken))  # it may change what it gets, which is also the next call's
 
@@ -73,8 +92,17 @@ class RewardFunction:
     def _number(self, value: Any) -> float:
         number = value.item() if hasattr(value, "item") else value  # of numpy and torch
         if not isinstance(number, Real) or not math.isfinite(number):
-            raise ScoreError(f"task.reward={self.path} returned {value!r:.80}; it must be like {FORM}")
+            form = FORM if self.key == REWARD else GROUP_FORM
+            raise ScoreError(f"{self.key}={self.path} returned {value!r:.80}; it must be like {form}")
         return float(number)
+
+    def values_of_group(self, value: Any, count: int) -> list[Any]:
+        """What the function returned for a group of `count` completions, one by one. Raises ScoreError."""
+        values = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
+        if not isinstance(values, Sequence) or len(values) != count:
+            about = f"{self.key}={self.path} returned {value!r:.80} for {count} completions"
+            raise ScoreError(f"{about}; it must be like {GROUP_FORM}")
+        return list(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +128,26 @@ class Rewards:
         Raises:
             ScoreError: a function returned something else than numbers. What it raises is raised.
         """
-        values = [function(problem, text) for function in self.functions]
-        return self._gathered(values) if any(map(inspect.isawaitable, values)) else self._sum(values)
+        return self._finished([function(problem, text) for function in self.functions], self._sum)
 
-    async def _gathered(self, values: Sequence[Any]) -> Score:
+    def score_group(self, problem: Problem, texts: Sequence[str]) -> list[Score] | Awaitable[list[Score]]:
+        """The same for the completions of a group, of functions that reward groups."""
+
+        def sums(values: Sequence[Any]) -> list[Score]:
+            pairs = zip(self.functions, values, strict=True)
+            rows = [function.values_of_group(value, len(texts)) for function, value in pairs]
+            return list(map(self._sum, zip(*rows, strict=True)))
+
+        return self._finished([function(problem, texts) for function in self.functions], sums)
+
+    def _finished(self, values: Sequence[Any], finish: Callable[[Sequence[Any]], T]) -> T | Awaitable[T]:
         async def value_of(value: Any) -> Any:
             return await value if inspect.isawaitable(value) else value
 
-        return self._sum(await asyncio.gather(*map(value_of, values)))
+        async def gathered() -> T:
+            return finish(await asyncio.gather(*map(value_of, values)))
+
+        return gathered() if any(map(inspect.isawaitable, values)) else finish(values)
 
     def _sum(self, values: Sequence[Any]) -> Score:
         pairs = zip(self.functions, values, strict=True)
@@ -119,51 +159,53 @@ class Rewards:
         return Score(reward=reward, is_correct=is_correct, parts=parts)
 
 
-def load_rewards(setting: Any, threshold: float) -> Rewards:
-    """The functions that `task.reward` names: `my_module:my_function`, or a list of such names and of `{fn: NAME,
-    weight: NUMBER}`.
+def load_rewards(setting: Any, threshold: float, key: str = REWARD) -> Rewards:
+    """The functions that `task.reward` or `task.group_reward` names: `my_module:my_function`, or a list of such names
+    and of `{fn: NAME, weight: NUMBER}`.
 
     Raises:
         ConfigError: the setting has another form, or names what cannot be imported or called.
     """
     items = setting if isinstance(setting, list) else [setting]
-    functions = tuple(_load(item) for item in items)
+    functions = tuple(_load(item, key) for item in items)
     names = [function.name for function in functions]
-    require(bool(functions), "task.reward", "[]", "name a function, my_module:my_function, or set it to null")
+    require(bool(functions), key, "[]", "name a function, my_module:my_function, or set it to null")
     fix = "two functions have the same name, and each is a part of the reward"
-    require(len(set(names)) == len(names), "task.reward", setting, fix)
+    require(len(set(names)) == len(names), key, setting, fix)
     return Rewards(functions, threshold)
 
 
-def _load(item: Any) -> RewardFunction:
+def _load(item: Any, key: str) -> RewardFunction:
     fields = item if isinstance(item, Mapping) else {"fn": item}
     path, weight = fields.get("fn"), fields.get("weight", 1.0)
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
     if not isinstance(path, str) or not is_number or set(fields) - {"fn", "weight"}:
         fix = "write my_module:my_function, or {fn: my_module:my_function, weight: 0.5}"
-        raise ConfigError(f"task.reward={item}: {fix}")
-    function = _imported(path)
+        raise ConfigError(f"{key}={item}: {fix}")
+    function = _imported(path, key)
     parameters = list(inspect.signature(function).parameters.values())
     is_named = not inspect.isclass(function) and all(p.kind is not p.POSITIONAL_ONLY for p in parameters)
-    require(is_named, "task.reward", path, f"is not a function with named parameters; write {FORM}")
+    form = FORM if key == REWARD else GROUP_FORM
+    require(is_named, key, path, f"is not a function with named parameters; write {form}")
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     required = tuple(p.name for p in named if p.default is p.empty)
-    return RewardFunction(path, float(weight), function, required, None if takes_all else tuple(p.name for p in named))
+    accepted = None if takes_all else tuple(p.name for p in named)
+    return RewardFunction(key, path, float(weight), function, required, accepted)
 
 
-def _imported(path: str) -> Callable[..., Any]:
+def _imported(path: str, key: str) -> Callable[..., Any]:
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name.isidentifier() or module_name.endswith(".py") or "/" in module_name:
-        raise ConfigError(f"task.reward={path}: write it as my_module:my_function, for a function in my_module.py")
+        raise ConfigError(f"{key}={path}: write it as my_module:my_function, for a function in my_module.py")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the module does, such as a script's sys.exit()
         looked = f"{module_name} was looked for in {Path.cwd()} and among the installed packages"
-        raise ConfigError(f"task.reward={path}: cannot be imported ({told(error)}); {looked}") from error
+        raise ConfigError(f"{key}={path}: cannot be imported ({told(error)}); {looked}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         known = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value)) or "none"
         file = getattr(module, "__file__", module_name)
-        raise ConfigError(f"task.reward={path}: {file} has no function {function_name}; it has {known}")
+        raise ConfigError(f"{key}={path}: {file} has no function {function_name}; it has {known}")
     return function

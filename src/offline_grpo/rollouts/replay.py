@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.generation.judging import Judgement
+from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.interfaces import Source, Task
 from offline_grpo.redaction import flat
 from offline_grpo.rollouts.on_policy import permutation
@@ -212,9 +212,9 @@ class Replay(Source):
         """Raises ConfigError where the record has no problem."""
         if group.problem is None:
             raise ConfigError("rollouts.rescore=true: these rollouts were recorded without their problems; use false")
-        judgements = [Judgement(self.task, group.problem, rollout.text) for rollout in group.rollouts]
-        pairs = zip(group.rollouts, judgements, strict=True)
-        return RolloutGroup(group.problem, tuple(replace(rollout, score=each.result()) for rollout, each in pairs))
+        judgements = list(judging(self.task, group.problem, [rollout.text for rollout in group.rollouts]))
+        pairs = zip(group.rollouts, scores_of(judgements, len(group.rollouts)), strict=True)
+        return RolloutGroup(group.problem, tuple(replace(rollout, score=score) for rollout, score in pairs))
 
 
 def _shards(path: str | Sequence[str] | None) -> list[Shard]:

@@ -47,6 +47,7 @@ OF_OTHER_TRAINERS = {
     "report_to": "logger",
     "resume_from_checkpoint": "resume",
     "reward_funcs": "task.reward",
+    "reward_weights": "task.reward",
     "scale_rewards": "train/advantage",
     "save_steps": "checkpoint.save_interval",
     "save_total_limit": "checkpoint.keep_last_k",

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 from tenacity import RetryError
 
-from offline_grpo.generation.judging import Judgement
+from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.model.load import generation_config_of
 from offline_grpo.model.text import use_template
 from offline_grpo.rollouts.on_policy import permutation
@@ -156,7 +156,7 @@ class TaskEnvironment(BaseEnv):
         prompt_ids, outputs, logprobs = await self._ask(item, self.config.group_size, self.config.temperature, "train")
         if not outputs:
             return None, []
-        scores = [await self._judge(item, token_ids) for token_ids in outputs]
+        scores = await self._judge(item, outputs)
         self._scores += [score for score in scores if score.is_scored]
         if not all(score.is_scored for score in scores):  # run-api's batches want groups of one size
             return None, []
@@ -177,7 +177,7 @@ class TaskEnvironment(BaseEnv):
 
         async def answer(problem: Problem) -> list[Score]:
             _, outputs, _ = await self._ask(problem, 1, temperature, "eval")
-            scores = [await self._judge(problem, token_ids) for token_ids in outputs]
+            scores = await self._judge(problem, outputs)
             return [score if score.is_scored else replace(score, reward=0.0) for score in scores]
 
         scores = [score for scores in await asyncio.gather(*map(answer, self._held_out)) for score in scores]
@@ -209,9 +209,10 @@ class TaskEnvironment(BaseEnv):
         prompt, outputs, logprobs, _ = await request
         return prompt, outputs, logprobs
 
-    async def _judge(self, problem: Problem, token_ids: Sequence[int]) -> Score:
-        judgement = Judgement(self._task, problem, self._codec.judged(token_ids, self._sampling))
-        return judgement.result() if judgement.future.done() else await asyncio.to_thread(judgement.result)
+    async def _judge(self, problem: Problem, outputs: Sequence[Sequence[int]]) -> list[Score]:
+        texts = [self._codec.judged(token_ids, self._sampling) for token_ids in outputs]
+        judgements = list(judging(self._task, problem, texts))
+        return await asyncio.to_thread(scores_of, judgements, len(texts))
 
 
 @cache

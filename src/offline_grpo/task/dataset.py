@@ -38,8 +38,9 @@ class Dataset(RowTask):
         answer_field: the field with the answer: text or a number. None, or no such field, if `reward` needs none.
         prompt_template: the user message; `{PROMPT_FIELD}` is replaced by the prompt. None is the prompt alone.
         answer_kind: how answers are compared, see `is_right`.
-        reward: functions that score completions, see `load_rewards`; None compares answers.
-        correct_threshold: with `reward`, the least reward of a completion that counts as correct.
+        reward: functions that score completions, see `load_rewards`; None compares answers, if there are any.
+        group_reward: functions that score a group, whose rewards are added.
+        correct_threshold: with `reward`, or `group_reward` alone, the least reward of a completion that is correct.
 
     Raises:
         ConfigError: as `RowTask` does.
@@ -51,6 +52,7 @@ class Dataset(RowTask):
     answer_kind: str
     format_weight: float
     reward: Any
+    group_reward: Any
     correct_threshold: float
 
     worker_imports: ClassVar[tuple[str, ...]] = ("math_verify",)
@@ -65,17 +67,34 @@ class Dataset(RowTask):
         require(0 <= self.format_weight < inf, "task.format_weight", self.format_weight, "must be 0 or more")
         threshold = self.correct_threshold
         require(isfinite(threshold), "task.correct_threshold", threshold, "must be a finite number")
-        has_answer = self._rewards is not None or self.answer_field is not None
+        has_answer = self._rewards is not None or self.rewards_groups or self.answer_field is not None
         require(has_answer, "task.answer_field", None, "name the field with the answer, or set task.reward")
 
     @cached_property
     def _rewards(self) -> Rewards | None:
         return None if self.reward is None else load_rewards(self.reward, self.correct_threshold)
 
+    @cached_property
+    def _group_rewards(self) -> Rewards | None:
+        has_group = self.group_reward is not None
+        return load_rewards(self.group_reward, self.correct_threshold, "task.group_reward") if has_group else None
+
+    @property
+    def rewards_groups(self) -> bool:
+        """See `Task`."""
+        return self._group_rewards is not None
+
+    def score_group(self, problem: Problem, texts: Sequence[str]) -> list[Score] | Awaitable[list[Score]]:
+        """See `Task`."""
+        assert self._group_rewards is not None
+        return self._group_rewards.score_group(problem, texts)
+
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """Compare the answer of a completion with the row's, or ask the reward functions."""
         if self._rewards is not None:
             return self._rewards.score(problem, text)
+        if self.answer_field is None:
+            return Score.unscored()  # the group's reward is all
         is_correct = is_right(self.answer_kind, problem.answer, text)
         parts = {"correct": float(is_correct), "format": self.format_weight if last_boxed(text) else 0.0}
         return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
@@ -95,8 +114,8 @@ class Dataset(RowTask):
         given = {self.prompt_field, self.answer_field} & {*GIVEN}
         fields = {str(key): value for key, value in row.value.items() if key not in given}
         problem = Problem(problem_id, self.messages(row, prompt), self._answer(row), fields)
-        if self._rewards is not None:
-            self._rewards.check(problem)
+        for rewards in filter(None, (self._rewards, self._group_rewards)):
+            rewards.check(problem)
         return problem
 
     def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:

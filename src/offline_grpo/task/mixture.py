@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isclose
+from typing import Any
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
@@ -81,6 +82,19 @@ class Mixture:
         """What the problem's task says."""
         name, _, problem_id = problem.problem_id.partition(TASK_MARK)
         return self.tasks[name].score(replace(problem, problem_id=problem_id), text)
+
+    @property
+    def rewards_groups(self) -> bool:
+        """See `Task`."""
+        return any(getattr(task, "rewards_groups", False) for task in self.tasks.values())
+
+    def score_group(self, problem: Problem, texts: Sequence[str]) -> list[Score] | Awaitable[list[Score]]:
+        """What the problem's task says, if it rewards groups."""
+        name, _, problem_id = problem.problem_id.partition(TASK_MARK)
+        task: Any = self.tasks[name]
+        if not getattr(task, "rewards_groups", False):
+            return [Score.unscored()] * len(texts)
+        return task.score_group(replace(problem, problem_id=problem_id), texts)
 
     @cached_property
     def _problems(self) -> Mapping[Split, Mapping[str, Sequence[Problem]]]:

@@ -14,9 +14,10 @@ from bad_rewards import Task, isolated, judge, setup_of
 from factories import make_group
 
 from offline_grpo.errors import ScoreError
+from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
 from offline_grpo.train.experience import check_scored, score_metrics
-from offline_grpo.types import Score
+from offline_grpo.types import Problem, Score
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ EXPECTED = {
 
 def outcome(judgement):
     score = judgement.result()
-    assert (score.reward, score.is_correct, score.parts) == (0.0, False, {}) or score.failure is None
+    assert score.is_scored == (score.failure is None)
     return score.failure or score.reward
 
 
@@ -146,6 +147,28 @@ def with_scores(*scores):
 
 def failures(*causes):
     return with_scores(*(Score(0.0, False, {}, cause) for cause in causes))
+
+
+def test_a_reward_over_the_group_that_misbehaves_costs_the_group_its_rewards():
+    task = bad_rewards.in_workers(bad_rewards.OfGroups, timeout_s=1.0)
+    kinds = [
+        ("now", "fine"),
+        ("now", "raises"),
+        ("now", "hangs"),
+        ("later", "fine"),
+        ("later", "waits"),
+        ("now", "dies"),
+    ]
+    try:
+        problems = [Problem(name, (), kind) for name, kind in kinds]
+        groups = [list(judging(task, problem, ["a", "b"])) for problem in problems]
+        found = [scores_of(judgements, 2) for judgements in groups]
+    finally:
+        task.close()
+    assert [
+        [score.failure or score.parts["own"] + score.parts[part] for score in own]
+        for own, part in zip(found, ["group", *[""] * 2, "group_later", *[""] * 2], strict=True)
+    ] == [[1.0, 2.0], ["raised"] * 2, ["timeout"] * 2, [1.0, 2.0], ["timeout"] * 2, ["crashed"] * 2]
 
 
 def test_what_a_task_measures_comes_along_and_its_means_are_metrics():

@@ -1,7 +1,13 @@
+import http.server
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from offline_grpo.errors import ConfigError, ScoreError
-from offline_grpo.generation.judging import Judgement
+from offline_grpo.generation.judging import Judgement, judging, scores_of
 from offline_grpo.reward.functions import load_rewards
 from offline_grpo.types import Problem
 
@@ -28,11 +34,22 @@ def grows_too(**fields):
 PROBLEM = Problem("train-3", ({"role": "user", "content": "2+2="},), "4", {"level": 2})
 
 
+GROUP = """
+def right(completion): return None if completion == "?" else float(completion == "4")
+def rank(completions, answers, level):
+    assert answers == ["4"] * len(completions) and level == [2] * len(completions)
+    return [len(text) for text in completions]
+async def judge(prompts, completions, **columns): return [None if text == "4" else 0.5 for text in completions]
+def short(completions): return [1.0]
+"""
+
+
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """A module beside the working directory, with a name of its own for each test."""
     name = f"mine_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MINE)
+    (tmp_path / f"group_{name}.py").write_text(GROUP)
     (tmp_path / "ends_the_program.py").write_text("def f(completion): return 1\nraise SystemExit\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -97,3 +114,74 @@ def test_what_cannot_be_called_is_refused(mine, setting, message):
 
     with pytest.raises(ConfigError, match=message):
         scored([named(item) for item in setting] if isinstance(setting, list) else named(setting))
+
+
+class Grouped:
+    """A task with both kinds of rewards."""
+
+    rewards_groups = True
+
+    def __init__(self, own, of_group):
+        self.score = load_rewards(own, 1.0).score
+        self.score_group = load_rewards(of_group, 1.0, "task.group_reward").score_group
+
+
+def test_rewards_of_the_group_are_added_and_what_does_not_apply_is_left_out(mine):
+    module = f"group_{mine}"
+    task = Grouped(f"{module}:right", [f"{module}:judge", {"fn": f"{module}:rank", "weight": 0.25}])
+    texts = ["4", "?", "5"]
+    found = scores_of(list(judging(task, PROBLEM, texts)), 3)
+    assert [score.parts for score in found] == [
+        {"right": 1.0, "rank": 0.25},
+        {"judge": 0.5, "rank": 0.25},
+        {"right": 0.0, "judge": 0.5, "rank": 0.25},
+    ]
+    assert [(score.reward, score.is_correct) for score in found] == [(1.25, True), (0.75, False), (0.75, False)]
+    task = Grouped(f"{module}:right", f"{module}:judge")
+    nothing = scores_of(list(judging(task, PROBLEM, ["4", "?"])), 2)
+    assert [score.reward for score in nothing] == [1.0, 0.5]
+    with pytest.raises(
+        ScoreError, match=r"task.group_reward=.*:short returned \[1.0\] for 3 completions; .*train-3, comp"
+    ):
+        scores_of(list(judging(Grouped(f"{module}:right", f"{module}:short"), PROBLEM, texts)), 3)
+
+
+def test_a_completion_to_which_no_reward_applies_is_unscored(mine):
+    rewards = load_rewards(f"group_{mine}:right", 1.0)
+    assert rewards.score(PROBLEM, "?").failure == "none"
+    both = load_rewards([f"group_{mine}:right", f"{mine}:judge"], 1.0)
+    assert Judgement(both, PROBLEM, "?").result().parts == {"judge": 0.5}
+
+
+def test_the_judge_of_the_docs_asks_again_and_grades_a_group(tmp_path, monkeypatch):
+    """As docs/rewards.md has it, at a server that is busy at first."""
+    asked = []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):  # the name that the standard library calls
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            reply = {"choices": [{"message": {"content": "[0] 3\n[1] 10"}}]}
+            body = json.dumps(reply).encode()
+            self.send_response(503 if len(asked) == 1 else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+    code = page.rpartition("```python\n")[2].partition("```")[0].replace("(1, 4, None)", "(0.01, None)")
+    (tmp_path / "judge_of_the_docs.py").write_text(code.replace("127.0.0.1:9001", f"127.0.0.1:{server.server_port}"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = SimpleNamespace(score_group=load_rewards("judge_of_the_docs:rank", 1.0, "task.group_reward").score_group)
+    try:
+        scores = Judgement(task, PROBLEM, ("3", "4", "5")).results()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [score.failure or score.reward for score in scores] == [0.3, 1.0, "none"]
+    assert len(asked) == 2
+    assert "2+2=" in asked[1]["messages"][0]["content"]

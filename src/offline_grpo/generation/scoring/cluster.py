@@ -40,7 +40,7 @@ class ScoringActor:
         sys.path.extend(path for path in paths if path not in sys.path)
         self._scorers = Scorers(setup)
 
-    async def answer(self, problem: Problem, text: str) -> dict[str, Any]:
+    async def answer(self, problem: Problem, text: str | tuple[str, ...]) -> dict[str, Any]:
         """See `Scorers.answer`."""
         return await self._scorers.answer(problem, text)
 
@@ -78,7 +78,7 @@ class ClusterScorers:
         names = ", ".join(machine.name for machine in self._machines.values())
         log.info("scoring on %d machines of the Ray cluster: %s", len(self._machines), names)
 
-    async def answer(self, problem: Problem, text: str) -> dict[str, Any]:
+    async def answer(self, problem: Problem, text: str | tuple[str, ...]) -> dict[str, Any]:
         """See `Scorers.answer`. Raises ScoreError as there, also if no machine is left."""
         from ray.exceptions import RayActorError, RayTaskError
 

@@ -32,7 +32,7 @@ CLOSE_S = 15.0
 class Asked(Protocol):
     """`Scorers` of this machine, or of a cluster (`cluster.py`)."""
 
-    async def answer(self, problem: Problem, text: str) -> dict[str, Any]: ...
+    async def answer(self, problem: Problem, text: str | tuple[str, ...]) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
@@ -61,7 +61,21 @@ class IsolatedTask:
 
     async def score(self, problem: Problem, text: str) -> Score:
         """See `Task.score`. Raises ScoreError as `Scorers.answer` does."""
-        answer = await self._scorers.answer(problem, text)
+        return self._score(await self._scorers.answer(problem, text), problem, text)
+
+    @property
+    def rewards_groups(self) -> bool:
+        """See `Task`."""
+        return getattr(self._task, "rewards_groups", False)
+
+    async def score_group(self, problem: Problem, texts: tuple[str, ...]) -> list[Score]:
+        """See `Task`. A failure is one of all completions. Raises ScoreError as `Scorers.answer` does."""
+        answer = await self._scorers.answer(problem, texts)
+        if "failure" in answer:
+            return [self._score(answer, problem, texts)] * len(texts)
+        return [self._score(each, problem, text) for each, text in zip(answer["scores"], texts, strict=True)]
+
+    def _score(self, answer: dict[str, Any], problem: Problem, text: str | tuple[str, ...]) -> Score:
         failure = answer.get("failure")
         if failure is None:
             return Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
@@ -134,7 +148,7 @@ class Scorers:
         with self._host.stdin as stdin:
             pickle.dump(setup, stdin)
 
-    async def answer(self, problem: Problem, text: str) -> dict[str, Any]:
+    async def answer(self, problem: Problem, text: str | tuple[str, ...]) -> dict[str, Any]:
         """The answer of a worker: the fields of a `Score`, or of `failed`.
 
         Raises:
@@ -192,7 +206,9 @@ class Scorers:
         memory = f"scoring.memory_mib={self._setup.memory_bytes // 2**20} may be too little for what they import"
         return ScoreError(f"the processes that score do not work ({memory}; scoring.workers=0 needs none): {reason}")
 
-    def _ask(self, worker: _Worker, problem: Problem, text: str) -> asyncio.Future[dict[str, Any] | None]:
+    def _ask(
+        self, worker: _Worker, problem: Problem, text: str | tuple[str, ...]
+    ) -> asyncio.Future[dict[str, Any] | None]:
         """The worker's answer; None where another score ended it. A caller that gives up does not end the deadline."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         deadline = loop.call_later(self._setup.timeout_s, self._end, worker, "timeout")

@@ -33,7 +33,7 @@ import psutil
 from offline_grpo.errors import GrpoError, reason_of
 from offline_grpo.generation.judging import checked
 from offline_grpo.interfaces import Task
-from offline_grpo.types import Problem, Score
+from offline_grpo.types import Problem
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -64,7 +64,7 @@ class Setup:
     printed: Path | None
 
 
-def frame(problem: Problem, text: str, number: int) -> bytes:
+def frame(problem: Problem, text: str | tuple[str, ...], number: int) -> bytes:
     """A request; `number` comes back with its answer."""
     body = pickle.dumps((problem, text, number))
     return len(body).to_bytes(8, "big") + body
@@ -164,7 +164,8 @@ def _isolate(fd: int, printed: Path | None) -> None:
 
 class _Worker:
     def __init__(self, task: Task, timeout_s: float) -> None:
-        self._task, self._timeout_s = task, timeout_s
+        self._task: Any = task
+        self._timeout_s = timeout_s
         self._awaited: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
 
@@ -186,10 +187,10 @@ class _Worker:
                 self._loop.run_until_complete(waiting)
         return waiting.result()
 
-    def _answer(self, problem: Problem, text: str, number: int) -> None:
+    def _answer(self, problem: Problem, text: str | tuple[str, ...], number: int) -> None:
         pid = os.getpid()
         try:
-            score = self._task.score(problem, text)
+            score = self._task.score(problem, text) if isinstance(text, str) else self._task.score_group(problem, text)
             if inspect.isawaitable(score):
                 self._send(number, {"awaits": True}, pid)
                 waiting = self._loop.create_task(self._await(number, score, pid))
@@ -201,7 +202,7 @@ class _Worker:
             answer = _failure(error)
         self._send(number, answer, pid)
 
-    async def _await(self, number: int, score: Awaitable[Score], pid: int) -> None:
+    async def _await(self, number: int, score: Awaitable[object], pid: int) -> None:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
@@ -222,7 +223,9 @@ def _line(answer: Mapping[str, Any]) -> bytes:
 
 
 def _answer(score: object) -> dict[str, Any]:
-    """A score as JSON types. Raises ScoreError where it is none."""
+    """A score, or those of a group, as JSON types. Raises ScoreError where it is none."""
+    if isinstance(score, list):
+        return {"scores": list(map(_answer, score))}
     found = checked(score)
     if found.failure is not None:
         return failed(found.failure)
