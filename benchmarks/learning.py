@@ -10,7 +10,8 @@ reasoning-gym, unless WORK/data has them (`learning_tasks.py`). All runs have th
 and learning rate; those named after a loss differ in it alone, the others in what EXTRAS says. First one run of each
 trainer has a card to itself, for times and to fill the compilers' caches. Then each worker runs jobs one after the
 other, seed by seed, on its share of a card and of the cores; its vLLM server serves all of our jobs, because each run's
-first push replaces the weights. The result is written after every job: what is cut off loses only what is in flight.
+first push replaces the weights. The result is written after every job: what is cut off loses only what is in flight,
+and the same command later does the rest.
 """
 
 from __future__ import annotations
@@ -217,7 +218,12 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
         planned += [Job(task, arm, seed, sync) for task in args.tasks for arm in ("trl", *LOSSES)]
         if seed % 2 or args.seeds == 1:
             planned += [Job(task, arm, seed // 2, sync) for arm, (task, _) in EXTRAS.items() if task in args.tasks]
-    return [job for job in planned if not args.arms or job.arm in args.arms]
+    return [job for job in planned if (not args.arms or job.arm in args.arms) and not is_done(args.work / job.name)]
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a run of this name ended before: its curve is kept."""
+    return (folder / "job.json").is_file() and json.loads((folder / "job.json").read_text())["rc"] == 0
 
 
 class Queue:
