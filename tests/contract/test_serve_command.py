@@ -10,12 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+import torch
 from engines import CPU, CPU_ENV, forking_python, processes_naming
 from served_runs import run
+from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.ports import choose_port
 
@@ -116,6 +119,27 @@ def test_an_environment_needs_the_key(command: tuple[object, str]) -> None:
     assert httpx.post(f"{url}/generate", json=body).status_code == 401
     answer = httpx.post(f"{url}/generate", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
     assert len(answer.json()["logprobs"][0]) == 5
+
+
+def test_benchmarks_get_what_they_ask_for(command: tuple[object, str], model_folder: Path) -> None:
+    """The requests of lm-eval 0.4: answers of a chat, and the probabilities of a text, against transformers'."""
+
+    def asked(path: str, **body: object) -> dict[str, Any]:
+        body |= {"model": "policy", "temperature": 0, "seed": 1234}
+        answer = httpx.post(f"{url}/v1{path}", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+        return answer.raise_for_status().json()["choices"][0]
+
+    _, url = command
+    messages = [{"role": "user", "content": "1+2="}]
+    chat = asked("/chat/completions", messages=messages, max_tokens=4, stop=["<eos>"])
+    assert isinstance(chat["message"]["content"], str)
+    ids = list(range(5, 25))
+    told = asked("/completions", prompt=[ids], max_tokens=1, logprobs=1, echo=True)["logprobs"]
+    with torch.no_grad():
+        logprobs = AutoModelForCausalLM.from_pretrained(model_folder)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [logprobs[place, after].item() for place, after in enumerate(ids[1:])]
+    assert told["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
+    assert [len(top) > 0 for top in told["top_logprobs"][1:]] == [True] * len(ids)
 
 
 def test_a_taken_port_names_its_owner(command: tuple[object, str]) -> None:

@@ -51,7 +51,10 @@ def test_a_driver_that_fails_is_no_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     put_on_path(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'; exit 9")
     assert check.find_gpus() == []
     assert found("GPU").state == "missing"
-    assert check.presets([]) == ["uv run run_grpo.py   # tiny model, CPU or GPU"]
+    assert [line.partition("   # ")[2] for line in check.presets([])] == [
+        "tiny model, CPU or GPU",
+        "SmolLM2",
+    ]
 
 
 def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,4 +81,4 @@ def test_it_fits_one_screen_and_imports_no_torch_without_a_gpu(tmp_path: Path) -
     lines = done.stdout.splitlines()
     assert len(lines) <= 23
     assert max(len(line) for line in lines) <= 80
-    assert lines[-1] == "  uv run run_grpo.py   # tiny model, CPU or GPU"
+    assert lines[-2] == "  uv run run_grpo.py   # tiny model, CPU or GPU"

@@ -107,7 +107,10 @@ class TinyModel:
         """
         problems = task.problems(Split.TRAIN)
         if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
-            raise ConfigError("model=tiny: learns integer answers; use task=arithmetic, or model=hf model.train_id=...")
+            raise ConfigError(
+                "model=tiny: learns integer answers; use task=arithmetic, model=smollm2_135m (--extra smollm2), or "
+                "model=hf model.train_id=..."
+            )
         examples = [[[dict(message) for message in problem.messages], problem.answer] for problem in problems]
         content = json.dumps([FORMAT_VERSION, asdict(self), examples], sort_keys=True)
         folder = cache_dir / f"tiny-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
