@@ -17,6 +17,7 @@ OWN = "generation=vllm_server"
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
 IN_PROCESS = "offline_grpo.generation.transformers_client.TransformersClient"
 TWO = "placement.num_engines=2"
+TAUGHT_BY = "train/advantage=distill train.advantage.teacher="
 LISTED = "generation=vllm_server weight_sync=reload generation.base_url=[http://127.0.0.1:1,http://127.0.0.1:2]"
 REFUSED = {
     f"{OWN} {TWO}": "placement.num_engines=2: serves one engine",
@@ -49,8 +50,8 @@ REFUSED = {
     "generation=sglang_server weight_sync=reload": "weight_sync.pause_mode=keep: SGLang loads weights only",
     "weight_sync=none": "weight_sync=none",
     "train/advantage=distill": "train.advantage.teacher=None: name a model",
-    "train/advantage=distill train.advantage.teacher=/no/model": "train.advantage.teacher=/no/model: no such folder",
-    "train/advantage=distill train.advantage.teacher=http://a:1 generation.temperature=2": "generation.temperature=2: a server",
+    f"{TAUGHT_BY}/no/model": "train.advantage.teacher=/no/model: no such folder",
+    f"{TAUGHT_BY}http://a:1 generation.temperature=2": "generation.temperature=2: a server",
     f"{OWN} generation.timeout_s=0 eval.timeout_s=1": "generation.timeout_s=0",
     f"eval.backend={{_target_:{IN_PROCESS},batch_size:0}}": "eval.backend.batch_size=0",
 }
