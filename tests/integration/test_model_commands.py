@@ -28,6 +28,7 @@ def trained(cache: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     assert run_in_child(run, *words) == 0, printed(run)
     (run / ".hydra").mkdir()
     (run / ".hydra" / "overrides.yaml").write_text(json.dumps([*words, "resume=auto"]))
+    (run / ".hydra" / "config.yaml").write_text("{}")
     adapter = json.loads((run / "checkpoints" / "best" / "adapter_config.json").read_text())
     return run, Path(adapter["base_model_name_or_path"])
 
@@ -116,7 +117,7 @@ def test_the_table_fits_80_columns(
     ], "a file has no progress"
     lines = out.splitlines()
     assert max(map(len, lines[:-1])) <= 80
-    assert "B - A on arithmetic: +0.000 [+0.000, +0.000], p = 1.0000" in out
+    assert "B - A on arithmetic: +0.000 [-1.000, +1.000], p = 1.0000" in out
     assert "of the completions were cut; raise eval.max_new_tokens" in out
     [folder] = tmp_path.glob("outputs/evaluate/*/*")
     assert lines[-1] == f"files  {folder.relative_to(tmp_path)}"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import AutoLocator
 from rich.console import Console
 
-from offline_grpo.report.figures import COLORS, GREY
+from offline_grpo.report.figures import BLUE, COLORS, GREY
 from offline_grpo.report.history import count
 from offline_grpo.report.plots import PERCENT, band, fit, label, rows, sheet, style
 from offline_grpo.report.runs import (
     MIN_SEEDS,
+    NOT_COMPARED,
     Configuration,
     Run,
     configurations,
@@ -29,6 +32,8 @@ NUMBERS = ("pass@1", "pass@1_low", "pass@1_high", "best_pass@1", "reward_mean", 
 BEST_COLORS = [color for color in COLORS if color != GREY]
 MAX_LABEL = 48  # letters of a configuration beside the plot
 ROW_INCHES, LETTER_INCHES = 0.34, 0.075
+NUMBER = re.compile(r"\d+(\.\d*)?(e[-+]?\d+)?")
+MIN_SEARCHED = 5  # values of a number, in a search
 
 
 def print_sweep(folders: Sequence[Path], console: Console) -> None:
@@ -110,8 +115,42 @@ def save_summary(multirun_dir: Path, runs: Sequence[Run], found: Sequence[Config
     measured = [each for each in found if each.pass_at_1 is not None]
     if not measured:
         return [csv_path, markdown_path]
-    draw_sweep(measured, "/".join(multirun_dir.resolve().parts[-2:])).savefig(picture_path, dpi=110)
-    return [csv_path, markdown_path, picture_path]
+    name = "/".join(multirun_dir.resolve().parts[-2:])
+    draw_sweep(measured, name).savefig(picture_path, dpi=110)
+    paths = [csv_path, markdown_path, picture_path]
+    if points := searched([run for each in measured for run in each.counted]):
+        paths.append(multirun_dir / "search.png")
+        draw_search(points, name).savefig(paths[-1], dpi=110)
+    return paths
+
+
+def searched(runs: Sequence[Run]) -> dict[str, list[tuple[float, float]]]:
+    """Key -> value and final pass@1 of each run, of the numbers in which runs differ; nothing unless one has
+    more values than a grid.
+    """
+    found = {}
+    for key in {key: None for run in runs for key in run.overrides if key not in NOT_COMPARED}:
+        texts = [run.overrides.get(key, "") for run in runs]
+        if len(set(texts)) > 1 and all(map(NUMBER.fullmatch, texts)):
+            found[key] = [(float(text), run.final_pass_at_1 or 0.0) for text, run in zip(texts, runs, strict=True)]
+    return found if any(len({x for x, _ in pairs}) >= MIN_SEARCHED for pairs in found.values()) else {}
+
+
+def draw_search(points: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Figure:
+    """Final pass@1 over each number that was searched; a logarithmic axis where they span more than a factor of 20."""
+    figure = sheet(1 + 4.2 * len(points), 4.2, f"search {title}", "a point for each run")
+    figure.set_layout_engine("constrained", rect=(0.01, 0.01, 0.98, 0.82))
+    for axes, (key, pairs) in zip(figure.subplots(1, len(points), squeeze=False)[0], points.items(), strict=True):
+        values, scores = zip(*pairs, strict=True)
+        style(axes)
+        axes.xaxis.set_major_locator(AutoLocator())
+        axes.plot(values, scores, "o", color=BLUE, alpha=0.7)
+        if min(values) > 0 and max(values) > 20 * min(values):
+            axes.set_xscale("log")
+        label(axes, key, "final pass@1", legend_rows=0)
+        axes.set_xlabel("")
+        fit(axes, "share")
+    return figure
 
 
 def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:

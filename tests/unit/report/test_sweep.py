@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from offline_grpo.report.runs import configurations, load_runs
-from offline_grpo.report.sweep import draw_sweep, print_sweep
+from offline_grpo.report.sweep import draw_search, draw_sweep, print_sweep, searched
 
 
 def make_run(run_dir: Path, overrides: list[str], pass_at_1: list[float], *, num_train: int) -> None:
@@ -117,3 +117,16 @@ def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
     singles = [line.get_xdata().tolist() for line in ends.lines if line.get_marker() == "|"]
     assert singles == [[0.5, 0.7], [0.5, 0.7], [0.1, 0.2]]
     assert len(ends.collections) == 3
+
+
+def test_the_numbers_of_a_search_have_a_picture(tmp_path: Path) -> None:
+    for number in range(6):
+        words = ["task=sat", f"train.lr={10 ** (number - 6)}", f"data.rollouts_per_problem={4 + 4 * (number % 2)}"]
+        make_run(tmp_path / str(number), words, [0.25, number / 10], num_train=2)
+    assert printed(tmp_path)[-1] == str(tmp_path / "search.png")
+    points = searched(load_runs([tmp_path]))
+    assert points.keys() == {"train.lr", "data.rollouts_per_problem"}
+    assert points["train.lr"][2] == (1e-4, 0.2)
+    rates, sizes = draw_search(points, "day/time").axes
+    assert (rates.get_xscale(), sizes.get_xscale()) == ("log", "linear")
+    assert searched(load_runs([tmp_path])[:4]) == {}, "as a grid"
