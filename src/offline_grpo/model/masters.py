@@ -193,7 +193,8 @@ class MasterWeights:
                 rounded = master.to(dtype)
                 step = (rounded.abs().view(torch.int16) + 1).view(dtype).float() - rounded.abs().float()
                 moved = master + step * _noise(first, len(chunk), place, master.device)
-                chunk.copy_(torch.where(moved.to(dtype) == rounded, moved, master))
+                keeps = moved.to(dtype).view(torch.int16) == rounded.view(torch.int16)  # the sign of a zero, too
+                chunk.copy_(torch.where(keeps, moved, master))
                 first += len(chunk)
 
     def state_dict(self) -> dict[str, Tensor]:
