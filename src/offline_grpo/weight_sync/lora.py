@@ -8,6 +8,7 @@ is never used.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import uuid
@@ -98,7 +99,8 @@ class LoraHotswap(ServerSync):
             try:
                 engine.control.load_adapter(staged.name, str(folder))
             except Refused as error:
-                if "experts" not in str(error):
+                config = json.loads((folder / "adapter_config.json").read_text())
+                if not config.get("target_parameters"):  # those of experts, which vLLM refuses in whatever words
                     raise
                 fix = "to adapt no experts, use model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
                 raise Refused(f"{error}; {fix}") from error

@@ -34,9 +34,10 @@ def policy() -> Policy:
     return make_policy(model, build_char_tokenizer(64))
 
 
-def with_adapters(rank: int) -> Policy:
+def with_adapters(rank: int, **others: Any) -> Policy:
     model: Any = make_qwen2(vocab_size=100)
-    return make_policy(get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj"])), build_char_tokenizer(64))
+    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj"], **others))
+    return make_policy(adapted, build_char_tokenizer(64))
 
 
 def worker_result(request: Request) -> Reply:
@@ -122,3 +123,19 @@ def test_adapters_get_new_names_and_old_ones_go(
     assert [path for path, _ in bodies[:4]] == ["/v1/load_lora_adapter"] * 3 + ["/v1/unload_lora_adapter"]
     deployment.close()
     assert [request.body for request in web.requests[-2:]] == [{"lora_name": name} for name in names[2:]]
+
+
+@pytest.mark.parametrize("others", [{}, {"target_parameters": ["down_proj.weight"]}])
+def test_a_refused_adapter_of_experts_comes_with_the_fix(
+    others: dict[str, Any], client: VllmClient, web: ScriptedServer
+) -> None:
+    """peft adapts experts as parameters, and vLLM 0.25 says no word about why it does not take them."""
+    deployment = deploy(strategy("lora_hotswap"), client)
+    policy = with_adapters(8, **others)
+    deployment.connect(policy)
+    policy.make_masters()
+    web.script = lambda request: Reply({}, status=500 if "lora" in request.path else 200)
+    with pytest.raises(EngineError) as refused:
+        deployment.push(policy, version=0)
+    fix = "to adapt no experts, use model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+    assert str(refused.value).endswith(fix) is bool(others)
