@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,11 @@ def convert(name: str, cache_dir: Path) -> Path:
 def _convert(file: Path, name: str, folder: Path) -> None:
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from tqdm.auto import tqdm
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
+    # Its bar would disturb the live display, and does not heed transformers' own switch.
+    modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=True)  # type: ignore[attr-defined]
     how = {"gguf_file": file.name}
     # Newer versions keep weights quantised unless they are told otherwise, older ones know only the other way.
     newer = hasattr(transformers, "GgufConfig")
