@@ -51,6 +51,7 @@ OF_OTHER_TRAINERS = {
     "scale_rewards": "train/advantage",
     "save_steps": "checkpoint.save_interval",
     "save_total_limit": "checkpoint.keep_last_k",
+    "teacher_model_name_or_path": "train/advantage",
     "use_vllm": "generation",
     "vllm_gpu_memory_utilization": "engine.args.gpu_memory_utilization",
     "vllm_mode": "weight_sync",

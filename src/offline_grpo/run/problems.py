@@ -48,7 +48,7 @@ def _check_teacher(plan: Plan) -> None:
     if not isinstance(plan.advantage, Distill) or plan.data.train is None:
         return
     fix = "name a model (folder or Hub id), or the URL of a vLLM server; null is for rollouts that were scored before"
-    require(teacher is not None, "train.advantage.teacher", teacher, fix)
+    require(teacher is not None, "train.advantage.teacher", "null", fix)
     fix = (
         "a server tells its logprobs at temperature 1, whatever it is asked; use 1, or load the teacher here by its id"
     )

@@ -49,7 +49,7 @@ REFUSED = {
     f"{OWN} weight_sync=restart mode=async": "rollouts.in_flight=keep: weight_sync=restart sends no weights",
     "generation=sglang_server weight_sync=reload": "weight_sync.pause_mode=keep: SGLang loads weights only",
     "weight_sync=none": "weight_sync=none",
-    "train/advantage=distill": "train.advantage.teacher=None: name a model",
+    "train/advantage=distill": "train.advantage.teacher=null: name a model",
     f"{TAUGHT_BY}/no/model": "train.advantage.teacher=/no/model: no such folder",
     f"{TAUGHT_BY}http://a:1 generation.temperature=2": "generation.temperature=2: a server",
     f"{OWN} generation.timeout_s=0 eval.timeout_s=1": "generation.timeout_s=0",

@@ -96,7 +96,7 @@ def test_it_is_added_to_an_advantage_from_rewards(tmp_path: Path) -> None:
 def test_what_has_no_teacher_is_refused(tmp_path: Path) -> None:
     updater = make_updater(tmp_path)
     updater.advantage = replace(DISTILL, teacher=None)
-    with pytest.raises(ConfigError, match=r"^train.advantage.teacher=None: 4 of 4 rollouts come without a teacher's"):
+    with pytest.raises(ConfigError, match=r"^train.advantage.teacher=null: 4 of 4 rollouts come without a teacher's"):
         prepare_batch(updater.taught(groups()), updater, updater.config)
     updater.teacher = make_scoring(make_llama())
     own = replace(groups()[0], advantages=((0.0,) * 6, (0.0,) * 8))

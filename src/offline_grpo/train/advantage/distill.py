@@ -57,9 +57,11 @@ class Distill(Advantage):
         """Raises ConfigError where rollouts lack a teacher's logprobs, or come with advantages of their own."""
         missing = sum(rollout.teacher_logprobs is None for group in groups for rollout in group.rollouts)
         fix = f"{missing} of {batch.num_sequences} rollouts come without a teacher's logprobs; name a teacher"
-        require(batch.teacher_logprobs is not None, "train.advantage.teacher", self.teacher, fix)
+        require(batch.teacher_logprobs is not None, "train.advantage.teacher", self.teacher or "null", fix)
         fix = "these rollouts come with advantages of their own, in which no teacher is; use another train/advantage"
-        require(all(group.advantages is None for group in groups), "train.advantage.teacher", self.teacher, fix)
+        require(
+            all(group.advantages is None for group in groups), "train.advantage.teacher", self.teacher or "null", fix
+        )
         assert batch.teacher_logprobs is not None
         rows = iter((self.weight * (batch.teacher_logprobs - batch.rollout_logprobs)).split(batch.sequence_lengths))
         base = [[0.0] * len(group.rollouts) for group in groups] if self.base is None else self.base(groups, batch)
