@@ -180,7 +180,9 @@ RUNS: dict[str, Acts] = {
     "train.drop_zero_signal_groups": Acts(
         "train.drop_zero_signal_groups=true", metric("num_groups_trained"), base="task.format_weight=0"
     ),
-    "train.advantage.teacher": Acts("train.advantage.teacher=null", error, base=DISTILLED),
+    "train.advantage.teacher": Acts(
+        "train.advantage.teacher=@done/checkpoints/iter_001", metric("distill/reverse_kl", FIRST), base=DISTILLED
+    ),
     "train.advantage.weight": Acts("train.advantage.weight=0.1", metric("advantage_std", FIRST), base=DISTILLED),
     "train.advantage.base": Acts(
         "train/advantage@train.advantage.base=group_std", metric("advantage_std", FIRST), base=DISTILLED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,15 @@ PROMPT = (5, 6, 7)
 COMPLETIONS = ([8, 9, 10], [11, 3, 2, 9, 4], [12], [1, 1])
 TEMPERATURE = 0.7
 DISTILL = Distill(teacher="teacher", weight=2.0, base=None)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several would wait for each other at every operator of models this small."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def by_hand(model: nn.Module, completion: list[int]) -> Tensor:
