@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import VOCAB, make_llama, make_rollout, make_scoring
+from factories import VOCAB, make_llama, make_rollout, make_scoring, make_updater
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.teacher import TeacherServer
 from offline_grpo.train.batch import build_batch
+from offline_grpo.types import RolloutGroup
 
 MODEL = make_llama()
 TOKENIZER: Any = type(
@@ -41,11 +43,16 @@ def server(request: pytest.FixtureRequest) -> Iterator[ScriptedServer]:
         yield server
 
 
-def test_a_server_tells_the_models_own_logprobs(server: ScriptedServer) -> None:
+def test_a_server_tells_the_models_own_logprobs(server: ScriptedServer, tmp_path: Path) -> None:
     teacher = TeacherServer(server.base_url)
     teacher.check(TOKENIZER, 20)
-    batch = build_batch([make_rollout([5, 6, 7], [8, 9]), make_rollout([4], [3, 2, 1, 0])], mask_truncated=False)
-    torch.testing.assert_close(teacher.logprobs(batch), make_scoring(MODEL).logprobs(batch), rtol=0, atol=1e-5)
+    rollouts = (make_rollout([5, 6, 7], [8, 9]), make_rollout([4], [3, 2, 1, 0]), make_rollout([1, 2], [3]))
+    updater = make_updater(tmp_path, batch_size=1)
+    updater.teacher = teacher
+    [taught] = updater.taught([RolloutGroup(None, rollouts)])
+    expected = make_scoring(MODEL).logprobs(build_batch(rollouts, mask_truncated=False)).tolist()
+    found = [logprob for rollout in taught.rollouts for logprob in rollout.teacher_logprobs or ()]
+    assert found == pytest.approx(expected, abs=1e-5)
     hot = build_batch([make_rollout([5, 6], [8, 9], temperature=0.5)], mask_truncated=False)
     with pytest.raises(ConfigError, match=r"^train.advantage.teacher=http.*at temperature 1; load the teacher here"):
         teacher.logprobs(hot)
