@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import time
+import zlib
 from functools import partial
 
 STRAY_S = "7654.5"
@@ -219,6 +220,14 @@ def _sees():
     num_sockets = sum(place.startswith("socket:") for place in places)  # its own, and two of asyncio's event loop
     is_alone = os.readlink("/proc/self/fd/0") == os.devnull and num_sockets <= 3
     return float(is_alone and "torch" not in sys.modules)
+
+
+def flaky(prompt, completion):
+    """Fails for a quarter of the completions; half of the others are right."""
+    number = zlib.crc32((prompt + completion).encode())
+    if number % 4 == 0:
+        raise RuntimeError("judge away")
+    return float(number % 2)
 
 
 def vowels(completion):

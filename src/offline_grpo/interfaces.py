@@ -124,6 +124,9 @@ class Source(Protocol):
         """
         ...
 
+    def sampled(self, iteration: int, groups: Sequence[RolloutGroup]) -> None:
+        """An iteration's groups, of all processes, before they are trained on."""
+
     def weights_changed(self, version: int) -> None:
         """The engine serves new weights, which carry `version` updates."""
 

@@ -86,6 +86,9 @@ class DataConfig:
     num_train_seeds: int | None
     max_prompt_tokens: int | None
     shuffle: bool
+    pass_rate: list[float] | None
+    pass_rate_from: str | None
+    pass_rate_decay: float
     resample_zero_signal: bool
     max_resamples: int
     soft_overlong_tokens: int | None
@@ -96,6 +99,14 @@ class DataConfig:
         fix = "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more"
         check(self, "data.rollouts_per_problem", self.rollouts_per_problem > 1, fix)
         check(self, "data.train_seed_start", self.train_seed_start >= 0, "must be 0 or more")
+        band = self.pass_rate
+        is_band = band is None or (len(band) == 2 and 0 <= band[0] <= band[1] <= 1)
+        check(self, "data.pass_rate", is_band, "the lowest and the highest share, such as [0.1,0.9], or null")
+        fix = "acts with data.pass_rate alone; set that too, such as [0.1,0.9]"
+        check(self, "data.pass_rate_from", self.pass_rate_from is None or band is not None, fix)
+        check(
+            self, "data.pass_rate_decay", 0 < self.pass_rate_decay <= 1, "above 0, and at most 1, which forgets nothing"
+        )
         for name in ("num_train_seeds", "max_prompt_tokens"):
             value = getattr(self, name)
             check(self, f"data.{name}", value is None or value > 0, "null or at least 1")

@@ -33,12 +33,15 @@ SMALL = [
 IN_OTHER_RUNS = {
     "stopped_early",
     "kl_penalty_mean",
+    "curriculum/num_outside",
+    "curriculum/num_passed_over",
     "num_groups_masked",
+    "num_groups_unscored",
     "perf/gpu_memory_card_gb",
     "perf/gpu_memory_gb",
     "perf/gpu_memory_reserved_gb",
     "perf/mfu",
-}  # with train.loss.kl_placement=reward, with train.mask_truncated, on a GPU
+}  # with train.loss.kl_placement=reward, with data.pass_rate, with train.mask_truncated, with failed scores, on a GPU
 
 
 @pytest.fixture(scope="module")

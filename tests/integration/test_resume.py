@@ -1,5 +1,6 @@
 """A run that dies anywhere and is resumed ends with the files of a run that did not die."""
 
+import json
 import re
 import signal
 from dataclasses import replace
@@ -179,3 +180,27 @@ def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     refused = run_command(tmp_path, ROOT / "run_grpo.py", "resume='a run'", "train.lr=-1")
     assert refused.returncode == 2
     assert read_yaml(run_dir / ".hydra" / "config.yaml") == config
+
+
+@pytest.mark.slow
+def test_failed_scores_and_a_curriculum_are_resumed_and_replayed_bit_for_bit(cache, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": f"{2 * i}"}) + "\n" for i in range(12)))
+    common = ("data.num_train_seeds=null", "data.shuffle=false", "scoring.workers=2", "train.iterations=6")
+    common += ("task=dataset", f"task.path={rows}", "task.reward=bad_rewards:flaky", "model.tiny.warm_start_steps=0")
+    common += ("train.drop_zero_signal_groups=true", "eval.enabled=false", "train.updates_per_iteration=1")
+    ours = (*common, "data.resample_zero_signal=true", "data.max_resamples=1", "data.pass_rate=[0.3,0.7]")
+    whole, killed, again = tmp_path / "whole", tmp_path / "killed", tmp_path / "again"
+    assert run_in_child(whole, cache, *SMALL, *ours) == 0, printed(whole)
+    kill = Kill("offline_grpo.checkpoint.checkpointer:Checkpointer.commit", 2)
+    assert run_in_child(killed, cache, *SMALL, *ours, kill=kill) == -signal.SIGKILL, printed(killed)
+    assert run_in_child(tmp_path / "fresh", cache, f"resume={killed}", *SMALL, *ours) == 0, printed(tmp_path / "fresh")
+    assert metrics_of(killed) == metrics_of(whole)
+    assert weights_of(killed).items() >= weights_of(whole).items()
+    found = list(metrics_of(whole).values())
+    for name in ("scoring/num_failed_raised", "curriculum/num_passed_over", "curriculum/num_outside"):
+        assert any(metrics[name] for metrics in found), name
+    assert run_in_child(again, cache, *SMALL, *common, "rollouts=replay", f"rollouts.path={whole}") == 0, printed(again)
+    for expected, metrics in zip(found, metrics_of(again).values(), strict=True):
+        for name in ("loss_total", "grad_norm", "reward_mean", "num_groups_trained", "scoring/num_failed"):
+            assert metrics.get(name) == expected.get(name), name

@@ -97,6 +97,7 @@ class Asynchronous(OnPolicy):
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """Begins to sample."""
+        super().start(iteration, state)
         self._counted_to_s = time.perf_counter()
         self._next, self._known = iteration, (iteration, self.trainer_version())
         self._begin_due()
@@ -154,7 +155,7 @@ class Asynchronous(OnPolicy):
         self._abandon()
 
     def metrics(self) -> Metrics:
-        return self._metrics
+        return {**self._metrics, **self.curriculum_metrics()}
 
     def close(self) -> None:
         self._next = None
@@ -175,6 +176,7 @@ class Asynchronous(OnPolicy):
 
     def _begin(self, iteration: int) -> None:
         self._count_seconds()
+        self._indices(iteration)  # here, so that all processes choose from the same pass rates
         round_ = self._rounds[iteration] = Round()
 
         def sample() -> list[RolloutGroup]:

@@ -129,6 +129,7 @@ class Loop:
         with self._phase("generate", iteration), self._interruptible():
             groups = self._sample(self.deployment, lambda: check_groups(self.source.next(iteration)))
         groups = [group.with_failures(self.on_failure) for group in groups]
+        self.source.sampled(iteration, groups)
         with self._phase("train", iteration):
             metrics = {**rollout_metrics(groups), **self.source.metrics(), **self._train(groups, iteration)}
         evaluation = self.evaluation if self.evaluation is not None and self.evaluation.is_due(iteration) else None

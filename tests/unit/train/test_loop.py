@@ -62,6 +62,7 @@ def make_loop(engine: Engine, evaluation: Evaluation | None = None, **parts: Any
         weights_lost=lambda: None,
         samples_ahead=False,
         start=lambda *_: [],
+        sampled=lambda *_: None,
     )
     values: dict[str, Any] = {
         "config": None,
