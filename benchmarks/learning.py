@@ -46,10 +46,10 @@ LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 LR, UPDATES = 1e-5, 2
 KV_BYTES = 2 << 30
 EXTRAS: Mapping[str, tuple[str, Sequence[str]]] = {
-    "lr_3e-6": ("sums", ["train.lr=3e-6"]),
-    "lr_3e-5": ("sums", ["train.lr=3e-5"]),
-    "lr_1e-4": ("sums", ["train.lr=1e-4", "train.kl_coef=0.001"]),
     "terse": ("sums", ["train.lr=3e-5", "task.reward=learning_tasks:terse", "train.kl_coef=0.001"]),
+    "lr_1e-4": ("sums", ["train.lr=1e-4", "train.kl_coef=0.001"]),
+    "lr_3e-5": ("sums", ["train.lr=3e-5"]),
+    "lr_3e-6": ("sums", ["train.lr=3e-6"]),
     "kl_0.05": ("sums", ["train.kl_coef=0.05"]),
     "resample": ("longer_sums", ["train/loss=dapo", "data.resample_zero_signal=true"]),
     "group_8": ("longer_sums", ["data.problems_per_iteration=32", "data.rollouts_per_problem=8"]),
@@ -216,8 +216,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     planned = []
     for seed in range(args.seeds):
         planned += [Job(task, arm, seed, sync) for task in args.tasks for arm in ("trl", *LOSSES)]
-        if seed % 2 or args.seeds == 1:
-            planned += [Job(task, arm, seed // 2, sync) for arm, (task, _) in EXTRAS.items() if task in args.tasks]
+    for seed in range(args.seeds // 2 or 1):
+        planned += [Job(task, arm, seed, sync) for arm, (task, _) in EXTRAS.items() if task in args.tasks]
     return [job for job in planned if (not args.arms or job.arm in args.arms) and not is_done(args.work / job.name)]
 
 
