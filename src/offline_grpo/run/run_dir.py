@@ -34,15 +34,8 @@ NO_CHECKPOINT = "no checkpoint found; use a run folder, its checkpoints/iter_NNN
 NO_RESULTS = {".hydra", "run.log", LOCK, "multirun.yaml", ".submitit", ".failed_jobs"}  # no sign of a run
 RECORDS = ("metrics", "samples", "rollouts")  # folders with per-iteration files
 ITERATION = re.compile(r"(?:^|_)(?:iter_(?P<number>\d+)|init)(?=\.|$)")  # train_iter_004.json, eval_init.json
-LOCAL = (
-    "train_id",
-    "ref_id",
-    "teacher",
-    "gguf_file",
-    "chat_template",
-    "path",
-    "cache_dir",
-)  # keys, at any depth, whose values may be paths
+LOCAL = ("train_id", "ref_id", "teacher", "gguf_file", "chat_template", "path", "cache_dir")
+"""Keys, at any depth, whose values may be paths."""
 
 log = logging.getLogger(__name__)
 
