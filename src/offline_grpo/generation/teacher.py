@@ -26,8 +26,8 @@ TIMEOUT_S = 600.0
 class TeacherServer:
     """A `Scorer` that asks a server of any run, or a stock vLLM, for the logprobs of prompts.
 
-    vLLM computes those at temperature 1, whatever temperature the request has, and whether its `logprobs_mode` is raw or
-    processed.
+    vLLM computes those at temperature 1, whatever temperature the request has, and with raw and processed logprobs
+    alike.
     """
 
     url: str
