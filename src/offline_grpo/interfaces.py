@@ -16,9 +16,11 @@ from offline_grpo.types import (
     Message,
     Metrics,
     Problem,
+    Reply,
     RolloutGroup,
     SamplingParams,
     SamplingRequest,
+    Schema,
     Score,
     ServedWeights,
     Split,
@@ -43,6 +45,10 @@ class Task(Protocol):
     imported once for all those processes. `is_ordered = True` says that the order of its training problems matters,
     which `data.shuffle` would destroy. `rewards_groups = True`: it also has `score_group(problem, texts)`, sync or
     async, which returns a Score for each completion of a group; its parts and rewards are added to those of `score`.
+
+    It may have one method more, which plays the problems that have `rules`, in turns, where `score` would run:
+
+        def play(self, problem: Problem, chat: Chat) -> Score
     """
 
     def problems(self, split: Split) -> Sequence[Problem]:
@@ -51,6 +57,23 @@ class Task(Protocol):
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """Judge an answer's text (`TextCodec.judged`). Pure, maybe async; should not raise whatever it gets."""
+        ...
+
+
+class Chat(Protocol):
+    """The policy, as the program of an episode asks it."""
+
+    seed: int
+    """For what the program draws itself: the same for all episodes of a group."""
+
+    def say(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Reply:
+        """The policy's reply to a whole conversation, as clients of OpenAI's API send it. Beyond the limits (`Rules`)
+        it is empty, and cut.
+        """
+        ...
+
+    def pay(self, reward: float) -> None:
+        """Say that the last turn earned a part of the reward."""
         ...
 
 
@@ -63,10 +86,11 @@ class RolloutClient(Protocol):
     weights: ServedWeights
     """What the engine serves; replaced as a whole after each push, so that no request mixes names and versions."""
 
-    def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
+    def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
         """Answer the requests: yields the index of each with its completions as soon as they are complete.
 
-        Requests are taken from the iterable as there is room for them. Closing the iterator abandons what is open.
+        Requests are taken from the iterable as there is room for them. None, which has no index, says that there is
+        none yet: answer those that are open, and ask again. Closing the iterator abandons what is open.
 
         Raises:
             offline_grpo.errors.EngineError: the engine did not return exactly what was asked for.

@@ -295,6 +295,7 @@ class PlacementConfig:
 @dataclass
 class ScoringConfig:
     workers: int
+    episodes: int
     timeout_s: float
     memory_mib: int
     on_failure: str
@@ -302,6 +303,7 @@ class ScoringConfig:
 
     def __post_init__(self) -> None:
         check(self, "scoring.workers", self.workers >= 0, "must be 0 (score in the run's process) or more")
+        check(self, "scoring.episodes", self.episodes > 0, "must be at least 1")
         check(self, "scoring.timeout_s", 0 < self.timeout_s < inf, "must be above 0 and finite")
         fix = "must be at least 128: Python and a task need that"
         check(self, "scoring.memory_mib", self.memory_mib >= 128, fix)

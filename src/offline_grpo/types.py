@@ -45,6 +45,20 @@ LOGPROB_ROUNDING = 1e-3
 TASK_MARK = "::"  # in ids of a mixture's problems, between the name of the task and the problem's id there
 
 
+Schema = Mapping[str, Any]  # of a tool, as `transformers.utils.get_json_schema` writes it
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How far an episode may go. See conf/task/environment.yaml."""
+
+    max_turns: int
+    max_turn_tokens: int | None
+    max_environment_tokens: int  # beside the problem's messages: schemas of tools, and all that comes between two turns
+    timeout_s: float
+    tools: tuple[Schema, ...] = ()  # in the first prompt, as far as they are known before
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A question with a verifiable answer. `problem_id` is unique within the task and stable between runs."""
@@ -53,6 +67,7 @@ class Problem:
     messages: tuple[Message, ...]
     answer: str
     fields: Mapping[str, Any] = field(default_factory=dict)  # the rest of its row in a data set, for reward functions
+    rules: Rules | None = None  # of an episode, which `Task.play` plays; None: it is answered in one completion
 
     @property
     def task(self) -> str:
@@ -94,11 +109,14 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """Ask for completions of one prompt; the j-th is drawn with `seed + j`, so batching never changes a result."""
+    """Ask for completions of one prompt; the j-th is drawn with `seed + j`, so batching never changes a result.
+    `max_new_tokens` goes before that of `SamplingParams`.
+    """
 
     prompt_ids: tuple[int, ...]
     num_completions: int
     seed: int
+    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_completions < 1:
@@ -144,8 +162,40 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """Of a tool, by the policy."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the policy says in one turn."""
+
+    text: str = ""  # as a task judges a completion
+    content: str = ""  # without thinking and calls
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    is_cut: bool = False  # it stopped at a limit, and no further turn is possible
+
+    @property
+    def message(self) -> Message:
+        """As the client of an OpenAI server appends it to its conversation, but for arguments, which are no JSON."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in self.calls
+        ]
+        thinking = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": "assistant", "content": self.content, **thinking, **({"tool_calls": calls} if calls else {})}
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens `start` to `end` of a rollout, which the policy sampled in one go, and what was paid for them alone."""
+    """Tokens `start` to `end` of a rollout, which the policy sampled in one go, and the part of the reward that was
+    paid for them alone.
+    """
 
     start: int
     end: int

@@ -30,7 +30,11 @@ RUNTIME = dict.fromkeys([*CLIENT_RUNTIME, *SOURCE_RUNTIME, "output_dir"])
 
 def overrides_for(option):
     group = str(option.parent)
-    extra = {"model/hf": ["model.train_id=some/model"], "task/dataset": ["task.path=my.jsonl"]}.get(str(option), [])
+    extra = {
+        "model/hf": ["model.train_id=some/model"],
+        "task/dataset": ["task.path=my.jsonl"],
+        "task/environment": ["task.path=my.jsonl", "task.environment=my_env:Shop"],
+    }.get(str(option), [])
     return [f"{group}=[{option.name}]" if group == "logger" else f"{group}={option.name}", *extra]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import bad_rewards
 import pytest
 import torch
+import worlds
 import yaml
 from factories import CONF, compose_config, prompt_of, sampled
 from gguf_files import write_gguf
@@ -235,11 +236,20 @@ def scorers_effect(overrides: str) -> Any:
     return asked
 
 
+def live_effect(overrides: str) -> Any:
+    """How many episodes are played at a time."""
+    config, task = typed(compose_config(*overrides.split())), worlds.environment()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(pool, "Scorers", lambda setup: SimpleNamespace(close=list, setup=setup))
+        return isolated(task, config, None, stack).num_live
+
+
 OWN_SERVER = "generation=vllm_server weight_sync=reload engine.api_key=ours"  # else each run makes one up
 ASSEMBLED: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "engine": (launcher_effect, OWN_SERVER, "engine=sglang"),
     "model.trust_remote_code": (launcher_effect, OWN_SERVER, "model.trust_remote_code=true"),
     "placement.address": (cluster_effect, f"{OWN_SERVER} placement=ray", "placement.address=local"),
+    "scoring.episodes": (live_effect, "", "scoring.episodes=3"),
     "placement.score_on_cluster": (scorers_effect, "placement=ray", "placement.score_on_cluster=true"),
 }
 """Key: what sees it, on top of which overrides, its change."""

@@ -7,19 +7,32 @@ from pathlib import Path
 
 import pytest
 from children import SMALL, metrics_of, printed, run_in_child, start_in_child, weights_of
+from worlds import write_sums
 
 WORDS = (*SMALL, "checkpoint.save_interval=1", "checkpoint.keep_last_k=2", "checkpoint.keep_best=pass@1")
-QUICK, ALL = 1, 6
+PLAYED = (
+    *(word for word in WORDS if not word.startswith(("task.", "data.num_train_seeds"))),
+    *("task=environment", "task.environment=worlds:Sums", "task.max_environment_tokens=40", "scoring.episodes=4"),
+    *("generation.max_new_tokens=18", "eval.max_new_tokens=18", "task.max_turn_tokens=6"),
+)
+QUICK, ALL = 1, 4
 
 
-@pytest.fixture(scope="module")
-def undisturbed(cache, tmp_path_factory):
-    """The folder of a run that nobody killed, and how long it took when it found the tiny model built."""
+@pytest.fixture(scope="module", params=["answered", pytest.param("played", marks=pytest.mark.slow)])
+def undisturbed(request, cache, tmp_path_factory):
+    """The folder of a run that nobody killed, how long it took when it found the tiny model built, and what it was
+    given.
+    """
+    words = WORDS
+    if request.param == "played":
+        path = tmp_path_factory.mktemp("rows") / "sums.jsonl"
+        write_sums(path)
+        words = (*PLAYED, f"task.path={path}")
     day = tmp_path_factory.mktemp("undisturbed") / "outputs" / "2026-01-01"
-    assert run_in_child(day / "first", cache, *WORDS, "train.iterations=1") == 0, printed(day / "first")
+    assert run_in_child(day / "first", cache, *words, "train.iterations=1") == 0, printed(day / "first")
     started = time.monotonic()
-    assert run_in_child(day / "run", cache, *WORDS) == 0, printed(day / "run")
-    return day / "run", time.monotonic() - started
+    assert run_in_child(day / "run", cache, *words) == 0, printed(day / "run")
+    return day / "run", time.monotonic() - started, words
 
 
 def content(run: Path) -> tuple:
@@ -34,13 +47,13 @@ def content(run: Path) -> tuple:
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in range(ALL)]
 )
 def test_killed_at_a_random_moment_and_resumed(seed, undisturbed, cache, tmp_path):
-    expected, duration_s = undisturbed
+    expected, duration_s, words = undisturbed
     day = tmp_path / "outputs" / "2026-01-01"
     killed, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
-    process = start_in_child(killed, cache, *WORDS)
+    process = start_in_child(killed, cache, *words)
     process.join(random.Random(seed).uniform(0, 1.1 * duration_s))
     process.kill()
     process.join()
     assert process.exitcode in (-signal.SIGKILL, 0), printed(killed)
-    assert run_in_child(fresh, cache, "resume=auto", *WORDS) == 0, printed(fresh)
+    assert run_in_child(fresh, cache, "resume=auto", *words) == 0, printed(fresh)
     assert content(fresh if fresh.exists() else killed) == content(expected)

@@ -16,6 +16,8 @@ def in_background(call: Callable[[], T]) -> Future[T]:
     """The future result of `call`, which runs in a thread of its own."""
     outcome: Future[T] = Future()
 
+    outcome.set_running_or_notify_cancel()  # nobody can cancel it
+
     def run() -> None:
         try:
             outcome.set_result(call())

@@ -50,7 +50,7 @@ class Judgement:
             raise self._named(error) from error
         self.future: Future[Score | list[Score]]
         if inspect.isawaitable(score):
-            self.future = asyncio.run_coroutine_threadsafe(_awaited(score), _loop())
+            self.future = asyncio.run_coroutine_threadsafe(_awaited(score), background_loop())
         else:
             self.future = Future()
             self.future.set_result(score)
@@ -135,7 +135,7 @@ async def _awaited(score: Awaitable[T]) -> T:
 
 
 @made_once
-def _loop() -> asyncio.AbstractEventLoop:
+def background_loop() -> asyncio.AbstractEventLoop:
     """One event loop for the life of the process, because clients that async code makes once belong to the loop that
     they were used in. Threads that begin to score at the same time get the same one."""
     loop = asyncio.new_event_loop()

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any, cast
 
 from offline_grpo import progress
 from offline_grpo.generation.judging import Judgement, judging, scores_of
 from offline_grpo.interfaces import RolloutClient, Task, TextCodec
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
 
@@ -33,9 +35,24 @@ def sample_groups(
         draws: problems, each with the seed of its first completion (see `SamplingRequest`).
         on_scored: called with the seconds from the last completion to the last score.
 
+    Problems with `rules` are played, see `play_groups`.
+
     Raises:
         ScoreError: a completion could not be scored.
     """
+    played = [index for index, (problem, _) in enumerate(draws) if problem.rules is not None]
+    if played:
+        from offline_grpo.generation.episodes import play_groups
+
+        how: dict[str, Any] = {"group_size": group_size, "on_scored": on_scored}
+        single = [index for index, (problem, _) in enumerate(draws) if problem.rules is None]
+        if single:
+            own = sample_groups(client, task, codec, [draws[index] for index in single], sampling, **how)
+            yield from ((single[number], group) for number, group in own)
+        chosen = [draws[index] for index in played]
+        own = play_groups(client, task, cast(TokenizerCodec, codec), chosen, sampling, **how)
+        yield from ((played[number], group) for number, group in own)
+        return
     prompts = [tuple(codec.encode(problem.messages)) for problem, _ in draws]
     requests = (SamplingRequest(prompt, group_size, seed) for prompt, (_, seed) in zip(prompts, draws, strict=True))
     num_done, num_asked = 0, len(draws) * group_size

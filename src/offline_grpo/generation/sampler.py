@@ -28,9 +28,13 @@ _LOW_BITS = 2**64 - 1
 
 
 class Draws:
-    """What the rows of a batch have drawn so far, all at the same step. A row's tokens after `ended` mean nothing."""
+    """What the rows of a batch have drawn so far, all at the same step. A row's tokens after `ended`, or beyond its own
+    limit, mean nothing.
+    """
 
-    def __init__(self, num_rows: int, max_new_tokens: int, device: torch.device) -> None:
+    def __init__(self, limits: Sequence[int], device: torch.device) -> None:
+        num_rows, max_new_tokens = len(limits), max(limits)
+        self.limits = torch.tensor(limits, device=device)  # [B]
         self.token_ids = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)  # [B, N]
         self.logprobs = torch.zeros(num_rows, max_new_tokens, dtype=torch.float32, device=device)  # [B, N], nats
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
@@ -43,10 +47,14 @@ class Draws:
         return self.token_ids.shape[1] - self.step
 
     def keep_unended(self) -> Tensor:
-        """Narrow `rows` to those that have not ended; their positions among the former ones."""
-        kept = (~self.ended[self.rows]).nonzero().squeeze(-1)  # [R']
+        """Narrow `rows` to those that go on; their positions among the former ones."""
+        kept = self.goes_on().nonzero().squeeze(-1)  # [R']
         self.rows = self.rows[kept]
         return kept
+
+    def goes_on(self) -> Tensor:
+        """Whether each of `rows` [R] has neither ended nor reached its limit."""
+        return ~self.ended[self.rows] & (self.num_tokens[self.rows] < self.limits[self.rows])
 
     def first_non_finite(self) -> tuple[int, int] | None:
         """Row and step of the first token whose logprob is not a finite number: the model's logits were not."""
@@ -162,12 +170,14 @@ class RowEnds(StoppingCriteria):
     def __call__(self, input_ids: torch.LongTensor, scores: object, **kwargs: object) -> torch.BoolTensor:
         draws = self._draws
         progress.report(draws.step, draws.step + draws.num_steps_left, "tokens")  # of each completion of the batch
-        draws.num_tokens[draws.rows] += ~draws.ended[draws.rows]
-        ended = draws.ended[draws.rows] | torch.isin(input_ids[:, -1], self._eos_ids)  # [R]
+        goes_on = draws.goes_on()
+        draws.num_tokens[draws.rows] += goes_on
+        ends = torch.isin(input_ids[:, -1], self._eos_ids)  # [R]
         if self._stop:
-            ended |= self._spells_stop()
-        draws.ended[draws.rows] = ended
-        return ended | (2 * ended.sum() >= len(ended))  # type: ignore[return-value]
+            ends |= self._spells_stop()
+        draws.ended[draws.rows] |= ends & goes_on
+        over = ~draws.goes_on()
+        return over | (2 * over.sum() >= len(over))  # type: ignore[return-value]
 
     def _spells_stop(self) -> Tensor:
         draws = self._draws

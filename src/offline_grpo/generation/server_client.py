@@ -6,6 +6,7 @@ import asyncio
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import httpx
@@ -109,6 +110,8 @@ class ServerClient(Streaming):
             http = self._idle.pop()
         else:
             http = httpx.AsyncClient(**connection(self.server.base_url, self.server.api_key), timeout=None)
+        if request.max_new_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=request.max_new_tokens)
         try:
             return await self._complete(http, request, sampling)
         finally:

@@ -11,11 +11,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from itertools import islice
-from queue import SimpleQueue
+from itertools import count, islice
+from queue import Empty, SimpleQueue
 
 from offline_grpo.errors import EngineError
 from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest
+
+LOOK_S = 0.01
+"""How often requests are looked for that were not there yet."""
 
 
 class Streaming(ABC):
@@ -40,29 +43,36 @@ class Streaming(ABC):
     async def disconnect(self) -> None:  # noqa: B027 - not every client has connections
         """Close connections; no request is open any more."""
 
-    def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
+    def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
         """See `RolloutClient.generate`. As many requests as may be in flight wait behind them.
 
         Raises:
             EngineDied: the server, one that this run started, has ended.
             EngineError: it cannot be reached, refused, or answered something else than what was asked for.
         """
-        loop = self._running_loop()
-        numbered, failed = enumerate(requests), threading.Event()
+        loop, indices = self._running_loop(), count()
+        coming, failed = iter(requests), threading.Event()
         unanswered: dict[int, Future[list[Completion]]] = {}
         answered: SimpleQueue[int] = SimpleQueue()
         try:
             while True:
-                for index, request in islice(numbered, 2 * self._num_at_once - len(unanswered)):
+                none_yet = False
+                for request in islice(coming, 2 * self._num_at_once - len(unanswered)):
+                    if none_yet := request is None:
+                        break
+                    index = next(indices)
                     with self._changing_loop:
                         if self._loop is not loop:
                             raise self._closed()
                         future = asyncio.run_coroutine_threadsafe(self._ask_in_turn(failed, request, sampling), loop)
                     unanswered[index] = future
                     future.add_done_callback(lambda _, index=index: answered.put(index))
-                if not unanswered:
+                if not unanswered and not none_yet:
                     return
-                index = answered.get()
+                try:
+                    index = answered.get(timeout=(LOOK_S if unanswered else 0.0) if none_yet else None)
+                except Empty:
+                    continue
                 yield index, self._result(unanswered.pop(index))
         finally:  # a failure, a signal, or a caller who closed the iterator: cancel what is still open
             for future in unanswered.values():

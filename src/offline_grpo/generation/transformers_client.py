@@ -87,14 +87,28 @@ class TransformersClient:
         """What this model's forward calls its cache of keys and values; empty if it has none."""
         return next(iter(CACHE_NAMES & inspect.signature(self._lm.forward).parameters.keys()), "")
 
-    def generate(self, requests: Iterable[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        """See `RolloutClient.generate`. All requests are taken at once; prompts of like length are decoded together.
+    def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
+        """See `RolloutClient.generate`. All requests that are there are taken at once; prompts of like length are
+        decoded together.
 
         Raises:
             ConfigError: an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
             EngineError: the model's logits were not finite.
         """
-        requests = list(requests)
+        coming, num_before, is_over = iter(requests), 0, False
+        while not is_over:
+            taken: list[SamplingRequest] = []
+            for request in coming:
+                if request is None:
+                    break
+                taken.append(request)
+            else:
+                is_over = True
+            for index, completions in self._generate(taken, sampling):
+                yield num_before + index, completions
+            num_before += len(taken)
+
+    def _generate(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
         self._check(requests, sampling)
         by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
         rows = [(index, replicate) for index in by_length for replicate in range(requests[index].num_completions)]
@@ -117,9 +131,10 @@ class TransformersClient:
         place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
         prompts, prompt_of_row = [requests[index].prompt_ids for index in place], [place[index] for index, _ in batch]
         seeds = [requests[index].seed + replicate for index, replicate in batch]
+        limits = [requests[index].max_new_tokens or sampling.max_new_tokens for index, _ in batch]
         eos_ids = end_ids(self._lm.generation_config, self.tokenizer)  # before a neutral one takes its place
         with sampling_state(self._lm), not_compiled(self._lm), sdpa_kernel(REPEATABLE), shared_heads():
-            draws = self._sample(prompts, prompt_of_row, seeds, sampling, eos_ids)
+            draws = self._sample(prompts, prompt_of_row, seeds, limits, sampling, eos_ids)
         if (bad := draws.first_non_finite()) is not None:
             row, step = bad
             where = f"token {step} after prompt {batch[row][0]}"
@@ -131,11 +146,12 @@ class TransformersClient:
         prompts: Sequence[Sequence[int]],
         prompt_of_row: list[int],
         seeds: list[int],
+        limits: list[int],
         sampling: SamplingParams,
         eos_ids: list[int],
     ) -> Draws:
-        """A batch: completions of U distinct prompts, in B >= U rows."""
-        lm = self._lm
+        """A batch: completions of U distinct prompts, in B >= U rows, each of at most so many tokens."""
+        lm, longest = self._lm, max(limits)
         index = torch.tensor(prompt_of_row, device=lm.device)  # [B]
         token_ids, mask = left_pad(prompts, lm.device)  # [U, P]
         cache = self._new_cache()
@@ -144,10 +160,10 @@ class TransformersClient:
             inputs = {"input_ids": token_ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": position_ids}
             decoder_of(lm)(**inputs, use_cache=True, **{self._cache_name: cache})  # without logits
             _keep_rows(cache, index)
-        cache = with_fixed_size(cache, lm, token_ids.shape[1] + sampling.max_new_tokens) if has_graphs(lm) else cache
+        cache = with_fixed_size(cache, lm, token_ids.shape[1] + longest) if has_graphs(lm) else cache
         token_ids, mask = token_ids[index], mask[index]  # [B, P]
-        draws = Draws(len(index), sampling.max_new_tokens, lm.device)
-        noise = None if sampling.temperature == 0 else uniforms(seeds, sampling.max_new_tokens).to(lm.device)  # [B, N]
+        draws = Draws(limits, lm.device)
+        noise = None if sampling.temperature == 0 else uniforms(seeds, longest).to(lm.device)  # [B, N]
         processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
         ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
         while True:
@@ -172,13 +188,14 @@ class TransformersClient:
 
     def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
         context = context_length(self._lm.config)
-        for index, prompt in enumerate(request.prompt_ids for request in requests):
+        for index, request in enumerate(requests):
+            prompt, limit = request.prompt_ids, request.max_new_tokens or sampling.max_new_tokens
             if len(prompt) == 0:
                 raise ConfigError(f"prompt {index} has no tokens; check the task's messages and the chat template")
-            if context is not None and len(prompt) + sampling.max_new_tokens > context:
+            if context is not None and len(prompt) + limit > context:
                 has = f"prompt {index} has {len(prompt)} tokens and the model's context is {context}"
                 fix = f"use {max(context - len(prompt), 0)} or less, or leave out problems with longer prompts"
-                raise ConfigError(f"generation.max_new_tokens={sampling.max_new_tokens}: {has}; {fix}")
+                raise ConfigError(f"generation.max_new_tokens={limit}: {has}; {fix}")
 
 
 def _keep_rows(cache: Cache, rows: Tensor) -> None:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from offline_grpo.errors import ConfigError, reason_of, require
-from offline_grpo.types import Message, SamplingParams
+from offline_grpo.types import Message, SamplingParams, Schema
 
 if TYPE_CHECKING:  # see types.py
     from transformers import GenerationConfig
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from offline_grpo.model.chat import ChatFormat
 
 OURS = ("messages", "add_generation_prompt")
 """Arguments of a chat template that are no setting."""
@@ -51,16 +53,24 @@ class TokenizerCodec:
         unknown = next((name for name in given if name not in words), None)
         require(unknown is None, f"{key}.{unknown}", given.get(str(unknown)), "the chat template has no such argument")
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """See `TextCodec.encode`. Without a chat template, the contents, line by line."""
-        return self.tokenizer.encode(self.rendered(messages), add_special_tokens=self.tokenizer.chat_template is None)
+        text = self.rendered(messages, tools)
+        return self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
 
-    def rendered(self, messages: Sequence[Message]) -> str:
+    @cached_property
+    def chat(self) -> ChatFormat:
+        """How conversations go on."""
+        from offline_grpo.model.chat import ChatFormat
+
+        return ChatFormat(self)
+
+    def rendered(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
         """The text that `encode` makes tokens of."""
         if self.tokenizer.chat_template is None:
             return "\n".join(message["content"] for message in messages) + self.assistant_prefix
         try:
-            return self._apply(messages, as_parts=self._takes_parts) + self.assistant_prefix
+            return self.apply(messages, tools) + self.assistant_prefix
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             about = f"the model's chat template refuses messages of {roles}: {reason_of(error)}"
@@ -74,11 +84,16 @@ class TokenizerCodec:
         probe = [{"role": "user", "content": "Hello"}]
         return "Hello" not in self._apply(probe) and "Hello" in self._apply(probe, as_parts=True)
 
-    def _apply(self, messages: Sequence[Message], *, as_parts: bool = False) -> str:
+    def apply(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
+        """What the chat template writes, which may raise whatever it likes."""
+        return self._apply(messages, tools, as_parts=self._takes_parts)
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, as_parts: bool = False) -> str:
         conversation: list[Any] = [dict(message) for message in messages]
         if as_parts:
-            conversation = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in conversation]
-        given = self.chat_template_kwargs
+            parts = ([{"type": "text", "text": each["content"] or ""}] for each in conversation)
+            conversation = [{**each, "content": own} for each, own in zip(conversation, parts, strict=True)]
+        given = {**self.chat_template_kwargs, **({"tools": [dict(each) for each in tools]} if tools else {})}
         text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **given)
         assert isinstance(text, str)
         return text

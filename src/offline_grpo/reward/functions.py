@@ -182,7 +182,7 @@ def _load(item: Any, key: str) -> RewardFunction:
     if not isinstance(path, str) or not is_number or set(fields) - {"fn", "weight"}:
         fix = "write my_module:my_function, or {fn: my_module:my_function, weight: 0.5}"
         raise ConfigError(f"{key}={item}: {fix}")
-    function = _imported(path, key)
+    function = imported(path, key, "function")
     parameters = list(inspect.signature(function).parameters.values())
     is_named = not inspect.isclass(function) and all(p.kind is not p.POSITIONAL_ONLY for p in parameters)
     form = FORM if key == REWARD else GROUP_FORM
@@ -194,18 +194,20 @@ def _load(item: Any, key: str) -> RewardFunction:
     return RewardFunction(key, path, float(weight), function, required, accepted)
 
 
-def _imported(path: str, key: str) -> Callable[..., Any]:
-    module_name, _, function_name = path.partition(":")
-    if not module_name or not function_name.isidentifier() or module_name.endswith(".py") or "/" in module_name:
-        raise ConfigError(f"{key}={path}: write it as my_module:my_function, for a function in my_module.py")
+def imported(path: str, key: str, kind: str) -> Callable[..., Any]:
+    """The class or function that a setting names. Raises ConfigError where there is none."""
+    module_name, _, name = path.partition(":")
+    if not module_name or not name.isidentifier() or module_name.endswith(".py") or "/" in module_name:
+        raise ConfigError(f"{key}={path}: write it as my_module:my_{kind}, for a {kind} in my_module.py")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the module does, such as a script's sys.exit()
         looked = f"{module_name} was looked for in {Path.cwd()} and among the installed packages"
         raise ConfigError(f"{key}={path}: cannot be imported ({told(error)}); {looked}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value)) or "none"
+    found = getattr(module, name, None)
+    if not callable(found):
+        is_kind = inspect.isclass if kind == "class" else inspect.isfunction
+        known = ", ".join(name for name, value in vars(module).items() if is_kind(value)) or "none"
         file = getattr(module, "__file__", module_name)
-        raise ConfigError(f"{key}={path}: {file} has no function {function_name}; it has {known}")
-    return function
+        raise ConfigError(f"{key}={path}: {file} has no {kind} {name}; it has {known}")
+    return found

@@ -39,7 +39,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.config import key_of, quoted
 from offline_grpo.run.engine_spec import EngineSpec, training_engine
 from offline_grpo.run.plan import evaluation_sampling
-from offline_grpo.run.prompts import codec_of, without_long
+from offline_grpo.run.prompts import check_episodes, codec_of, without_long
 from offline_grpo.run.resume import search_path
 from offline_grpo.run.run_dir import LOCAL
 from offline_grpo.run.task_data import build_task, held_out_problems, isolated
@@ -200,6 +200,7 @@ def evaluate(
                     replace(each, problems=without_long(each.problems, codec, each.config.data, "held-out"))
                     for each in sets
                 ]
+            check_episodes(codec, [problem for each in sets for problem in each.problems])
             for number, chosen in enumerate(sets, 1):
                 replicates = chosen.config.eval.replicates
                 asked = f"{len(chosen.problems)} problems, {replicates} completions each"

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import TextCodec
-from offline_grpo.model.load import context_length, load_tokenizer, read_model_config
+from offline_grpo.model.load import context_length, generation_config_of, load_tokenizer, read_model_config
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.run.plan import Plan
 from offline_grpo.run.task_data import PREFIX
@@ -50,13 +50,22 @@ def check_model(plan: Plan, model_id: str) -> tuple[Plan, tuple[int, int]]:
     if tokenizer.chat_template is None:
         without = "has no chat template, so a prompt is the plain contents of its messages, line by line"
         log.warning("model.train_id=%s: %s", model_id, without)
-    codec, settings, data = codec_of(plan.config, tokenizer), plan.config.data, plan.data
+    codec = codec_of(plan.config, tokenizer, generation_config_of(model_id))
+    settings, data = plan.config.data, plan.data
     train = None if data.train is None else without_long(data.train, codec, settings, "training")
     data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
+    check_episodes(codec, [*(data.train or ()), *data.held_out])
     plan = replace(plan, data=data)
     prompt_tokens = check_prompts(plan, model_id, codec, model_config)
     check_teacher(plan, model_config, tokenizer, prompt_tokens[1])
     return plan, prompt_tokens
+
+
+def check_episodes(codec: TokenizerCodec, problems: Sequence[Problem]) -> None:
+    """Raise ConfigError if the model's chat template cannot do what playing these problems takes."""
+    rules = [problem.rules for problem in problems if problem.rules is not None]
+    if rules:
+        codec.chat.check(has_tools=any(each.tools for each in rules))
 
 
 def without_long(problems: Sequence[Problem], codec: TextCodec, settings: DataConfig, what: str) -> Sequence[Problem]:
@@ -105,6 +114,10 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
         ("eval.max_new_tokens", plan.data.held_out, plan.eval_sampling.max_new_tokens),
     ):
         room = inf if context is None else context - max_new_tokens
+        added = max(
+            (problem.rules.max_environment_tokens for problem in problems if problem.rules is not None), default=0
+        )
+        room -= added
         prompts = [codec.encode(problem.messages) for problem in problems[:MAX_LOOKED_AT]]
         for problem, prompt in zip(problems, prompts, strict=False):
             largest = max(prompt, default=0)
@@ -120,10 +133,14 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
             num_too_long = sum(length > room for length in lengths)
             fix = f"data.max_prompt_tokens={room} skips the {num_too_long} of {len(problems)} problems that do not fit"
             fix = fix if room >= min(lengths) else "use a model with more"
-            fix = f"use {key}={context - longest} or less, or {fix}" if longest < context else fix
-            excess = f"with the longest prompt of {longest} tokens that is beyond the model's context of {context}"
+            left = context - longest - added
+            fix = f"use {key}={left} or less, or {fix}" if left > 0 else fix
+            more = f" and task.max_environment_tokens={added}" if added else ""
+            excess = (
+                f"with the longest prompt of {longest} tokens{more} that is beyond the model's context of {context}"
+            )
             raise ConfigError(f"{key}={max_new_tokens}: {excess}; {fix}")
-        found += lengths
+        found += [min(lengths), longest + added] if added else lengths
     if unreadable:
         lacks = f"lacks characters of {len(unreadable)} prompts, such as {unreadable[0][:60]!r}"
         log.warning("model.train_id=%s: its tokenizer %s; use another model", model_id, lacks)

@@ -14,7 +14,7 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
 from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.settings import RunConfig
-from offline_grpo.task.mixture import of_task
+from offline_grpo.task.mixture import Mixture, of_task
 from offline_grpo.task.problems import MANY, NearDuplicate, near_duplicates, prompt_key
 from offline_grpo.types import Problem, Split
 
@@ -157,6 +157,11 @@ def without_held_out(train: Sequence[Problem], task: Task, held_out: Sequence[Pr
     return train if len(kept) == len(train) else kept
 
 
+def plays(task: Task) -> bool:
+    """Whether some of its problems are played in turns."""
+    return any(map(plays, task.tasks.values())) if isinstance(task, Mixture) else hasattr(task, "play")
+
+
 def isolated(
     task: Task,
     config: RunConfig,
@@ -179,10 +184,12 @@ def isolated(
     from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
     from offline_grpo.generation.scoring.worker import Setup
 
+    num_live = -(-settings.episodes // num_processes) if plays(task) else 0
+    num_workers = max(num_live, -(-settings.workers // num_processes))
     setup = Setup(
         make_task=pickle.dumps(partial(build_task, config.task)),
         preload=(build_task.__module__, *getattr(task, "worker_imports", ())),
-        num_workers=-(-settings.workers // num_processes),
+        num_workers=num_workers,
         timeout_s=settings.timeout_s,
         memory_bytes=settings.memory_mib * 2**20,
         printed=None if folder is None else folder.absolute() / "scoring.log",
@@ -190,10 +197,12 @@ def isolated(
     if on_cluster:
         from offline_grpo.generation.scoring.cluster import ClusterScorers
 
+        fix = "episodes are played on this machine; leave it at false"
+        require(not num_live, "placement.score_on_cluster", "true", fix)
         assert config.placement.address is not None
         scorers = ClusterScorers(config.placement.address, config.placement.ray_init, setup)
     else:
         scorers = Scorers(setup)
-    isolated_task = IsolatedTask(task, scorers, settings)
+    isolated_task = IsolatedTask(task, scorers, settings, num_live)
     stack.callback(isolated_task.close)
     return isolated_task

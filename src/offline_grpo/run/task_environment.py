@@ -26,13 +26,21 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 from tenacity import RetryError
 
+from offline_grpo.errors import require
 from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.model.load import generation_config_of
 from offline_grpo.model.text import use_template
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.run import config as conf
 from offline_grpo.run.prompts import codec_of, without_long
-from offline_grpo.run.task_data import build_task, held_out_problems, isolated, train_problems, without_held_out
+from offline_grpo.run.task_data import (
+    build_task,
+    held_out_problems,
+    isolated,
+    plays,
+    train_problems,
+    without_held_out,
+)
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import Problem, SamplingParams, Score
@@ -118,7 +126,10 @@ class TaskEnvironment(BaseEnv):
         names = ("include_stop_str_in_output", "skip_special_tokens")
         how = {name: run.generation[name] for name in names if name in run.generation}
         self._sampling = SamplingParams(self.config.max_token_length, stop=tuple(self.config.stop), **how)
-        self._task = isolated(build_task(run.task), run, None, ExitStack())  # its processes end with this one
+        task = build_task(run.task)
+        fix = "is played in turns, and an Atropos environment asks once; train on it without rollouts=atropos"
+        require(not plays(task), "task", run.task["_target_"], fix)
+        self._task = isolated(task, run, None, ExitStack())  # its processes end with this one
         held_out = held_out_problems(self._task, run)
         train = without_held_out(train_problems(self._task, run), self._task, held_out)
         self._held_out = without_long(held_out, self._codec, run.data, "held-out")

@@ -11,7 +11,7 @@ from math import isclose
 from typing import Any
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.interfaces import Task
+from offline_grpo.interfaces import Chat, Task
 from offline_grpo.task.problems import MANY, LazyProblems
 from offline_grpo.types import TASK_MARK, Problem, Score, Split
 
@@ -80,8 +80,18 @@ class Mixture:
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """What the problem's task says."""
+        task, own = self._own(problem)
+        return task.score(own, text)
+
+    def play(self, problem: Problem, chat: Chat) -> Score:
+        """As the problem's task does."""
+        task, own = self._own(problem)
+        return task.play(own, chat)
+
+    def _own(self, problem: Problem) -> tuple[Any, Problem]:
+        """The problem's task, and the problem as that made it."""
         name, _, problem_id = problem.problem_id.partition(TASK_MARK)
-        return self.tasks[name].score(replace(problem, problem_id=problem_id), text)
+        return self.tasks[name], replace(problem, problem_id=problem_id)
 
     @property
     def rewards_groups(self) -> bool:
@@ -90,11 +100,10 @@ class Mixture:
 
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[Score] | Awaitable[list[Score]]:
         """What the problem's task says, if it rewards groups."""
-        name, _, problem_id = problem.problem_id.partition(TASK_MARK)
-        task: Any = self.tasks[name]
+        task, own = self._own(problem)
         if not getattr(task, "rewards_groups", False):
             return [Score.unscored()] * len(texts)
-        return task.score_group(replace(problem, problem_id=problem_id), texts)
+        return task.score_group(own, texts)
 
     @cached_property
     def _problems(self) -> Mapping[Split, Mapping[str, Sequence[Problem]]]:

@@ -3,6 +3,7 @@ words."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -47,8 +48,9 @@ def check_system_prompt(system_prompt: str | None) -> None:
 
 
 def prompt_key(problem: Problem) -> tuple[tuple[str, str], ...]:
-    """Equal for problems that ask the same."""
-    return tuple((message["role"], message["content"]) for message in problem.messages)
+    """Equal for problems that ask the same. An environment asks what it makes of a row."""
+    row = () if problem.rules is None else (("row", json.dumps(dict(problem.fields), sort_keys=True, default=str)),)
+    return tuple((message["role"], message["content"]) for message in problem.messages) + row
 
 
 def asked(prompt: str, system_prompt: str | None) -> tuple[Message, ...]:

@@ -49,7 +49,7 @@ def test_random_numbers_are_those_of_a_philox_generator_with_the_seed_as_its_key
 
 def test_sampler_records_the_sampling_distribution_and_forces_its_token() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, math.log(2)]])
-    draws = Draws(2, 1, CPU)
+    draws = Draws([1, 1], CPU)
     forced = SeededSampler(draws, torch.tensor([[0.999], [0.3]]))(torch.zeros(2, 1, dtype=torch.long), logits.clone())
     assert forced.argmax(-1).tolist() == draws.token_ids[:, 0].tolist() == [2, 1]
     total = math.e + math.e**2 + 1
@@ -57,7 +57,7 @@ def test_sampler_records_the_sampling_distribution_and_forces_its_token() -> Non
 
 
 def test_greedy_takes_the_most_probable_token() -> None:
-    draws = Draws(1, 1, CPU)
+    draws = Draws([1], CPU)
     SeededSampler(draws, None)(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[0.0, math.log(3), 0.0]]))
     assert draws.token_ids.tolist() == [[1]]
     assert draws.logprobs.item() == pytest.approx(math.log(3 / 5), abs=1e-6)
@@ -69,14 +69,14 @@ def test_a_non_finite_logit_is_noticed_whatever_is_drawn(bad: float) -> None:
         logits = torch.zeros(2, 3)
         logits[1, position] = bad
         for noise in (None, torch.tensor([[0.5], [0.1]])):
-            draws = Draws(2, 1, CPU)
+            draws = Draws([1, 1], CPU)
             SeededSampler(draws, noise)(torch.zeros(2, 1, dtype=torch.long), logits.clone())
             draws.num_tokens += 1
             assert draws.first_non_finite() == (1, 0)
 
 
 def test_what_follows_a_rows_end_is_not_looked_at() -> None:
-    draws = Draws(2, 3, CPU)
+    draws = Draws([3, 3], CPU)
     draws.num_tokens[:] = torch.tensor([2, 3])
     draws.ended[0] = True
     draws.token_ids[:] = torch.tensor([[4, 5, 6], [7, 8, 9]])
@@ -97,7 +97,7 @@ def test_stop_strings_of_a_byte_level_tokenizer(stop: str, num_tokens: int) -> N
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     token_ids = torch.tensor([tokenizer.encode("a \u00e9#bc"), tokenizer.encode("xxxxxxx")])  # [2, 7]
-    draws = Draws(2, 7, CPU)
+    draws = Draws([7, 7], CPU)
     ends = RowEnds(draws, [], [stop], tokenizer)
     for step in range(7):
         draws.token_ids[:, step] = token_ids[:, step]

@@ -12,15 +12,19 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from offline_grpo.errors import ScoreError
 from offline_grpo.generation.judging import about_completion
-from offline_grpo.generation.scoring.worker import MESSAGE_BYTES, Setup, failed, frame
+from offline_grpo.generation.scoring.worker import MESSAGE_BYTES, Opening, Setup, failed, frame
 from offline_grpo.interfaces import Task
 from offline_grpo.settings import ScoringConfig
-from offline_grpo.types import Problem, Score, Split
+from offline_grpo.types import Problem, Reply, Score, Split
+
+if TYPE_CHECKING:
+    from offline_grpo.generation.episodes import Episode
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +36,7 @@ CLOSE_S = 15.0
 class Asked(Protocol):
     """`Scorers` of this machine, or of a cluster (`cluster.py`)."""
 
-    async def answer(self, problem: Problem, text: str | tuple[str, ...]) -> dict[str, Any]: ...
+    async def answer(self, problem: Problem, text: Any) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
@@ -43,8 +47,8 @@ class IsolatedTask:
     which says so (`Score.failure`). The first failure of each cause is logged.
     """
 
-    def __init__(self, task: Task, scorers: Asked, settings: ScoringConfig) -> None:
-        self._task, self._scorers = task, scorers
+    def __init__(self, task: Task, scorers: Asked, settings: ScoringConfig, num_live: int = 0) -> None:
+        self._task, self._scorers, self.num_live = task, scorers, num_live
         self._on_failure = settings.on_failure
         self._logged: set[str] = set()
         self._causes = {
@@ -61,7 +65,7 @@ class IsolatedTask:
 
     async def score(self, problem: Problem, text: str) -> Score:
         """See `Task.score`. Raises ScoreError as `Scorers.answer` does."""
-        return self._score(await self._scorers.answer(problem, text), problem, text)
+        return self._score(await self._scorers.answer(problem, text), about_completion(problem, text))
 
     @property
     def rewards_groups(self) -> bool:
@@ -72,16 +76,21 @@ class IsolatedTask:
         """See `Task`. A failure is one of all completions. Raises ScoreError as `Scorers.answer` does."""
         answer = await self._scorers.answer(problem, texts)
         if "failure" in answer:
-            return [self._score(answer, problem, texts)] * len(texts)
-        return [self._score(each, problem, text) for each, text in zip(answer["scores"], texts, strict=True)]
+            return [self._score(answer, about_completion(problem, texts))] * len(texts)
+        pairs = zip(answer["scores"], texts, strict=True)
+        return [self._score(each, about_completion(problem, text)) for each, text in pairs]
 
-    def _score(self, answer: dict[str, Any], problem: Problem, text: str | tuple[str, ...]) -> Score:
+    async def play(self, problem: Problem, episode: Episode) -> Score:
+        """See `Task`. Raises as `score`."""
+        return self._score(await self._scorers.answer(problem, episode), f"problem {problem.problem_id}")
+
+    def _score(self, answer: dict[str, Any], about: str) -> Score:
         failure = answer.get("failure")
         if failure is None:
             return Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
         if failure not in self._logged:
             self._logged.add(failure)
-            about = f"the code that scores {self._causes[failure]}; {about_completion(problem, text)}"
+            about = f"the code that scores {self._causes[failure]}; {about}"
             get = f"scoring.on_failure={self._on_failure}; scoring/num_failed_{failure} counts them"
             log.warning("%s", f"{about}. {get}.\n{answer['details']}".rstrip())
         return Score.unscored(failure)
@@ -96,6 +105,8 @@ class _Request:
     answer: asyncio.Future[dict[str, Any] | None]  # None: the worker ended, maybe because of another request
     deadline: asyncio.TimerHandle
     is_awaited: bool = False  # async: its worker takes others meanwhile
+    episode: Episode | None = None  # if that is what it asks for
+    end: asyncio.TimerHandle | None = None  # of the episode
 
 
 class _Worker(asyncio.Protocol):
@@ -148,8 +159,9 @@ class Scorers:
         with self._host.stdin as stdin:
             pickle.dump(setup, stdin)
 
-    async def answer(self, problem: Problem, text: str | tuple[str, ...]) -> dict[str, Any]:
-        """The answer of a worker: the fields of a `Score`, or of `failed`.
+    async def answer(self, problem: Problem, text: str | tuple[str, ...] | Episode) -> dict[str, Any]:
+        """The answer of a worker to a completion, a group of them, or an episode: the fields of a `Score`, or of
+        `failed`. To cancel it ends an episode's worker.
 
         Raises:
             ScoreError: no worker can make the task, or the process above them has ended.
@@ -164,7 +176,12 @@ class Scorers:
             except BaseException:
                 self._free.put_nowait(None)
                 raise
-        answer = await self._ask(worker, problem, text)
+        try:
+            answer = await self._ask(worker, problem, text)
+        except asyncio.CancelledError:
+            if not isinstance(text, (str, tuple)):
+                self._end(worker, None)
+            raise
         if answer is None:
             # A worker that is killed, or dies, takes all async scores with it that it awaits. Which one is to blame
             # shows when each is scored again, alone.
@@ -207,14 +224,27 @@ class Scorers:
         return ScoreError(f"the processes that score do not work ({memory}; scoring.workers=0 needs none): {reason}")
 
     def _ask(
-        self, worker: _Worker, problem: Problem, text: str | tuple[str, ...]
+        self, worker: _Worker, problem: Problem, text: str | tuple[str, ...] | Episode
     ) -> asyncio.Future[dict[str, Any] | None]:
         """The worker's answer; None where another score ended it. A caller that gives up does not end the deadline."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        deadline = loop.call_later(self._setup.timeout_s, self._end, worker, "timeout")
-        worker.pending[number] = _Request(loop.create_future(), deadline)
-        worker.transport.write(frame(problem, text, number))
-        return worker.pending[number].answer
+        request = worker.pending[number] = _Request(loop.create_future(), self._deadline(worker))
+        asked = text if isinstance(text, (str, tuple)) else Opening(text.seed)
+        if not isinstance(text, (str, tuple)):
+            assert problem.rules is not None
+            request.episode = text
+            request.end = loop.call_later(problem.rules.timeout_s, self._end, worker, "timeout")
+        worker.transport.write(frame(problem, asked, number))
+        return request.answer
+
+    def _deadline(self, worker: _Worker, more_s: float = 0.0) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._setup.timeout_s + more_s, self._end, worker, "timeout")
+
+    def _reply(self, worker: _Worker, request: _Request, reply: asyncio.Future[Reply]) -> None:
+        """Pass on what the policy says; from then on its program is on the clock again."""
+        if worker.is_alive and not reply.cancelled():
+            worker.transport.write(frame(reply.exception() or reply.result()))
+            request.deadline = self._deadline(worker)
 
     def _hear(self, worker: _Worker, answer: dict[str, Any] | None) -> None:
         if answer is None:
@@ -229,10 +259,19 @@ class Scorers:
             request = worker.pending[answer["number"]]
             request.is_awaited = True
             request.deadline.cancel()
-            seconds = self._setup.timeout_s + GRACE_S
-            request.deadline = asyncio.get_running_loop().call_later(seconds, self._end, worker, "timeout")
+            request.deadline = self._deadline(worker, GRACE_S)
             if worker.is_shared:
                 self._free.put_nowait(worker)
+        elif "say" in answer:
+            request = worker.pending[answer["number"]]
+            assert request.episode is not None
+            request.deadline.cancel()
+            reply = asyncio.wrap_future(request.episode.ask(*answer["say"]))
+            reply.add_done_callback(partial(self._reply, worker, request))
+        elif "pay" in answer:
+            episode = worker.pending[answer["number"]].episode
+            assert episode is not None
+            episode.pay(answer["pay"])
         else:
             self._finish(worker, worker.pending.pop(answer["number"]), answer)
             if answer.get("failure") == "memory":
@@ -240,6 +279,8 @@ class Scorers:
 
     def _finish(self, worker: _Worker, request: _Request, answer: dict[str, Any] | None) -> None:
         request.deadline.cancel()
+        if request.end is not None:
+            request.end.cancel()
         if not request.answer.cancelled():
             request.answer.set_result(answer)
         if worker.is_shared and not request.is_awaited:

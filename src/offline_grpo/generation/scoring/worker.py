@@ -1,4 +1,5 @@
-"""The processes that run foreign code: one below the run forks workers, and each worker scores completions.
+"""The processes that run foreign code: one below the run forks workers, and each worker scores completions, or plays
+episodes.
 
     python -c 'from offline_grpo.generation.scoring.worker import main; main(FD)'
 
@@ -22,7 +23,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ import psutil
 from offline_grpo.errors import GrpoError, reason_of
 from offline_grpo.generation.judging import checked
 from offline_grpo.interfaces import Task
-from offline_grpo.types import Problem
+from offline_grpo.types import Message, Problem, Reply, Schema
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -64,9 +65,16 @@ class Setup:
     printed: Path | None
 
 
-def frame(problem: Problem, text: str | tuple[str, ...], number: int) -> bytes:
-    """A request; `number` comes back with its answer."""
-    body = pickle.dumps((problem, text, number))
+@dataclass(frozen=True)
+class Opening:
+    """Asks for an episode, where a completion's text asks for its score."""
+
+    seed: int
+
+
+def frame(*content: object) -> bytes:
+    """A request: what to judge (a text, texts, an `Opening`), and a number for its answer; or a reply of the policy."""
+    body = pickle.dumps(content)
     return len(body).to_bytes(8, "big") + body
 
 
@@ -171,12 +179,27 @@ class _Worker:
 
     def serve(self, connection: socket.socket) -> None:
         """Score requests until the other side closes the connection."""
-        reader, self._writer = self._result(asyncio.open_connection(sock=connection))
+        self._reader, self._writer = self._result(asyncio.open_connection(sock=connection))
         self._writer.write(_line({"ready": True}))
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                size = int.from_bytes(self._result(reader.readexactly(8)), "big")
-                self._answer(*pickle.loads(self._result(reader.readexactly(size))))
+                self._answer(*self._received())
+
+    def _received(self) -> tuple[Any, ...]:
+        size = int.from_bytes(self._result(self._reader.readexactly(8)), "big")
+        return pickle.loads(self._result(self._reader.readexactly(size)))
+
+    def ask(self, number: int, question: dict[str, Any]) -> Reply:
+        """What the run replies to an episode's program, which waits for it."""
+        self._send(number, question, self._pid)
+        [reply] = self._received()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def tell(self, number: int, message: dict[str, Any]) -> None:
+        """Say something to the run that needs no reply."""
+        self._send(number, message, self._pid)
 
     def _result(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Its result; async scores run meanwhile, and at no other time: a score that is not async may run a loop."""
@@ -187,10 +210,15 @@ class _Worker:
                 self._loop.run_until_complete(waiting)
         return waiting.result()
 
-    def _answer(self, problem: Problem, text: str | tuple[str, ...], number: int) -> None:
-        pid = os.getpid()
+    def _answer(self, problem: Problem, text: str | tuple[str, ...] | Opening, number: int) -> None:
+        pid = self._pid = os.getpid()
         try:
-            score = self._task.score(problem, text) if isinstance(text, str) else self._task.score_group(problem, text)
+            if isinstance(text, Opening):
+                score = self._task.play(problem, _Chat(self, number, text.seed))
+            elif isinstance(text, str):
+                score = self._task.score(problem, text)
+            else:
+                score = self._task.score_group(problem, text)
             if inspect.isawaitable(score):
                 self._send(number, {"awaits": True}, pid)
                 waiting = self._loop.create_task(self._await(number, score, pid))
@@ -215,6 +243,19 @@ class _Worker:
         if os.getpid() != pid:
             os._exit(0)  # the function forked, and this is the copy
         self._writer.write(_line(answer | {"number": number}))
+
+
+class _Chat:
+    """A `Chat`, for a program in a worker."""
+
+    def __init__(self, worker: _Worker, number: int, seed: int) -> None:
+        self._worker, self._number, self.seed = worker, number, seed
+
+    def say(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Reply:
+        return self._worker.ask(self._number, {"say": [list(messages), list(tools)]})
+
+    def pay(self, reward: float) -> None:
+        self._worker.tell(self._number, {"pay": float(reward)})
 
 
 def _line(answer: Mapping[str, Any]) -> bytes:

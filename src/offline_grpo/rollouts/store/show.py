@@ -16,6 +16,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from offline_grpo.generation.dialogue import spoken
 from offline_grpo.logger import print_table
 from offline_grpo.logger.samples import visible
 from offline_grpo.rollouts.store.rows import group_rows
@@ -60,8 +61,15 @@ def _answer(row: Mapping[str, Any], *, full: bool) -> Table:
         f"version {row['version']}",
     ]
     facts += [] if row["failure"] is None else [f"not scored: {row['failure']}"]
-    text = Text.assemble(("  ".join(facts) + "\n", "bold"))
-    text.append(_printable(row["text"], full=full), _colour(row["advantage"] or 0.0))
+    text, colour = Text.assemble(("  ".join(facts) + "\n", "bold")), _colour(row["advantage"] or 0.0)
+    if row["conversation"] is None:
+        text.append(_printable(row["text"], full=full), colour)
+    else:
+        messages = from_json(row["conversation"])
+        said = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        for line, is_sampled, is_thinking in spoken(messages[said:]):
+            style = f"{colour} italic" if is_thinking else colour if is_sampled else "dim"
+            text.append(_printable(line, full=full) + "\n", style.strip())
     return _line("correct" if row["is_correct"] else "wrong", text)
 
 

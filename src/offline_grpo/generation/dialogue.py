@@ -1,0 +1,195 @@
+"""The tokens of an episode: what the policy is asked, turn by turn, and what it said."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from offline_grpo.model.chat import ChatFormat
+from offline_grpo.seeding import derive_seed
+from offline_grpo.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Reply,
+    Rollout,
+    Rules,
+    SamplingParams,
+    SamplingRequest,
+    Schema,
+    Score,
+    Turn,
+)
+
+OVER = Reply(is_cut=True)
+"""The answer to whom asks for more than the limits allow: nothing, and that it is cut."""
+_LONGEST_TOKEN = 64
+"""Characters that a token has at most, on average: of longer texts nothing is encoded to find that they do not fit."""
+
+
+@dataclass(eq=False)
+class Ask:
+    """One request of the policy, and where it stands in its dialogue."""
+
+    request: SamplingRequest
+    parent: Ask | None
+    messages: tuple[Message, ...]  # all, the reply too once it is there
+    key: tuple[str, ...]  # of those
+    tools: tuple[Schema, ...]
+    completion: Completion | None = None
+    reply: Reply = OVER
+    reward: float = 0.0
+
+    @property
+    def path(self) -> list[Ask]:
+        """From the first turn to this one."""
+        return [self] if self.parent is None else [*self.parent.path, self]
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens, of all turns up to this one."""
+        return sum(len(ask.completion.token_ids) for ask in self.path if ask.completion is not None)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt, and what was sampled after it."""
+        return self.request.prompt_ids + (self.completion.token_ids if self.completion is not None else ())
+
+
+class Dialogue:
+    """All that is asked in an episode, as a tree: messages that go on after a reply get that reply's ids and new ones
+    behind them, and all others, such as a history that was rewritten, begin another sequence. What becomes a `Rollout`
+    is the path with the most sampled tokens, of equal ones the last.
+
+    Args:
+        first_ids: the prompt of the problem, beside which `Rules.max_environment_tokens` counts. Both, and the tokens
+            that may be sampled, fit into the model's context.
+        seed: of the episode's tokens. A prompt's depends on its ids, and on how often it was asked.
+    """
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        sampling: SamplingParams,
+        rules: Rules,
+        first_ids: Sequence[int],
+        seed: int,
+    ) -> None:
+        self._chat, self._sampling, self._rules = chat, sampling, rules
+        self._first_ids, self._seed = tuple(first_ids), seed
+        self._answered: list[Ask] = []
+        self._num_asked: Counter[tuple[int, ...]] = Counter()
+        self._hit_limit = False
+
+    def ask(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Ask | None:
+        """What is to be sampled for a conversation; None beyond the limits. Raises ConfigError where the model's chat
+        template refuses it.
+        """
+        key = tuple(map(_canonical, messages))
+        begun = [ask for ask in self._answered if key[: len(ask.key)] == ask.key and len(key) > len(ask.key)]
+        begun = [ask for ask in begun if list(ask.tools) == list(tools)]
+        parent = max(begun, key=lambda ask: len(ask.key), default=None)
+        rules, path = self._rules, [] if parent is None else parent.path
+        new = messages if parent is None else messages[len(parent.key) :]
+        num_sampled = 0 if parent is None else parent.num_sampled
+        most = len(self._first_ids) + rules.max_environment_tokens  # of what is not sampled
+        length = sum(len(str(each.get("content"))) for each in new)
+        if len(path) >= rules.max_turns or (path and path[-1].reply.is_cut) or length > most * _LONGEST_TOKEN:
+            self._hit_limit = True
+            return None
+        if parent is None:
+            ids = tuple(self._chat.first(messages, tools))
+        else:
+            ids = parent.token_ids
+            ids += tuple(self._chat.following(parent.reply, ids[-1], new, tools))
+        limit = min(rules.max_turn_tokens or inf, self._sampling.max_new_tokens - num_sampled)
+        if limit < 1 or len(ids) - num_sampled > most:
+            self._hit_limit = True
+            return None
+        seed = derive_seed(self._seed, hashlib.sha256(np.array(ids).tobytes()).hexdigest(), self._num_asked[ids])
+        self._num_asked[ids] += 1
+        return Ask(SamplingRequest(ids, 1, seed, int(limit)), parent, tuple(messages), key, tuple(tools))
+
+    def answer(self, ask: Ask, completion: Completion) -> Reply:
+        """The policy's reply."""
+        turn = 0 if ask.parent is None else len(ask.parent.path)
+        ask.completion = completion
+        ask.reply = self._chat.read(completion, self._sampling, ask.tools, turn)
+        ask.messages += (ask.reply.message,)
+        ask.key += (_canonical(ask.reply.message),)
+        self._answered.append(ask)
+        return ask.reply
+
+    def pay(self, reward: float) -> None:
+        """Add a reward to the last turn."""
+        if self._answered:
+            self._answered[-1].reward += reward
+
+    def rollout(self, score: Score) -> Rollout:
+        """The episode as a rollout, its own numbers among those that `score` measured. Without a turn it is the
+        problem's prompt alone, and teaches nothing.
+        """
+        last = max(reversed(self._answered), key=lambda ask: ask.num_sampled, default=None)
+        path = [] if last is None else last.path
+        ids = self._first_ids if last is None else last.token_ids
+        is_sampled, logprobs, versions = [False] * len(ids), [0.0] * len(ids), [0] * len(ids)
+        turns = []
+        for ask in path:
+            assert ask.completion is not None
+            start, end = len(ask.request.prompt_ids), len(ask.token_ids)
+            is_sampled[start:end] = [True] * (end - start)
+            logprobs[start:end], versions[start:end] = ask.completion.logprobs, ask.completion.versions
+            turns.append(Turn(start, end, ask.reward))
+        was_cut = self._hit_limit or (last is not None and last.reply.is_cut)
+        num_drawn = sum(len(ask.token_ids) - len(ask.request.prompt_ids) for ask in self._answered)
+        measured = {
+            "turns": float(len(path)),
+            "calls": float(sum(len(ask.reply.calls) for ask in path)),
+            "environment_tokens": float(len(ids) - sum(is_sampled) - len(self._first_ids)),
+            "dropped_tokens": float(num_drawn - sum(is_sampled)),
+        }
+        conversation = () if last is None else last.messages
+        return Rollout(
+            token_ids=tuple(ids),
+            is_sampled=tuple(is_sampled),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            temperature=self._sampling.temperature,
+            finish_reason=FinishReason.LENGTH if was_cut else FinishReason.STOP,
+            text=transcript(conversation[len(path[0].messages) - 1 :] if path else ()),
+            score=replace(score, measured={**score.measured, **measured}),
+            turns=tuple(turns),
+            conversation=conversation,
+        )
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    """A conversation for people, from the policy's side."""
+    return "\n".join(line for line, _, _ in spoken(messages))
+
+
+def spoken(messages: Sequence[Message]) -> Iterator[tuple[str, bool, bool]]:
+    """What was said, each with whether the policy said it, and whether it only thought it."""
+    for message in messages:
+        if message["role"] != "assistant":
+            yield f"[{message['role']}] {message['content']}", False, False
+            continue
+        if thinking := message.get("reasoning_content"):
+            yield f"<think>\n{thinking}\n</think>", True, True
+        if message.get("content"):
+            yield message["content"], True, False
+        for call in (call["function"] for call in message.get("tool_calls") or ()):
+            yield f"-> {call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})", True, False
+
+
+def _canonical(message: Message) -> str:
+    """Equal for messages that say the same: whatever their ids, the order of keys, and thinking that was left out."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    said = [message["role"], message.get("content") or "", [[call["name"], call["arguments"]] for call in calls]]
+    return json.dumps(said, sort_keys=True)

@@ -1,0 +1,213 @@
+"""Environments of the user's own: a class whose methods are tools, played in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from types import MethodType
+from typing import Any, ClassVar
+
+from offline_grpo.errors import ConfigError, ScoreError, reason_of, require
+from offline_grpo.interfaces import Chat
+from offline_grpo.reward.functions import imported
+from offline_grpo.task.rows import Row, RowTask, messages_or_text
+from offline_grpo.types import Call, Message, Problem, Rules, Schema, Score
+
+OWN = ("reset", "respond", "get_reward", "get_turn_reward")
+"""Methods that are no tools."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeTask(RowTask):
+    """Rows that are played in turns, and how far an episode may go.
+
+    Args:
+        prompt_field: the field with the first message of the user, or a list of messages; rows need not have it.
+        max_turns, max_turn_tokens, max_environment_tokens, episode_timeout_s: see `Rules`.
+        correct_threshold: the least reward of an episode that counts as correct.
+    """
+
+    prompt_field: str
+    max_turns: int
+    max_turn_tokens: int | None
+    max_environment_tokens: int
+    episode_timeout_s: float
+    correct_threshold: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_turns", "max_turn_tokens", "max_environment_tokens"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"task.{name}", value, "must be at least 1")
+        seconds = self.episode_timeout_s
+        require(0 < seconds < inf, "task.episode_timeout_s", seconds, "must be above 0 and finite")
+
+    @property
+    def tools(self) -> tuple[Schema, ...]:
+        """Of the first prompt."""
+        return ()
+
+    @cached_property
+    def rules(self) -> Rules:
+        """Of all episodes."""
+        limits = self.max_turns, self.max_turn_tokens, self.max_environment_tokens, self.episode_timeout_s
+        return Rules(*limits, self.tools)
+
+    def problem_of(self, problem_id: str, row: Row) -> Problem:
+        """See `RowTask.problem_of`. Every field of the row is one of the problem."""
+        if not isinstance(row.value, Mapping):
+            raise ConfigError(f"{row.where} is not a JSON object")
+        prompt: Any = ""
+        if self.prompt_field in row.value:
+            prompt = messages_or_text(row, self.prompt_field, "task.prompt_field")
+        messages = self.messages(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        answer = row.value.get("answer", "")
+        return Problem(problem_id, messages, str(answer), dict(row.value), self.rules)
+
+    def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
+        """See `RowTask.asked_by`: environments make of the whole row what they ask."""
+        return [{"role": "user", "content": json.dumps(problem.fields, sort_keys=True, default=str)}]
+
+    def score(self, problem: Problem, text: str) -> Score:
+        """Only whole episodes have a score."""
+        raise ScoreError(f"problem {problem.problem_id} is played in turns; a text alone has no score")
+
+    def scored(self, reward: Any, parts: Mapping[str, float], measured: Mapping[str, float]) -> Score:
+        """What an episode earned."""
+        value = float(reward)
+        return Score(value, value >= self.correct_threshold, parts, measured=measured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment(EpisodeTask):
+    """Episodes of a class by the contract of TRL's `environment_factory`:
+
+        reset(**row)          begins an episode; a text that it returns goes behind the user's message
+        get_reward()          the reward, once the policy calls no tool any more, or a limit is reached
+        other public methods  tools, with types and Google docstrings; sync or async. One that raises returns the error
+
+    and, which TRL has not:
+
+        respond(text)         what the user says to a reply that calls no tool; None ends the episode
+        get_turn_reward()     a part of the reward, for the last turn alone
+
+    `Score.measured`: `tool_errors`.
+
+    Args:
+        environment: `my_module:MyClass`, or a function that makes such an object.
+        max_result_chars: of what a tool returns; more is left out in the middle.
+
+    Raises:
+        ConfigError: it cannot be imported, has no `reset`, no reward, or a tool without a docstring or types.
+    """
+
+    environment: str
+    max_result_chars: int
+
+    worker_imports: ClassVar[tuple[str, ...]] = ("numpy",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chars = self.max_result_chars
+        require(chars > 1, "task.max_result_chars", chars, "must be at least 2")
+        fix = "needs a method reset(self, **row), and get_reward(self) or get_turn_reward(self)"
+        has_all = "reset" in self._methods and not {"get_reward", "get_turn_reward"}.isdisjoint(self._methods)
+        require(has_all, "task.environment", self.environment, fix)
+
+    @cached_property
+    def _factory(self) -> Any:
+        return imported(self.environment, "task.environment", "class")
+
+    @cached_property
+    def _methods(self) -> dict[str, Any]:
+        """By name, those that are public."""
+        kind = self._factory if inspect.isclass(self._factory) else type(self._factory())
+        return {name: f for name, f in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+
+    @property
+    def tools(self) -> tuple[Schema, ...]:
+        """The schemas of the tools."""
+        from transformers.utils.chat_template_utils import (  # which imports torch
+            DocstringParsingException,
+            TypeHintParsingException,
+            get_json_schema,
+        )
+
+        found = []
+        for name, function in self._methods.items():
+            if name in OWN:
+                continue
+            try:
+                found.append(get_json_schema(MethodType(function, self)))
+            except (DocstringParsingException, TypeHintParsingException) as error:
+                about = f"task.environment={self.environment}: the tool {name} has no schema, {reason_of(error)}"
+                fix = "give it types, and a docstring with a line for each argument below Args:"
+                raise ConfigError(f"{about}; {fix}. A method that is no tool begins with _") from error
+        return tuple(found)
+
+    def play(self, problem: Problem, chat: Chat) -> Score:
+        """See `Task`. An object plays one episode after the other; one that failed is not used again."""
+        random.seed(chat.seed)  # so that all episodes of a group see the same, and a resumed run too
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(chat.seed % 2**32)
+        world = self._idle.pop() if self._idle else self._factory()
+        rules = problem.rules
+        tools = () if rules is None else rules.tools
+        messages = [dict(message) for message in problem.messages]
+        messages[-1]["content"] += self._text(_awaited(world.reset(**problem.fields)) or "")
+        earned, errors = [], 0
+        while True:
+            reply = chat.say(messages, tools)
+            messages.append(dict(reply.message))
+            results = []
+            for call in reply.calls:
+                content, has_failed = self._call(world, call)
+                errors += has_failed
+                results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
+            if not reply.is_cut and not results and hasattr(world, "respond"):
+                answer = _awaited(world.respond(reply.content))
+                results += [] if answer is None else [{"role": "user", "content": self._text(answer)}]
+            if hasattr(world, "get_turn_reward"):
+                earned.append(float(_awaited(world.get_turn_reward())))
+                chat.pay(earned[-1])
+            if reply.is_cut or not results:
+                break
+            messages += results
+        final = float(_awaited(world.get_reward())) if hasattr(world, "get_reward") else 0.0
+        self._idle.append(world)
+        parts = {"episode": final, **({"turns": sum(earned)} if earned else {})}
+        return self.scored(sum(parts.values()), parts, {"tool_errors": float(errors)})
+
+    @cached_property
+    def _idle(self) -> list[Any]:
+        return []
+
+    def _call(self, world: Any, call: Call) -> tuple[str, bool]:
+        """What a call returns, and whether it failed."""
+        try:
+            if call.name in OWN or call.name not in self._methods:
+                raise ValueError(f"Tool {call.name} not found.")
+            return self._text(_awaited(getattr(world, call.name)(**call.arguments))), False
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever the tool raises at arguments that the policy made up
+            return self._text({"error": str(error)}), True
+
+    def _text(self, result: Any) -> str:
+        text = str(result)
+        left_out, half = len(text) - self.max_result_chars, self.max_result_chars // 2
+        return text if left_out <= 0 else f"{text[:half]} ... {left_out} characters left out ... {text[-half:]}"
+
+
+def _awaited(value: Any) -> Any:
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value

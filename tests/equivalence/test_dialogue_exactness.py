@@ -1,0 +1,215 @@
+"""Episodes are trained on exactly what was sampled: whatever the template, the replies, and what comes between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from dialogues import BUY, NAMES, call_text, codec_of, model_of, nasty_text, split_at_random
+from torch.nn.utils.rnn import pad_sequence
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.generation.dialogue import Ask, Dialogue
+from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, table_of
+from offline_grpo.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Reply,
+    Rollout,
+    RolloutGroup,
+    Rules,
+    SamplingParams,
+    Score,
+)
+
+SAMPLING = SamplingParams(max_new_tokens=40)
+RULES = Rules(max_turns=4, max_turn_tokens=20, max_environment_tokens=1500, timeout_s=60, tools=())
+QUICK = ("gptoss", "llama3_1", "qwen2_5", "qwen3_5_think")
+"""A template of each way to write calls."""
+
+
+def logprobs_of(model: torch.nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Of each token but the first, in one forward pass."""
+    ids = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # causal: padding on the right is not seen
+        found = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    return [row[: len(sequence) - 1].tolist() for row, sequence in zip(found, sequences, strict=True)]
+
+
+class Play:
+    """One episode, whose next message is drawn from what the last reply was."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.rng, self.codec = random.Random(f"{name} {number}"), codec_of(name)
+        self.tools = [BUY] if self.codec.chat._reader is not None and number % 4 else []
+        self.messages: list[Message] = [{"role": "user", "content": nasty_text(self.rng, self.codec)}]
+        first_ids = self.codec.encode([{"role": "user", "content": ""}])
+        self.dialogue = Dialogue(self.codec.chat, SAMPLING, RULES, first_ids, number)
+        self.asks: list[Ask] = []
+
+    def ask(self) -> Ask | None:
+        ask = self.dialogue.ask(self.messages, self.tools)
+        if ask is not None and ask.parent is not None:
+            before = ask.parent.token_ids
+            assert ask.request.prompt_ids[: len(before)] == before
+            new = self.messages[len(ask.parent.key) :]
+            assert self.special(ask.request.prompt_ids[len(before) :]) == self.special(
+                self.codec.chat.following(
+                    ask.parent.reply, before[-1], [{**each, "content": "ok"} for each in new], self.tools
+                )
+            )
+        return ask
+
+    def special(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in self.codec.tokenizer.added_tokens_decoder]
+
+    def script(self) -> list[int] | None:
+        """The ids of a reply that calls a tool, or two, or whose call is not closed; None: the model writes it."""
+        if not self.tools or self.rng.random() < 0.4:
+            return None
+        text = call_text(self.codec, self.rng.choice((1, 1, 2)))
+        assert text is not None
+        text = text[:-3] if self.rng.random() < 0.1 else text
+        end = self.rng.choice(sorted(self.codec.end_ids)) if self.rng.random() < 0.9 else None
+        pieces = self.codec.tokenizer.encode(text, add_special_tokens=False)
+        if self.rng.random() < 0.5 and not self.special(pieces):
+            pieces = split_at_random(self.rng, self.codec, text)
+        return pieces + ([] if end is None else [end])
+
+    def hear(self, ask: Ask, completion: Completion) -> None:
+        reply = self.dialogue.answer(ask, completion)
+        self.asks.append(ask)
+        self.messages.append(reply.message)
+        if reply.calls and self.rng.random() < 0.9:
+            for call in reply.calls:
+                result = {"role": "tool", "name": call.name, "tool_call_id": call.id}
+                self.messages.append({**result, "content": nasty_text(self.rng, self.codec)})
+        else:
+            self.messages.append({"role": "user", "content": nasty_text(self.rng, self.codec)})
+
+
+def played(name: str, count: int) -> tuple[list[Play], int]:
+    """Episodes, and how many of their turns the template refused."""
+    codec, num_refused = codec_of(name), 0
+    model = model_of(codec)
+    client = TransformersClient(model, codec.tokenizer, 512)
+    plays = [Play(name, number) for number in range(count)]
+    for _ in range(RULES.max_turns + 1):
+        asked: list[tuple[Play, Ask, list[int] | None]] = []
+        for play in plays:
+            try:
+                ask = play.ask()
+            except ConfigError:
+                num_refused += 1
+                continue
+            if ask is not None:
+                asked.append((play, ask, play.script()))
+        drawn = [(play, ask) for play, ask, script in asked if script is None]
+        for index, [completion] in client.generate([ask.request for _, ask in drawn], SAMPLING):
+            drawn[index][0].hear(drawn[index][1], completion)
+        scripted = [(play, ask, script) for play, ask, script in asked if script is not None]
+        whole = [(*ask.request.prompt_ids, *script) for _, ask, script in scripted]
+        for (play, ask, script), logprobs in zip(scripted, logprobs_of(model, whole) if whole else [], strict=True):
+            reason = FinishReason.STOP if script[-1] in codec.end_ids else FinishReason.LENGTH
+            own = tuple(logprobs[len(ask.request.prompt_ids) - 1 :])
+            play.hear(ask, Completion(tuple(script), own, reason, (0,) * len(script)))
+    return plays, num_refused
+
+
+def check(name: str, count: int) -> tuple[int, int]:
+    """How many turns have trained tokens, and calls."""
+    plays, num_refused = played(name, count)
+    assert num_refused <= 0.05 * count
+    rollouts = [play.dialogue.rollout(Score(0.0, False, {})) for play in plays]
+    model = model_of(codec_of(name))
+    found = [
+        logprobs
+        for i in range(0, count, 64)
+        for logprobs in logprobs_of(model, [r.token_ids for r in rollouts[i : i + 64]])
+    ]
+    for play, rollout, logprobs in zip(plays, rollouts, found, strict=True):
+        assert rollout.num_sampled == sum(len(ask.completion.token_ids) for ask in play.asks if ask.completion)
+        assert [rollout.token_ids[t.start : t.end] for t in rollout.turns] == [
+            ask.completion.token_ids for ask in play.asks if ask.completion
+        ]
+        off = [
+            abs(new - old)
+            for new, old, is_sampled in zip(logprobs, rollout.logprobs[1:], rollout.is_sampled[1:], strict=True)
+            if is_sampled
+        ]
+        assert max(off, default=0.0) < 1e-5, f"{name} {play.asks}"
+    assert recorded(rollouts) == rollouts
+    return sum(len(r.turns) for r in rollouts), sum(len(ask.reply.calls) for play in plays for ask in play.asks)
+
+
+def recorded(rollouts: list[Rollout]) -> list[Rollout]:
+    """As they are read from a file; logprobs, which it keeps in float32, and texts as they are."""
+    table = pq.read_table(
+        pa.BufferReader(parquet(table_of("train", [RolloutGroup(None, tuple(rollouts))], None, 0), {}))
+    )
+    [group] = groups_of(table, group_rows(table).values())
+    pairs = zip(group.rollouts, rollouts, strict=True)
+    return [replace(r, logprobs=o.logprobs, text=o.text, conversation=o.conversation) for r, o in pairs]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_what_is_trained_on_is_what_was_sampled(name: str) -> None:
+    num_turns, num_calls = check(name, 16)
+    assert num_turns > 24
+    assert num_calls > 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_template_continues_exactly(name: str) -> None:
+    num_turns, num_calls = check(name, 300)
+    assert num_turns > 450
+    assert num_calls > 150 or codec_of(name).chat._reader is None
+
+
+def test_a_reply_that_is_encoded_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same test fails where what was sampled is decoded and encoded: the texts are equal, the tokens are not."""
+
+    def encoded_again(ask: Ask) -> tuple[int, ...]:
+        assert ask.completion is not None
+        codec = codec_of("qwen2_5")
+        text = codec.decode(ask.completion.token_ids, skip_special_tokens=False)
+        return ask.request.prompt_ids + tuple(codec.tokenizer.encode(text, add_special_tokens=False))
+
+    monkeypatch.setattr(Ask, "token_ids", property(encoded_again))
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        check("qwen2_5", 16)
+
+
+def test_a_template_that_drops_what_the_policy_says_is_refused() -> None:
+    codec = codec_of("qwen2_5")
+    codec = replace(codec, tokenizer=type(codec.tokenizer)(tokenizer_object=codec.tokenizer.backend_tokenizer))
+    codec.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"does not go on after a reply; take a template"):
+        codec.chat.check(has_tools=False)
+    with pytest.raises(ConfigError, match=r"cannot write calls of tools; take a template.*respond"):
+        codec_of("phi3").chat.check(has_tools=True)
+
+
+def test_replies_are_read_as_they_were_meant() -> None:
+    codec = codec_of("qwen3")
+    text = "<think>\nwhich?\n</think>\n\nI buy.\n" + (call_text(codec, 1) or "").strip()
+    ids = (*codec.tokenizer.encode(text, add_special_tokens=False), *codec.end_ids)
+    completion = Completion(ids, (0.0,) * len(ids), FinishReason.STOP, (0,) * len(ids))
+    reply = codec.chat.read(completion, SAMPLING, [BUY], 2)
+    assert (reply.reasoning, reply.content) == ("which?", "I buy.")
+    assert [(call.id, call.name, call.arguments) for call in reply.calls] == [
+        ("000020000", "buy", {"name": 'a "b"', "price": 3})
+    ]
+    cut = codec.chat.read(replace(completion, finish_reason=FinishReason.LENGTH), SAMPLING, [BUY], 2)
+    assert cut.is_cut
+    assert cut.calls == ()
+    assert Reply().message == {"role": "assistant", "content": ""}

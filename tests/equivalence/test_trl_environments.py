@@ -1,0 +1,116 @@
+"""The tokens and the mask of an episode are those that TRL's loop of tool calls makes of the same replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from dialogues import call_text, codec_of
+from worlds import Shop, environment
+
+from offline_grpo.generation.sample import sample_in_order
+from offline_grpo.task.environment import Environment
+from offline_grpo.task.rows import Row
+from offline_grpo.types import (
+    Completion,
+    CompletionStream,
+    FinishReason,
+    Rollout,
+    SamplingParams,
+    SamplingRequest,
+    ServedWeights,
+)
+
+NAMES = ("glm4moe", "gptoss", "llama3_1", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_instruct_2507")
+SAMPLING = SamplingParams(max_new_tokens=1000)
+
+
+class Scripted:
+    """Replies what it is told, one turn after the other."""
+
+    engine_name: ClassVar[str | None] = None
+
+    def __init__(self, replies: list[list[int]]) -> None:
+        self.replies, self.weights = list(replies), ServedWeights()
+
+    def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
+        for index, _ in enumerate(request for request in requests if request is not None):
+            ids = self.replies.pop(0)
+            yield index, [Completion(tuple(ids), (-1.0,) * len(ids), FinishReason.STOP, (0,) * len(ids))]
+
+    def close(self) -> None:
+        pass
+
+
+def ours(name: str, replies: list[list[int]], task: Environment) -> Rollout:
+    problem = task.problem_of("train-0", Row("row 1", 0, {"prompt": "What will you buy? ", "coins": 5}))
+    [group] = sample_in_order(Scripted(replies), task, codec_of(name), [(problem, 0)], SAMPLING, group_size=1)
+    return group.rollouts[0]
+
+
+def theirs(name: str, replies: list[list[int]], tools: list[Any], shop: Shop) -> tuple[list[int], list[int], list[int]]:
+    """Prompt and completion ids, and the mask."""
+    from trl.chat_template_utils import (
+        add_response_schema,
+        get_training_chat_template,
+        is_chat_template_prefix_preserving,
+        parse_response,
+    )
+    from trl.trainer.grpo_trainer import GRPOTrainer  # takes seconds
+
+    tokenizer: Any = codec_of(name).tokenizer
+    with suppress(ValueError):
+        tokenizer = add_response_schema(tokenizer)
+    template = None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)
+    messages = [{"role": "user", "content": "What will you buy? " + shop.reset(5)}]
+    prompt_ids = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, chat_template=template
+    )
+    left = iter(replies)
+    trainer: Any = SimpleNamespace(
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        chat_template=template,
+        chat_template_kwargs={},
+        _is_vlm=False,
+        tools=tools,
+        environment_factories=None,
+        _sync_tool_dicts=[{"buy": lambda **arguments: asyncio.run(shop.buy(**arguments))}],
+        _async_tool_dicts=[{}],
+        max_tool_calling_iterations=10,
+        max_completion_length=10000,
+        use_vllm=False,
+        model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=10000)),
+        _generate_single_turn=lambda *args, **kwargs: ([next(left)], None),
+    )
+    trainer._get_tool_suffix_ids = lambda messages: GRPOTrainer._get_tool_suffix_ids(trainer, messages)
+    first = next(left)
+    completions = [[parse_response(tokenizer, first, prefix=prompt_ids, tools=tools)]]
+    arguments = [messages], [prompt_ids], [first], completions, None, None, {}
+    mask, _, completion_ids, *_ = GRPOTrainer._tool_call_loop(trainer, *arguments)
+    return prompt_ids, completion_ids[0], mask[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_and_masks_are_those_of_trl(name: str) -> None:
+    """Ends of turns are those that both expect: where GLM draws the header of the next turn as one, TRL writes it
+    twice.
+    """
+    codec, task = codec_of(name), environment("worlds:Shop", max_environment_tokens=5000)
+    assert codec.chat._call_closing is not None
+    end = codec.tokenizer.convert_tokens_to_ids(codec.chat._call_closing[1])
+    end = codec.tokenizer.eos_token_id if name == "glm4moe" else end
+    counts = (1, 1, 1) if name in ("llama3_1", "gptoss") else (1, 2)
+    calls = [codec.tokenizer.encode(call_text(codec, count) or "", add_special_tokens=False) for count in counts]
+    replies = [*([*each, end] for each in calls), [*codec.tokenizer.encode("Done."), codec.tokenizer.eos_token_id]]
+    rollout = ours(name, replies, task)
+    prompt_ids, completion_ids, mask = theirs(name, replies, list(task.tools), Shop())
+    assert list(rollout.token_ids[: len(prompt_ids)]) == prompt_ids
+    assert list(rollout.token_ids[len(prompt_ids) :]) == completion_ids
+    assert list(rollout.is_sampled[len(prompt_ids) :]) == [bool(number) for number in mask]
+    assert (rollout.score.reward, rollout.score.measured["tool_errors"]) == (3.0, 1.0)

@@ -1,0 +1,295 @@
+"""Episodes: who asks what when, what becomes a rollout, and what a program may do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+from bad_rewards import scoring_config, setup_of
+from factories import make_completion
+from worlds import environment
+
+from offline_grpo.errors import ScoreError
+from offline_grpo.generation.dialogue import Dialogue
+from offline_grpo.generation.sample import sample_groups, sample_in_order
+from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
+from offline_grpo.generation.streaming import Streaming
+from offline_grpo.model.text import TokenizerCodec
+from offline_grpo.model.tiny import build_char_tokenizer
+from offline_grpo.task.environment import Environment
+from offline_grpo.task.mixture import Mixture
+from offline_grpo.task.rows import Row
+from offline_grpo.types import (
+    Completion,
+    CompletionStream,
+    FinishReason,
+    Message,
+    Problem,
+    Rollout,
+    Rules,
+    SamplingParams,
+    SamplingRequest,
+    Score,
+    ServedWeights,
+    Split,
+)
+
+TOKENIZER = build_char_tokenizer(64)
+EOS = int(TOKENIZER.eos_token_id)  # type: ignore[arg-type]
+CODEC = TokenizerCodec(TOKENIZER, [EOS])
+SAMPLING = SamplingParams(max_new_tokens=40)
+RULES = Rules(max_turns=8, max_turn_tokens=None, max_environment_tokens=100, timeout_s=60)
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def answer(request: SamplingRequest) -> Completion:
+    """A few digits that the request's seed decides, and EOS; cut at its limit."""
+    rng = random.Random(request.seed)
+    whole = [*ids(str(rng.randrange(10 ** rng.randrange(1, 4)))), EOS]
+    limit = request.max_new_tokens or 100
+    reason = FinishReason.STOP if len(whole) <= limit else FinishReason.LENGTH
+    return replace(make_completion(tuple(whole[:limit])), finish_reason=reason)
+
+
+class InProcess:
+    """Answers what is there, the last first."""
+
+    engine_name: ClassVar[str | None] = None
+
+    def __init__(self) -> None:
+        self.weights, self.sizes = ServedWeights(), []
+
+    def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
+        first, waiting = 0, []
+        for request in requests:
+            if request is not None:
+                waiting.append(request)
+                continue
+            self.sizes.append(len(waiting))
+            yield from [(first + i, [answer(each)]) for i, each in reversed(list(enumerate(waiting)))]
+            first, waiting = first + len(waiting), []
+        assert not waiting
+
+    def close(self) -> None: ...
+
+
+class Server(Streaming):
+    """Answers after a while."""
+
+    engine_name: ClassVar[str | None] = "a server"
+
+    def __init__(self) -> None:
+        super().__init__("a server", 3)
+        self.weights = ServedWeights()
+
+    async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+        await asyncio.sleep(0.003 * (request.seed % 5))
+        return [answer(request)]
+
+
+def problem_of(task: Environment, **row: Any) -> Problem:
+    return task.problem_of("train-0", Row("row 1", 0, {"prompt": "1+1=", **row}))
+
+
+def sampled(client: Any, task: Any, problems: Sequence[Problem], **settings: Any) -> list[list[Rollout]]:
+    draws = [(problem, 100 * seed) for seed, problem in enumerate(problems)]
+    groups = sample_in_order(client, task, CODEC, draws, SAMPLING, **{"group_size": 3, **settings})
+    return [list(group.rollouts) for group in groups]
+
+
+def test_an_episode_is_a_rollout_of_several_turns() -> None:
+    task = environment()
+    [rollouts] = sampled(InProcess(), task, [problem_of(task, turns=3)])
+    for rollout in rollouts:
+        said = [[*rollout.token_ids[turn.start : turn.end]] for turn in rollout.turns]
+        assert [each[-1] for each in said] == [EOS] * 3
+        one, two, three = said
+        assert [*rollout.token_ids] == [*ids("<bos>1+1="), *one, *ids("2+2="), *two, *ids("1+1="), *three]
+        assert sum(rollout.is_sampled) == sum(map(len, said))
+        assert [turn.reward for turn in rollout.turns] == [float(len(each) > 2) for each in said]
+        assert [message["role"] for message in rollout.conversation] == ["user", "assistant"] * 3
+        assert rollout.text.splitlines()[1::2] == ["[user] 2+2=", "[user] 1+1="]
+        assert rollout.finish_reason is FinishReason.STOP
+        measured = {"turns": 3, "calls": 0, "environment_tokens": 8, "dropped_tokens": 0, "tool_errors": 0}
+        assert rollout.score.measured == measured
+        assert rollout.score.reward == pytest.approx(
+            sum(turn.reward for turn in rollout.turns) + rollout.score.parts["episode"]
+        )
+    assert len({rollout.score.parts["episode"] for rollout in rollouts}) == 1, "chance is the group's"
+    assert len({rollout.token_ids for rollout in rollouts}) == 3
+
+
+def test_the_same_tokens_whoever_samples_and_in_whatever_order() -> None:
+    task = environment()
+    problems = [problem_of(task, turns=turns) for turns in (3, 1, 2, 5)]
+    found = [sampled(client, task, problems) for client in (InProcess(), Server(), Server())]
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_programs_ask_meanwhile_is_sampled_together() -> None:
+    task, client = environment(), InProcess()
+    sampled(client, task, [problem_of(task, turns=2)] * 10)
+    assert max(client.sizes) == 30
+
+
+class Answered:
+    """A task of one completion."""
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return [Problem("p", ({"role": "user", "content": "2+2="},), "4")]
+
+    def score(self, problem: Problem, text: str) -> Score:
+        return Score(float(text == problem.answer), text == problem.answer, {})
+
+
+def test_a_mixture_answers_and_plays() -> None:
+    class Both(InProcess):
+        def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
+            found = iter(requests)
+            first = next(found)
+            if first is None or first.num_completions == 1:
+                yield from super().generate(chain([first], found), sampling)
+            else:
+                yield 0, [answer(replace(first, seed=first.seed + j)) for j in range(first.num_completions)]
+                assert not [*found]
+
+    env = environment()
+    mixture = Mixture(tasks={"a": Answered(), "b": env}, weights=None)
+    played = replace(problem_of(env, turns=2), problem_id="b::train-0")
+    single = replace(Answered().problems(Split.TRAIN)[0], problem_id="a::p")
+    found = sampled(Both(), mixture, [played, single, played])
+    assert [[len(rollout.turns) for rollout in own] for own in found] == [[2, 2, 2], [0, 0, 0], [2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_turns"),
+    [({"max_turns": 2}, 2), ({"max_turn_tokens": 1}, 1), ({"max_environment_tokens": 7}, 2), ({}, None)],
+)
+def test_limits_end_an_episode(limits: dict[str, int], num_turns: int | None) -> None:
+    settings: dict[str, Any] = {"max_turns": 30, "max_environment_tokens": 1000, **limits}
+    task = environment(**settings)
+    [rollouts] = sampled(InProcess(), task, [problem_of(task, turns=29)])
+    for rollout in rollouts:
+        assert (rollout.finish_reason, rollout.score.failure) == (FinishReason.LENGTH, None)
+        assert len(rollout.turns) == num_turns or (num_turns is None and rollout.num_sampled == 40)
+        assert max(turn.end - turn.start for turn in rollout.turns) <= limits.get("max_turn_tokens", 40)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def test_retries_and_rewritten_histories_are_other_sequences() -> None:
+    dialogue = Dialogue(CODEC.chat, SAMPLING, RULES, CODEC.encode([user("1+1=")]), 7)
+
+    def say(messages: Sequence[Message]) -> tuple[SamplingRequest, Message]:
+        ask = dialogue.ask(messages, ())
+        assert ask is not None
+        return ask.request, dialogue.answer(ask, answer(ask.request)).message
+
+    start = [user("1+1=")]
+    first, one = say(start)
+    again, two = say(start)
+    assert first.prompt_ids == again.prompt_ids
+    assert first.seed != again.seed
+    shuffled = {"tool_calls": None, "content": two["content"], "reasoning_content": "lost", "role": "assistant"}
+    more, _ = say([*start, shuffled, user("2+2=")])
+    assert more.prompt_ids == (*again.prompt_ids, *answer(again).token_ids, *ids("2+2="))
+    other, _ = say([user("9+9="), one, user("2+2=")])
+    assert other.prompt_ids == (*ids("<bos>9+9="), *ids(str(one["content"])), EOS, *ids("2+2="))
+    rollout = dialogue.rollout(Score(0.0, False, {}))
+    assert rollout.token_ids[: len(more.prompt_ids)] == more.prompt_ids
+    assert rollout.score.measured["dropped_tokens"] == len(answer(first).token_ids) + len(answer(other).token_ids)
+
+
+def test_an_episode_without_a_turn_is_its_prompt() -> None:
+    rollout = Dialogue(CODEC.chat, SAMPLING, RULES, [1, 5], 7).rollout(Score(0.0, False, {}, "timeout"))
+    assert (rollout.token_ids, rollout.num_sampled, rollout.turns) == ((1, 5), 0, ())
+
+
+def test_a_program_that_fails_in_the_runs_process_ends_the_run() -> None:
+    task = environment("worlds:Bad")
+    with pytest.raises(ScoreError, match=r"problem train-0 cannot be played, RuntimeError: no \(worlds.py, line \d+"):
+        sampled(InProcess(), task, [problem_of(task, turns=2, how="raise")])
+
+
+MISBEHAVE = {
+    "": None,
+    "hang": "timeout",
+    "sleep": "timeout",
+    "raise": "raised",
+    "exit": "raised",
+    "kill": "crashed",
+    "fork": None,
+    "child": None,
+    "print": None,
+    "bytes": None,
+    "long": None,
+    "recursion": "raised",
+    "memory": "memory",
+    "await": None,
+    "nan": "raised",
+    "none": "raised",
+    "text": "raised",
+}
+
+
+def isolated(make: Callable[[], Any], printed: Path | None = None, **settings: Any) -> IsolatedTask:
+    config = scoring_config(workers=6, episodes=6, timeout_s=2.0, **settings)
+    return IsolatedTask(make(), Scorers(setup_of(make, config, printed)), config, 6)
+
+
+@pytest.mark.slow
+def test_misbehaviour_costs_one_episode(tmp_path: Path) -> None:
+    make = partial(environment, "worlds:Bad")
+    before = {p.pid for p in psutil.process_iter()}
+    task = isolated(make, tmp_path / "printed.log")
+    try:
+        problems = [problem_of(make(), turns=2, how=how) for how in MISBEHAVE]
+        found = sampled(InProcess(), task, problems, group_size=2)
+        assert {h: {r.score.failure for r in own} for h, own in zip(MISBEHAVE, found, strict=True)} == {
+            how: {failure} for how, failure in MISBEHAVE.items()
+        }
+        for how, own in zip(MISBEHAVE, found, strict=True):
+            assert {len(rollout.turns) for rollout in own} == {3 if how in ("bytes", "long") else 2}
+    finally:
+        task.close()
+    time.sleep(0.5)
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in left if p.info["cmdline"] in (["sleep", "60"],)]
+
+
+@pytest.mark.slow
+def test_an_episode_has_a_time_limit_of_its_own_and_ends_when_sampling_does() -> None:
+    class Slow(Server):
+        async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+            await asyncio.sleep(0.4)
+            return [answer(request)]
+
+    make = partial(environment, "worlds:Talk", episode_timeout_s=1.0)
+    task = isolated(make)
+    try:
+        [[short], [long]] = sampled(Slow(), task, [problem_of(make(), turns=n) for n in (1, 8)], group_size=1)
+        assert (short.score.failure, long.score.failure) == (None, "timeout")
+        assert 1 <= len(long.turns) <= 3
+        groups = sample_groups(
+            Slow(), task, CODEC, [(problem_of(make(), turns=n), 0) for n in (1, 8)], SAMPLING, group_size=1
+        )
+        next(groups)
+        began = time.monotonic()
+        groups.close()  # type: ignore[attr-defined]
+        assert time.monotonic() - began < 1
+    finally:
+        task.close()

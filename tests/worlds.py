@@ -1,0 +1,135 @@
+"""Environments for tests: some behave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from offline_grpo.task.environment import Environment
+
+
+def environment(name: str = "worlds:Talk", **settings: Any) -> Environment:
+    rows = {"path": "rows.jsonl", "name": None, "train_split": "train", "eval_split": None, "eval_frac": 0.5}
+    limits = {"max_turns": 8, "max_turn_tokens": None, "max_environment_tokens": 100, "episode_timeout_s": 60.0}
+    own = {"prompt_field": "prompt", "system_prompt": None, "correct_threshold": 1.0, "max_result_chars": 1000}
+    return Environment(**{"environment": name, **rows, **limits, **own, **settings})
+
+
+class Shop:
+    """Sells twice, then raises."""
+
+    def reset(self, coins: int, **row: Any) -> str:
+        self.sold = 0
+        return f"You have {coins} coins."
+
+    async def buy(self, name: str, price: int) -> str:
+        """Buy something.
+
+        Args:
+            name: What to buy.
+            price: Coins to pay.
+        """
+        self.sold += 1
+        if self.sold == 3:
+            raise ValueError("sold out")
+        return f"Bought {name} for {price}."
+
+    def get_reward(self) -> float:
+        return float(self.sold)
+
+
+class Talk:
+    """Says `row` again and again, and pays for each reply of its own length."""
+
+    def reset(self, turns: int, **row: Any) -> None:
+        self.left, self.heard = turns, [random.random()]
+
+    def respond(self, text: str) -> str | None:
+        self.heard.append(len(text))
+        self.left -= 1
+        return f"{self.left}+{self.left}=" if self.left else None
+
+    def get_turn_reward(self) -> float:
+        return float(self.heard[-1] > 1)
+
+    def get_reward(self) -> float:
+        return 0.5 * self.heard[0]
+
+
+class Sums:
+    """Three sums, one after the other, that the tiny model can learn."""
+
+    def reset(self, sums: list[str], **row: Any) -> None:
+        self.sums, self.right, self.turn = sums, 0, 0
+
+    def respond(self, text: str) -> str | None:
+        a, _, b = self.sums[self.turn].partition("+")
+        self.right += text.strip() == str(int(a) + int(b))
+        self.turn += 1
+        return f"{self.sums[self.turn]}=" if self.turn < len(self.sums) else None
+
+    def get_reward(self) -> float:
+        return self.right / len(self.sums)
+
+
+def write_sums(path: Path, count: int = 300) -> None:
+    rng = random.Random(0)
+    rows = [[f"{rng.randint(0, 20)}+{rng.randint(0, 20)}" for _ in range(3)] for _ in range(count)]
+    lines = ({"prompt": f"{own[0]}=", "sums": own, "answer": str(sum(map(int, own[0].split("+"))))} for own in rows)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+class Bad(Talk):
+    """Misbehaves at its second turn, as its row says."""
+
+    def reset(self, turns: int, how: str = "", **row: Any) -> None:
+        super().reset(turns)
+        self.how = how
+
+    def respond(self, text: str) -> str | None:
+        found = super().respond(text)
+        return found if self.left > 0 else self._misbehave() if self.left == 0 else None
+
+    def _misbehave(self) -> Any:
+        match self.how:
+            case "hang":
+                while True:
+                    pass
+            case "sleep":
+                time.sleep(60)
+            case "raise":
+                raise RuntimeError("no")
+            case "exit":
+                sys.exit(3)
+            case "kill":
+                os.kill(os.getpid(), 9)
+            case "fork":
+                if os.fork() == 0:
+                    time.sleep(60)
+            case "child":
+                subprocess.Popen(["sleep", "60"])
+            case "print":
+                sys.stdout.write("x" * 20_000_000)
+            case "bytes":
+                return b"\xff" * 10
+            case "long":
+                return "y" * 10_000_000
+            case "recursion":
+                return self._misbehave()
+            case "memory":
+                return bytearray(10**10)
+            case "await":
+                return asyncio.sleep(0)
+        return None
+
+    def get_reward(self) -> float:
+        if self.left > 0:
+            return 0.0
+        return {"nan": float("nan"), "none": None, "text": "much"}.get(self.how, 1.0)  # type: ignore[return-value]
