@@ -57,6 +57,7 @@ def make_updater(
         gradient_checkpointing=checkpointing,
         train_layer_indices=None,
         mask_truncated=False,
+        top_entropy_frac=1.0,
         drop_zero_signal_groups=True,
         max_bad_updates=1,
         profile=None,
@@ -77,6 +78,8 @@ def make_updater(
         importance_correction="none",
         importance_cap=2.0,
         importance_floor=0.0,
+        off_policy_mask=None,
+        geometric_bounds=None,
     )
     device = policy.device.type
     ranks = Ranks(use_cpu=device == "cpu")

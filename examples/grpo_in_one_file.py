@@ -79,6 +79,8 @@ def main(
         importance_correction="token_truncate",  # engine and trainer may compute slightly different probabilities
         importance_cap=2.0,
         importance_floor=0.0,
+        off_policy_mask=None,
+        geometric_bounds=None,
     )
 
     rewards = []

@@ -117,6 +117,7 @@ SETTINGS = {
     "gradient_checkpointing": False,
     "train_layer_indices": None,
     "mask_truncated": False,
+    "top_entropy_frac": 1.0,
     "drop_zero_signal_groups": True,
     "max_bad_updates": 2,
     "profile": None,
@@ -137,6 +138,8 @@ LOSS = {
     "importance_correction": "none",
     "importance_cap": 2.0,
     "importance_floor": 0.0,
+    "off_policy_mask": None,
+    "geometric_bounds": None,
 }
 
 

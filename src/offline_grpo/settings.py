@@ -150,6 +150,7 @@ class TrainConfig:
     gradient_checkpointing: Any  # bool or "auto", as model.compile
     train_layer_indices: str | None
     mask_truncated: bool
+    top_entropy_frac: float
     drop_zero_signal_groups: bool
     max_bad_updates: int
     profile: int | None
@@ -166,6 +167,8 @@ class TrainConfig:
         is_iteration = self.profile is None or 0 < self.profile <= self.iterations
         fix = f"an iteration, from 1 to train.iterations={self.iterations}, or null"
         check(self, "train.profile", is_iteration, fix)
+        is_share = 0 < self.top_entropy_frac <= 1
+        check(self, "train.top_entropy_frac", is_share, "a share of the tokens, above 0; 1 trains on all")
         check(self, "train.grad_clip", self.grad_clip > 0, "must be above 0; use inf to switch clipping off")
         for name, known in (
             ("schedule", ("constant", "linear", "cosine")),

@@ -388,6 +388,15 @@ class TokenBatch:
             ref_logprobs=self.ref_logprobs if ref is None else ref,
         )
 
+    def with_top_entropy(self, entropy: Tensor, frac: float) -> TokenBatch:
+        """The same batch on the CPU, with advantages of 0 for all trained tokens but the share `frac` whose entropy [T]
+        is highest (arXiv 2506.01939).
+        """
+        import numpy as np
+
+        threshold = np.quantile(entropy.numpy()[self.completion_mask.numpy()], 1 - frac)
+        return replace(self, advantages=self.advantages * (entropy >= threshold))
+
     def select(self, sequences: Sequence[int]) -> TokenBatch:
         """Of a batch on the CPU, these sequences alone, in this order; `sequence_ids` count from 0 again."""
         import numpy as np

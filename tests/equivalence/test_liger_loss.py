@@ -23,6 +23,8 @@ PLAIN = {
     "importance_correction": "none",
     "importance_cap": 1.4,
     "importance_floor": 0.0,
+    "off_policy_mask": None,
+    "geometric_bounds": None,
 }
 LOSSES = {"grpo": GRPO, "dapo": DAPO, "dr_grpo": DrGRPO, "gspo": GSPO, "cispo": CISPO}
 VARIANTS = {

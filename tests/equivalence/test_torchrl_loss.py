@@ -29,6 +29,8 @@ SETTINGS = {
     "importance_correction": "none",
     "importance_cap": 2.0,
     "importance_floor": 0.0,
+    "off_policy_mask": None,
+    "geometric_bounds": None,
 }
 
 

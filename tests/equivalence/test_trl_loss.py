@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch
 from factories import make_rollout
 from torch import Tensor
 
-from offline_grpo.loss.base import PolicyGradientLoss
+from offline_grpo.loss.base import ClippedLoss, PolicyGradientLoss, RangedLoss
 from offline_grpo.loss.cispo import CISPO
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
+from offline_grpo.loss.sapo import SAPO
 from offline_grpo.train.advantage import group_advantages
 from offline_grpo.train.advantage.gdpo import GDPO
 from offline_grpo.train.batch import build_batch
@@ -39,6 +41,8 @@ PLAIN = {
     "importance_correction": "none",
     "importance_cap": 1.4,
     "importance_floor": 0.0,
+    "off_policy_mask": None,
+    "geometric_bounds": None,
 }
 LOSSES = {
     "grpo": (GRPO, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
@@ -46,6 +50,7 @@ LOSSES = {
     "dr_grpo": (DrGRPO, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
     "gspo": (GSPO, {"clip_low": 0.1, "clip_high": 0.08, "dual_clip": None}),
     "cispo": (CISPO, {"clip_low": 1.0, "clip_high": 0.3}),
+    "sapo": (SAPO, {"tau_pos": 1.0, "tau_neg": 1.3}),
 }
 VARIANTS = {
     "plain": {},
@@ -57,6 +62,7 @@ VARIANTS = {
     "token_mask": {"importance_correction": "token_mask", "importance_floor": 0.8},
     "sequence_mask": {"importance_correction": "sequence_mask"},
     "dual_clip": {"dual_clip": 1.35},
+    "off_policy_mask": {"off_policy_mask": 0.1, "importance_correction": "sequence_mask"},
     "all": {
         "kl_coef": 0.1,
         "kl_importance_weight": True,
@@ -78,7 +84,7 @@ def trl():
 def build(name: str, variant: str) -> PolicyGradientLoss:
     loss_class, settings = LOSSES[name]
     changes = dict(VARIANTS[variant])
-    if loss_class is CISPO:
+    if not issubclass(loss_class, ClippedLoss):
         changes.pop("dual_clip", None)
     return loss_class(**(PLAIN | settings | changes))
 
@@ -88,7 +94,9 @@ def trl_stand_in(case, loss: PolicyGradientLoss, name: str, scale: str | None) -
     sampler, reference = SimpleNamespace(training=True, is_gradient_checkpointing=False), SimpleNamespace()
     model_logprobs = {id(sampler): case.old_logprobs, id(reference): case.ref_logprobs, id(None): case.logprobs}
     alone = {"num_processes": 1, "process_index": 0, "sync_gradients": True, "device": "cpu"}
-    identity = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, **alone)
+    identity = SimpleNamespace(
+        gather=lambda x: x, pad_across_processes=lambda x, **_: x, reduce=lambda x, reduction: x, **alone
+    )
     token_mask = [[int(x) for x in row[:length]] for row, length in zip(case.mask, case.lengths, strict=True)]
     sampled = [row[:length].tolist() for row, length in zip(case.rollout_logprobs, case.lengths, strict=True)]
     ids = [[7] * length for length in case.lengths]
@@ -118,12 +126,12 @@ def trl_stand_in(case, loss: PolicyGradientLoss, name: str, scale: str | None) -
         mask_truncated_completions=False,
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=loss.off_policy_mask,
         importance_sampling_level="sequence" if name == "gspo" else "token",
         loss_type="grpo" if name == "gspo" else name,
         beta=loss.kl_coef,
-        epsilon_low=loss.clip_low,
-        epsilon_high=1 + loss.clip_high if name == "cispo" else loss.clip_high,
+        epsilon_low=getattr(loss, "clip_low", None),
+        epsilon_high=loss.clip_high + (name == "cispo") if isinstance(loss, RangedLoss) else None,
         use_vllm=True,
         vllm_importance_sampling_correction=loss.importance_correction != "none",
         vllm_importance_sampling_mode=loss.importance_correction,
@@ -141,6 +149,8 @@ def trl_stand_in(case, loss: PolicyGradientLoss, name: str, scale: str | None) -
             gradient_checkpointing_kwargs=None,
             use_bias_correction_kl=loss.kl_importance_weight,
             delta=getattr(loss, "dual_clip", None),
+            sapo_temperature_pos=getattr(loss, "tau_pos", None),
+            sapo_temperature_neg=getattr(loss, "tau_neg", None),
         ),
     )
 
@@ -150,7 +160,8 @@ def trl_loss(
 ) -> tuple[Tensor, dict[str, Tensor], SimpleNamespace]:
     """TRL's loss with gradient, the inputs it made for it, and the stand-in with its metrics."""
     trainer = trl_stand_in(case, loss, name, scale)
-    vars(trainer).update(changes)
+    vars(trainer).update(changes, get_off_policy_mask=trl.get_off_policy_mask)
+    trainer.get_high_entropy_mask = partial(trl.get_high_entropy_mask, trainer)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # TRL makes tensors of the sampler's logprobs in the default type
     try:
@@ -181,6 +192,16 @@ def test_value_and_gradient_equal_trl(trl, padded_case, name, variant):
         grads = case.gradients(actual)
         torch.testing.assert_close(grads, case.gradients(expected), rtol=0, atol=1e-9)
         assert grads[0].abs().max() > 1e-3
+
+
+def test_tokens_of_high_entropy_alone_equal_trl(trl, padded_case):
+    case, frac = padded_case(0), 0.37  # the threshold lies between two tokens
+    loss = build("grpo", "kl")
+    expected, _, _ = trl_loss(trl, case, loss, "grpo", top_entropy_quantile=frac)
+    policy, batch, totals = case.flat(our_advantages(case))
+    actual = loss(policy, batch.with_top_entropy(policy.entropy.detach(), frac), totals).loss
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(case.gradients(actual), case.gradients(expected), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

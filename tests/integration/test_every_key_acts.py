@@ -178,6 +178,7 @@ RUNS: dict[str, Acts] = {
     "train.gradient_checkpointing": Acts("train.gradient_checkpointing=true", calls("sdpa"), keeps=weights),
     "train.train_layer_indices": Acts("train.train_layer_indices=1", moved, to={"model.layers.1"}),
     "train.mask_truncated": Acts("train.mask_truncated=true", metric("loss_pg"), base="generation.max_new_tokens=1"),
+    "train.top_entropy_frac": Acts("train.top_entropy_frac=0.3", weights),
     "train.drop_zero_signal_groups": Acts(
         "train.drop_zero_signal_groups=true", metric("num_groups_trained"), base="task.format_weight=0"
     ),

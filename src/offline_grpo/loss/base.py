@@ -29,7 +29,6 @@ class PolicyGradientLoss(ABC):
     """A policy-gradient loss over flat tokens. Called on a microbatch, it returns its share (see `LossOutput`).
 
     Args:
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         ratio_reference: what the policy is divided by in the ratio: "old", the policy before the iteration's first
             update, or "rollout", the engine that sampled, whose weights may be those of an earlier iteration.
         kl_coef: weight of the KL penalty to the reference.
@@ -42,13 +41,13 @@ class PolicyGradientLoss(ABC):
         importance_correction: how to correct the surrogate (and nothing else) for the engine's probabilities, see
             `terms.importance_weights`. "none" with ratio_reference "rollout", whose ratio contains that correction.
         importance_cap, importance_floor: bounds of the ratio in that correction.
+        off_policy_mask: see `terms.off_policy_mask`; None masks nothing.
+        geometric_bounds: the lowest and the highest of `terms.geometric_mask`; None masks nothing.
 
     Raises:
         ConfigError: a value is out of range. (`build` compares the choices.)
     """
 
-    clip_low: float
-    clip_high: float
     ratio_reference: Literal["old", "rollout"]
     kl_coef: float
     kl_estimator: Literal["k1", "k2", "k3"]
@@ -58,13 +57,20 @@ class PolicyGradientLoss(ABC):
     importance_correction: Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
     importance_cap: float
     importance_floor: float
+    off_policy_mask: float | None
+    geometric_bounds: list[float] | None
 
     def __post_init__(self) -> None:
-        self._require("clip_low", 0 <= self.clip_low <= 1, "must be in [0, 1]")
-        for key in ("clip_high", "kl_coef", "entropy_coef"):
+        for key in ("kl_coef", "entropy_coef"):
             self._require(key, getattr(self, key) >= 0, "must be 0 or more")
         self._require("importance_cap", self.importance_cap >= 1, "must be 1, the ratio of equal weights, or more")
         self._require("importance_floor", 0 <= self.importance_floor <= 1, "must be in [0, 1]")
+        threshold, bounds = self.off_policy_mask, self.geometric_bounds
+        self._require("off_policy_mask", threshold is None or threshold > 0, "nats per token, above 0, or null")
+        is_range = bounds is None or (len(bounds) == 2 and 0 <= bounds[0] <= 1 <= bounds[1])
+        self._require(
+            "geometric_bounds", is_range, "the lowest and the highest, around 1, such as [0.99,1.01], or null"
+        )
         is_corrected_once = self.ratio_reference == "old" or self.importance_correction == "none"
         fix = "train.loss.ratio_reference=rollout corrects for the engine already; use none"
         self._require("importance_correction", is_corrected_once, fix)
@@ -106,6 +112,10 @@ class PolicyGradientLoss(ABC):
         importance = terms.importance_weights(
             batch, mask, correction=self.importance_correction, cap=self.importance_cap, floor=self.importance_floor
         )  # [T]
+        if self.off_policy_mask is not None:
+            importance = importance * terms.off_policy_mask(policy.logprobs, batch, mask, self.off_policy_mask)
+        if self.geometric_bounds is not None:
+            importance = importance * terms.geometric_mask(batch, mask, *self.geometric_bounds)
         kl = self._kl(policy, batch)  # [T]; None: not measured
 
         loss_pg = (weights * importance * surrogate.loss).sum()
@@ -154,7 +164,24 @@ class PolicyGradientLoss(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedLoss(PolicyGradientLoss, ABC):
+class RangedLoss(PolicyGradientLoss, ABC):
+    """A loss that limits how far the policy moves.
+
+    Args:
+        clip_low, clip_high: the range of the ratio is [1 - clip_low, 1 + clip_high].
+    """
+
+    clip_low: float
+    clip_high: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("clip_low", 0 <= self.clip_low <= 1, "must be in [0, 1]")
+        self._require("clip_high", self.clip_high >= 0, "must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedLoss(RangedLoss, ABC):
     """A loss with PPO's clipped surrogate; subclasses choose the aggregation.
 
     Args:

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offline_grpo.loss import terms
-from offline_grpo.loss.base import PolicyGradientLoss
+from offline_grpo.loss.base import RangedLoss
 from offline_grpo.loss.terms import Surrogate
 from offline_grpo.types import BatchTotals, TokenBatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO(PolicyGradientLoss):
-    """Clipped importance weight times logprob, mean over tokens. See `PolicyGradientLoss` for the settings. The clip
+class CISPO(RangedLoss):
+    """Clipped importance weight times logprob, mean over tokens. See `RangedLoss` for the settings. The clip
     fractions count clipped weights, for both signs of the advantage: their gradient is scaled, not removed.
     """
 

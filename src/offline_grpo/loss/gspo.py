@@ -27,8 +27,7 @@ class GSPO(ClippedLoss):
     """Clipped surrogate of length-normalised sequence ratios, mean over sequences. Settings: see `ClippedLoss`."""
 
     def ratio(self, log_ratio: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
-        num_tokens = terms.segment_sum(mask, batch).clamp(min=1.0)  # [S]
-        mean_log_ratio = terms.segment_sum(log_ratio, batch) / num_tokens  # [S]
+        mean_log_ratio = terms.segment_mean(log_ratio, mask, batch)  # [S]
         return terms.bounded(mean_log_ratio).exp().index_select(0, batch.sequence_ids)  # [T]
 
     def times_ratio(self, kl: Tensor, ratio: Tensor, policy: TokenStats, batch: TokenBatch) -> Tensor:

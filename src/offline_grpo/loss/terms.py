@@ -42,6 +42,11 @@ def segment_sum(values: Tensor, batch: TokenBatch) -> Tensor:
     return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence_ids, values)
 
 
+def segment_mean(values: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
+    """Mean of `values` [T] over the completion tokens of each sequence, [S]; 0 where it has none."""
+    return segment_sum(values * mask, batch) / segment_sum(mask, batch).clamp(min=1.0)
+
+
 def token_mean_weights(mask: Tensor, totals: BatchTotals) -> Tensor:
     """Weights [T] of the mean over all completion tokens of the optimizer batch; `mask` [T] is 0.0 / 1.0."""
     return mask / max(totals.num_completion_tokens, 1)
@@ -118,6 +123,23 @@ def importance_weights(batch: TokenBatch, mask: Tensor, *, correction: str, cap:
     if correction.endswith("truncate"):
         return ratio.clamp(floor, cap)
     return ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
+
+
+def off_policy_mask(logprobs: Tensor, batch: TokenBatch, mask: Tensor, threshold: float) -> Tensor:
+    """1 or 0 [T]: 0 for tokens with a negative advantage in sequences that the policy finds less likely than the engine
+    did, by more than `threshold` nats per token (off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556).
+    """
+    drift = segment_mean(batch.rollout_logprobs - logprobs.detach(), mask, batch)  # [S]
+    is_near = (drift <= threshold).index_select(0, batch.sequence_ids)
+    return ((batch.advantages >= 0) | is_near).to(logprobs.dtype)
+
+
+def geometric_mask(batch: TokenBatch, mask: Tensor, low: float, high: float) -> Tensor:
+    """1 or 0 [T]: 0 in sequences whose geometric mean of `old policy / engine` lies outside [low, high]; verl 0.9.1 has
+    it as `seq_mean_k1` of `rollout_rs`, with the bounds of the inverse.
+    """
+    mean = bounded(segment_mean(batch.old_logprobs - batch.rollout_logprobs, mask, batch)).exp()  # [S]
+    return ((mean >= low) & (mean <= high)).to(mask.dtype).index_select(0, batch.sequence_ids)
 
 
 def mismatch(batch: TokenBatch) -> dict[str, Tensor]:

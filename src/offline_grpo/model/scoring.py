@@ -89,6 +89,12 @@ class Scoring(nn.Module):
         with eval_mode(self.model):
             return self(batch).logprobs
 
+    @torch.no_grad()
+    def entropy(self, batch: TokenBatch) -> Tensor:
+        """Entropies [T] without gradient, dropout off."""
+        with eval_mode(self.model):
+            return self(batch).entropy
+
 
 @dataclass(frozen=True)
 class BaseScoring:

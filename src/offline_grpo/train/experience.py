@@ -95,7 +95,8 @@ def prepare_batch(
         mask = batch.completion_mask
         metrics["distill/reverse_kl"] = (batch.rollout_logprobs - batch.teacher_logprobs)[mask].mean().item()
         metrics["distill/teacher_nll"] = -batch.teacher_logprobs[mask].mean().item()
-    return batch if has_logprobs else updater.score(batch), of_all, metrics
+    batch = batch if has_logprobs else updater.score(batch)
+    return updater.with_top_entropy(batch), of_all, metrics
 
 
 def check_groups(found: object) -> list[RolloutGroup]:

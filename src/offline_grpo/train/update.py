@@ -113,6 +113,13 @@ class Updater:
             ref = self._score_all(self.reference, batch)
         return batch.with_logprobs(old=old, ref=ref)
 
+    def with_top_entropy(self, batch: TokenBatch) -> TokenBatch:
+        """See `TokenBatch.with_top_entropy`; by the entropies of the policy before its first update on the batch."""
+        if self.config.top_entropy_frac == 1:
+            return batch
+        entropy = self._score_all(self.policy.scoring, batch, "entropy")
+        return batch.with_top_entropy(entropy, self.config.top_entropy_frac)
+
     def taught(self, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
         """The groups with the teacher's logprobs, in place of any that came with them; as they are without a teacher.
         Those of truncated completions too: they are recorded.
@@ -128,22 +135,24 @@ class Updater:
 
         return [replace(group, rollouts=tuple(map(told, group.rollouts))) for group in groups]
 
-    def _score_all(self, scoring: Scorer, batch: TokenBatch, *, at_once: bool = False) -> Tensor:
-        """Logprobs [T] of all sequences, of which each process scores a share, in microbatches or `at_once`."""
-        logprobs = torch.zeros_like(batch.old_logprobs)  # [T]
+    def _score_all(
+        self, scoring: Scorer, batch: TokenBatch, what: str = "logprobs", *, at_once: bool = False
+    ) -> Tensor:
+        """Logprobs (or `what`) [T] of all sequences; each process scores a share, in microbatches or `at_once`."""
+        values = torch.zeros_like(batch.old_logprobs)  # [T]
         passes = list(self._passes(range(batch.num_sequences), batch))
         if at_once:
             passes = [(own, True)] if (own := [s for sequences, counts in passes if counts for s in sequences]) else []
         scored: list[tuple[Sequence[int], Tensor]] = []  # on the device: it is not waited for between two microbatches
         for number, (sequences, counts) in enumerate(passes):
-            part = scoring.logprobs(batch.select(sequences).to(scoring.device))
+            part = getattr(scoring, what)(batch.select(sequences).to(scoring.device))
             if counts:
                 scored.append((sequences, part))
             progress.report(number + 1, len(passes), "microbatches scored")
         for sequences, part in scored:
-            logprobs.numpy()[batch.positions_of(sequences)] = part.cpu().numpy()
-        self.ranks.sum_([logprobs])
-        return logprobs
+            values.numpy()[batch.positions_of(sequences)] = part.cpu().numpy()
+        self.ranks.sum_([values])
+        return values
 
     def _gradients(
         self, batch: TokenBatch, sequences: Sequence[int], totals: BatchTotals, alignment: Alignment

@@ -30,6 +30,8 @@ def plain() -> dict[str, Any]:
         "importance_correction": "none",
         "importance_cap": 2.0,
         "importance_floor": 0.0,
+        "off_policy_mask": None,
+        "geometric_bounds": None,
     }
 
 

@@ -13,12 +13,14 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.loss.cispo import CISPO
 from offline_grpo.loss.dapo import DAPO
+from offline_grpo.loss.dppo import DPPO
 from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
+from offline_grpo.loss.sapo import SAPO
 from offline_grpo.train.advantage import group_advantages
 
-LOSSES = [GRPO, DAPO, DrGRPO, GSPO, CISPO]
+LOSSES = [GRPO, DAPO, DrGRPO, GSPO, CISPO, SAPO, DPPO]
 ACTIVE = {
     "clip_low": 0.05,
     "clip_high": 0.05,
@@ -30,6 +32,12 @@ ACTIVE = {
     "importance_correction": "token_truncate",
     "importance_cap": 1.3,
     "importance_floor": 0.8,
+    "off_policy_mask": None,
+    "geometric_bounds": None,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+    "divergence": "tv",
+    "ratio_cap": 1.1,
 }
 CHANGES = {
     "clip_low": 0.1,
@@ -44,6 +52,12 @@ CHANGES = {
     "importance_correction": "sequence_mask",
     "importance_cap": 1.6,
     "importance_floor": 0.7,
+    "off_policy_mask": 0.1,
+    "geometric_bounds": [0.9, 1.1],
+    "tau_pos": 2.0,
+    "tau_neg": 2.0,
+    "divergence": "kl",
+    "ratio_cap": 20.0,
 }
 REWARDS = [
     [0.3, 1.0, -0.5, 0.1, 0.0, 0.9],
@@ -59,6 +73,12 @@ INVALID = [
     ("entropy_coef", float("nan")),
     ("importance_cap", 0.9),
     ("importance_floor", -0.1),
+]
+OF_ONE = [
+    (GRPO, {"off_policy_mask": 0.0}, "off_policy_mask=0.0: nats per token"),
+    (GRPO, {"geometric_bounds": [1.1, 1.2]}, r"geometric_bounds=\[1.1, 1.2\]: the lowest and the highest"),
+    (SAPO, {"tau_pos": 0.0}, "tau_pos=0.0: must be above 0"),
+    (DPPO, {"ratio_cap": 0.5}, "ratio_cap=0.5: must be 1"),
 ]
 
 
@@ -93,6 +113,12 @@ def test_every_setting_acts(plain, random_inputs, loss_class, name):
 def test_invalid_values_are_refused_by_name(plain, name, value):
     with pytest.raises(ConfigError, match=rf"train\.loss\.{name}={value}: must be"):
         build(GRPO, plain | ACTIVE | {name: value})
+
+
+@pytest.mark.parametrize(("loss_class", "change", "told"), OF_ONE)
+def test_invalid_values_of_one_loss_are_refused(plain, loss_class, change, told):
+    with pytest.raises(ConfigError, match=rf"^train\.loss\.{told}"):
+        build(loss_class, plain | ACTIVE | change)
 
 
 def test_a_ratio_to_the_engine_is_not_corrected_for_the_engine_again(plain):

@@ -27,6 +27,8 @@ EVERYTHING = {
     "entropy_coef": 0.03,
     "importance_correction": "sequence_mask",
     "importance_cap": 1.3,
+    "off_policy_mask": 0.1,
+    "geometric_bounds": [0.7, 1.3],
 }
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from offline_grpo.loss.cispo import CISPO
 from offline_grpo.loss.dapo import DAPO
+from offline_grpo.loss.dppo import DPPO
 from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
+from offline_grpo.loss.sapo import SAPO
 
 RATIOS = [[1.1], [1.1, 0.5, 2.0]]
 ADVANTAGES = [-2.0, 1.0]
@@ -104,3 +106,51 @@ def test_ratio_to_the_sampler_equals_verls_bypass_mode(plain, completions, loss_
     assert output.loss.item() == pytest.approx(expected, abs=1e-7)
     assert torch.autograd.grad(output.loss, logprobs)[0].tolist() == pytest.approx(grads, abs=1e-7)
     assert output.metrics["clip_frac"].item() == pytest.approx(3 / 7)  # verl: 2/7 by the range and 1/7 by the dual clip
+
+
+@pytest.mark.parametrize(
+    ("loss_class", "settings", "expected", "grads"),
+    [
+        (
+            DPPO,
+            {"divergence": "tv", "clip_low": 0.2, "clip_high": 0.15, "ratio_cap": 1.5},
+            -0.4119367814,
+            [-0.0766080053, 0.0, -0.1034099906, 0.2093833300, 0.2571428571, 0.0, 0.1991715845],
+        ),
+        (
+            DPPO,
+            {"divergence": "kl", "clip_low": 0.4, "clip_high": 0.05, "ratio_cap": 1.5},
+            -0.4885527997,
+            [-0.0766080053, 0.0, -0.1034099906, 0.2093833300, 0.2571428571, 0.0851289092, 0.1991715845],
+        ),
+        (
+            SAPO,
+            {"tau_pos": 1.0, "tau_neg": 1.05},
+            0.5817945925,
+            [-0.0869907862, -0.1873501292, -0.1203722626, 0.1807572001, 0.0908931061, 0.0695178118, 0.1730231244],
+        ),
+    ],
+)
+def test_dppo_and_sapo_equal_verl(plain, completions, loss_class, settings, expected, grads):
+    """Recorded from verl 0.9.1, `compute_policy_loss_dppo_tv`, `_dppo_kl` and `_sapo`, in float64, as above."""
+    policy, batch, totals = completions([[1.0] * 3, [1.0] * 4], [0.8, -1.2])
+    sampler = torch.tensor([-0.5, -1.0, -2.0, -0.7, -1.5, -0.2, -3.0], dtype=torch.float64)
+    logprobs = torch.tensor([-0.9, -0.6, -2.1, -0.5, -0.1, -0.9, -2.85], dtype=torch.float64, requires_grad=True)
+    names = {field.name for field in fields(loss_class)}
+    given = {name: value for name, value in plain.items() if name in names}
+    loss = loss_class(**given | {"ratio_reference": "rollout"} | settings)
+    output = loss(replace(policy, logprobs=logprobs), replace(batch, rollout_logprobs=sampler), totals)
+    assert output.loss.item() == pytest.approx(expected, abs=1e-7)
+    assert torch.autograd.grad(output.loss, logprobs)[0].tolist() == pytest.approx(grads, abs=1e-7)
+    assert output.metrics["clip_frac"].item() == pytest.approx(grads.count(0.0) / 7)
+
+
+def test_completions_whose_mean_ratio_is_far_from_1_are_masked_as_by_verl(plain, completions):
+    """verl 0.9.1, `compute_rollout_rejection_mask`, rollout_rs=seq_mean_k1, threshold 0.9_1.1111: [1, 0, 0, 1]."""
+    log_ratios = [[0.1, 0.2, -0.1], [0.5, 0.4, 0.3, 0.9], [-0.3, -0.1], [0.02, 0.01]]
+    policy, batch, totals = completions([[1.0] * len(own) for own in log_ratios], [1.0] * 4)
+    flat = torch.tensor([each for own in log_ratios for each in own], dtype=torch.float64)
+    batch = replace(batch, rollout_logprobs=batch.old_logprobs - flat)
+    loss = GRPO(**plain | {"dual_clip": None, "geometric_bounds": [0.9, 1 / 0.9]})
+    gradient = torch.autograd.grad(loss(policy, batch, totals).loss, policy.logprobs)[0]
+    assert (gradient != 0).tolist() == [True] * 3 + [False] * 6 + [True] * 2

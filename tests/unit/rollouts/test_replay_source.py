@@ -56,11 +56,11 @@ def test_groups_may_be_taken_in_another_number_and_order(store: Path) -> None:
     assert [both[0][0], both[1][0], both[0][1]] == found[5][::3]
 
 
-def test_losses_are_compared_on_the_same_rollouts_in_the_same_orders(store: Path) -> None:
+def test_objectives_are_compared_on_the_same_rollouts_in_the_same_orders(store: Path) -> None:
     orders = [
-        texts(store, "experiment=paired_losses", f"train/loss={loss}", f"seed={seed}")
+        texts(store, "experiment=paired_objectives", f"train/advantage={name}", f"seed={seed}")
         for seed in (0, 1)
-        for loss in ("grpo", "gspo")
+        for name in ("rloo", "gdpo")
     ]
     assert orders[0] == orders[1] != orders[2]
     assert orders[2] == orders[3]

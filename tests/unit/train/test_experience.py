@@ -112,6 +112,16 @@ def test_an_advantage_sees_the_old_policy_and_decides_what_no_signal_is(tmp_path
     assert batch.old_logprobs.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+def test_only_tokens_of_high_entropy_get_an_advantage(tmp_path):
+    updater = make_updater(tmp_path, top_entropy_frac=0.5)
+    groups = [group(*(make_rollout([4], [3, token, 6, 2], reward=float(token)) for token in (7, 5)))]
+    batch, _, _ = prepare_batch(groups, updater, updater.config)
+    assert batch is not None
+    entropy = updater.policy.scoring.entropy(batch)
+    highest = entropy[batch.completion_mask].topk(4).indices
+    assert batch.advantages[batch.completion_mask].nonzero().flatten().tolist() == sorted(highest.tolist())
+
+
 def test_given_advantages_of_rollouts_that_are_to_get_none_do_not_count(tmp_path):
     rows = ((0.0, 7.0, 7.0), (0.0, -3.0, -3.0))
     first, second = (make_rollout([4], [3, 2]) for _ in rows)
