@@ -48,7 +48,7 @@ def test_it_fits_a_narrow_terminal_and_hides_what_files_include(text):
 
 
 def test_the_default_options_are_marked(text):
-    assert re.search(r"^  train/loss +cispo, dapo, dr_grpo, grpo\*, gspo$", text, re.MULTILINE)
+    assert re.search(r"^  train/loss +cispo, dapo, dppo_kl, dppo_tv, dr_grpo, grpo\*, gspo, sapo$", text, re.MULTILINE)
     assert re.search(r"^  logger +console\*, json\*, tensorboard, wandb$", text, re.MULTILINE)
 
 
