@@ -49,15 +49,42 @@ def test_healthy_runs_and_runs_that_recorded_little_have_nothing_to_look_at() ->
         ({"truncated_frac": (0.0, 0.4)}, "37% of the completions are cut off at last"),
         ({"success_rate": (0.3, 1.0)}, "over-fitting: 0.94 of the answers in training are right, 0.70"),
         ({"entropy": (0.8, 0.0), "success_rate": (0.3, 0.5)}, "entropy has collapsed: from 0.737 to 0.0632 nats"),
+        ({"kl_divergence": (0.0, 30.0)}, "the policy is far from the reference: KL divergence from 2.37 to 27.6 nats"),
         (
             {"completion_tokens_mean": (100.0, 300.0), "success_rate": (0.3, 0.3)},
             "completions get longer, and not better: from 116 to 284 tokens",
+        ),
+        (
+            {"completion_tokens_mean": (40.0, 9.0), "success_rate": (0.1, 0.5)},
+            "completions get much shorter: from 37.6 to 11.4 tokens, with 47% of the answers right",
         ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_numbers(changes: Any, observation: str) -> None:
     (found,) = observations(history(changes))
     assert found.startswith(observation)
+
+
+def test_what_a_run_that_solves_its_problems_also_does_is_not_pointed_out() -> None:
+    """The default run ends with a third of its entropy, signal in a seventh of the groups and a KL divergence of 1."""
+    solved = {"success_rate": (0.5, 0.97), "entropy": (0.6, 0.1), "num_groups_zero_signal": (2.0, 27.0)}
+    run = history(
+        solved | {"completion_tokens_mean": (40.0, 9.0), "kl_divergence": (0.0, 6.0)}, last_eval={"pass@1": 0.95}
+    )
+    assert observations(run) == []
+
+
+def test_a_policy_that_became_certain_too_early() -> None:
+    """As SmolLM2-135M did in 60 iterations on sums: pass@1 from 0.11 to 0.50, then flat."""
+    sums = {"success_rate": (0.0, 0.42), "entropy": (1.9, 0.0), "num_groups_zero_signal": (16.0, 24.0)}
+    run = history(sums | {"completion_tokens_mean": (40.0, 9.0)})
+    assert [text.partition(":")[0] for text in observations(run)] == [
+        "few groups have signal at last",
+        "entropy has collapsed",
+        "completions get much shorter",
+    ]
+    clipped = history(sums | {"clip_frac": (0.05, 0.05)})
+    assert ["dapo" in each.advice for each in (*find(run), *find(clipped)) if each.metric == "train/entropy"] == [0, 1]
 
 
 def test_a_reward_that_rises_alone_and_a_model_that_gets_worse() -> None:
