@@ -201,7 +201,8 @@ def mean_curve(values: Sequence[Series]) -> tuple[FloatArray, FloatArray]:
     """Steps [R] at which all were measured, and the values there, [N, R]."""
     tables = [dict(zip(each.steps.tolist(), each.values.tolist(), strict=True)) for each in values]
     steps = sorted(set.intersection(*map(set, tables))) if tables else []
-    return np.array(steps), np.array([[table[step] for step in steps] for table in tables]).reshape(-1, len(steps))
+    values_at = [[table[step] for step in steps] for table in tables]
+    return np.array(steps), np.array(values_at).reshape(len(tables), len(steps))
 
 
 def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:

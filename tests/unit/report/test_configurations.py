@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from offline_grpo.report.history import History
+from offline_grpo.report.history import History, Series
 from offline_grpo.report.runs import Run, configurations, mean_curve
 
 
@@ -54,3 +55,8 @@ def test_unfinished_runs_do_not_count_beside_finished_ones() -> None:
     assert (len(found.runs), found.pass_at_1) == (3, pytest.approx(0.6))
     steps, values = mean_curve([each.pass_at_1 for each in found.counted])
     assert (steps.tolist(), values.tolist()) == ([0, 10], [[0.2, 0.5], [0.2, 0.7]])
+
+
+def test_runs_without_a_common_step_have_no_mean_curve():
+    apart = [Series(np.array([step]), np.array([0.5])) for step in (1, 2)]
+    assert [part.shape for part in mean_curve(apart)] == [(0,), (2, 0)]
