@@ -49,7 +49,7 @@ def test_healthy_runs_and_runs_that_recorded_little_have_nothing_to_look_at() ->
         ({"truncated_frac": (0.0, 0.4)}, "37% of the completions are cut off at last"),
         ({"success_rate": (0.3, 1.0)}, "over-fitting: 0.94 of the answers in training are right, 0.70"),
         ({"entropy": (0.8, 0.0), "success_rate": (0.3, 0.5)}, "entropy has collapsed: from 0.737 to 0.0632 nats"),
-        ({"kl_divergence": (0.0, 30.0)}, "the policy is far from the reference: KL divergence from 2.37 to 27.6 nats"),
+        ({"kl_divergence": (0.0, 30.0)}, "the policy is far from the reference: a KL divergence of 27.6 nats"),
         (
             {"completion_tokens_mean": (100.0, 300.0), "success_rate": (0.3, 0.3)},
             "completions get longer, and not better: from 116 to 284 tokens",
@@ -71,6 +71,7 @@ def test_what_a_run_that_solves_its_problems_also_does_is_not_pointed_out() -> N
     run = history(
         solved | {"completion_tokens_mean": (40.0, 9.0), "kl_divergence": (0.0, 6.0)}, last_eval={"pass@1": 0.95}
     )
+    run.train[18] |= {"kl_divergence": 65.0}
     assert observations(run) == []
 
 
