@@ -11,7 +11,12 @@ and learning rate; those named after a loss differ in it alone, the others in wh
 trainer has a card to itself, for times and to fill the compilers' caches. Then each worker runs jobs one after the
 other, seed by seed, on its share of a card and of the cores; its vLLM server serves all of our jobs, because each run's
 first push replaces the weights. The result is written after every job: what is cut off loses only what is in flight,
-and the same command later does the rest.
+and the same command later does the rest. Jobs run in the order of their worth: the first task with three seeds, the
+extras terse and lr_1e-4, the other tasks with three seeds, then more seeds and the other extras. For 26 minutes of one
+H100 with 16 cores (one of five runs at a time takes 118 to 135 s on sums, TRL's alone 188 s):
+
+    python benchmarks/learning.py WORK --model FOLDER --minutes 22 --no-alone --tasks sums instructions \\
+        --prompts 32 --group 8 --least-s 130 --out h100/learning
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +60,9 @@ EXTRAS: Mapping[str, tuple[str, Sequence[str]]] = {
     "group_8": ("longer_sums", ["data.problems_per_iteration=32", "data.rollouts_per_problem=8"]),
     "four_updates": ("sums", ["train.updates_per_iteration=4"]),
 }
-"""Arm -> its task, and what it changes of the arm grpo."""
+"""Arm -> its task, and what it changes of the arm grpo. The first two look for a collapse, and run early."""
+FEW_SEEDS = 3
+"""That a task gets before the next task begins."""
 SERIES = ("reward_mean", "success_rate", "entropy", "completion_tokens_mean", "kl_divergence", "clip_frac", "grad_norm")
 """Of training, kept with each curve as means over ten iterations."""
 
@@ -211,13 +218,22 @@ def trl_command(job: Job, args: argparse.Namespace) -> list[str]:
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
-    """In the order in which they run: a small whole table first."""
-    sync = "reload" if args.small else "ipc"
-    planned = []
-    for seed in range(args.seeds):
-        planned += [Job(task, arm, seed, sync) for task in args.tasks for arm in ("trl", *LOSSES)]
-    for seed in range(args.seeds // 2 or 1):
-        planned += [Job(task, arm, seed, sync) for arm, (task, _) in EXTRAS.items() if task in args.tasks]
+    """In the order in which they run, because the time may end before the last: the first task with few seeds and the
+    first extras, the other tasks with few seeds, then more seeds and the other extras.
+    """
+    sync, few, more = "reload" if args.small else "ipc", range(args.seeds)[:FEW_SEEDS], range(args.seeds)[FEW_SEEDS:]
+
+    def all_arms(tasks: Sequence[str], seeds: Iterable[int]) -> list[Job]:
+        return [Job(task, arm, seed, sync) for seed in seeds for task in tasks for arm in ("trl", *LOSSES)]
+
+    extras = [
+        Job(task, arm, seed, sync)
+        for seed in range(args.seeds // 2 or 1)
+        for arm, (task, _) in EXTRAS.items()
+        if task in args.tasks
+    ]
+    first, *others = args.tasks
+    planned = all_arms([first], few) + extras[:2] + all_arms(others, few) + all_arms(args.tasks, more) + extras[2:]
     return [job for job in planned if (not args.arms or job.arm in args.arms) and not is_done(args.work / job.name)]
 
 
