@@ -33,6 +33,9 @@ SMALL = [
 IN_OTHER_RUNS = {
     "stopped_early",
     "kl_penalty_mean",
+    "distill/reverse_kl",
+    "distill/teacher_nll",
+    "time/teacher_s",
     "curriculum/num_outside",
     "curriculum/num_passed_over",
     "num_groups_masked",
