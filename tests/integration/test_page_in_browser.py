@@ -91,13 +91,14 @@ def test_differences_and_findings_are_shown(page: Any) -> None:
 
 
 def test_held_out_problems_of_a_run_are_drawn(browser: Any, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", text=HOSTILE)
+    run = make_run(tmp_path / "run", text=HOSTILE, **{"mismatch/kl_k3": 0.001})
     shutil.copy(run / "rollouts" / "eval_iter_011.parquet", run / "rollouts" / "eval_init.parquet")
     page = opened(browser, save_page([run], tmp_path / "report.html"))
     page.locator("#solved").scroll_into_view_if_needed()
     page.wait_for_selector("#solved .hm image")
     assert page.locator("#solved .ytick text").count() == 4
     assert page.locator("#learning p").first.inner_text().startswith("Bands are 95% intervals over problems;")
+    assert page.locator("[id='KL divergence'] .legend").inner_text() == "engine to trainer", "one of several is named"
     assert page.locator("#findings p").inner_text().startswith("Nothing is out of the ordinary")
     assert page.wrong == []
     page.close()

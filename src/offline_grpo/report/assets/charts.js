@@ -119,7 +119,7 @@ function showCharts() {
     if (figure.stacked && parts) {
       addChart(section, title, () => stack(figure), { id: title, wide: true, rows, legend: key(Object.keys(parts.y)) });
     } else if (!figure.stacked && shown.length) {
-      const legend = page.num_runs === 1 && shown.length > 1 ? key(shown.map(([, name]) => name)) : "";
+      const legend = page.num_runs === 1 && Object.keys(figure.curves).length > 1 ? key(shown.map(([, name]) => name)) : "";
       const anchors = shown.map(([metric]) => make("a", { id: metric }));
       addChart(section, title, () => curves(figure), { id: title, legend, anchors });
     }

@@ -38,7 +38,7 @@ function table({ columns, rows }) {
 function showFindings() {
   const items = page.findings.map(({ where, observation, advice, metric }) => {
     const link = page.curves[metric] ? make("a", { href: `#${encodeURIComponent(metric)}` }, "its curve") : "";
-    return make("li", {}, where && `${where}: `, `${observation}. `, `Try ${advice}. `, link);
+    return make("li", {}, where && `${where}: `, `${observation}. `, `Try: ${advice}. `, link);
   });
   find("#findings ul").append(...items);
   const nothing = "Nothing is out of the ordinary, by the limits of docs/read_your_run.md; most need 10 iterations.";
