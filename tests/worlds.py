@@ -12,7 +12,35 @@ import time
 from pathlib import Path
 from typing import Any
 
+from offline_grpo.task.agent import Agent
 from offline_grpo.task.environment import Environment
+
+act: Any = None
+"""An agent, which a test puts here."""
+
+
+def solve(row: dict[str, Any], base_url: str, api_key: str) -> Any:
+    return act(row, base_url, api_key)
+
+
+def agent(name: str = "worlds:solve", **settings: Any) -> Agent:
+    """See `environment`."""
+    made = environment(**settings)
+    shared = {name: value for name, value in vars(made).items() if name in Agent.__dataclass_fields__}
+    return Agent(agent=name, **shared)
+
+
+async def chats(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Two turns through the package of OpenAI."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = [{"role": "user", "content": "1+1="}]
+        for text in ("2+2=", "3+3="):
+            reply = await client.chat.completions.create(model="any", messages=messages, temperature=0.3)
+            message = reply.choices[0].message
+            messages += [message.model_dump(), {"role": "user", "content": text}]
+    return float(len(messages))
 
 
 def environment(name: str = "worlds:Talk", **settings: Any) -> Environment:

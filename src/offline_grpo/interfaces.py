@@ -65,6 +65,9 @@ class Chat(Protocol):
 
     seed: int
     """For what the program draws itself: the same for all episodes of a group."""
+    base_url: str
+    """Where a client of OpenAI's API finds the policy, with `api_key`; empty unless `Rules.has_address`."""
+    api_key: str
 
     def say(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Reply:
         """The policy's reply to a whole conversation, as clients of OpenAI's API send it. Beyond the limits (`Rules`)

@@ -57,6 +57,7 @@ class Rules:
     max_environment_tokens: int  # beside the problem's messages: schemas of tools, and all that comes between two turns
     timeout_s: float
     tools: tuple[Schema, ...] = ()  # in the first prompt, as far as they are known before
+    has_address: bool = False  # its program is a client of OpenAI's API
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,8 @@ class Reply:
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     is_cut: bool = False  # it stopped at a limit, and no further turn is possible
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
 
     @property
     def message(self) -> Message:

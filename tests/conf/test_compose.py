@@ -33,6 +33,7 @@ def overrides_for(option):
     extra = {
         "model/hf": ["model.train_id=some/model"],
         "task/dataset": ["task.path=my.jsonl"],
+        "task/agent": ["task.path=my.jsonl", "task.agent=my_agent:solve"],
         "task/environment": ["task.path=my.jsonl", "task.environment=my_env:Shop"],
     }.get(str(option), [])
     return [f"{group}=[{option.name}]" if group == "logger" else f"{group}={option.name}", *extra]

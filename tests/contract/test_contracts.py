@@ -89,7 +89,9 @@ INSTRUCTIONS = {
 }
 
 
-@pytest.fixture(params=[name for name in options("task") if name != "environment"])  # which scores no texts
+@pytest.fixture(
+    params=[name for name in options("task") if name not in ("agent", "environment")]
+)  # which score no texts
 def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Task]:
     """A task, built twice."""
     overrides = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,13 +37,21 @@ QUICK = ("gptoss", "llama3_1", "qwen2_5", "qwen3_5_think")
 """A template of each way to write calls."""
 
 
-def logprobs_of(model: torch.nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Of each token but the first, in one forward pass."""
-    ids = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # causal: padding on the right is not seen
-        found = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    return [row[: len(sequence) - 1].tolist() for row, sequence in zip(found, sequences, strict=True)]
+def logprobs_of(
+    model: Any, sequences: Sequence[Sequence[int]], wanted: Sequence[Sequence[bool]]
+) -> list[tuple[float, ...]]:
+    """Of the tokens that are wanted, each sequence in one forward pass."""
+    found: list[tuple[float, ...]] = []
+    for i in range(0, len(sequences), 32):
+        ids, mask = (
+            pad_sequence([torch.tensor(row) for row in rows[i : i + 32]], batch_first=True)
+            for rows in (sequences, wanted)
+        )
+        with torch.no_grad():  # causal: padding on the right is not seen
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][mask[:, 1:]]
+            logprobs = model.lm_head(hidden).log_softmax(-1).gather(1, ids[:, 1:][mask[:, 1:]][:, None])
+        found += [tuple(own.tolist()) for own in logprobs.squeeze(1).split(mask[:, 1:].sum(1).tolist())]
+    return found
 
 
 class Play:
@@ -117,10 +127,10 @@ def played(name: str, count: int) -> tuple[list[Play], int]:
             drawn[index][0].hear(drawn[index][1], completion)
         scripted = [(play, ask, script) for play, ask, script in asked if script is not None]
         whole = [(*ask.request.prompt_ids, *script) for _, ask, script in scripted]
-        for (play, ask, script), logprobs in zip(scripted, logprobs_of(model, whole) if whole else [], strict=True):
+        masks = [[False] * len(ask.request.prompt_ids) + [True] * len(script) for _, ask, script in scripted]
+        for (play, ask, script), logprobs in zip(scripted, logprobs_of(model, whole, masks), strict=True):
             reason = FinishReason.STOP if script[-1] in codec.end_ids else FinishReason.LENGTH
-            own = tuple(logprobs[len(ask.request.prompt_ids) - 1 :])
-            play.hear(ask, Completion(tuple(script), own, reason, (0,) * len(script)))
+            play.hear(ask, Completion(tuple(script), logprobs, reason, (0,) * len(script)))
     return plays, num_refused
 
 
@@ -129,23 +139,14 @@ def check(name: str, count: int) -> tuple[int, int]:
     plays, num_refused = played(name, count)
     assert num_refused <= 0.05 * count
     rollouts = [play.dialogue.rollout(Score(0.0, False, {})) for play in plays]
-    model = model_of(codec_of(name))
-    found = [
-        logprobs
-        for i in range(0, count, 64)
-        for logprobs in logprobs_of(model, [r.token_ids for r in rollouts[i : i + 64]])
-    ]
+    found = logprobs_of(model_of(codec_of(name)), [r.token_ids for r in rollouts], [r.is_sampled for r in rollouts])
     for play, rollout, logprobs in zip(plays, rollouts, found, strict=True):
         assert rollout.num_sampled == sum(len(ask.completion.token_ids) for ask in play.asks if ask.completion)
         assert [rollout.token_ids[t.start : t.end] for t in rollout.turns] == [
             ask.completion.token_ids for ask in play.asks if ask.completion
         ]
-        off = [
-            abs(new - old)
-            for new, old, is_sampled in zip(logprobs, rollout.logprobs[1:], rollout.is_sampled[1:], strict=True)
-            if is_sampled
-        ]
-        assert max(off, default=0.0) < 1e-5, f"{name} {play.asks}"
+        drawn = compress(rollout.logprobs, rollout.is_sampled)
+        assert max((abs(new - old) for new, old in zip(logprobs, drawn, strict=True)), default=0.0) < 1e-5
     assert recorded(rollouts) == rollouts
     return sum(len(r.turns) for r in rollouts), sum(len(ask.reply.calls) for play in plays for ask in play.asks)
 

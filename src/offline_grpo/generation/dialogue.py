@@ -87,9 +87,11 @@ class Dialogue:
         self._num_asked: Counter[tuple[int, ...]] = Counter()
         self._hit_limit = False
 
-    def ask(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Ask | None:
-        """What is to be sampled for a conversation; None beyond the limits. Raises ConfigError where the model's chat
-        template refuses it.
+    def ask(self, messages: Sequence[Message], tools: Sequence[Schema], longest: int | None = None) -> Ask | None:
+        """What is to be sampled for a conversation, at most `longest` tokens; None beyond the limits.
+
+        Raises:
+            ConfigError: the model's chat template refuses it.
         """
         key = tuple(map(_canonical, messages))
         begun = [ask for ask in self._answered if key[: len(ask.key)] == ask.key and len(key) > len(ask.key)]
@@ -114,13 +116,16 @@ class Dialogue:
             return None
         seed = derive_seed(self._seed, hashlib.sha256(np.array(ids).tobytes()).hexdigest(), self._num_asked[ids])
         self._num_asked[ids] += 1
-        return Ask(SamplingRequest(ids, 1, seed, int(limit)), parent, tuple(messages), key, tuple(tools))
+        limit = int(min(limit, max(longest, 1) if longest is not None else limit))
+        return Ask(SamplingRequest(ids, 1, seed, limit), parent, tuple(messages), key, tuple(tools))
 
     def answer(self, ask: Ask, completion: Completion) -> Reply:
         """The policy's reply."""
         turn = 0 if ask.parent is None else len(ask.parent.path)
         ask.completion = completion
-        ask.reply = self._chat.read(completion, self._sampling, ask.tools, turn)
+        reply = self._chat.read(completion, self._sampling, ask.tools, turn)
+        sizes = len(ask.request.prompt_ids), len(completion.token_ids)
+        ask.reply = replace(reply, num_prompt_tokens=sizes[0], num_tokens=sizes[1])
         ask.messages += (ask.reply.message,)
         ask.key += (_canonical(ask.reply.message),)
         self._answered.append(ask)

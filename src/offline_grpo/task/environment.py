@@ -8,7 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from types import MethodType
@@ -50,15 +50,14 @@ class EpisodeTask(RowTask):
         require(0 < seconds < inf, "task.episode_timeout_s", seconds, "must be above 0 and finite")
 
     @property
-    def tools(self) -> tuple[Schema, ...]:
-        """Of the first prompt."""
-        return ()
+    def limits(self) -> Rules:
+        """How far an episode may go."""
+        return Rules(self.max_turns, self.max_turn_tokens, self.max_environment_tokens, self.episode_timeout_s)
 
     @cached_property
     def rules(self) -> Rules:
         """Of all episodes."""
-        limits = self.max_turns, self.max_turn_tokens, self.max_environment_tokens, self.episode_timeout_s
-        return Rules(*limits, self.tools)
+        return self.limits
 
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         """See `RowTask.problem_of`. Every field of the row is one of the problem."""
@@ -131,6 +130,11 @@ class Environment(EpisodeTask):
         kind = self._factory if inspect.isclass(self._factory) else type(self._factory())
         return {name: f for name, f in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
 
+    @cached_property
+    def rules(self) -> Rules:
+        """Of all episodes."""
+        return replace(self.limits, tools=self.tools)
+
     @property
     def tools(self) -> tuple[Schema, ...]:
         """The schemas of the tools."""
@@ -161,7 +165,7 @@ class Environment(EpisodeTask):
         rules = problem.rules
         tools = () if rules is None else rules.tools
         messages = [dict(message) for message in problem.messages]
-        messages[-1]["content"] += self._text(_awaited(world.reset(**problem.fields)) or "")
+        messages[-1]["content"] += self._text(awaited(world.reset(**problem.fields)) or "")
         earned, errors = [], 0
         while True:
             reply = chat.say(messages, tools)
@@ -172,15 +176,15 @@ class Environment(EpisodeTask):
                 errors += has_failed
                 results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
             if not reply.is_cut and not results and hasattr(world, "respond"):
-                answer = _awaited(world.respond(reply.content))
+                answer = awaited(world.respond(reply.content))
                 results += [] if answer is None else [{"role": "user", "content": self._text(answer)}]
             if hasattr(world, "get_turn_reward"):
-                earned.append(float(_awaited(world.get_turn_reward())))
+                earned.append(float(awaited(world.get_turn_reward())))
                 chat.pay(earned[-1])
             if reply.is_cut or not results:
                 break
             messages += results
-        final = float(_awaited(world.get_reward())) if hasattr(world, "get_reward") else 0.0
+        final = float(awaited(world.get_reward())) if hasattr(world, "get_reward") else 0.0
         self._idle.append(world)
         parts = {"episode": final, **({"turns": sum(earned)} if earned else {})}
         return self.scored(sum(parts.values()), parts, {"tool_errors": float(errors)})
@@ -194,7 +198,7 @@ class Environment(EpisodeTask):
         try:
             if call.name in OWN or call.name not in self._methods:
                 raise ValueError(f"Tool {call.name} not found.")
-            return self._text(_awaited(getattr(world, call.name)(**call.arguments))), False
+            return self._text(awaited(getattr(world, call.name)(**call.arguments))), False
         except MemoryError:
             raise
         except Exception as error:  # whatever the tool raises at arguments that the policy made up
@@ -206,7 +210,9 @@ class Environment(EpisodeTask):
         return text if left_out <= 0 else f"{text[:half]} ... {left_out} characters left out ... {text[-half:]}"
 
 
-def _awaited(value: Any) -> Any:
+def awaited(value: Any) -> Any:
+    """What code of the user's own returns, sync or async."""
+
     async def wait() -> Any:
         return await value
 

@@ -3,110 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import pytest
-from bad_rewards import scoring_config, setup_of
-from factories import make_completion
+from players import CODEC, EOS, SAMPLING, InProcess, Server, answer, ids, isolated, problem_of, sampled
 from worlds import environment
 
 from offline_grpo.errors import ScoreError
 from offline_grpo.generation.dialogue import Dialogue
-from offline_grpo.generation.sample import sample_groups, sample_in_order
-from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
-from offline_grpo.generation.streaming import Streaming
-from offline_grpo.model.text import TokenizerCodec
-from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.task.environment import Environment
+from offline_grpo.generation.sample import sample_groups
 from offline_grpo.task.mixture import Mixture
-from offline_grpo.task.rows import Row
 from offline_grpo.types import (
     Completion,
     CompletionStream,
     FinishReason,
     Message,
     Problem,
-    Rollout,
     Rules,
     SamplingParams,
     SamplingRequest,
     Score,
-    ServedWeights,
     Split,
 )
 
-TOKENIZER = build_char_tokenizer(64)
-EOS = int(TOKENIZER.eos_token_id)  # type: ignore[arg-type]
-CODEC = TokenizerCodec(TOKENIZER, [EOS])
-SAMPLING = SamplingParams(max_new_tokens=40)
 RULES = Rules(max_turns=8, max_turn_tokens=None, max_environment_tokens=100, timeout_s=60)
-
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False)
-
-
-def answer(request: SamplingRequest) -> Completion:
-    """A few digits that the request's seed decides, and EOS; cut at its limit."""
-    rng = random.Random(request.seed)
-    whole = [*ids(str(rng.randrange(10 ** rng.randrange(1, 4)))), EOS]
-    limit = request.max_new_tokens or 100
-    reason = FinishReason.STOP if len(whole) <= limit else FinishReason.LENGTH
-    return replace(make_completion(tuple(whole[:limit])), finish_reason=reason)
-
-
-class InProcess:
-    """Answers what is there, the last first."""
-
-    engine_name: ClassVar[str | None] = None
-
-    def __init__(self) -> None:
-        self.weights, self.sizes = ServedWeights(), []
-
-    def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
-        first, waiting = 0, []
-        for request in requests:
-            if request is not None:
-                waiting.append(request)
-                continue
-            self.sizes.append(len(waiting))
-            yield from [(first + i, [answer(each)]) for i, each in reversed(list(enumerate(waiting)))]
-            first, waiting = first + len(waiting), []
-        assert not waiting
-
-    def close(self) -> None: ...
-
-
-class Server(Streaming):
-    """Answers after a while."""
-
-    engine_name: ClassVar[str | None] = "a server"
-
-    def __init__(self) -> None:
-        super().__init__("a server", 3)
-        self.weights = ServedWeights()
-
-    async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        await asyncio.sleep(0.003 * (request.seed % 5))
-        return [answer(request)]
-
-
-def problem_of(task: Environment, **row: Any) -> Problem:
-    return task.problem_of("train-0", Row("row 1", 0, {"prompt": "1+1=", **row}))
-
-
-def sampled(client: Any, task: Any, problems: Sequence[Problem], **settings: Any) -> list[list[Rollout]]:
-    draws = [(problem, 100 * seed) for seed, problem in enumerate(problems)]
-    groups = sample_in_order(client, task, CODEC, draws, SAMPLING, **{"group_size": 3, **settings})
-    return [list(group.rollouts) for group in groups]
 
 
 def test_an_episode_is_a_rollout_of_several_turns() -> None:
@@ -246,11 +173,6 @@ MISBEHAVE = {
 }
 
 
-def isolated(make: Callable[[], Any], printed: Path | None = None, **settings: Any) -> IsolatedTask:
-    config = scoring_config(workers=6, episodes=6, timeout_s=2.0, **settings)
-    return IsolatedTask(make(), Scorers(setup_of(make, config, printed)), config, 6)
-
-
 @pytest.mark.slow
 def test_misbehaviour_costs_one_episode(tmp_path: Path) -> None:
     make = partial(environment, "worlds:Bad")
@@ -263,7 +185,7 @@ def test_misbehaviour_costs_one_episode(tmp_path: Path) -> None:
             how: {failure} for how, failure in MISBEHAVE.items()
         }
         for how, own in zip(MISBEHAVE, found, strict=True):
-            assert {len(rollout.turns) for rollout in own} == {3 if how in ("bytes", "long") else 2}
+            assert {len(rollout.turns) for rollout in own} == {3 if how == "bytes" else 2}
     finally:
         task.close()
     time.sleep(0.5)

@@ -228,8 +228,8 @@ class Scorers:
     ) -> asyncio.Future[dict[str, Any] | None]:
         """The worker's answer; None where another score ended it. A caller that gives up does not end the deadline."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        request = worker.pending[number] = _Request(loop.create_future(), self._deadline(worker))
-        asked = text if isinstance(text, (str, tuple)) else Opening(text.seed)
+        request = worker.pending[number] = _Request(loop.create_future(), self._deadline(worker, number))
+        asked = text if isinstance(text, (str, tuple)) else Opening(text.seed, text.base_url, text.api_key)
         if not isinstance(text, (str, tuple)):
             assert problem.rules is not None
             request.episode = text
@@ -237,14 +237,21 @@ class Scorers:
         worker.transport.write(frame(problem, asked, number))
         return request.answer
 
-    def _deadline(self, worker: _Worker, more_s: float = 0.0) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._setup.timeout_s + more_s, self._end, worker, "timeout")
+    def _deadline(self, worker: _Worker, number: int, more_s: float = 0.0) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._setup.timeout_s + more_s, self._late, worker, number)
 
-    def _reply(self, worker: _Worker, request: _Request, reply: asyncio.Future[Reply]) -> None:
-        """Pass on what the policy says; from then on its program is on the clock again."""
+    def _late(self, worker: _Worker, number: int) -> None:
+        """Its time is up, if it was not the policy that it waited for."""
+        request = worker.pending[number]
+        left_s = 0.0 if request.episode is None else self._setup.timeout_s - request.episode.working_s
+        if left_s > 0:
+            request.deadline = asyncio.get_running_loop().call_later(left_s, self._late, worker, number)
+        else:
+            self._end(worker, "timeout")
+
+    def _reply(self, worker: _Worker, reply: asyncio.Future[Reply]) -> None:
         if worker.is_alive and not reply.cancelled():
             worker.transport.write(frame(reply.exception() or reply.result()))
-            request.deadline = self._deadline(worker)
 
     def _hear(self, worker: _Worker, answer: dict[str, Any] | None) -> None:
         if answer is None:
@@ -259,15 +266,14 @@ class Scorers:
             request = worker.pending[answer["number"]]
             request.is_awaited = True
             request.deadline.cancel()
-            request.deadline = self._deadline(worker, GRACE_S)
+            request.deadline = self._deadline(worker, answer["number"], GRACE_S)
             if worker.is_shared:
                 self._free.put_nowait(worker)
         elif "say" in answer:
             request = worker.pending[answer["number"]]
             assert request.episode is not None
-            request.deadline.cancel()
             reply = asyncio.wrap_future(request.episode.ask(*answer["say"]))
-            reply.add_done_callback(partial(self._reply, worker, request))
+            reply.add_done_callback(partial(self._reply, worker))
         elif "pay" in answer:
             episode = worker.pending[answer["number"]].episode
             assert episode is not None

@@ -67,9 +67,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Opening:
-    """Asks for an episode, where a completion's text asks for its score."""
+    """Asks for an episode, where a completion's text asks for its score. See `Chat`."""
 
     seed: int
+    base_url: str
+    api_key: str
 
 
 def frame(*content: object) -> bytes:
@@ -214,7 +216,7 @@ class _Worker:
         pid = self._pid = os.getpid()
         try:
             if isinstance(text, Opening):
-                score = self._task.play(problem, _Chat(self, number, text.seed))
+                score = self._task.play(problem, _Chat(self, number, text))
             elif isinstance(text, str):
                 score = self._task.score(problem, text)
             else:
@@ -248,8 +250,9 @@ class _Worker:
 class _Chat:
     """A `Chat`, for a program in a worker."""
 
-    def __init__(self, worker: _Worker, number: int, seed: int) -> None:
-        self._worker, self._number, self.seed = worker, number, seed
+    def __init__(self, worker: _Worker, number: int, opening: Opening) -> None:
+        self._worker, self._number = worker, number
+        self.seed, self.base_url, self.api_key = opening.seed, opening.base_url, opening.api_key
 
     def say(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Reply:
         return self._worker.ask(self._number, {"say": [list(messages), list(tools)]})

@@ -1,0 +1,50 @@
+"""Agents of the user's own: any function that talks to the policy as a client of OpenAI's API does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from offline_grpo.interfaces import Chat
+from offline_grpo.reward.functions import imported
+from offline_grpo.task.environment import EpisodeTask, awaited
+from offline_grpo.types import Problem, Rules, Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent(EpisodeTask):
+    """Episodes of a function `solve(row, base_url, api_key)`, sync or async, which returns the reward: a number, True
+    or False, or a dict of numbers, which are added up.
+
+    Args:
+        agent: `my_module:my_function`.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+
+    agent: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self._function
+
+    @cached_property
+    def _function(self) -> Any:
+        return imported(self.agent, "task.agent", "function")
+
+    @cached_property
+    def rules(self) -> Rules:
+        """Of all episodes."""
+        return replace(self.limits, has_address=True)
+
+    def play(self, problem: Problem, chat: Chat) -> Score:
+        """See `Task`."""
+        random.seed(chat.seed)
+        reward = awaited(self._function(row=dict(problem.fields), base_url=chat.base_url, api_key=chat.api_key))
+        parts = reward if isinstance(reward, Mapping) else {"episode": reward}
+        parts = {str(name): float(value) for name, value in parts.items()}
+        return self.scored(sum(parts.values()), parts, {})
