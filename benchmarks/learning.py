@@ -420,7 +420,7 @@ def collect(args: argparse.Namespace) -> None:
             }
     write_result(
         args.out,
-        claim="SmolLM2-135M-Instruct learns three tasks, as fast per iteration as with TRL",
+        claim="A small real model learns with five losses, and with grpo as with TRL, within the intervals over seeds",
         targets=targets,
         settings={
             key: str(vars(args)[key]) for key in sorted(vars(args).keys() - {"work", "model", "deadline", "alone"})
