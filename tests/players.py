@@ -17,7 +17,7 @@ from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
 from offline_grpo.generation.streaming import Streaming
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.task.environment import Environment
+from offline_grpo.task.environment import EpisodeTask
 from offline_grpo.task.rows import Row
 from offline_grpo.types import (
     Completion,
@@ -85,7 +85,7 @@ class Server(Streaming):
         return [answer(request)]
 
 
-def problem_of(task: Environment, **row: Any) -> Problem:
+def problem_of(task: EpisodeTask, **row: Any) -> Problem:
     return task.problem_of("train-0", Row("row 1", 0, {"prompt": "1+1=", **row}))
 
 

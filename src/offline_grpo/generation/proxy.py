@@ -157,6 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("content-type", kind)
             self.send_header("content-length", str(len(content)))
+            if self.close_connection:  # else a client would use it once more
+                self.send_header("connection", "close")
             self.end_headers()
             self.wfile.write(content)
 

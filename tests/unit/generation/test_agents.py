@@ -19,7 +19,7 @@ from offline_grpo.types import FinishReason, Rollout
 ASK = [{"role": "user", "content": "1+1="}]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, act: Callable[[httpx.Client, str, str], Any], **limits: int) -> Rollout:
+def run(monkeypatch: pytest.MonkeyPatch, act: Callable[[httpx.Client, str, str], Any]) -> Rollout:
     """One episode of this agent, in a thread."""
 
     def started(row: dict[str, Any], base_url: str, api_key: str) -> Any:
@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, act: Callable[[httpx.Client, str, str],
             return act(http, base_url, api_key)
 
     monkeypatch.setattr(worlds, "act", started)
-    task = worlds.agent(**limits)
+    task = worlds.agent()
     [[rollout]] = sampled(Server(), task, [problem_of(task)], group_size=1)
     return rollout
 
@@ -40,7 +40,7 @@ def test_a_conversation_is_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None
     """Also where the client retries, asks at once, leaves out what it need not say, or streams."""
 
     def act(http: httpx.Client, url: str, key: str) -> float:
-        client = OpenAI(base_url=url, api_key=key, http_client=http)
+        client: Any = OpenAI(base_url=url, api_key=key)
         assert [model.id for model in client.models.list()] == ["policy"]
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda _: post(http, url, ASK).json(), range(8)))
