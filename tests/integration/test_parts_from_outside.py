@@ -76,8 +76,8 @@ FILES = {
         class Stored(Source):
             needs_problems = False
 
-            def __init__(self, advantage: float, rank: int) -> None:
-                self.advantage, self.rank, self.calls = advantage, rank, []
+            def __init__(self, value: float, rank: int) -> None:
+                self.value, self.rank, self.calls = value, rank, []
 
             @staticmethod
             def check(config):
@@ -88,7 +88,7 @@ FILES = {
 
             def next(self, iteration):
                 self.calls.append(("next", iteration))
-                advantages = ((self.advantage,) * 7, (-self.advantage,) * 7)
+                advantages = ((self.value,) * 7, (-self.value,) * 7)
                 return [RolloutGroup(None, (self.rollout(1.0), self.rollout(-1.0)), advantages)]
 
             def rollout(self, reward):
@@ -114,7 +114,7 @@ FILES = {
         ''',
     "mine/conf/rollouts/stored.yaml": """
         _target_: mine.stored.Stored
-        advantage: 0.5
+        value: 0.5
         """,
     "mine/copying.py": '''
         """An engine in this process with a copy of the weights, and what keeps it current."""
