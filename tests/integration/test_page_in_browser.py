@@ -84,7 +84,7 @@ def test_differences_and_findings_are_shown(page: Any) -> None:
     page.wait_for_selector("#forest .errorbars")
     ticks = sorted(page.locator("#forest .ytick").all(), key=lambda tick: tick.bounding_box()["y"])
     names = page.locator("#paired tbody tr td:first-child").all_inner_texts()
-    assert [tick.text_content() for tick in ticks] == names == ["train/loss=gspo", "train/loss=<b>dapo</b>"]
+    assert [tick.text_content() for tick in ticks] == names == ["loss=gspo", "loss=<b>dapo</b>"]
     assert page.locator("#forest .errorbars path.xerror").count() == 2
     finding = page.locator("#findings li").all_inner_texts()[0]
     assert finding.startswith("3 of 3 runs (0, 1, 2; numbers of the first): 50% of the completions are cut off")
@@ -126,7 +126,7 @@ def test_the_legend_and_the_links_of_findings(page: Any) -> None:
     page.locator("#learning .legend button").first.click()
     page.wait_for_timeout(1000)
     assert 0 < lines.count() < before
-    assert page.locator("#learning .legend button").nth(1).inner_text() == "train/loss=gspo"
+    assert page.locator("#learning .legend button").nth(1).inner_text() == "loss=gspo"
     page.locator("#findings a").first.click()
     assert page.evaluate("document.querySelector(':target').id") == "train/truncated_frac"
     page.locator("#all summary").click()

@@ -36,6 +36,7 @@ from offline_grpo.report.runs import (
     have_own_seeds,
     load_runs,
     mean_curve,
+    same_seeds,
 )
 from offline_grpo.report.samples import Solved, samples_of, solved, solved_by_configuration, solved_over_time, summed
 from offline_grpo.report.summary import results_table
@@ -217,8 +218,7 @@ def _paired(groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping
     base = next((group for group in groups if first in group.runs), groups[0])
     rows, points = [], []
     for number, group in enumerate(groups):
-        one, other = ({run.settings.get("seed"): run for run in each.counted} for each in (base, group))
-        pairs = [(run, other[seed]) for seed, run in one.items() if seed in other]
+        pairs = same_seeds(base, group)
         if group is base or not pairs:
             continue
         differences = np.array([(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0) for a, b in pairs])  # [S]

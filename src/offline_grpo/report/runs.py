@@ -166,6 +166,12 @@ def configurations(runs: Sequence[Run]) -> list[Configuration]:
     return sorted(found, key=rank)
 
 
+def same_seeds(one: Configuration, other: Configuration) -> list[tuple[Run, Run]]:
+    """The runs of both that have a seed in common."""
+    first, second = ({run.settings.get("seed"): run for run in each.counted} for each in (one, other))
+    return [(run, second[seed]) for seed, run in first.items() if seed in second]
+
+
 def _compared(settings: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in settings.items() if key.lstrip("+~").split(".")[0] not in NOT_COMPARED}
 
@@ -177,14 +183,19 @@ def _names(runs: Sequence[Run]) -> list[str]:
     own = [_compared(run.overrides) for run in runs]
     common = set.intersection(*(set(each.items()) for each in own)) if len(own) > 1 else set()
     differing = [{key: value for key, value in each.items() if (key, value) not in common} for each in own]
-    leaves = Counter(key.rpartition(".")[2] for key in {key for each in differing for key in each})
+    leaves = Counter(_leaf(key) for key in {key for each in differing for key in each})
     names = []
     for each in differing:
-        short = {key: leaf if leaves[leaf := key.rpartition(".")[2]] == 1 else key for key in each}
+        short = {key: _leaf(key) if leaves[_leaf(key)] == 1 else key for key in each}
         names.append(", ".join(f"{short[key]}={_rounded(value)}" for key, value in each.items()) or "all alike")
     return [
         f"{name} (as run {run.name})" if names.count(name) > 1 else name for name, run in zip(names, runs, strict=True)
     ]
+
+
+def _leaf(key: str) -> str:
+    """`lr` of `train.lr`, `loss` of `train/loss`."""
+    return re.split("[./]", key)[-1]
 
 
 def _rounded(value: str) -> str:

@@ -6,14 +6,17 @@ import csv
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator
 from rich.console import Console
 
+from offline_grpo.eval.intervals import mean_interval
 from offline_grpo.report.figures import BLUE, COLORS, GREY
-from offline_grpo.report.history import count
+from offline_grpo.report.history import by_number, count
 from offline_grpo.report.plots import PERCENT, band, fit, label, rows, sheet, style
 from offline_grpo.report.runs import (
     MIN_SEEDS,
@@ -23,6 +26,7 @@ from offline_grpo.report.runs import (
     configurations,
     load_runs,
     mean_curve,
+    same_seeds,
     share_interval,
 )
 from offline_grpo.report.tables import Table, number, say, with_interval
@@ -154,16 +158,23 @@ def draw_search(points: Mapping[str, Sequence[tuple[float, float]]], title: str)
 
 
 def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
-    """The mean pass@1 over training, and its end, best first; the best five have a colour each."""
+    """The mean pass@1 over training, and its end, best first; the best five have a colour each. Where configurations
+    have seeds in common, also how far each is from that of the first run, seed by seed: most of the spread between
+    seeds is common to all.
+    """
     half = MAX_LABEL // 2
     names = [each.name for each in measured]
     labels = [name if len(name) <= MAX_LABEL else f"{name[: half - 1]}…{name[-half:]}" for name in names]
     height = max(4.6, 1.9 + ROW_INCHES * len(measured))
-    figure = sheet(12 + LETTER_INCHES * max(map(len, labels)), height, f"sweep {title}")
+    first = min((run for each in measured for run in each.counted), key=lambda run: by_number(run.name))
+    base = next(each for each in measured if first in each.runs)
+    pairs = [same_seeds(base, each) for each in measured]
+    is_paired = len(measured) > 1 and min(map(len, pairs)) > 1
+    figure = sheet(12 + 4.5 * is_paired + LETTER_INCHES * max(map(len, labels)), height, f"sweep {title}")
     figure.set_layout_engine("constrained", rect=(0.01, 0.01, 0.98, 1 - 0.75 / height), wspace=0.05)
-    curves, ends = figure.subplots(1, 2)
+    curves, ends, *others = figure.subplots(1, 2 + is_paired)
     colors = [*BEST_COLORS, *[GREY] * len(measured)][: len(measured)]
-    for axes in (curves, ends):
+    for axes in (curves, ends, *others):
         style(axes)
     label(curves, "Held-out pass@1, mean over seeds", "share of problems", legend_rows=0)
     for each, color in reversed([*zip(measured, colors, strict=True)]):  # the best on top
@@ -175,18 +186,32 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     left, right = curves.dataLim.intervalx
     curves.set_xlim(left - 0.03 * (right - left or 1), right + 0.03 * (right - left or 1))
     label(ends, "At the end, with 95% interval", "", legend_rows=0)
-    _ends(ends, measured, labels, colors)
+    finals = [[run.final_pass_at_1 or 0.0 for run in each.counted] for each in measured]
+    _dots(ends, finals, [each.interval for each in measured], colors, "pass@1 (bars: single runs)", labels)
+    for axes in others:
+        values = [np.array([(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0) for a, b in own]) for own in pairs]
+        intervals = [mean_interval(own) if np.ptp(own) > 1e-9 else None for own in values]
+        axes.axvline(0, color=GREY, linewidth=1)
+        label(axes, f"Difference from {labels[measured.index(base)]}", "", legend_rows=0)
+        _dots(axes, values, intervals, colors, "paired by seed, with 95% interval", [""] * len(measured))
     return figure
 
 
-def _ends(axes: Axes, measured: Sequence[Configuration], labels: list[str], colors: Sequence[str]) -> None:
-    for row, (each, color) in enumerate(zip(measured, colors, strict=True)):
-        finals = [run.final_pass_at_1 or 0.0 for run in each.counted]
-        axes.plot(finals, [row] * len(finals), "|", color=color, alpha=0.6, markersize=9)
-        if each.interval is not None:
-            axes.hlines(row, *each.interval, color=color, linewidth=1.8, alpha=0.5)
-        axes.plot([each.pass_at_1 or 0.0], [row], "o", color=color, markersize=6)
-    rows(axes, labels, "pass@1 (bars: single runs)")
+def _dots(
+    axes: Axes,
+    values: Sequence[Any],
+    intervals: Sequence[tuple[Any, Any] | None],
+    colors: Sequence[str],
+    unit: str,
+    names: list[str],
+) -> None:
+    """A row for each configuration: a bar for each run, their mean, and its interval."""
+    for row, (own, interval, color) in enumerate(zip(values, intervals, colors, strict=True)):
+        axes.plot(own, [row] * len(own), "|", color=color, alpha=0.6, markersize=9)
+        if interval is not None:
+            axes.hlines(row, *interval, color=color, linewidth=1.8, alpha=0.5)
+        axes.plot([np.mean(own)], [row], "o", color=color, markersize=6)
+    rows(axes, names, unit)
     low, high = axes.dataLim.intervalx
     margin = 0.05 * max(high - low, 0.02)
     axes.set_xlim(low - margin, high + margin)

@@ -50,14 +50,14 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
         make_run(tmp_path / str(number), loss=loss, seed=seed, solved=solved, truncated_frac=0.5 * (number > 2))
     (tmp_path / "4" / "rollouts" / "eval_iter_011.parquet").unlink()
     data = data_of(tmp_path)
-    names = [f"train/loss={loss}" for loss in ("grpo", "dapo", "gspo")]
+    names = [f"loss={loss}" for loss in ("grpo", "dapo", "gspo")]
     assert (data["groups"], data["paired"]["baseline"]) == (names, names[0])
-    assert data["verdict"] == "The highest pass@1 on held-out problems at the end is 0.750, of train/loss=grpo."
+    assert data["verdict"] == "The highest pass@1 on held-out problems at the end is 0.750, of loss=grpo."
     dapo, gspo = data["paired"]["rows"]
     half = 12.7062 * 0.125  # t with one degree of freedom, times the standard error of -0.5 and -0.25
     interval = f"[{-0.375 - half:+.3f}, {-0.375 + half:+.3f}]"
     p = 1 - 2 / math.pi * math.atan(0.375 / 0.125)  # one degree of freedom is Cauchy's distribution
-    assert dapo == ["train/loss=dapo", "-0.375", interval, "2 seeds", f"{p:.4f}", "0", "2"]
+    assert dapo == ["loss=dapo", "-0.375", interval, "2 seeds", f"{p:.4f}", "0", "2"]
     assert gspo[1:] == ["-0.750", "", "", "one seed", "not comparable", ""]
     point = data["paired"]["points"][0]
     assert point["ends"] == pytest.approx([-0.375 - half, -0.375 + half], abs=1e-4)

@@ -110,13 +110,16 @@ def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
     for number, (value, final) in enumerate((value, each) for value, pair in finals.items() for each in pair):
         make_run(tmp_path / str(number), [f"train.x={value}", f"seed={number % 2}"], [0.1, final], num_train=2)
     figure = draw_sweep(configurations(load_runs([tmp_path])), "day/time")
-    curves, ends = figure.axes
+    curves, ends, differences = figure.axes
     means = [line for line in curves.lines if line.get_linewidth() == 1.8]
     assert [line.get_ydata()[-1] for line in means[::-1]] == pytest.approx([0.6, 0.6, 0.15])
     assert [text.get_text() for text in ends.get_yticklabels()] == ["x=a", "x=b", "x=c"]
     singles = [line.get_xdata().tolist() for line in ends.lines if line.get_marker() == "|"]
     assert singles == [[0.5, 0.7], [0.5, 0.7], [0.1, 0.2]]
     assert len(ends.collections) == 3
+    assert differences.get_title(loc="left") == "Difference from x=a"
+    less = [line.get_xdata().tolist() for line in differences.lines if line.get_marker() == "|"]
+    assert less == [[0.0, 0.0], [0.0, 0.0], pytest.approx([-0.4, -0.5])]
 
 
 def test_the_numbers_of_a_search_have_a_picture(tmp_path: Path) -> None:
