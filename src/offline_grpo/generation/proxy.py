@@ -75,7 +75,7 @@ def the_proxy() -> Proxy:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Proxy
+    server: Any  # the Proxy
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are no news."""
