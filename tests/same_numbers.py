@@ -26,8 +26,6 @@ from typing import Any
 VARYING = ("time/", "perf/")
 GONE = {"sync/num_foreign_writes"}
 """Metrics that a later version no longer writes."""
-OF_INTERVALS = ("_low", "_high")
-"""Ends of intervals: `tests/unit/eval/test_intervals.py` has other ways to tell whether they are right."""
 SHORT = ("train.iterations=12", "eval.interval=6", "eval.num_ids=32", "checkpoint.enabled=false")
 SERVER = (
     "generation=vllm_server",
@@ -118,7 +116,7 @@ def run(root: Path, name: str, folder: Path, shared: Path) -> dict[str, dict[str
 
 
 def stable(metrics: dict[str, Any]) -> dict[str, Any]:
-    kept = (key for key in metrics if not key.startswith(VARYING) and not key.endswith(OF_INTERVALS))
+    kept = (key for key in metrics if not key.startswith(VARYING))
     return {key: metrics[key] for key in kept if key not in GONE}
 
 
