@@ -188,7 +188,7 @@ class MasterWeights:
                 continue
             value, place = self.values[name], derive_seed(seed, name)
             first = _first_element(value)
-            for chunk in getattr(value, "to_local", lambda v=value: v)().flatten().split(CHUNK_ELEMENTS):
+            for chunk in part_of_process(value).flatten().split(CHUNK_ELEMENTS):
                 master = chunk.to(working.device)
                 rounded = master.to(dtype)
                 step = (rounded.abs().view(torch.int16) + 1).view(dtype).float() - rounded.abs().float()
@@ -217,6 +217,11 @@ def _any_bit_differs(ours: Tensor, theirs: Tensor) -> Tensor:
     is_wide = ours.is_contiguous() and is_whole
     integer = torch.int64 if is_wide else {2: torch.int16, 4: torch.int32}[ours.element_size()]
     return ours.view(integer).ne(theirs.view(integer)).any()
+
+
+def part_of_process(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor: all, or its part of a sharded one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _first_element(value: Tensor) -> int:

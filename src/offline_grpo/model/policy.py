@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from offline_grpo.model.adapters import ADAPTER, LanguageModel, has_adapters
 from offline_grpo.model.device import make_current
 from offline_grpo.model.logits import output_embeddings
-from offline_grpo.model.masters import MasterWeights
+from offline_grpo.model.masters import MasterWeights, part_of_process
 from offline_grpo.model.scoring import Scoring
 
 
@@ -106,7 +106,7 @@ class Policy:
 
     def trained_here(self) -> list[Tensor]:
         """Those of this process: all of each, or its part."""
-        return [getattr(p, "to_local", lambda p=p: p)() for p in self.trained_parameters().values()]
+        return [part_of_process(p) for p in self.trained_parameters().values()]
 
     @property
     def num_trainable(self) -> int:

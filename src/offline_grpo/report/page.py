@@ -33,6 +33,7 @@ from offline_grpo.report.runs import (
     Configuration,
     Run,
     configurations,
+    difference,
     have_own_seeds,
     load_runs,
     mean_curve,
@@ -221,21 +222,20 @@ def _paired(groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping
         pairs = same_seeds(base, group)
         if group is base or not pairs:
             continue
-        differences = np.array([(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0) for a, b in pairs])  # [S]
+        differences, ends = difference(pairs)
         found = _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])
         counts = [str(found.num_better), str(found.num_worse)] if found else ["not comparable", ""]
-        ends, over, p_value = None, "", "one seed"
+        over, p_value = "", "one seed"
         if len(pairs) > 1:
             over, p_value = f"{len(pairs)} seeds", ""
-            if np.ptp(differences) > 1e-9:
-                ends = [float(end) for end in mean_interval(differences)]
+            if ends is not None:
                 p_value = p_text(t_p_value(differences)).removeprefix("p ").removeprefix("= ")
         elif found is not None:
-            ends, over = [found.low, found.high], "problems"
-        difference = float(differences.mean())
+            ends, over = (found.low, found.high), "problems"
+        mean = float(differences.mean())
         interval = "[{:+.3f}, {:+.3f}]".format(*ends) if ends else ""
-        rows.append([group.name, f"{difference:+.3f}", interval, over, p_value, *counts])
-        points.append({"group": number, "difference": difference, "ends": ends})
+        rows.append([group.name, f"{mean:+.3f}", interval, over, p_value, *counts])
+        points.append({"group": number, "difference": mean, "ends": ends})
     columns = ("configuration", "difference", "95%", "over", "p", "better on", "worse on")
     return {"baseline": base.name, "columns": columns, "rows": rows, "points": points} if rows else None
 

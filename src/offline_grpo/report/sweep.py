@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator
 from rich.console import Console
 
-from offline_grpo.eval.intervals import mean_interval
 from offline_grpo.report.figures import BLUE, COLORS, GREY
 from offline_grpo.report.history import by_number, count
 from offline_grpo.report.plots import PERCENT, band, fit, label, rows, sheet, style
@@ -24,6 +23,7 @@ from offline_grpo.report.runs import (
     Configuration,
     Run,
     configurations,
+    difference,
     load_runs,
     mean_curve,
     same_seeds,
@@ -189,8 +189,7 @@ def draw_sweep(measured: Sequence[Configuration], title: str) -> Figure:
     finals = [[run.final_pass_at_1 or 0.0 for run in each.counted] for each in measured]
     _dots(ends, finals, [each.interval for each in measured], colors, "pass@1 (bars: single runs)", labels)
     for axes in others:
-        values = [np.array([(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0) for a, b in own]) for own in pairs]
-        intervals = [mean_interval(own) if np.ptp(own) > 1e-9 else None for own in values]
+        values, intervals = zip(*map(difference, pairs), strict=True)
         axes.axvline(0, color=GREY, linewidth=1)
         label(axes, f"Difference from {labels[measured.index(base)]}", "", legend_rows=0)
         _dots(axes, values, intervals, colors, "paired by seed, with 95% interval", [""] * len(measured))
