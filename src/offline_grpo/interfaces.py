@@ -138,6 +138,11 @@ class Source(Protocol):
     def check(config: Any) -> None:
         """Raise ConfigError, before a model is loaded, if it cannot work in a run with this `settings.RunConfig`."""
 
+    @staticmethod
+    def recorded(config: Any) -> Sequence[RolloutGroup]:
+        """Some of the groups to come, where they are known before a model is loaded."""
+        return ()
+
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """Called once, with the iteration that comes first and what `state_dict` returned for the checkpoint."""
 
@@ -183,8 +188,12 @@ class Advantage(Protocol):
     teacher: str | None = None
     """Folder, Hub id, or server's URL of a frozen model: the batch has its `teacher_logprobs`."""
 
-    def check(self, config: Any, task: Task) -> None:
-        """Raise ConfigError, before a model is loaded, if a run with this `settings.RunConfig` lacks what it needs."""
+    def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
+        """Raise ConfigError, before a model is loaded, if a run with this `settings.RunConfig` lacks what it needs.
+
+        Args:
+            recorded: some of the groups that are replayed, without a score where they get another; empty otherwise.
+        """
 
     @abstractmethod
     def __call__(

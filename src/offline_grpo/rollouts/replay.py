@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
@@ -26,13 +27,15 @@ from offline_grpo.rollouts.store.recorder import FOLDER, Origin, json_hash
 from offline_grpo.rollouts.store.rows import group_rows, groups_of
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
-from offline_grpo.types import FinishReason, Metrics, RolloutGroup
+from offline_grpo.types import FinishReason, Metrics, RolloutGroup, Score
 
 log = logging.getLogger(__name__)
 
 _CACHED = 8
 """Files that are kept in memory: in a new order, an iteration has groups of many."""
 _THREADS = 4
+_RECORDED = 64
+"""Groups that an advantage is shown before a model is loaded."""
 _FACTS = ["iteration", "phase", "group", "reward", "version", "finish_reason"]
 
 
@@ -96,6 +99,17 @@ class Replay(Source):
         unknown = set(settings["finish_reasons"] or ()) - set(FinishReason)
         require(not unknown, "rollouts.finish_reasons", settings["finish_reasons"], f"may be {', '.join(FinishReason)}")
         _shards(settings["path"])
+
+    @staticmethod
+    def recorded(config: RunConfig) -> list[RolloutGroup]:
+        """See `Source`: of the first file that is sound."""
+        for shard in _shards(config.rollouts["path"]):
+            with suppress(ConfigError):  # damaged: `start` says so, or leaves it out
+                table = shard.table()
+                rows = [rows for (_, phase, _), rows in group_rows(table).items() if phase == "train"]
+                groups = groups_of(table, rows[:_RECORDED])
+                return list(map(_without_scores, groups)) if config.rollouts["rescore"] else groups
+        return []
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         """Reads every file once, so that a damaged one does not end the run later.
@@ -223,6 +237,11 @@ def _shards(path: str | Sequence[str] | None) -> list[Shard]:
     if not paths:
         raise ConfigError("rollouts.path=null: name what to replay: a run folder, or a folder that datasets saved")
     return [shard for each in paths for shard in shards_of(Path(each).expanduser(), key="rollouts.path", phase="train")]
+
+
+def _without_scores(group: RolloutGroup) -> RolloutGroup:
+    rollouts = (replace(rollout, score=Score.unscored("rescored")) for rollout in group.rollouts)
+    return RolloutGroup(group.problem, tuple(rollouts))
 
 
 def _within(value: float, bounds: Sequence[float] | None) -> bool:

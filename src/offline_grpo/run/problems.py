@@ -30,7 +30,7 @@ def check_plan(plan: Plan) -> None:
     fix = "under LoRA the reference is the trained model without its adapters; leave it null"
     is_idle = adapted and plan.advantage.teacher is None
     require(not is_idle or model.ref_device is None, "model.ref_device", model.ref_device, fix)
-    plan.advantage.check(plan.config, plan.data.task)
+    plan.advantage.check(plan.config, plan.data.task, plan.data.recorded)
     needs_kl = "ref" in plan.advantage.needs and plan.loss.kl_coef == 0
     fix = "train.advantage needs the reference's logprobs, which a KL penalty loads; set it above 0"
     require(not needs_kl, "train.kl_coef", plan.loss.kl_coef, fix)

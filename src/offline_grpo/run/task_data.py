@@ -16,7 +16,7 @@ from offline_grpo.run.build import build, check_settings, resolve
 from offline_grpo.settings import RunConfig
 from offline_grpo.task.mixture import Mixture, of_task
 from offline_grpo.task.problems import MANY, NearDuplicate, near_duplicates, prompt_key
-from offline_grpo.types import Problem, Split
+from offline_grpo.types import Problem, RolloutGroup, Split
 
 SOURCE_RUNTIME = (
     *("client", "task", "problems", "codec", "vocab_size", "context", "sampling", "run_folder", "model_id", "origin"),
@@ -41,6 +41,7 @@ class TaskData:
     train: Sequence[Problem] | None
     held_out: Sequence[Problem]
     num_dropped: int = 0  # training problems left out, because their prompts are held out
+    recorded: Sequence[RolloutGroup] = ()  # see `Source.recorded`
 
     @cached_property
     def near_duplicates(self) -> Sequence[NearDuplicate]:
@@ -80,7 +81,7 @@ def task_data(config: RunConfig) -> TaskData:
     task = build_task(config.task)
     held_out = held_out_problems(task, config) if config.eval.enabled else []
     if not source.needs_problems:
-        return TaskData(task, None, held_out)
+        return TaskData(task, None, held_out, recorded=source.recorded(config))
     fix = "this task's problems are in an order that matters (task.levels); set data.shuffle=false"
     require(not (config.data.shuffle and getattr(task, "is_ordered", False)), "data.shuffle", "true", fix)
     train = train_problems(task, config)

@@ -4,6 +4,7 @@ tests/equivalence for TRL.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
 from statistics import stdev
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from factories import CONF, compose_config, make_rollout
+from recorded import write_store
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Advantage
@@ -152,7 +154,26 @@ def test_what_the_run_does_not_have_is_refused(component, changes, told):
         **{"rollouts": {}, "task": {}} | changes | {"train": SimpleNamespace(loss=changes.get("train", {}))}
     )
     with pytest.raises(ConfigError, match=told):
-        component.check(config, object())
+        component.check(config, object(), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["gdpo"], r"^train/advantage=gdpo: adds up several parts of the reward, which has correct; use group_std"),
+        (["passk", "train.advantage.k=4"], r"^train\.advantage\.k=4: must be from 2 to 3, the completions of the larg"),
+        (["per_turn"], r"^train/advantage=per_turn: these rollouts do not tell"),
+        (["per_token"], r"^train/advantage=per_token: a group came without"),
+        (["distill"], r"^train\.advantage\.teacher=null: 6 of 6 rollouts come without"),
+        (["passk", "train.advantage.k=3"], None),
+        (["gdpo", "rollouts.rescore=true"], None),  # arithmetic rewards have two parts
+    ],
+)
+def test_what_a_record_does_not_have_is_refused_before_a_model_is_loaded(tmp_path, words, told):
+    write_store(tmp_path)
+    replayed = ("rollouts=replay", f"rollouts.path={tmp_path}", f"train/advantage={words[0]}", *words[1:])
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+        make_plan(typed(compose_config(*replayed)))
 
 
 def test_it_is_refused_before_a_model_is_loaded():

@@ -44,10 +44,11 @@ class Distill(Advantage):
         """See `Advantage`."""
         return () if self.base is None else self.base.needs
 
-    def check(self, config: Any, task: Task) -> None:
+    def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
         """See `Advantage`."""
+        self._check_groups([] if self.teacher is not None else recorded)
         if self.base is not None:
-            self.base.check(config, task)
+            self.base.check(config, task, recorded)
 
     def is_silent(self, group: RolloutGroup) -> bool:
         """A teacher has something to say about equal rewards too."""
@@ -55,9 +56,8 @@ class Distill(Advantage):
 
     def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[list[float]]]:
         """Raises ConfigError where rollouts lack a teacher's logprobs, or come with advantages of their own."""
-        missing = sum(rollout.teacher_logprobs is None for group in groups for rollout in group.rollouts)
-        fix = f"{missing} of {batch.num_sequences} rollouts come without a teacher's logprobs; name a teacher"
-        require(batch.teacher_logprobs is not None, "train.advantage.teacher", self.teacher or "null", fix)
+        if batch.teacher_logprobs is None:
+            self._check_groups(groups)
         fix = "these rollouts come with advantages of their own, in which no teacher is; use another train/advantage"
         require(
             all(group.advantages is None for group in groups), "train.advantage.teacher", self.teacher or "null", fix
@@ -66,3 +66,8 @@ class Distill(Advantage):
         rows = iter((self.weight * (batch.teacher_logprobs - batch.rollout_logprobs)).split(batch.sequence_lengths))
         base = [[0.0] * len(group.rollouts) for group in groups] if self.base is None else self.base(groups, batch)
         return [[(next(rows) + torch.tensor(own)).tolist() for own in of_group] for of_group in base]
+
+    def _check_groups(self, groups: Sequence[RolloutGroup]) -> None:
+        has = [rollout.teacher_logprobs is not None for group in groups for rollout in group.rollouts]
+        fix = f"{has.count(False)} of {len(has)} rollouts come without a teacher's logprobs; name a teacher"
+        require(all(has), "train.advantage.teacher", self.teacher or "null", fix)

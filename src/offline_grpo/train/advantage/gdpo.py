@@ -31,13 +31,15 @@ class GDPO(Advantage):
 
     weights: Mapping[str, float] | None
 
-    def check(self, config: Any, task: Task) -> None:
+    def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
         penalty = config.train.loss.get("kl_placement")
         fix = "train/advantage=gdpo adds up the parts of the reward, of which the penalty is none; use loss"
         require(penalty != "reward", "train.loss.kl_placement", penalty, fix)
         fix = "needs the parts of a reward, and groups of Atropos bring one number each; use group_std"
         require("url" not in config.rollouts, "train/advantage", "gdpo", fix)
-        if getattr(task, "scores_safely", False):
+        if scored := [rollout for group in recorded for rollout in group.rollouts if rollout.score.is_scored]:
+            self._check_parts({name for rollout in scored for name in rollout.score.parts})
+        elif getattr(task, "scores_safely", False):
             self._check_parts({*task.score(task.problems(Split.TRAIN)[0], "").parts})  # type: ignore[union-attr]
         rewards = config.task.get("reward") or ()
         is_weighted = any(isinstance(item, Mapping) and item.get("weight", 1) != 1 for item in rewards)

@@ -16,7 +16,7 @@ from offline_grpo.types import RolloutGroup, TokenBatch
 class MaxRL(Advantage):
     """See the module. A group without a correct completion gets 0: there is nothing whose likelihood could rise."""
 
-    def check(self, config: Any, task: Task) -> None:
+    def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
         fix = "train/advantage=maxrl looks at right and wrong alone, so the penalty would do nothing; use loss"
         require(config.train.loss.get("kl_placement") != "reward", "train.loss.kl_placement", "reward", fix)
 

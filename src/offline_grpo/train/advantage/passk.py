@@ -33,9 +33,13 @@ class PassK(Advantage):
 
     k: int | None
 
-    def check(self, config: Any, task: Task) -> None:
+    def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
         size = config.rollouts.get("group_size")
-        fix = f"must be from 2 to data.rollouts_per_problem={size}, the completions of a group, or null for all of them"
+        most = f"data.rollouts_per_problem={size}, the completions of a group"
+        if recorded:
+            size = max(len(group.rollouts) for group in recorded)
+            most = f"{size}, the completions of the largest recorded group"
+        fix = f"must be from 2 to {most}, or null for all of them"
         require(self.k is None or 2 <= self.k <= (size or self.k), "train.advantage.k", self.k, fix)
 
     def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:

@@ -16,11 +16,14 @@ WITHOUT = ("offline_grpo.rollouts.on_policy.OnPolicy", "offline_grpo.rollouts.as
 class PerToken(Advantage):
     """`RolloutGroup.advantages`, which replace those of every other kind too; here a group without them is an error."""
 
-    def check(self, config: Any, task: Task) -> None:
+    def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
         fix = "this source gives no numbers of its own; use group_std, or a source that sets RolloutGroup.advantages"
         require(config.rollouts.get("_target_") not in WITHOUT, "train/advantage", "per_token", fix)
+        self(recorded)
 
-    def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[Sequence[Sequence[float]]]:
+    def __call__(
+        self, groups: Sequence[RolloutGroup], batch: TokenBatch | None = None
+    ) -> list[Sequence[Sequence[float]]]:
         if any(group.advantages is None for group in groups):
             raise ConfigError("train/advantage=per_token: a group came without advantages of its own; use group_std")
         return [group.advantages for group in groups if group.advantages is not None]
