@@ -4,6 +4,7 @@ python benchmarks/learning_tasks.py FOLDER       # FOLDER/TASK/train.jsonl and t
 
 sums            chain_sum of reasoning-gym: two terms of one or two digits
 longer_sums     the same with three terms
+products        products of reasoning-gym: two factors of one or two digits
 instructions    texts with one or two instructions, which IFEval's checks judge
 """
 
@@ -20,13 +21,11 @@ from typing import Any
 from offline_grpo.task.instructions import follows
 
 NUM_TRAIN, NUM_TEST = 3000, 256
-SUMS = {
-    "sums": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-    "longer_sums": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 2},
-}
-TOKENS = {"sums": 64, "longer_sums": 96, "instructions": 96}
+ARITHMETIC = {"sums": ("chain_sum", 2), "longer_sums": ("chain_sum", 3), "products": ("products", 2)}
+"""Task -> its generator, and how many numbers of one or two digits an expression has."""
+TOKENS = {"sums": 64, "longer_sums": 96, "instructions": 96, "products": 64}
 """Task -> longest completion."""
-REWARDS = {"sums": "last_number", "longer_sums": "last_number", "instructions": "obeys"}
+REWARDS = {task: "obeys" if task == "instructions" else "last_number" for task in TOKENS}
 
 TEXTS = ("Write a short text", "Write a few sentences", "Tell a short story", "Write a note", "Write a diary entry")
 TOPICS = (
@@ -54,11 +53,12 @@ def obeys(completion: str, answer: str) -> float:
     return sum(follows(completion, name, arguments) for name, arguments in instructions) / len(instructions)
 
 
-def _sums(settings: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _arithmetic(name: str, terms: int) -> Iterator[dict[str, Any]]:
     import reasoning_gym
 
-    for item in reasoning_gym.create_dataset("chain_sum", seed=7, size=4 * (NUM_TRAIN + NUM_TEST), **settings):
-        expression = item["question"].partition(": ")[2].rstrip(" =")  # the model chats about the generator's sentence
+    numbers = {"min_terms": terms, "max_terms": terms, "min_digits": 1, "max_digits": 2}
+    for item in reasoning_gym.create_dataset(name, seed=7, size=4 * (NUM_TRAIN + NUM_TEST), **numbers):
+        expression = re.findall(r"[\d-][\d+* -]*\d", item["question"])[0]  # the model chats about the whole sentence
         yield {"prompt": f"What is {expression}?", "answer": item["answer"]}
 
 
@@ -95,7 +95,7 @@ def _instructions() -> Iterator[dict[str, Any]]:
 def save(folder: Path, task: str) -> None:
     """Write `folder`/train.jsonl and test.jsonl, without a prompt that is in both."""
     rows: dict[str, dict[str, Any]] = {}
-    for row in _sums(SUMS[task]) if task in SUMS else _instructions():
+    for row in _arithmetic(*ARITHMETIC[task]) if task in ARITHMETIC else _instructions():
         rows.setdefault(row["prompt"], row)
         if len(rows) == NUM_TRAIN + NUM_TEST:
             break
