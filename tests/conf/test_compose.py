@@ -35,6 +35,8 @@ def overrides_for(option):
         "task/dataset": ["task.path=my.jsonl"],
         "task/agent": ["task.path=my.jsonl", "task.agent=my_agent:solve"],
         "task/environment": ["task.path=my.jsonl", "task.environment=my_env:Shop"],
+        "task/openenv": ["task.openenv.url=http://127.0.0.1:8000"],
+        "task/verifiers": ["task.verifiers.id=my_taskset"],
     }.get(str(option), [])
     return [f"{group}=[{option.name}]" if group == "logger" else f"{group}={option.name}", *extra]
 

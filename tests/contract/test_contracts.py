@@ -90,7 +90,7 @@ INSTRUCTIONS = {
 
 
 @pytest.fixture(
-    params=[name for name in options("task") if name not in ("agent", "environment")]
+    params=[name for name in options("task") if name not in ("agent", "environment", "openenv", "verifiers")]
 )  # which score no texts
 def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Task]:
     """A task, built twice."""

@@ -46,5 +46,4 @@ class Agent(EpisodeTask):
         random.seed(chat.seed)
         reward = awaited(self._function(row=dict(problem.fields), base_url=chat.base_url, api_key=chat.api_key))
         parts = reward if isinstance(reward, Mapping) else {"episode": reward}
-        parts = {str(name): float(value) for name, value in parts.items()}
-        return self.scored(sum(parts.values()), parts, {})
+        return self.scored({str(name): float(value) for name, value in parts.items()}, {})

@@ -25,16 +25,14 @@ OWN = ("reset", "respond", "get_reward", "get_turn_reward")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpisodeTask(RowTask):
-    """Rows that are played in turns, and how far an episode may go.
+class Episodes:
+    """Problems that are played in turns, and how far an episode may go.
 
     Args:
-        prompt_field: the field with the first message of the user, or a list of messages; rows need not have it.
         max_turns, max_turn_tokens, max_environment_tokens, episode_timeout_s: see `Rules`.
         correct_threshold: the least reward of an episode that counts as correct.
     """
 
-    prompt_field: str
     max_turns: int
     max_turn_tokens: int | None
     max_environment_tokens: int
@@ -42,7 +40,6 @@ class EpisodeTask(RowTask):
     correct_threshold: float
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in ("max_turns", "max_turn_tokens", "max_environment_tokens"):
             value = getattr(self, name)
             require(value is None or value > 0, f"task.{name}", value, "must be at least 1")
@@ -59,6 +56,30 @@ class EpisodeTask(RowTask):
         """Of all episodes."""
         return self.limits
 
+    def score(self, problem: Problem, text: str) -> Score:
+        """Only whole episodes have a score."""
+        raise ScoreError(f"problem {problem.problem_id} is played in turns; a text alone has no score")
+
+    def scored(self, parts: Mapping[str, float], measured: Mapping[str, float]) -> Score:
+        """What an episode earned: the sum of its parts."""
+        value = float(sum(parts.values()))
+        return Score(value, value >= self.correct_threshold, parts, measured=measured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeTask(Episodes, RowTask):
+    """Rows that are played in turns.
+
+    Args:
+        prompt_field: the field with the first message of the user, or a list of messages; rows need not have it.
+    """
+
+    prompt_field: str
+
+    def __post_init__(self) -> None:
+        Episodes.__post_init__(self)
+        RowTask.__post_init__(self)
+
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         """See `RowTask.problem_of`. Every field of the row is one of the problem."""
         if not isinstance(row.value, Mapping):
@@ -74,18 +95,81 @@ class EpisodeTask(RowTask):
         """See `RowTask.asked_by`: environments make of the whole row what they ask."""
         return [{"role": "user", "content": json.dumps(problem.fields, sort_keys=True, default=str)}]
 
-    def score(self, problem: Problem, text: str) -> Score:
-        """Only whole episodes have a score."""
-        raise ScoreError(f"problem {problem.problem_id} is played in turns; a text alone has no score")
 
-    def scored(self, reward: Any, parts: Mapping[str, float], measured: Mapping[str, float]) -> Score:
-        """What an episode earned."""
-        value = float(reward)
-        return Score(value, value >= self.correct_threshold, parts, measured=measured)
+@dataclass(frozen=True, kw_only=True)
+class ToolEpisodes(Episodes):
+    """Episodes that objects play, of which `played` asks what `Environment` says.
+
+    Args:
+        max_result_chars: of what a tool returns; more is left out in the middle.
+    """
+
+    max_result_chars: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chars = self.max_result_chars
+        require(chars > 1, "task.max_result_chars", chars, "must be at least 2")
+
+    @cached_property
+    def rules(self) -> Rules:
+        """Of all episodes."""
+        return replace(self.limits, tools=self.tools)
+
+    @property
+    def tools(self) -> tuple[Schema, ...]:
+        """The schemas of the tools."""
+        raise NotImplementedError
+
+    def call(self, world: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+        """What a tool returns. It may raise whatever it likes."""
+        raise NotImplementedError
+
+    def played(self, world: Any, problem: Problem, chat: Chat) -> Score:
+        """One episode, which `world` plays."""
+        rules = problem.rules
+        tools = () if rules is None else rules.tools
+        messages = [dict(message) for message in problem.messages]
+        messages[-1]["content"] += self._text(awaited(world.reset(**problem.fields)) or "")
+        earned, errors = [], 0
+        while True:
+            reply = chat.say(messages, tools)
+            messages.append(dict(reply.message))
+            results = []
+            for call in reply.calls:
+                content, has_failed = self._called(world, call)
+                errors += has_failed
+                results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
+            if not reply.is_cut and not results and hasattr(world, "respond"):
+                answer = awaited(world.respond(reply.content))
+                results += [] if answer is None else [{"role": "user", "content": self._text(answer)}]
+            if hasattr(world, "get_turn_reward"):
+                earned.append(float(awaited(world.get_turn_reward())))
+                chat.pay(earned[-1])
+            if reply.is_cut or not results or getattr(world, "is_done", False):
+                break
+            messages += results
+        final = float(awaited(world.get_reward())) if hasattr(world, "get_reward") else 0.0
+        parts = {"episode": final, **({"turns": sum(earned)} if earned else {})}
+        return self.scored(parts, {"tool_errors": float(errors)})
+
+    def _called(self, world: Any, call: Call) -> tuple[str, bool]:
+        """What a call returns, and whether it failed."""
+        try:
+            return self._text(self.call(world, call.name, call.arguments)), False
+        except (MemoryError, ScoreError):
+            raise
+        except Exception as error:  # whatever the tool raises at arguments that the policy made up
+            return self._text({"error": str(error)}), True
+
+    def _text(self, result: Any) -> str:
+        text = str(result)
+        left_out, half = len(text) - self.max_result_chars, self.max_result_chars // 2
+        return text if left_out <= 0 else f"{text[:half]} ... {left_out} characters left out ... {text[-half:]}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment(EpisodeTask):
+class Environment(ToolEpisodes, EpisodeTask):
     """Episodes of a class by the contract of TRL's `environment_factory`:
 
         reset(**row)          begins an episode; a text that it returns goes behind the user's message
@@ -101,21 +185,17 @@ class Environment(EpisodeTask):
 
     Args:
         environment: `my_module:MyClass`, or a function that makes such an object.
-        max_result_chars: of what a tool returns; more is left out in the middle.
 
     Raises:
         ConfigError: it cannot be imported, has no `reset`, no reward, or a tool without a docstring or types.
     """
 
     environment: str
-    max_result_chars: int
 
     worker_imports: ClassVar[tuple[str, ...]] = ("numpy",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        chars = self.max_result_chars
-        require(chars > 1, "task.max_result_chars", chars, "must be at least 2")
         fix = "needs a method reset(self, **row), and get_reward(self) or get_turn_reward(self)"
         has_all = "reset" in self._methods and not {"get_reward", "get_turn_reward"}.isdisjoint(self._methods)
         require(has_all, "task.environment", self.environment, fix)
@@ -129,11 +209,6 @@ class Environment(EpisodeTask):
         """By name, those that are public."""
         kind = self._factory if inspect.isclass(self._factory) else type(self._factory())
         return {name: f for name, f in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
-
-    @cached_property
-    def rules(self) -> Rules:
-        """Of all episodes."""
-        return replace(self.limits, tools=self.tools)
 
     @property
     def tools(self) -> tuple[Schema, ...]:
@@ -162,52 +237,19 @@ class Environment(EpisodeTask):
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(chat.seed % 2**32)
         world = self._idle.pop() if self._idle else self._factory()
-        rules = problem.rules
-        tools = () if rules is None else rules.tools
-        messages = [dict(message) for message in problem.messages]
-        messages[-1]["content"] += self._text(awaited(world.reset(**problem.fields)) or "")
-        earned, errors = [], 0
-        while True:
-            reply = chat.say(messages, tools)
-            messages.append(dict(reply.message))
-            results = []
-            for call in reply.calls:
-                content, has_failed = self._call(world, call)
-                errors += has_failed
-                results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
-            if not reply.is_cut and not results and hasattr(world, "respond"):
-                answer = awaited(world.respond(reply.content))
-                results += [] if answer is None else [{"role": "user", "content": self._text(answer)}]
-            if hasattr(world, "get_turn_reward"):
-                earned.append(float(awaited(world.get_turn_reward())))
-                chat.pay(earned[-1])
-            if reply.is_cut or not results:
-                break
-            messages += results
-        final = float(awaited(world.get_reward())) if hasattr(world, "get_reward") else 0.0
+        score = self.played(world, problem, chat)
         self._idle.append(world)
-        parts = {"episode": final, **({"turns": sum(earned)} if earned else {})}
-        return self.scored(sum(parts.values()), parts, {"tool_errors": float(errors)})
+        return score
 
     @cached_property
     def _idle(self) -> list[Any]:
         return []
 
-    def _call(self, world: Any, call: Call) -> tuple[str, bool]:
-        """What a call returns, and whether it failed."""
-        try:
-            if call.name in OWN or call.name not in self._methods:
-                raise ValueError(f"Tool {call.name} not found.")
-            return self._text(awaited(getattr(world, call.name)(**call.arguments))), False
-        except MemoryError:
-            raise
-        except Exception as error:  # whatever the tool raises at arguments that the policy made up
-            return self._text({"error": str(error)}), True
-
-    def _text(self, result: Any) -> str:
-        text = str(result)
-        left_out, half = len(text) - self.max_result_chars, self.max_result_chars // 2
-        return text if left_out <= 0 else f"{text[:half]} ... {left_out} characters left out ... {text[-half:]}"
+    def call(self, world: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+        """See `ToolEpisodes.call`."""
+        if name in OWN or name not in self._methods:
+            raise ValueError(f"Tool {name} not found.")
+        return awaited(getattr(world, name)(**arguments))
 
 
 def awaited(value: Any) -> Any:

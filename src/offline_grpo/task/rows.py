@@ -273,26 +273,38 @@ class RowTask(ABC):
         spec = self.eval_split or held_out_split(self.path, self.name)
         if spec is not None:
             return {Split.TRAIN: train, Split.EVAL: self._load(spec, Split.EVAL)[1]}
-        # all rows with the same prompt are on the same side, whatever their order and whatever is added
-        hashes = [_hash_of(self.asked_by(row, problem)) for row, problem in zip(rows, train, strict=True)]
-        different = sorted(set(hashes))
-        if len(different) < 2:
-            raise ConfigError(f"task.path={self.path}: has {len(different)} different prompts; it needs 2 or more")
-        chosen = set(different[: max(1, round(self.eval_frac * len(different)))])
-        held_out: dict[str, Problem] = {}  # each prompt once: copies would count as independent answers
-        left: list[Problem] = []
-        for key, problem in zip(hashes, train, strict=True):
-            if key in chosen:
-                held_out.setdefault(key, problem)
-            else:
-                left.append(problem)
-        counts = len(held_out), len(train), self.eval_frac
-        log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", *counts)
-        return {Split.TRAIN: left, Split.EVAL: list(held_out.values())}
+        asked = [self.asked_by(row, problem) for row, problem in zip(rows, train, strict=True)]
+        return hold_out(train, asked, self.eval_frac)
 
     def _load(self, spec: str, split: Split) -> tuple[list[Row], list[Problem]]:
         rows = read_split(self.path, self.name, spec, f"task.{split}_split")
         return rows, [self.problem_of(f"{split}-{row.index}", row) for row in rows]
+
+
+def hold_out(
+    problems: Sequence[Problem], asked: Sequence[Sequence[Message]], eval_frac: float
+) -> Mapping[Split, Sequence[Problem]]:
+    """Both splits of problems that have none. `asked`: what each asks, by a hash of which it is chosen.
+
+    Raises:
+        ConfigError: all ask the same.
+    """
+    # all problems with the same prompt are on the same side, whatever their order and whatever is added
+    hashes = list(map(_hash_of, asked))
+    different = sorted(set(hashes))
+    fix = f"the data has {len(different)} different prompts; it needs 2 or more"
+    require(len(different) > 1, "task.eval_frac", eval_frac, fix)
+    chosen = set(different[: max(1, round(eval_frac * len(different)))])
+    held_out: dict[str, Problem] = {}  # each prompt once: copies would count as independent answers
+    left: list[Problem] = []
+    for key, problem in zip(hashes, problems, strict=True):
+        if key in chosen:
+            held_out.setdefault(key, problem)
+        else:
+            left.append(problem)
+    counts = len(held_out), len(problems), eval_frac
+    log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", *counts)
+    return {Split.TRAIN: left, Split.EVAL: list(held_out.values())}
 
 
 def _hash_of(messages: Sequence[Message]) -> str:
