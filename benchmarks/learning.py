@@ -12,11 +12,10 @@ trainer has a card to itself, for times and to fill the compilers' caches. Then 
 other, seed by seed, on its share of a card and of the cores; its vLLM server serves all of our jobs, because each run's
 first push replaces the weights. The result is written after every job: what is cut off loses only what is in flight,
 and the same command later does the rest. Jobs run in the order of their worth: the first task with three seeds, the
-extras terse and lr_1e-4, the other tasks with three seeds, then more seeds and the other extras. For 26 minutes of one
-H100 with 16 cores (one of five runs at a time takes 118 to 135 s on sums, TRL's alone 188 s):
+extras terse and lr_1e-4, the other tasks with three seeds, then more seeds and the other extras. For twelve minutes of
+seven H200 with 112 cores, 94 runs (one of five runs at a time takes 100 to 190 s):
 
-    python benchmarks/learning.py WORK --model FOLDER --minutes 22 --no-alone --tasks sums instructions \\
-        --prompts 32 --group 8 --least-s 130 --out h100/learning
+    python benchmarks/learning.py WORK --model FOLDER --minutes 11.5 --no-alone --least-s 110
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -57,7 +57,7 @@ EXTRAS: Mapping[str, tuple[str, Sequence[str]]] = {
     "lr_3e-6": ("sums", ["train.lr=3e-6"]),
     "kl_0.05": ("sums", ["train.kl_coef=0.05"]),
     "resample": ("longer_sums", ["train/loss=dapo", "data.resample_zero_signal=true"]),
-    "group_8": ("longer_sums", ["data.problems_per_iteration=32", "data.rollouts_per_problem=8"]),
+    "group_16": ("longer_sums", ["data.problems_per_iteration=16", "data.rollouts_per_problem=16"]),
     "four_updates": ("sums", ["train.updates_per_iteration=4"]),
 }
 """Arm -> its task, and what it changes of the arm grpo. The first two look for a collapse, and run early."""
@@ -110,6 +110,9 @@ class Worker:
         words = ["taskset", "-c", ",".join(map(str, self.cores)), *command] if self.cores else command
         paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
         env = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": self.card, "PYTHONPATH": os.pathsep.join(paths)}
+        with socket.socket() as free:  # each of TRL's runs opens it, though it has a single process
+            free.bind(("127.0.0.1", 0))
+            env["MASTER_PORT"] = str(free.getsockname()[1])
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
             return subprocess.Popen(
@@ -440,7 +443,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=5, help="runs at the same time on each card")
     parser.add_argument("--tasks", nargs="+", default=list(learning_tasks.TOKENS), choices=list(learning_tasks.TOKENS))
     parser.add_argument("--arms", nargs="+", default=None)
-    sizes = {"seeds": 5, "iterations": 60, "prompts": 16, "group": 16}
+    sizes = {"seeds": 5, "iterations": 60, "prompts": 32, "group": 8}
     for name, default in {**sizes, "eval-interval": 10, "eval-problems": 256, "eval-samples": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tokens", type=int, default=None, help="longest completion (default: the task's)")

@@ -117,9 +117,12 @@ def _trends(history: History) -> Iterator[Finding]:
         numbers = f"{apart.last:.2g} nats apart per token, effective sample size {effective.last:.0%}"
         yield Finding("train/alignment/diff_abs_mean", f"{text}: {numbers}", advice)
 
-    if trend(history, "pass@1_high", "eval").last < trend(history, "pass@1_low", "eval").first:
-        text = f"the model has got worse: held-out pass@1 {held_out}, and the intervals do not meet"
-        yield Finding("eval/pass@1", text, "a lower train.lr, train.warmup_steps")
+    scores, low, high = (history.series("eval", f"pass@1{end}") for end in ("", "_low", "_high"))
+    if len(low) and high.values[-1] < low.values.max():
+        best = int(low.values.argmax())
+        numbers = f"{scores.values[best]:.3g} after {scores.steps[best]:.0f} iterations, {scores.values[-1]:.3g} at last"
+        text = f"the model has got worse: held-out pass@1 was {numbers}, and the intervals do not meet"
+        yield Finding("eval/pass@1", text, "a lower train.lr, train.warmup_steps, checkpoint.keep_best=pass@1")
 
     silent = series_of(history, SILENT).values
     share = 1 - float(np.mean(silent[-math.ceil(len(silent) / 5) :])) if len(silent) else math.nan

@@ -15,7 +15,8 @@ HEALTHY = (
     | {"completion_tokens_mean": (100.0, 120.0), "truncated_frac": (0.05, 0.02)}
     | {"alignment/diff_abs_mean": (0.01, 0.01), "mismatch/ess_frac": (0.99, 0.99)}
 )
-BETTER = {"pass@1": 0.7, "pass@1_low": 0.6}
+FIRST = {"pass@1": 0.3, "pass@1_low": 0.2, "pass@1_high": 0.4}
+BETTER = {"pass@1": 0.7, "pass@1_low": 0.6, "pass@1_high": 0.8}
 
 
 def history(changes: Any = None, *, iterations: int = 20, last_eval: Any = BETTER) -> History:
@@ -24,7 +25,7 @@ def history(changes: Any = None, *, iterations: int = 20, last_eval: Any = BETTE
         i: {key: first + (last - first) * i / (iterations - 1) for key, (first, last) in ends.items()}
         for i in range(iterations)
     }
-    return History(Path("run"), train, {-1: {"pass@1": 0.3, "pass@1_low": 0.2}, iterations - 1: last_eval})
+    return History(Path("run"), train, {-1: FIRST, iterations - 1: last_eval})
 
 
 def observations(run: History) -> list[str]:
@@ -89,12 +90,13 @@ def test_a_policy_that_became_certain_too_early() -> None:
 
 
 def test_a_reward_that_rises_alone_and_a_model_that_gets_worse() -> None:
-    run = history({"success_rate": (0.3, 0.3)}, last_eval={"pass@1": 0.28, "pass@1_low": 0.2})
+    run = history({"success_rate": (0.3, 0.3)}, last_eval={"pass@1": 0.28, "pass@1_low": 0.2, "pass@1_high": 0.36})
     text = "the reward rises, and held-out pass@1 does not: reward from 0.339 to 0.761, pass@1 from 0.3 to 0.28"
     assert observations(run) == [text]
     falls = {"reward_mean": (0.3, 0.1), "success_rate": (0.3, 0.1)}
-    [text] = observations(history(falls, last_eval={"pass@1": 0.1, "pass@1_high": 0.19}))
-    assert text == "the model has got worse: held-out pass@1 from 0.3 to 0.1, and the intervals do not meet"
+    [text] = observations(history(falls, last_eval={"pass@1": 0.1, "pass@1_low": 0.05, "pass@1_high": 0.19}))
+    numbers = "0.3 after 0 iterations, 0.1 at last"
+    assert text == f"the model has got worse: held-out pass@1 was {numbers}, and the intervals do not meet"
 
 
 def test_that_nothing_was_trained_is_said_of_the_shortest_run() -> None:
