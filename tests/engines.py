@@ -223,7 +223,7 @@ def load(folder: Path, where: Where, *, shared: bool = False, lora: bool = False
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=where.dtype).to(device)
     if lora:
         torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear"))
+        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=6, use_rslora=True, target_modules="all-linear"))
     return make_policy(model, load_tokenizer(str(folder)), compute_device=where.device)
 
 

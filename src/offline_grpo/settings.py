@@ -45,6 +45,7 @@ class LoraConfig:
     dropout: float
     target_modules: list[str]
     layer_indices: str | None
+    use_rslora: bool = False
 
     def __post_init__(self) -> None:
         check(self, "model.lora.r", self.r > 0, "the rank must be at least 1")

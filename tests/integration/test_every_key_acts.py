@@ -202,6 +202,7 @@ RUNS: dict[str, Acts] = {
         "checkpoint.keep_best=pass@1", checkpoints, "checkpoint.save_interval=0", to={"iter_000", "iter_001"}
     ),
     "model.lora.target_modules": Acts("model.lora.target_modules=[q_proj]", adapted, base=LORA, to=QUERIES),
+    "model.lora.use_rslora": Acts("model.lora.use_rslora=true", weights, base=LORA),
     "model.lora.layer_indices": Acts(
         "model.lora.layer_indices=1", lambda run: {name[0] for name in adapted(run)}, base=LORA, to={"1"}
     ),

@@ -142,6 +142,7 @@ def _with_new_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
+        use_rslora=lora.use_rslora,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         exclude_modules="|".join(excluded) or None,
         layers_to_transform=layers,

@@ -88,6 +88,11 @@ OF_OTHER_TRAINERS = {
 }
 """A key of another trainer, or the end of one -> the key or the group that does the same here."""
 
+NOT_SERVED = {
+    "modules_to_save": "no server loads an adapter with whole modules; adapt more layers by model.lora.target_modules",
+    "use_dora": "vLLM serves no DoRA; use plain LoRA, or model.lora.use_rslora=true",
+}
+"""What adapters of other trainers may have -> why ours cannot."""
 
 OF_OTHERS = "docs/from_the_seeds.md has the keys of other trainers"
 
@@ -119,7 +124,9 @@ def no_such_key(key: str) -> str:
     ends = (".".join(words[place:]) for place in range(len(words)))
     renamed = next((OF_OTHER_TRAINERS[end] for end in ends if end in OF_OTHER_TRAINERS), None)
     similar = difflib.get_close_matches(key, [k for k in known if not key.startswith(f"{k}.")], n=1, cutoff=0.7)
-    if renamed is not None:
+    if words[-1] in NOT_SERVED:
+        fix = NOT_SERVED[words[-1]]
+    elif renamed is not None:
         fix = f"no such key; the setting is {renamed}; {OF_OTHERS}"
     elif key in known:
         fix = f"the chosen options have no such key; `--help {key}` names those that have it"

@@ -36,7 +36,8 @@ def adapted(tmp_path: Path, base: Any) -> Any:
     build_char_tokenizer(512).save_pretrained(str(tmp_path / "base"))
     torch.manual_seed(0)
     policy = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=4, target_modules="all-linear")
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        LoraConfig(r=4, use_rslora=True, target_modules="all-linear"),
     )
     with torch.no_grad():
         for name, parameter in policy.named_parameters():

@@ -39,9 +39,9 @@ def logits_and_gradients(model):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_logits_and_gradients_are_those_of_peft(dropout):
-    theirs, ours = (peft_model(lora_dropout=dropout).train() for _ in range(2))
+@pytest.mark.parametrize(("dropout", "use_rslora"), [(0.0, False), (0.3, True)])
+def test_logits_and_gradients_are_those_of_peft(dropout, use_rslora):
+    theirs, ours = (peft_model(lora_dropout=dropout, use_rslora=use_rslora).train() for _ in range(2))
     assert fold_scales(ours, "default") == 14  # seven layers in two blocks
     (expected, expected_gradients), (found, gradients) = logits_and_gradients(theirs), logits_and_gradients(ours)
     assert torch.allclose(found, expected, atol=1e-5)

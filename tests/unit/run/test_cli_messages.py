@@ -59,6 +59,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("optimizer.lr=1", r"optimizer\.lr: no such key; the setting is train\.lr; docs/from_the_seeds.md .*"),
         ("env.repeats=1", r"env\.repeats: no such key; `--help` .*; docs/from_the_seeds.md .*"),
         ("actor_rollout_ref.rollout.n=4", r".*rollout\.n: no such key; the setting is data\.rollouts_per_problem; .*"),
+        ("model.lora.use_dora=true model/lora=default", r"model\.lora\.use_dora: vLLM serves no DoRA; .*"),
+        ("+model.lora.modules_to_save=[a] model/lora=default", r"model\.lora\.modules_to_save: no server loads .*"),
         ("model.lora.r=32", r"model\.lora\.r: model/lora is empty here; add model/lora=default"),
         ("engine.args.max_model_len=9", r"engine\.args\..*: engine is empty here; add engine=sglang or engine=vllm"),
         ("model=hf model.tiny.hidden_size=3", r"model\.tiny\.hidden_size: the chosen options have no such key; .*"),
