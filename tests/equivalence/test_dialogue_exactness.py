@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.dialogue import Ask, Dialogue
 from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.model.chat import USER
 from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, table_of
 from offline_grpo.types import (
     Completion,
@@ -33,8 +36,10 @@ from offline_grpo.types import (
 
 SAMPLING = SamplingParams(max_new_tokens=40)
 RULES = Rules(max_turns=4, max_turn_tokens=20, max_environment_tokens=1500, timeout_s=60, tools=())
-QUICK = ("gptoss", "llama3_1", "qwen2_5", "qwen3_5_think")
+QUICK = ("gemma4", "gptoss", "lfm2_v2", "llama3_1", "qwen2_5", "qwen3_5_think")
 """A template of each way to write calls."""
+COUNT = int(os.environ.get("DIALOGUES", 24))
+"""Of each template: enough that each meets every `nasty_text`, and every kind of reply. DIALOGUES=300 takes minutes."""
 
 
 def logprobs_of(
@@ -163,17 +168,17 @@ def recorded(rollouts: list[Rollout]) -> list[Rollout]:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_what_is_trained_on_is_what_was_sampled(name: str) -> None:
-    num_turns, num_calls = check(name, 16)
-    assert num_turns > 24
-    assert num_calls > 6
+    num_turns, num_calls = check(name, 12)
+    assert num_turns > 18
+    assert num_calls > 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_template_continues_exactly(name: str) -> None:
-    num_turns, num_calls = check(name, 300)
-    assert num_turns > 450
-    assert num_calls > 150 or codec_of(name).chat._reader is None
+    num_turns, num_calls = check(name, COUNT)
+    assert num_turns > 1.5 * COUNT
+    assert num_calls > 0.5 * COUNT or codec_of(name).chat._reader is None
 
 
 def test_a_reply_that_is_encoded_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,3 +219,48 @@ def test_replies_are_read_as_they_were_meant() -> None:
     assert cut.is_cut
     assert cut.calls == ()
     assert Reply().message == {"role": "assistant", "content": ""}
+
+
+TRICKY = {"text": "a, b: {c}\n[d]", "n": -3, "flag": True, "list": [1, "x, y"], "of": {"k": "v"}}
+
+
+@pytest.mark.parametrize("name", ["deepseekv3", "gemma4_v5", "glm4moe", "lfm2_v2", "muse_glimmer", "qwen3_5_think"])
+def test_what_a_template_writes_for_a_call_is_read(name: str) -> None:
+    codec, types = (
+        codec_of(name),
+        {"text": "string", "n": "integer", "flag": "boolean", "list": "array", "of": "object"},
+    )
+    parameters = {"type": "object", "properties": {key: {"type": kind} for key, kind in types.items()}}
+    tool = {"type": "function", "function": {"name": "buy", "parameters": parameters}}
+    arguments = json.dumps(TRICKY) if name == "deepseekv3" else TRICKY
+    calls = [{"id": "0", "type": "function", "function": {"name": "buy", "arguments": arguments}}] * 2
+    text = codec.apply([USER, {"role": "assistant", "content": "Well.", "tool_calls": calls}])
+    ids = tuple(codec.tokenizer.encode(text, add_special_tokens=False))
+    reply = codec.chat.read(Completion(ids, (0.0,) * len(ids), FinishReason.STOP, (0,) * len(ids)), SAMPLING, [tool], 0)
+    assert [(call.name, call.arguments) for call in reply.calls] == [("buy", TRICKY)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lfm2_v2", "[buy(name='a', price=f())]"),
+        ("lfm2_v2", "[buy(name=b'a')]"),
+        ("lfm2_v2", f"[buy(name={'(' * 9999}])"),
+        ("gemma4", "call:buy{name:" + "[" * 99999 + "}"),
+    ],
+)
+def test_a_call_that_is_malformed_is_none(name: str, text: str) -> None:
+    codec = codec_of(name)
+    marks = ("<|tool_call>", "<tool_call|>") if name == "gemma4" else ("<|tool_call_start|>", "<|tool_call_end|>")
+    ids = tuple(codec.tokenizer.encode(text.join(marks), add_special_tokens=False))
+    reply = codec.chat.read(Completion(ids, (0.0,) * len(ids), FinishReason.STOP, (0,) * len(ids)), SAMPLING, [BUY], 0)
+    assert reply.calls == ()
+
+
+def test_a_template_that_drops_thinking_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        for name in ("qwen2_5", "qwen3_8", "qwen3", "deepseekv3", "gptoss"):
+            codec_of(name).chat.check(has_tools=True)
+    assert [record.message[:50] for record in caplog.records] == [
+        "the chat template leaves earlier thinking out where"[:50]
+    ] * 3

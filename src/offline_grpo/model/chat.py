@@ -6,9 +6,11 @@ the next one. So nothing that was sampled is ever encoded, whatever a template d
 
 from __future__ import annotations
 
+import ast
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,8 @@ from offline_grpo.types import Call, Completion, FinishReason, Message, Reply, S
 
 if TYPE_CHECKING:
     from offline_grpo.model.text import TokenizerCodec
+
+log = logging.getLogger(__name__)
 
 MARK, NEXT = "Zq7wEnd", "Zq7wNext"
 """Texts that no template writes, in place of a reply and of what comes after it."""
@@ -43,17 +47,40 @@ PROBE_CALL = Call("000000000", "probe", {"text": 'a "b" c', "count": 3})
 THINKING_ENDS = "</think>"
 
 
+def _json(text: str) -> Any:
+    return json.JSONDecoder().raw_decode(text)[0]
+
+
+def _gemma(text: str) -> Any:
+    """JSON with bare keys, and texts between tokens of their own."""
+    parts = text.split('<|"|>')
+    parts[::2] = [re.sub(r"(?<=[{,])\s*(\w+)\s*:", r'"\1":', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    return _json("".join(parts))
+
+
+def _python(text: str) -> Any:
+    """A list of calls with keywords."""
+    calls = [call for call in getattr(ast.parse(text, mode="eval").body, "elts", []) if isinstance(call, ast.Call)]
+    named = [
+        (ast.unparse(call.func), {each.arg: ast.literal_eval(each.value) for each in call.keywords}) for call in calls
+    ]
+    return json.loads(json.dumps([{"name": name, "arguments": arguments} for name, arguments in named]))
+
+
 @dataclass(frozen=True)
 class Reader:
     """A format of calls.
 
     Args:
-        call: finds a call. Its groups: `name`, or without it JSON has the name too; and `rest`, where arguments begin.
-        pair: finds an argument in `rest`: key and value; None where `rest` begins with JSON.
+        call: finds a call. Its groups: `name`, or without it `value` has the name; and `rest`, where arguments begin.
+        pair: finds an argument in `rest`: key and value; None where `value` reads all.
+        value: what `rest` says.
     """
 
     call: str
     pair: str | None = None
+    value: Callable[[str], Any] = _json
 
     def calls(self, text: str, tools: Sequence[Schema]) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         """Where each call begins, its name and arguments. One that is malformed is none."""
@@ -64,8 +91,8 @@ class Reader:
                 yield found.start(), str(name), {key: _typed(value, key, str(name), tools) for key, value in pairs}
                 continue
             try:
-                value, _ = json.JSONDecoder().raw_decode(found["rest"])
-            except ValueError:
+                value = self.value(found["rest"])
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # the last: a thousand brackets
                 continue
             for each in value if isinstance(value, list) else [value]:
                 own = {"name": name, "arguments": each} if name else each if isinstance(each, dict) else {}
@@ -88,6 +115,16 @@ READERS = (
     Reader(r"\[TOOL_CALLS\]\s*(?P<rest>\[.*)"),  # Mistral, and its later form
     Reader(r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\](?P<rest>\{.*?)(?=\[TOOL_CALLS\]|\Z)"),
     Reader(r"to=functions\.(?P<name>[\w.-]+)[^{]*?<\|message\|>(?P<rest>\{.*)"),  # gpt-oss
+    Reader(  # DeepSeek V3, and V3.1
+        r"<.tool▁call▁begin.>(?:function<.tool▁sep.>)?(?P<name>[\w.-]+)(?:<.tool▁sep.>|\s*```json)\s*(?P<rest>\{.*?)"
+        r"<.tool▁call▁end.>"
+    ),
+    Reader(r"<\|tool_call>call:(?P<name>[\w.-]+)(?P<rest>\{.*?\})<tool_call\|>", value=_gemma),  # Gemma 4
+    Reader(r"<\|tool_call_start\|>\s*(?P<rest>\[.*?\])\s*<\|tool_call_end\|>", value=_python),  # LFM2
+    Reader(  # Muse
+        r"(?:<atem:function_calls>\s*)?<atem:invoke name=\"(?P<name>[^\"]+)\">(?P<rest>.*?)</atem:invoke>",
+        r"<atem:parameter name=\"([^\"]+)\">(.*?)</atem:parameter>",
+    ),
 )
 
 
@@ -119,6 +156,17 @@ class ChatFormat:
             can = "cannot write calls of tools" if self._call_closing is None else "writes calls in an unknown form"
             fix = f"{other}, or have no tools and write `respond(self, text)` (docs/environments.md)"
             raise ConfigError(f"task.environment: has tools, and the model's chat template {can}; {fix}")
+        if self._drops_thinking():
+            kept = "this run keeps it, because what was sampled is never written anew"
+            log.info("the chat template leaves earlier thinking out where the user speaks again; %s", kept)
+
+    def _drops_thinking(self) -> bool:
+        """Whether the template knows of thinking, and leaves that of a reply out once the user speaks again."""
+        knows = any(
+            name in str(self._tokenizer.chat_template) for name in ("thinking", "reasoning_content", "</think>")
+        )
+        reply = {"role": "assistant", "content": NEXT, "reasoning_content": MARK, "thinking": MARK}
+        return knows and MARK not in self._codec.apply([USER, reply, USER])
 
     def first(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """The ids of a conversation, and of what begins the next reply. Raises ConfigError as `TextCodec.encode`."""
@@ -256,4 +304,4 @@ def _typed(value: str, key: str, name: str, tools: Sequence[Schema]) -> Any:
     try:
         return json.loads(value)
     except ValueError:
-        return value
+        return {"True": True, "False": False, "None": None}.get(value, value)  # as Qwen 3.5's template writes them
