@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,15 +59,15 @@ def _evenly(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _of_shard(shard: Shard, num_groups: int) -> Iterator[dict[str, Any]]:
-    from offline_grpo.rollouts.store.rows import group_rows
+    from offline_grpo.rollouts.store.rows import group_rows, plain_rows
 
     table = shard.table()
     rewards, rows = np.nan_to_num(table["reward"].to_numpy(), nan=-np.inf), []
     for members in _evenly(list(group_rows(table).values()), num_groups):
         order = sorted(members, key=lambda row: -rewards[row])
         rows += dict.fromkeys((order[0], order[-1]))
-    for row in table.take(rows).to_pylist():
-        prompt = "\n".join(str(message.get("content")) for message in json.loads(row["messages"] or "[]"))
+    for row in plain_rows(table.take(rows)):
+        prompt = "\n".join(str(message.get("content")) for message in row["messages"] or ())
         yield {name: row[name] for name in FACTS} | {
             "iteration": row["iteration"] + 1,
             "prompt": _shortened(prompt),
@@ -135,5 +134,5 @@ def _solved(shard: Shard) -> Solved:
     table = shard.table(["problem_id", "messages", "answer", "is_correct"])
     found: dict[tuple[str, ...], Counter[bool]] = {}
     for *asked, is_correct in zip(*(table[name].to_pylist() for name in table.column_names), strict=True):
-        found.setdefault(tuple(text or "" for text in asked), Counter())[is_correct] += 1
+        found.setdefault(tuple(str(value or "") for value in asked), Counter())[is_correct] += 1
     return found

@@ -21,7 +21,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts.store import recorder as recording
 from offline_grpo.rollouts.store.reader import shards_of
 from offline_grpo.rollouts.store.recorder import Recorder
-from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, table_of
+from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, plain_rows, table_of
 from offline_grpo.types import Rollout, RolloutGroup, Score, Turn
 
 
@@ -36,6 +36,8 @@ def test_a_row_says_everything_about_a_completion(store: Path) -> None:
     page = (CONF.parent / "docs" / "read_your_run.md").read_text()
     assert [name for name in table.column_names if f"`{name}`" not in page] == []
     row = table.to_pylist()[4]
+    [message] = row.pop("messages")
+    assert {name: value for name, value in message.items() if value is not None} == {"role": "user", "content": "2+2="}
     assert row.pop("logprobs") == [-0.5, struct.unpack("f", struct.pack("f", -0.1))[0]]
     assert row == {
         "iteration": 2,
@@ -44,9 +46,8 @@ def test_a_row_says_everything_about_a_completion(store: Path) -> None:
         "problem_id": "p1",
         "answer": "4",
         "text": "2.1.1",
-        "messages": '[{"role": "user", "content": "2+2="}]',
         "fields": '{"level": 1}',
-        "parts": '{"correct": 0.3}',
+        "parts": [("correct", 0.3)],
         "prompt_ids": [1, 2, 1],
         "completion_ids": [12, 21],
         "is_sampled": None,
@@ -122,7 +123,10 @@ def two_turns() -> RolloutGroup:
         teacher_logprobs=(0.0, -0.25, 0.0, 0.0, -1.5),
         zero_advantage=True,
         turns=(Turn(1, 2), Turn(4, 5, 0.5)),
-        conversation=({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},),
+        conversation=(
+            {"role": "user", "content": [{"type": "text", "text": "x"}], "weight": 0},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+        ),
     )
     zeros = dict.fromkeys(("logprobs", "ref_logprobs", "teacher_logprobs"), (0.0,) * 5)
     none = {"is_sampled": (False,) * 5, "turns": (), "conversation": ()}
@@ -145,6 +149,18 @@ def test_what_was_recorded_is_read_again() -> None:
             assert one.logprobs == pytest.approx(other.logprobs, rel=1e-7)
             assert replace(one, logprobs=other.logprobs) == other
     assert parquet(table, {}) == parquet(table_of("train", groups, None, 7), {})
+
+
+def test_files_that_have_json_for_nested_columns_are_read_alike(tmp_path: Path) -> None:
+    """As every file had before."""
+    table = earlier = table_of("train", [*made_groups(1), two_turns()], None, 7)
+    for name in ("messages", "parts", "measured", "conversation"):
+        texts = [None if row[name] is None else json.dumps(row[name]) for row in plain_rows(table)]
+        earlier = earlier.set_column(earlier.schema.get_field_index(name), name, pa.array(texts, pa.string()))
+    pq.write_table(earlier, tmp_path / "iter_007.parquet")
+    [shard] = shards_of(tmp_path, key="PATH")
+    assert shard.table().schema.types == table.schema.types
+    assert shard.table().to_pylist() == table.to_pylist()
 
 
 def test_what_could_not_be_scored_is_null_and_read_again_as_unscored() -> None:

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from offline_grpo.disk import write_whole
 from offline_grpo.rollouts.atropos.groups import NOT_TRAINED
 from offline_grpo.rollouts.store.reader import ORIGIN_FILE, Shard
-from offline_grpo.rollouts.store.rows import group_rows, groups_of
+from offline_grpo.rollouts.store.rows import NUMBERS, SCHEMA, group_rows, groups_of, plain_rows
 from offline_grpo.types import Rollout, RolloutGroup
 
 Tables = Iterable[tuple[Shard, pa.Table]]
@@ -28,9 +28,8 @@ def to_json_lines(tables: Tables, out: Path) -> int:
 
     def lines() -> Iterator[dict[str, Any]]:
         for _, table in tables:
-            for row in table.to_pylist():
-                names = ("messages", "fields", "parts", "measured", "conversation")
-                yield row | {name: from_json(row[name]) for name in names if row[name] is not None}
+            for row in plain_rows(table):
+                yield row | {"fields": None if row["fields"] is None else from_json(row["fields"])}
 
     return _write_lines(out, lines())
 
@@ -46,7 +45,9 @@ def to_datasets(tables: Tables, out: Path) -> int:
     import datasets
 
     shards, parts = zip(*tables, strict=True)
-    whole = pa.concat_tables(parts)
+    pairs = pa.list_(pa.struct([NUMBERS.key_field, NUMBERS.item_field]))  # `datasets` knows no maps
+    kinds = [pairs if field.type == NUMBERS else field.type for field in SCHEMA]
+    whole = pa.concat_tables(parts).cast(pa.schema(zip(SCHEMA.names, kinds, strict=True)))
     datasets.disable_progress_bars()
     datasets.Dataset(whole).save_to_disk(out)
     origins = [shard.origin for shard in shards]

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.rollouts.store.recorder import FOLDER, FORMAT, KEY, Origin
-from offline_grpo.rollouts.store.rows import SCHEMA
+from offline_grpo.rollouts.store.rows import SCHEMA, typed_column
 
 DATASET = "dataset_info.json"
 ORIGIN_FILE = "offline_grpo.json"
@@ -71,7 +71,7 @@ class Shard:
             names, blank = set(table.column_names), table.num_rows
             return pa.table(
                 {
-                    field.name: table[field.name].cast(field.type)
+                    field.name: typed_column(table[field.name], field.type)
                     if field.name in names or not field.nullable
                     else pa.nulls(blank, field.type)
                     for field in wanted

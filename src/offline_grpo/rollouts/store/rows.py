@@ -1,7 +1,6 @@
 """Rollouts as rows of a table, and back. The table has a row per completion, so that any tool for Parquet can read it.
 
-Problems and reward parts are JSON, because their keys differ between tasks. What all completions of a group share is
-repeated in each row, and compresses to almost nothing.
+What all completions of a group share is repeated in each row, and compresses to almost nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +22,10 @@ from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Sco
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # `json.dumps` makes one at each call
 _HALVES = re.compile("[\ud800-\udfff]")
 TOKENS, LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
+NUMBERS = pa.map_(pa.string(), pa.float64())
+_TEXTS = ("role", "content", "reasoning_content", "tool_call_id", "name")
+_JSON = ("tool_calls", "other")  # "other": what else a message has, and what of `_TEXTS` is no text in it
+MESSAGES = pa.list_(pa.struct([(name, pa.string()) for name in (*_TEXTS, *_JSON)]))
 
 
 def _always(name: str, kind: pa.DataType) -> pa.Field:
@@ -36,9 +39,11 @@ SCHEMA = pa.schema(
         _always("phase", pa.string()),  # train or eval
         _always("group", pa.int64()),  # of the iteration; its completions are compared with each other
         pa.field("problem_id", pa.string()),  # this and the next three: null where the source has rollouts alone
-        pa.field("messages", pa.string()),  # JSON: [{"role": ..., "content": ...}, ...]
+        pa.field("messages", MESSAGES),
         pa.field("answer", pa.string()),
-        pa.field("fields", pa.string()),  # JSON: the rest of the problem's row in its data set
+        pa.field(
+            "fields", pa.string()
+        ),  # JSON, as its keys differ between tasks: the rest of the problem's row in its data set
         _always("prompt_ids", TOKENS),  # [P] all before the first sampled token
         _always("completion_ids", TOKENS),  # [C] that token and all after it
         _always("logprobs", LOGPROBS),  # [C] nats, the sampler's
@@ -51,20 +56,32 @@ SCHEMA = pa.schema(
         pa.field("finish_reason", pa.string()),  # null where the source does not know
         _always("text", pa.string()),  # what was judged
         pa.field("reward", pa.float64()),  # null: it could not be scored
-        pa.field("parts", pa.string()),  # JSON: {"name": weighted term of the reward}
+        pa.field("parts", NUMBERS),  # weighted terms of the reward by name
         _always("is_correct", pa.bool_()),
         pa.field("failure", pa.string()),  # null, or why it could not be scored
-        pa.field("measured", pa.string()),  # JSON: {"name": what else the task tells of it}; null: nothing
+        pa.field("measured", NUMBERS),  # what else the task tells of it, by name; null: nothing
         pa.field("advantage", pa.float64()),  # null: an evaluation, or no reward; of advantages per token their mean
         pa.field("advantages", pa.list_(pa.float64())),  # [C]; null unless the source gives one per token
         pa.field("zero_advantage", pa.bool_()),
         pa.field("turn_starts", pa.list_(pa.int32())),  # [K] in completion_ids; null: no environment
         pa.field("turn_rewards", pa.list_(pa.float64())),  # [K]
-        pa.field("conversation", pa.string()),  # JSON, as `messages`, which it begins with
+        pa.field("conversation", MESSAGES),  # which `messages` is the beginning of
     ]
 )
-_ITEMS = [f"{name}.list.element" for name in SCHEMA.names if pa.types.is_list(SCHEMA.field(name).type)]
-_NUMBERS = [leaf for leaf in _ITEMS if not leaf.startswith("is_sampled")]
+
+
+def _leaves(field: pa.Field) -> list[str]:
+    """The columns that Parquet makes of one."""
+    if field.type == MESSAGES:
+        return [f"{field.name}.list.element.{name}" for name in (*_TEXTS, *_JSON)]
+    if field.type == NUMBERS:
+        return [f"{field.name}.key_value.{name}" for name in ("key", "value")]
+    return [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name]
+
+
+_PER_TOKEN = [field for field in SCHEMA if pa.types.is_list(field.type) and field.type != MESSAGES]
+_REPEATED = [leaf for field in SCHEMA if field not in _PER_TOKEN for leaf in _leaves(field)]
+_NUMBERS = [leaf for field in _PER_TOKEN if field.name != "is_sampled" for leaf in _leaves(field)]
 
 
 def table_of(
@@ -92,7 +109,7 @@ def parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
         sink,
         table.schema,
         compression="zstd",
-        use_dictionary=[name for name in SCHEMA.names if not pa.types.is_list(SCHEMA.field(name).type)],  # type: ignore[arg-type]
+        use_dictionary=_REPEATED,  # type: ignore[arg-type]
         column_encoding=dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"),
         write_page_checksum=True,
         store_schema=False,  # Arrow's own types are not needed
@@ -108,7 +125,7 @@ def _problem(group: RolloutGroup) -> dict[str, Any]:
         return dict.fromkeys(("problem_id", "messages", "answer", "fields"))
     return {
         "problem_id": utf8(problem.problem_id),
-        "messages": _json([dict(message) for message in problem.messages]),
+        "messages": list(map(_stored, problem.messages)),
         "answer": utf8(problem.answer),
         "fields": _json(dict(problem.fields)),
     }
@@ -137,16 +154,60 @@ def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
         "text": utf8(rollout.text),
         # whatever scoring.on_failure made of it; Arrow takes no large integers for a float
         "reward": None if rollout.score.failure is not None else float(rollout.score.reward),
-        "parts": _json(dict(rollout.score.parts)),
+        "parts": _numbers(rollout.score.parts),
         "is_correct": rollout.score.is_correct,
         "failure": rollout.score.failure,
-        "measured": _json(dict(rollout.score.measured)) if rollout.score.measured else None,
+        "measured": _numbers(rollout.score.measured) or None,
         "advantages": None if group.advantages is None else group.advantages[index][start:],
         "zero_advantage": rollout.zero_advantage,
         "turn_starts": [turn.start - start for turn in rollout.turns] if rollout.turns else None,
         "turn_rewards": [turn.reward for turn in rollout.turns] if rollout.turns else None,
-        "conversation": _json([dict(each) for each in rollout.conversation]) if rollout.conversation else None,
+        "conversation": list(map(_stored, rollout.conversation)) or None,
     }
+
+
+def _numbers(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [(utf8(name), float(value)) for name, value in values.items()]
+
+
+def _stored(message: Mapping[str, Any]) -> dict[str, str]:
+    """A message with the fields of `MESSAGES`; `_message` is the inverse."""
+    found = {name: utf8(message[name]) for name in _TEXTS if isinstance(message.get(name), str)}
+    other = {name: value for name, value in message.items() if name not in found}
+    if "tool_calls" in other:
+        found["tool_calls"] = _json(other.pop("tool_calls"))
+    return found | ({"other": _json(other)} if other else {})
+
+
+def _message(stored: Mapping[str, str | None]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: value for name, value in stored.items() if value is not None}
+    if "tool_calls" in found:
+        found["tool_calls"] = from_json(found["tool_calls"])
+    return found | from_json(found.pop("other", "{}"))
+
+
+def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows, messages and reward parts as they were before they were recorded."""
+    rows = table.to_pylist()
+    for row in rows:
+        for name in ("messages", "conversation"):
+            row[name] = None if row[name] is None else list(map(_message, row[name]))
+        for name in ("parts", "measured"):
+            row[name] = None if row[name] is None else dict(row[name])
+    return rows
+
+
+def typed_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | pa.Array:
+    """A column in its type of `SCHEMA`: in earlier files nested ones are JSON, and `datasets` has lists for maps."""
+    is_json = pa.types.is_nested(kind) and not pa.types.is_nested(column.type)
+    if not is_json and pa.types.is_map(kind) == pa.types.is_map(column.type):
+        return column.cast(kind)
+    values = column.to_pylist()
+    if is_json:
+        values = [None if text is None else from_json(text) for text in values]
+    if is_json and kind == MESSAGES:
+        values = [None if messages is None else list(map(_stored, messages)) for messages in values]
+    return pa.array(values, kind)
 
 
 def first_sampled(rollout: Rollout) -> int:
@@ -157,7 +218,7 @@ def first_sampled(rollout: Rollout) -> int:
 def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGroup]:
     """The groups of these rows."""
     rows = [list(row) for row in rows]
-    members = iter(table.take([index for row in rows for index in row]).to_pylist())
+    members = iter(plain_rows(table.take([index for row in rows for index in row])))
     return [_group([next(members) for _ in row]) for row in rows]
 
 
@@ -181,8 +242,7 @@ def _group(members: Sequence[Mapping[str, Any]]) -> RolloutGroup:
     row = members[0]
     problem = None
     if row["messages"] is not None:
-        messages, fields = from_json(row["messages"]), from_json(row["fields"])
-        problem = Problem(row["problem_id"], tuple(messages), row["answer"], fields)
+        problem = Problem(row["problem_id"], tuple(row["messages"]), row["answer"], from_json(row["fields"]))
     advantages = None
     if all(member["advantages"] is not None for member in members):
         advantages = tuple((0.0,) * len(member["prompt_ids"]) + tuple(member["advantages"]) for member in members)
@@ -196,7 +256,6 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         None if row[name] is None else (0.0,) * blank + tuple(row[name])
         for name in ("ref_logprobs", "teacher_logprobs")
     )
-    parts, measured = ({} if row[name] is None else from_json(row[name]) for name in ("parts", "measured"))
     reward = row["reward"] if row["failure"] is None else nan
     return Rollout(
         token_ids=(*prompt, *completion),
@@ -206,12 +265,12 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         temperature=row["temperature"],
         finish_reason=None if row["finish_reason"] is None else FinishReason(row["finish_reason"]),
         text=row["text"],
-        score=Score(reward, row["is_correct"], parts, row["failure"], measured),
+        score=Score(reward, row["is_correct"], row["parts"] or {}, row["failure"], row["measured"] or {}),
         ref_logprobs=ref,
         teacher_logprobs=teacher,
         zero_advantage=bool(row["zero_advantage"]),
         turns=tuple(_turns(row)),
-        conversation=() if row["conversation"] is None else tuple(from_json(row["conversation"])),
+        conversation=tuple(row["conversation"] or ()),
     )
 
 

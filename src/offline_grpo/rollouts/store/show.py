@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic_core import from_json
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
@@ -19,7 +18,7 @@ from rich.text import Text
 from offline_grpo.generation.dialogue import spoken
 from offline_grpo.logger import print_table
 from offline_grpo.logger.samples import visible
-from offline_grpo.rollouts.store.rows import group_rows
+from offline_grpo.rollouts.store.rows import group_rows, plain_rows
 
 _ROWS, _BINS = 20, 5
 """Of the tables by iteration and by length."""
@@ -32,7 +31,7 @@ def show_groups(console: Console, table: pa.Table, count: int, *, full: bool) ->
     groups = [(key, rows) for key, rows in group_rows(table).items() if key[0] == newest]
     groups.sort(key=lambda group: len({rewards[row] for row in group[1]}) == 1)
     for (iteration, phase, number), rows in groups[:count]:
-        members = sorted(table.take(rows).to_pylist(), key=lambda row: inf if row["reward"] is None else -row["reward"])
+        members = sorted(plain_rows(table.take(rows)), key=lambda row: inf if row["reward"] is None else -row["reward"])
         first = members[0]
         name = "" if first["problem_id"] is None else f", problem {visible(first['problem_id'])}"
         when = "before training" if iteration == -1 else f"iteration {iteration + 1}"
@@ -43,7 +42,7 @@ def show_groups(console: Console, table: pa.Table, count: int, *, full: bool) ->
 
 
 def _prompt(row: Mapping[str, Any], *, full: bool) -> Iterator[Table]:
-    for message in from_json(row["messages"]) if row["messages"] is not None else ():
+    for message in row["messages"] or ():
         yield _line(message["role"], Text(_printable(message["content"], full=full)))
     if row["answer"]:
         yield _line("answer", Text(_printable(row["answer"], full=full)))
@@ -51,8 +50,8 @@ def _prompt(row: Mapping[str, Any], *, full: bool) -> Iterator[Table]:
 
 def _answer(row: Mapping[str, Any], *, full: bool) -> Table:
     """Reward, advantage and why it ended; then the completion."""
-    parts = {} if row["parts"] is None else from_json(row["parts"])
     facts = ["no reward" if row["reward"] is None else f"reward {row['reward']:.3f}"]
+    parts = row["parts"] or {}
     facts += [f"{visible(name)} {value:.3g}" for name, value in parts.items() if len(parts) > 1]
     facts += [] if row["advantage"] is None else [f"advantage {row['advantage']:+.2f}"]
     facts += [
@@ -65,9 +64,8 @@ def _answer(row: Mapping[str, Any], *, full: bool) -> Table:
     if row["conversation"] is None:
         text.append(_printable(row["text"], full=full), colour)
     else:
-        messages = from_json(row["conversation"])
-        said = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        for line, is_sampled, is_thinking in spoken(messages[said:]):
+        said = next(i for i, message in enumerate(row["conversation"]) if message["role"] == "assistant")
+        for line, is_sampled, is_thinking in spoken(row["conversation"][said:]):
             style = f"{colour} italic" if is_thinking else colour if is_sampled else "dim"
             text.append(_printable(line, full=full) + "\n", style.strip())
     return _line("correct" if row["is_correct"] else "wrong", text)
