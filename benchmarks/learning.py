@@ -59,8 +59,12 @@ EXTRAS: Mapping[str, tuple[str, Sequence[str]]] = {
     "resample": ("longer_sums", ["train/loss=dapo", "data.resample_zero_signal=true"]),
     "group_16": ("longer_sums", ["data.problems_per_iteration=16", "data.rollouts_per_problem=16"]),
     "four_updates": ("sums", ["train.updates_per_iteration=4"]),
+    "lora": ("sums", ["model/lora=default", "train.lr=1e-4"]),
+    "nf4": ("sums", ["model/lora=default", "train.lr=1e-4", "model.quantization=nf4"]),
 }
 """Arm -> its task, and what it changes of the arm grpo. The first two look for a collapse, and run early."""
+IN_PROCESS = ("lora", "nf4")
+"""Arms that sample without a server, whose base weights other arms replace. The second is compared with the first."""
 FEW_SEEDS = 3
 """That a task gets before the next task begins."""
 SERIES = ("reward_mean", "success_rate", "entropy", "completion_tokens_mean", "kl_divergence", "clip_frac", "grad_norm")
@@ -143,7 +147,8 @@ class Worker:
         """Its exit code; None if the time ran out."""
         folder = self.args.work / job.name
         folder.mkdir(parents=True)
-        command = our_command(job, self.args, folder, self.serve()) if job.is_ours else trl_command(job, self.args)
+        url = self.serve() if job.is_ours and job.arm not in IN_PROCESS else ""
+        command = our_command(job, self.args, folder, url) if job.is_ours else trl_command(job, self.args)
         started = time.time()
         process = self.start(command, folder / "log.txt")
         code: int | None = None
@@ -174,9 +179,10 @@ def our_command(job: Job, args: argparse.Namespace, folder: Path, url: str) -> l
     on_gpu = ["train.precision=bf16", "train.batch_size=null", "train.tokens_per_microbatch=8192"]
     on_cpu = ["train.precision=fp32", "train.batch_size=8", "model.device=cpu"]
     loss = job.arm if job.arm in LOSSES else "grpo"
+    served = f"generation=vllm_server generation.base_url={url} weight_sync={job.sync}"
     words = f"""
         model=hf task=dataset task.reward=learning_tasks:{learning_tasks.REWARDS[job.task]} scoring.workers=2
-        generation=vllm_server generation.base_url={url} weight_sync={job.sync}
+        {"" if job.arm in IN_PROCESS else served}
         generation.max_new_tokens={limit(job, args)} checkpoint.enabled=false eval.ks=[1]
         data.problems_per_iteration={args.prompts} data.rollouts_per_problem={args.group} seed={job.seed}
         train/loss={loss} train.updates_per_iteration={UPDATES} train.iterations={args.iterations}
@@ -403,6 +409,13 @@ def collect(args: argparse.Namespace) -> None:
             measured[f"{task}/{arm}/iteration_s"] = float(
                 np.median([s for run in found for s in run["iteration_s"][1:]])
             )
+        exact, rounded_base = (arms.get(arm, []) for arm in IN_PROCESS)
+        if len(exact) > 1 and len(rounded_base) > 1:
+            pair = [[run["pass@1"][-1] for run in found] for found in (rounded_base, exact)]
+            difference, half = apart(*pair)
+            measured |= {f"{task}/nf4_minus_lora": difference, f"{task}/nf4_minus_lora_half": half}
+            measured[f"{task}/nf4_beyond_interval"] = max(0.0, abs(difference) - half)
+            targets.append(Target(f"{task}/nf4_beyond_interval", "<=", 0.0))
         ours, theirs = arms.get("grpo", []), arms.get("trl", [])
         if len(ours) > 1 and len(theirs) > 1:
             pairs = [

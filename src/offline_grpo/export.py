@@ -13,6 +13,10 @@ from offline_grpo import hub
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import cli
 
+MERGED = (
+    "the adapter was trained beside a base in 4 bits, and is merged into the one of the files: completions differ from "
+    "the run's by what 4 bits had rounded; evaluate the folder, or serve the adapter (--no-merge) with a 4-bit base"
+)
 PACKAGES = ("offline-grpo", "torch", "transformers", "peft")
 
 
@@ -72,6 +76,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     )
     export_model(source, options.out, merge=merge, dtype=options.dtype, card=card, picture=picture)
     what = "the adapter of" if source.adapter is not None and not merge else "the model of"
+    if source.quantization is not None and merge:
+        print(MERGED)
     print(f"wrote {what} {source.checkpoint or source.name} to {options.out}")
     if options.push_to_hub is not None:
         print(f"pushed it to {push_to_hub(options.out, options.push_to_hub, private=options.private)}")

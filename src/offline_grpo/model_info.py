@@ -133,6 +133,8 @@ def _fits(weights: str, config: PretrainedConfig, quarter: str, trust: bool) -> 
         "last 25%, AdamW": (full, quarter),
         f"LoRA r={LORA_RANK}, AdamW": ("weight_sync=lora_hotswap", "model/lora=default", f"model.lora.r={LORA_RANK}"),
     }
+    name, adapted = list(ways.items())[-1]
+    ways[name.replace("LoRA", "NF4 LoRA")] = (*adapted, "model.quantization=nf4")
     train_id = f"model.train_id={conf.quoted(Path(weights))}"
     model = ("model=hf", train_id, f"model.trust_remote_code={str(trust).lower()}")
     for name, overrides in ways.items():

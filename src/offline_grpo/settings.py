@@ -70,12 +70,16 @@ class ModelConfig:
     chat_template: str | None = None
     chat_template_kwargs: Any = None  # a dict: one that is typed would have to be extended with +
     gguf_file: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         has_model = self.train_id is not None or self.gguf_file is not None or self.tiny is not None
         check(self, "model.train_id", has_model, "name a Hugging Face id or a local folder")
         is_good = self.chat_template_kwargs is None or isinstance(self.chat_template_kwargs, dict)
         check(self, "model.chat_template_kwargs", is_good, "must be {NAME: VALUE, ...}, or null")
+        check(self, "model.quantization", self.quantization in (None, "nf4"), "must be nf4 or null")
+        fix = "quantised weights cannot be trained, and adapters beside them can; add model/lora=default, or use null"
+        check(self, "model.quantization", self.quantization is None or self.lora is not None, fix)
         check(self, "model.compile", self.compile in ("auto", True, False), "must be one of auto, true, false")
 
 

@@ -132,6 +132,7 @@ RUNS: dict[str, Acts] = {
     "seed": Acts("seed=1", samples, keeps=lambda run: run.start["model.norm.weight"].tolist()),
     "model.ref_id": Acts("model.ref_id=@model", metric("kl_divergence"), keeps=samples),
     "model.gguf_file": Acts("model.gguf_file=@gguf", lambda run: run.model_dir.name[:6], base=BRIEF, to="small-"),
+    "model.quantization": Acts("model.quantization=nf4", samples, base=f"{BRIEF} {LORA}"),
     "model.compile": Acts("model.compile=true", calls("compile"), base=BRIEF, to=4),  # blocks of policy and reference
     "scoring.timeout_s": Acts(
         "scoring.timeout_s=0.2", metric("scoring/num_failed_timeout", FIRST), f"{SCORED} {GOES_ON}", to=2

@@ -65,6 +65,11 @@ class ModelSource:
         """What the run computed in; None for a model from elsewhere."""
         return None if self.config is None else torch_dtype(self.config["train"]["precision"])
 
+    @property
+    def quantization(self) -> str | None:
+        """What an adapter was trained on a base in; None where it was not quantised."""
+        return None if self.config is None else self.config["model"].get("quantization")
+
     def tokenizer(self, chat_template: str | None = None) -> PreTrainedTokenizerBase:
         """The one beside the weights, or else that of the base. `chat_template`: see `use_template`."""
         local = Path(self.adapter) if self.adapter is not None else None
@@ -84,13 +89,15 @@ class ModelSource:
 
         Args:
             dtype: None is that of the run that trained it; of another model, that of its weights.
-            merge: add an adapter to the base's weights, in fp32, and round the sum to `dtype` once.
+            merge: add an adapter to the base's weights, in fp32, and round the sum to `dtype` once. The base is that of
+                its files then, never a quantised one.
 
         Raises:
             ConfigError: the weights cannot be loaded.
         """
         make_current(device)
         how: Any = {"key": KEY, "trust_remote_code": self.trust_remote_code}
+        how["quantization"] = None if merge else self.quantization
         model = load_causal_lm(self.weights, attn_implementation, device, dtype or self.trained_dtype, **how)
         model.requires_grad_(False)
         if self.adapter is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,6 +80,18 @@ class VllmLauncher(Launcher):
         super().__post_init__()
         fix = "set engine.api_key, which the run sends too"
         require("VLLM_API_KEY" not in self.env, "engine.env.VLLM_API_KEY", "...", fix)
+
+    def check_installed(self) -> None:
+        """See `Launcher.check_installed`. vLLM 0.28 moved bitsandbytes into a package of its own."""
+        super().check_installed()
+        package = find_spec(self.package)
+        if self.args.get("quantization") != "bitsandbytes" or self.python is not None or package is None:
+            return
+        [folder] = package.submodule_search_locations or [""]
+        has_own = Path(folder, "model_executor/layers/quantization/bitsandbytes.py").exists()
+        fix = "this vLLM (0.28 or newer) needs the package vllm-bnb-plugin for it; install that beside it"
+        is_good = has_own or "PYTHONPATH" in self.env or find_spec("vllm_bnb_plugin") is not None
+        require(is_good, "engine.args.quantization", "bitsandbytes", fix)
 
     def expecting(self, num_sequences: int) -> VllmLauncher:
         """See `Launcher.expecting`: adds CUDA graphs for as many sequences, unless `args` say which ones there are."""

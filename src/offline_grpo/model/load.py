@@ -38,6 +38,7 @@ from transformers.utils.hub import cached_file
 from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import Layout, LossHead
+from offline_grpo.model import nf4
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.layers import blocks_of, parse_layer_indices, text_parameters
@@ -168,15 +169,16 @@ def load_policy(
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
     home = torch.device("cpu") if shares_weights else device
     make_current(home)
-    model = load_causal_lm(weights, config.attn_implementation, home, dtype, trust_remote_code=config.trust_remote_code)
+    how: Any = {"trust_remote_code": config.trust_remote_code}
+    model = load_causal_lm(weights, config.attn_implementation, home, dtype, quantization=config.quantization, **how)
     model = prepare(model, config, train_layer_indices, gradient_checkpointing, adapter)
     first = layouts_for(layout, device, dtype)[0]
     scoring = Scoring(model, first, head, logits=measure_logit_transform(unwrapped(model)))
     if not shares_weights:
         settle_layout(scoring, layout, device)
         settle_compile(scoring, config.compile, device)
-    how = {"trust_remote_code": config.trust_remote_code, "chat_template": config.chat_template}
-    return Policy(scoring, load_tokenizer(model_id, **how), compute_device=device)
+    tokenizer = load_tokenizer(model_id, chat_template=config.chat_template, **how)
+    return Policy(scoring, tokenizer, compute_device=device)
 
 
 def is_adapted_policy(config: ModelConfig) -> bool:
@@ -228,7 +230,7 @@ def prepare(
     if is_composite(model.config):
         model.requires_grad_(False)
         for parameter in text_parameters(model).values():
-            parameter.requires_grad_(True)
+            parameter.requires_grad_(parameter.is_floating_point())
     if config.lora is not None:
         fix = "with LoRA choose blocks by model.lora.layer_indices"
         require(train_layer_indices is None, "train.train_layer_indices", train_layer_indices, fix)
@@ -302,6 +304,7 @@ def load_causal_lm(
     *,
     key: str = "model.train_id",
     trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """The model in eval mode.
 
@@ -309,6 +312,7 @@ def load_causal_lm(
         attn_implementation: see `attention_of`.
         dtype: None is that of the weights.
         key: what named the model, for messages.
+        quantization: see `model.quantization`.
 
     Raises:
         ConfigError: attention that would be wrong, or a model that is not complete.
@@ -316,8 +320,12 @@ def load_causal_lm(
     trust = {"trust_remote_code": trust_remote_code}
     config = read_model_config(model_id, key, **trust)
     attention = attention_of(config, attn_implementation)
-    settings = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
+    settings: Any = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
+    if quantization is not None:
+        settings |= nf4.loading(dtype or torch.bfloat16, device)
     model, info = _auto_class(config).from_pretrained(model_id, **settings, **trust)
+    if quantization is not None:
+        nf4.settle(model, dtype or torch.bfloat16)
     if is_composite(config):
         processor_files(model_id)
     missing = min(info["missing_keys"], default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
-class FoldedLinear(Linear):
-    """peft's layer, without the two arrays [T, out] that it scales. vLLM folds the scale in the same way."""
+class Folded(nn.Module):
+    """peft's layer, without the two arrays [T, out] that it scales. vLLM folds the scale in the same way. The classes
+    below put it in front of peft's own, one for each kind of base layer.
+    """
 
     folded: tuple[nn.Linear, nn.Linear, nn.Linear, nn.Module | None, float]
     """Base layer, A, B, dropout if there is any, and scale. Compiled blocks check all that they look up each time they
@@ -24,19 +27,41 @@ class FoldedLinear(Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., out] for x [..., in]."""
-        if self._disable_adapters or self.merged_adapters or args or kwargs:
+        layer: Any = self
+        if layer._disable_adapters or layer.merged_adapters or args or kwargs:
             return super().forward(x, *args, **kwargs)
         base, a, b, dropout, scale = self.folded
         shared = self.shared
         own = x if dropout is None else dropout(x)
         inner = linear(own, a.weight) if shared is None else shared(x, self.place)  # [..., R]
-        return linear(x, base.weight, base.bias) + linear(inner, b.weight * scale)
+        return self.product(base, x) + linear(inner, b.weight * scale)
+
+    def product(self, base: nn.Linear, x: Tensor) -> Tensor:
+        """Of the base layer and x [..., in]: [..., out]."""
+        return linear(x, base.weight, base.bias)
+
+
+class FoldedLinear(Folded, Linear):
+    """On weights that are not quantised."""
+
+
+KINDS: dict[type, type[Folded]] = {Linear: FoldedLinear}
+with suppress(ImportError):  # peft has it where bitsandbytes is installed
+    from peft.tuners.lora.bnb import Linear4bit
+
+    class Folded4bit(Folded, Linear4bit):
+        """On weights in 4 bits."""
+
+        def product(self, base: nn.Linear, x: Tensor) -> Tensor:
+            return base(x)
+
+    KINDS[Linear4bit] = Folded4bit
 
 
 class SharedInput:
     """One input times the A of several layers, such as q, k and v: the first makes it, and each takes its part."""
 
-    def __init__(self, layers: Sequence[FoldedLinear]) -> None:
+    def __init__(self, layers: Sequence[Folded]) -> None:
         self.layers = layers
         self.x: Tensor | None = None
         self.parts: Sequence[Tensor] = ()
@@ -60,9 +85,9 @@ def fold_scales(model: nn.Module, adapter: str) -> int:
     Left as peft made them: layers of other kinds, with hooks, or in another format than their adapter (a router in
     fp32), layers with several adapters, and adapters that have more than A and B.
     """
-    layers = [module for module in model.modules() if type(module) is Linear and _is_plain(module, adapter)]
+    layers: list[Any] = [m for m in model.modules() if type(m) in KINDS and _is_plain(m, adapter)]
     for layer in layers:
-        layer.__class__ = FoldedLinear
+        layer.__class__ = KINDS[type(layer)]
         dropout: Any = layer.lora_dropout[adapter]
         used = None if isinstance(dropout, nn.Identity) else dropout
         matrices = layer.get_base_layer(), layer.lora_A[adapter], layer.lora_B[adapter]
@@ -77,7 +102,7 @@ def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
 
     `run` passes something through the model, which shows who shares an input; names say so for some models only.
     """
-    layers = [module for module in model.modules() if isinstance(module, FoldedLinear) and module.folded[3] is None]
+    layers = [module for module in model.modules() if isinstance(module, Folded) and module.folded[3] is None]
     calls: list[tuple[Any, object]] = []  # the inputs are kept until the end, so that no two have the same id
 
     def see(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -89,7 +114,7 @@ def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
     finally:
         for hook in hooks:
             hook.remove()
-    seen: dict[FoldedLinear, set[tuple[FoldedLinear, ...]]] = {layer: set() for layer in layers}
+    seen: dict[Folded, set[tuple[Folded, ...]]] = {layer: set() for layer in layers}
     for _, together in groupby(calls, key=lambda call: id(call[1])):
         group = tuple(layer for layer, _ in together)
         for layer in group:
@@ -108,9 +133,10 @@ def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
     return len(groups)
 
 
-def _is_plain(layer: Linear, adapter: str) -> bool:
+def _is_plain(layer: Any, adapter: str) -> bool:
     a: Any = layer.lora_A[adapter]
     base: Any = layer.get_base_layer()
     has_own_forward = type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks
+    is_other = type(layer) is Linear and (has_own_forward or base.weight.dtype != a.weight.dtype)
     has_more = len(layer.lora_A) > 1 or layer.lora_variant or layer.lora_bias[adapter]
-    return base.weight.dtype == a.weight.dtype and not has_own_forward and not has_more
+    return not is_other and not has_more

@@ -44,11 +44,13 @@ def model_card(
     if state is None:
         return head + "Exported by offline-grpo; not trained by it.\n"
     config, data = _public(redacted(state["config"])), state["config"]["data"]
+    beside = "" if config["model"].get("quantization") is None else ", beside base weights in 4 bits (NF4)"
     model = f"`{_public(base)}`" if base is not None else "a small model, built and warm-started by the run itself"
     return head + "\n\n".join(
         [
             f"{'A LoRA adapter for' if is_adapter else 'Trained from'} {model} with Group Relative Policy Optimization "
-            f"(GRPO) by offline-grpo: {state['iteration'] + 1} iterations, {state['counters']['num_updates']} updates.",
+            f"(GRPO) by offline-grpo: {state['iteration'] + 1} iterations, {state['counters']['num_updates']} updates"
+            f"{beside}.",
             "## Data",
             f"Task `{config['task']['_target_'].rpartition('.')[2]}`, {data['problems_per_iteration']} problems per "
             f"iteration with {data['rollouts_per_problem']} completions each:\n\n{_yaml(config['task'])}",

@@ -19,6 +19,7 @@ from offline_grpo.generation.teacher import KEY
 from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source, TextCodec
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
+from offline_grpo.model import nf4
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.gguf import convert
 from offline_grpo.model.layouts import layouts_for
@@ -74,6 +75,8 @@ def assemble(
     devices = plan.devices(ranks.world_size)
     check_devices(devices)
     layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # refuses early
+    if config.model.quantization is not None:
+        nf4.check_device(resolve_device(config.model.device, ranks.local_rank))
     model_id = _model_id(plan, ranks)
     ranks.on_main(lambda: check_found_servers(plan, model_id))
     plan, prompt_tokens = check_model(plan, model_id)

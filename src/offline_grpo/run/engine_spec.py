@@ -108,6 +108,8 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
     engine = config.engine
     if config.model.trust_remote_code:  # the server loads the same model
         engine = {**engine, "args": {**engine["args"], "trust_remote_code": True}}
+    if config.model.quantization is not None:
+        engine = {**engine, "args": {**engine["args"], "quantization": "bitsandbytes"}}
     launcher: Launcher = build(engine, key="engine")
     of_iteration = -(-config.data.problems_per_iteration // num_engines)
     num_requests = min(client_node.get("batch_size", of_iteration), of_iteration)

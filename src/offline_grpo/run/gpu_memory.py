@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.teacher import KEY
+from offline_grpo.model import nf4
 from offline_grpo.model.device import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layers import blocks_of, is_compiled_by_default, layer_configs
 from offline_grpo.model.load import (
@@ -98,6 +99,8 @@ class Sizes:
     """A model in numbers of weights, adapters included."""
 
     num_weights: int
+    num_quantized: int  # of them, in 4 bits
+    largest_quantized: int  # of one layer
     num_trained: int
     block_weights: tuple[int, ...]  # of every block; empty where no list of blocks is found
     first_trained_block: int  # earlier blocks keep no activations
@@ -133,6 +136,7 @@ class MemoryRequest:
         """Of the model to train. Raises as `load_policy` does."""
         config = self.plan.config
         bare: Any = build_on_meta(self.model_config, trust_remote_code=config.model.trust_remote_code)
+        quantized = nf4.quantized_sizes(bare) if config.model.quantization is not None else []
         with torch.device("meta"):
             model: Any = prepare(bare, config.model, config.train.train_layer_indices)
         try:
@@ -143,6 +147,8 @@ class MemoryRequest:
         are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         return Sizes(
             num_weights=sum(p.numel() for p in model.parameters()),
+            num_quantized=sum(quantized),
+            largest_quantized=max(quantized, default=0),
             num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
             first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
@@ -200,6 +206,10 @@ def _num_weights(model_config: PretrainedConfig) -> int:
     return sum(p.numel() for p in build_on_meta(model_config).parameters())
 
 
+def _weights_bytes(sizes: Sizes, itemsize: int, bytes_of_quantized: float) -> int:
+    return (sizes.num_weights - sizes.num_quantized) * itemsize + int(sizes.num_quantized * bytes_of_quantized)
+
+
 def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     """A plan for every GPU that the run uses, in order, and then for the host, if it holds offloaded state.
 
@@ -224,7 +234,8 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
         if model_config is not None
     ]
 
-    weights = Part("policy weights", ceil(sizes.num_weights * (4 if has_fp32_parts else dtype.itemsize) / num_parts))
+    weights_bytes = _weights_bytes(sizes, 4 if has_fp32_parts else dtype.itemsize, nf4.TRAINER_BYTES)
+    weights = Part("policy weights", ceil(weights_bytes / num_parts))
     state_bytes = int(STATE_BYTES.get(type(plan.optimizer), STATE_BYTES[AdamW]) * num_trained)
     optimizer = [Part("fp32 masters", 4 * num_trained * needs_masters), Part("optimizer state", state_bytes)]
     context = Part("CUDA context", CONTEXT_BYTES)
@@ -235,6 +246,7 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
         Part(ACTIVATIONS, needed_bytes),
         Part(SAMPLING, max(0, _sampling_bytes(request) - gradients_bytes - activations_bytes)),
         context,
+        Part("dequantised layers", 2 * sizes.largest_quantized * dtype.itemsize),  # one, and the one before it
         Part("gathered embeddings and blocks", _gathered_bytes(request) if request.is_sharded else 0),
     ]
 
@@ -391,7 +403,10 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     """
     args, dtype = request.plan.server_args, request.plan.server_args.get("dtype")
     served = torch_dtype(dtype) if dtype in TORCH_NAMES else request.dtype  # auto is the model's own
-    weights = num_servers * (_num_weights(request.model_config) * served.itemsize // num_shards(args))
+    weights_bytes = _num_weights(request.model_config) * served.itemsize
+    if args.get("quantization") == "bitsandbytes":
+        weights_bytes = _weights_bytes(request.sizes, served.itemsize, nf4.SERVER_BYTES)
+    weights = num_servers * (weights_bytes // num_shards(args))
     key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
     share_frac = args.get(key) or DEFAULT_SHARE
     who = "server" if num_servers == 1 else f"{num_servers} servers"

@@ -75,6 +75,10 @@ def _check_weight_sync(plan: Plan) -> None:
     require(fits, "weight_sync.server_args.max_lora_rank", room, fix)
     fix = f"weight_sync={sync.name} starts servers of its own; set it to null, or use another weight_sync"
     require(not needs.own_server or engine.base_url is None, "generation.base_url", engine.base_url, fix)
+    is_served = plan.config.model.quantization is not None and engine.launcher is not None
+    fix = "a vLLM server with 4-bit weights computes in 16 bits; use bf16, or sample in process"
+    precision = plan.config.train.precision
+    require(not is_served or precision != "fp32", "train.precision", precision, fix)
     in_flight = plan.config.rollouts.get("in_flight")
     if needs.in_flight:
         can = needs.in_flight[0]
@@ -110,6 +114,8 @@ def _check_sharding(plan: Plan) -> None:
     train, sync = plan.config.train, plan.weight_sync
     if train.sharding != "fsdp2":
         return
+    fix = "train.sharding=fsdp2 cannot spread 4-bit weights; use null, or train.sharding=none"
+    require(plan.config.model.quantization is None, "model.quantization", "nf4", fix)
     fix = "the server shares whole weights, and train.sharding=fsdp2 spreads them; use nccl, ipc or reload"
     require(not sync.requires.shares_weights, "weight_sync", sync.name, fix)
     is_spread = type(plan.optimizer) is AdamW and not plan.optimizer.offload

@@ -42,6 +42,7 @@ FIXED = {
     "model.train_id": "its weights are those of another model",
     "model.gguf_file": "its weights are those of another model",
     "model.tiny": "its weights are those of another model",
+    "model.quantization": "its adapters were trained on another base",
     "model.lora": "its adapters have another shape",
     "task._target_": "it was trained on another task",
     "rollouts._target_": "its rollouts come from another source",

@@ -159,7 +159,7 @@ def prove_base(engine: Engine, snapshot: Snapshot) -> str:
         engine.control.set_tag(tag)
     unequal, num_compared = _compare_bits(snapshot, engine.control.served_bits())
     if unequal:
-        ours = {plain_name(name): tensor for name, tensor in snapshot.weights() if plain_name(name) in unequal}
+        ours = {plain_name(name): tensor for name, tensor in snapshot.text_weights() if plain_name(name) in unequal}
         unequal = engine.control.other_numbers(dict(zip(ours, sums(list(ours.values())), strict=True)))
     differ = f"{len(unequal)} of {num_compared} tensors differ, {', '.join(unequal[:3])}"
     fix = f"start the server from {snapshot.policy.causal_lm.name_or_path}"

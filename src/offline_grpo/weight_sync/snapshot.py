@@ -18,6 +18,7 @@ from torch import Tensor
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
 from offline_grpo.errors import EngineError, reason_of
 from offline_grpo.model.layers import text_parameters
+from offline_grpo.model.nf4 import dequantized
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_adapter, save_policy
 
@@ -47,9 +48,9 @@ class Snapshot:
         return self.full_weights(self.policy)
 
     def text_weights(self) -> Iterator[Named]:
-        """Those that text goes through: a composite's tower stays as it was."""
+        """Those that text goes through, dequantised: a composite's tower stays as it was."""
         text = text_parameters(self.policy.causal_lm)
-        return (pair for pair in self.weights() if pair[0] in text)
+        return ((name, dequantized(tensor, text[name])) for name, tensor in self.weights() if name in text)
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import os
 import secrets
 import select
@@ -192,16 +193,34 @@ class WorkerExtension:
         """The weights' dtype, and the fingerprint of each checkpoint parameter that the server has in this dtype.
 
         No fingerprints where the server holds something else than the checkpoint's parameters: parts of them, or
-        quantised ones.
+        quantised ones, but for bitsandbytes' 4 bits, whose dequantised numbers a trainer has too.
         """
-        views = {} if any(_refusals(self.vllm_config)) else self._grpo_views()
-        dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
-        return {"dtype": dtype, "fingerprints": dict(zip(views, fingerprints(list(views.values())), strict=True))}
+        is_4_bit = self.vllm_config.model_config.quantization == "bitsandbytes"
+        views = {} if len(list(_refusals(self.vllm_config))) > is_4_bit else self._grpo_views()
+        found = dict(zip(views, fingerprints(list(views.values())), strict=True))
+        found |= {name: fingerprints([weights])[0] for name, weights in self._grpo_dequantised()} if is_4_bit else {}
+        return {"dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."), "fingerprints": found}
 
     def grpo_sums(self, names: list[str]) -> dict[str, str]:
         """Of parameters that `grpo_state` named: see `sums`."""
-        views = self._grpo_views()
-        return dict(zip(names, sums([views[name] for name in names]), strict=True))
+        weights = itertools.chain(self._grpo_views().items(), self._grpo_dequantised())
+        return {name: sums([tensor])[0] for name, tensor in weights if name in names}
+
+    def _grpo_dequantised(self) -> Iterator[tuple[str, Tensor]]:
+        """The numbers of each checkpoint parameter that bitsandbytes holds in 4 bits, by its name, one at a time: all
+        together would need four times the memory of the model.
+        """
+        weights = {plain_name(name): p for name, p in _model(self).named_parameters() if hasattr(p, "bnb_quant_state")}
+        for tensor, entries in itertools.groupby(layout(_model(self)), lambda entry: entry["tensor"]):
+            states = getattr(weights.get(tensor), "bnb_quant_state", {})
+            names = [entry["name"] for entry in entries]
+            if len(names) == len(states):  # else one state is of rows that several parameters have
+                from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
+
+                packed: Any = weights[tensor]
+                parts = packed.data.tensor_split(packed.bnb_shard_offsets[1:-1])
+                for number, name in enumerate(names):
+                    yield name, dequantize_4bit(parts[number], states[number])
 
     def _grpo_views(self) -> dict[str, Tensor]:
         """The rows that are a checkpoint parameter, by its name. Some tensors are always fp32: state decays, gates."""

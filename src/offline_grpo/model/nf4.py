@@ -1,0 +1,71 @@
+"""Base weights in NF4 (QLoRA, arXiv 2305.14314), through transformers and bitsandbytes: 4 bits for each weight of a
+linear layer, a scale for every 64 of them, and the scales in 8 bits. Embeddings, head and norms keep their format.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from offline_grpo.errors import ConfigError, reason_of
+
+TRAINER_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+SERVER_BYTES = 0.5 + 4 / 64
+"""Of a quantised weight. vLLM unpacks the scales when it loads them."""
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError if bitsandbytes cannot quantise on `device`, for whatever reason."""
+    try:
+        from bitsandbytes.functional import quantize_nf4
+
+        quantize_nf4(torch.zeros(64, device=device))
+    except Exception as error:  # no package, no library for this CUDA, no kernel for this GPU: each has its own
+        fix = "needs bitsandbytes and a GPU that it supports, or a CPU; use null"
+        raise ConfigError(f"model.quantization=nf4: does not work on {device} ({reason_of(error)}); {fix}") from error
+
+
+def loading(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of `from_pretrained`. The weights are quantised from the format of their files, as vLLM does it:
+    rounded to 16 bits first, they would be others.
+    """
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": config, "device_map": {"": device}, "dtype": "auto"}
+
+
+def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Bring what is not quantised into `dtype`, and keep bitsandbytes from packing weights anew when a CPU with AVX-512
+    samples: its kernel for them rounds to bf16, and has no gradient.
+    """
+    from bitsandbytes.nn.modules import Linear4bit
+
+    kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in kept for part in name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    model.config.dtype = dtype
+
+
+def dequantized(weights: Tensor, parameter: Tensor) -> Tensor:
+    """`weights`, or the numbers that a layer multiplies by where they are those of a quantised `parameter`."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return weights
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weights, state)
+
+
+def quantized_sizes(model: PreTrainedModel) -> list[int]:
+    """How many weights each layer has that NF4 would hold, of a model that is not quantised yet."""
+    head = model.get_output_embeddings()
+    return [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
