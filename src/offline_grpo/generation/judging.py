@@ -102,11 +102,9 @@ def _together(own: Score, of_group: Score) -> Score:
 
 def about_completion(problem: Problem, text: str | tuple[str, ...]) -> str:
     """`problem train-3, completion '...'`, or `completions ('...', '...')`"""
-    if isinstance(text, str):
-        shown = repr(text) if len(text) <= _SHOWN_CHARS else repr(text[:_SHOWN_CHARS]) + "..."
-        return f"problem {problem.problem_id}, completion {shown}"
-    shown = repr(text) if len(repr(text)) <= _SHOWN_CHARS else repr(text)[:_SHOWN_CHARS] + "..."
-    return f"problem {problem.problem_id}, completions {shown}"
+    what, shown = "completion" if isinstance(text, str) else "completions", repr(text)
+    shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
+    return f"problem {problem.problem_id}, {what} {shown}"
 
 
 def checked(score: object) -> Score:

@@ -120,7 +120,9 @@ def _trends(history: History) -> Iterator[Finding]:
     scores, low, high = (history.series("eval", f"pass@1{end}") for end in ("", "_low", "_high"))
     if len(low) and high.values[-1] < low.values.max():
         best = int(low.values.argmax())
-        numbers = f"{scores.values[best]:.3g} after {scores.steps[best]:.0f} iterations, {scores.values[-1]:.3g} at last"
+        numbers = (
+            f"{scores.values[best]:.3g} after {scores.steps[best]:.0f} iterations, {scores.values[-1]:.3g} at last"
+        )
         text = f"the model has got worse: held-out pass@1 was {numbers}, and the intervals do not meet"
         yield Finding("eval/pass@1", text, "a lower train.lr, train.warmup_steps, checkpoint.keep_best=pass@1")
 

@@ -111,7 +111,7 @@ def assemble(
                 prove_sampling(training.client, policy, longest)
     with progress.phase("masters"):
         masters = policy.make_masters(offload=is_offloaded(plan.optimizer))
-        if config.train.dither_masters:
+        if config.train.dither_masters and checkpoint is None:  # which has its own
             masters.dither(config.seed)
     updater = make_updater(plan, policy, model_id, folder, ranks, sharding)
     if start.resume is not None and start.resume.lr_schedule is not None:

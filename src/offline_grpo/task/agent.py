@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import Any
 
 from offline_grpo.interfaces import Chat
 from offline_grpo.reward.functions import imported
-from offline_grpo.task.environment import EpisodeTask, awaited
+from offline_grpo.task.environment import EpisodeTask, awaited, seed_globally
 from offline_grpo.types import Problem, Rules, Score
 
 
@@ -43,7 +42,7 @@ class Agent(EpisodeTask):
 
     def play(self, problem: Problem, chat: Chat) -> Score:
         """See `Task`."""
-        random.seed(chat.seed)
+        seed_globally(chat.seed)
         reward = awaited(self._function(row=dict(problem.fields), base_url=chat.base_url, api_key=chat.api_key))
         parts = reward if isinstance(reward, Mapping) else {"episode": reward}
         return self.scored({str(name): float(value) for name, value in parts.items()}, {})

@@ -76,6 +76,8 @@ class EpisodeTask(Episodes, RowTask):
 
     prompt_field: str
 
+    worker_imports: ClassVar[tuple[str, ...]] = ("numpy",)  # so that `seed_globally` finds it
+
     def __post_init__(self) -> None:
         Episodes.__post_init__(self)
         RowTask.__post_init__(self)
@@ -192,8 +194,6 @@ class Environment(ToolEpisodes, EpisodeTask):
 
     environment: str
 
-    worker_imports: ClassVar[tuple[str, ...]] = ("numpy",)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         fix = "needs a method reset(self, **row), and get_reward(self) or get_turn_reward(self)"
@@ -233,9 +233,7 @@ class Environment(ToolEpisodes, EpisodeTask):
 
     def play(self, problem: Problem, chat: Chat) -> Score:
         """See `Task`. An object plays one episode after the other; one that failed is not used again."""
-        random.seed(chat.seed)  # so that all episodes of a group see the same, and a resumed run too
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(chat.seed % 2**32)
+        seed_globally(chat.seed)
         world = self._idle.pop() if self._idle else self._factory()
         score = self.played(world, problem, chat)
         self._idle.append(world)
@@ -250,6 +248,13 @@ class Environment(ToolEpisodes, EpisodeTask):
         if name in OWN or name not in self._methods:
             raise ValueError(f"Tool {name} not found.")
         return awaited(getattr(world, name)(**arguments))
+
+
+def seed_globally(seed: int) -> None:
+    """Of Python and NumPy, so that all episodes of a group see the same, and a resumed run too."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def awaited(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, ScoreError, require
 from offline_grpo.interfaces import Chat
-from offline_grpo.task.environment import Episodes
+from offline_grpo.task.environment import Episodes, seed_globally
 from offline_grpo.task.rows import hold_out
 from offline_grpo.types import Message, Problem, Rules, Score, Split
 
@@ -158,7 +157,7 @@ class Verifiers(Episodes):
 
     def play(self, problem: Problem, chat: Chat) -> Score:
         """See `Task`."""
-        random.seed(chat.seed)
+        seed_globally(chat.seed)
         env = self._envs[Split(problem.fields["split"])]
         kind: Any = type(env.taskset).task_type()
         task = kind(kind.data_type().model_validate(problem.fields["data"]), env.config.taskset.task)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import worlds
 from openai import OpenAI
@@ -30,6 +33,23 @@ def run(monkeypatch: pytest.MonkeyPatch, act: Callable[[httpx.Client, str, str],
     task = worlds.agent()
     [[rollout]] = sampled(Server(), task, [problem_of(task)], group_size=1)
     return rollout
+
+
+def test_episodes_with_one_seed_draw_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Python and of NumPy."""
+    drawn: list[tuple[float, float]] = []
+
+    def act(*_: Any) -> float:
+        drawn.append((random.random(), np.random.rand()))
+        return 0.0
+
+    monkeypatch.setattr(worlds, "act", act)
+    task = worlds.agent()
+    for seed in (7, 7, 8):
+        task.play(problem_of(task), SimpleNamespace(seed=seed, base_url="", api_key=""))
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[2][0]
+    assert drawn[0][1] != drawn[2][1]
 
 
 def post(http: httpx.Client, url: str, messages: Any, **other: Any) -> httpx.Response:
