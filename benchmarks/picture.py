@@ -1,5 +1,5 @@
-"""Draws what was measured on H100s, from the results in `results/h100`: docs/images/h100.png and learning.png. Needs no
-GPU.
+"""Draws what was measured on H100s and H200s: docs/images/h100.png from the results in `results/h100`, and learning.png
+from `results/h200/learning.json`. Needs no GPU.
 
     python benchmarks/picture.py
 
@@ -29,6 +29,7 @@ from offline_grpo.report.runs import MIN_SEEDS, share_interval
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h100"
+LEARNING = HERE / "results" / "h200" / "learning.json"
 IMAGES = HERE.parent / "docs" / "images"
 WIDTH, HEIGHT, DPI = 10.0, 5.4, 110
 
@@ -135,7 +136,7 @@ def draw(axes: Axes, panel: Panel) -> None:
 
 
 ARMS = {"grpo": BLUE, "dapo": ORANGE, "dr_grpo": GREEN, "gspo": PURPLE, "cispo": RED, "trl": GREY}
-TASKS = {"sums": "Sums of two numbers", "longer_sums": "Sums of three", "instructions": "Instructions"}
+TASKS = {"sums": "Sums", "products": "Products", "instructions": "Instructions"}
 MATCHED = ("grpo", "trl")
 """The arms that differ in the trainer alone: only these have bands, so that the panels can be read."""
 
@@ -171,7 +172,7 @@ def draw_learning(result: Mapping[str, Any], path: Path) -> None:
         draw_curves(axes, [run for run in runs if run["task"] == task], list(ARMS), "steps")
         axes.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
     draw_curves(grid[3], [run for run in runs if run["task"] == next(iter(TASKS))], MATCHED, "seconds")
-    grid[3].set_title("The first one, by time", fontsize=10.5, loc="left", fontweight="bold")
+    grid[3].set_title("Sums, by time", fontsize=10.5, loc="left", fontweight="bold")
     grid[0].set_ylabel("held-out pass@1", fontsize=9, color=TEXT)
     figure.legend(
         *grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS), fontsize=9, frameon=False
@@ -182,8 +183,7 @@ def draw_learning(result: Mapping[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Draw and save."""
-    if (learning := RESULTS / "learning.json").exists():
-        draw_learning(json.loads(learning.read_text()), IMAGES / "learning.png")
+    draw_learning(json.loads(LEARNING.read_text()), IMAGES / "learning.png")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure, grid = plt.subplots(2, 3, figsize=(WIDTH, HEIGHT), height_ratios=(2, 3.4), layout=layout)
     for axes, panel in zip(grid.flat, PANELS, strict=True):
