@@ -107,9 +107,17 @@ class Sums:
         return self.right / len(self.sums)
 
 
-def write_sums(path: Path, count: int = 300) -> None:
+class PaidSums(Sums):
+    """The same, paid at each turn."""
+
+    def get_turn_reward(self) -> float:
+        right, self.right = self.right, 0
+        return right / len(self.sums)
+
+
+def write_sums(path: Path, count: int = 300, largest: int = 20) -> None:
     rng = random.Random(0)
-    rows = [[f"{rng.randint(0, 20)}+{rng.randint(0, 20)}" for _ in range(3)] for _ in range(count)]
+    rows = [[f"{rng.randint(0, largest)}+{rng.randint(0, largest)}" for _ in range(3)] for _ in range(count)]
     lines = ({"prompt": f"{own[0]}=", "sums": own, "answer": str(sum(map(int, own[0].split("+"))))} for own in rows)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

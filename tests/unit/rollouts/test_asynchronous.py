@@ -5,10 +5,13 @@ seeds.
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from factories import compose_config
 from omegaconf import OmegaConf
+from players import CODEC, SAMPLING, Server, problem_of
+from worlds import environment
 
 from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.rollouts.asynchronous import Asynchronous
@@ -70,7 +73,7 @@ class Trainer:
             "problems_per_iteration": PROBLEMS_PER_ITERATION,
             "group_size": 2,
             "shuffle": True,
-            "resample_zero_signal": settings.pop("resample_zero_signal", False),
+            "resample_zero_signal": False,
             "max_resamples": 2,
             "pass_rate": None,
             "pass_rate_from": None,
@@ -85,10 +88,11 @@ class Trainer:
             "sampling": SamplingParams(4),
             "advantage": GroupStd(),
             "on_failure": "exclude",
-            "rank": settings.pop("rank", 0),
-            "world_size": settings.pop("world_size", 1),
+            "rank": 0,
+            "world_size": 1,
         }
-        self.on_policy = OnPolicy(**common | {"client": Client()})
+        common |= {name: settings.pop(name) for name in common.keys() & settings.keys()}
+        self.on_policy = OnPolicy(**common | {"client": type(self.client)()})
         ahead = {"max_staleness": updates * interval, "buffer_size": None, "in_flight": "keep"} | settings
         self.source = Asynchronous(
             **common,
@@ -146,6 +150,34 @@ def test_what_is_trained_on_is_what_on_policy_draws_and_never_too_old(updates, i
     assert max(ages) > 0
     assert trainer.client.calls >= 12
     trainer.source.close()
+
+
+class Talking(Server):
+    """Answers turns of episodes, with the weights that it has then."""
+
+    async def ask(self, request, sampling):
+        weights = self.weights
+        [completion] = await super().ask(request, sampling)
+        return [replace(completion, versions=(weights.version,) * len(completion.token_ids))]
+
+
+def test_weights_change_between_the_turns_of_an_episode_and_none_is_too_old():
+    task = environment()
+    problems = [replace(problem_of(task, turns=1 + 3 * (i % 3)), problem_id=str(i)) for i in range(40)]
+    played = {"task": task, "problems": problems, "codec": CODEC, "sampling": SAMPLING}
+    trainer = Trainer(Talking(), seconds=lambda: 0.01, iterations=10, max_staleness=3, **played)
+    trainer.begin()
+    turns, discarded = [], 0.0
+    for iteration in range(10):
+        version = trainer.version
+        groups = trainer.train(iteration)
+        assert answers(groups) == answers(trainer.on_policy.next(iteration))
+        turns += [[version - r.versions[turn.start] for turn in r.turns] for group in groups for r in group.rollouts]
+        discarded += trainer.source.metrics()["async/num_discarded"]
+    trainer.source.close()
+    assert max(map(max, turns)) <= 3
+    assert any(len(set(ages)) > 1 for ages in turns)
+    assert discarded == 0
 
 
 def test_sampling_and_training_overlap():

@@ -1,0 +1,55 @@
+"""Whole runs of episodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from children import SMALL, metrics_of, printed, run_in_child, run_in_children
+from worlds import write_sums
+
+pytestmark = pytest.mark.slow
+
+
+def played(path: Path, count: int, largest: int) -> tuple[str, ...]:
+    write_sums(path, count, largest)
+    return (
+        *("task=environment", "task.environment=worlds:Sums", f"task.path={path}", "task.max_environment_tokens=40"),
+        *("task.max_turn_tokens=6", "generation.max_new_tokens=18", "task.correct_threshold=0.99"),
+        *("model.tiny.hidden_size=32", "model.tiny.warm_start_steps=120", "num_threads=1", "eval.max_new_tokens=18"),
+    )
+
+
+def test_two_processes_play_what_one_plays_and_a_replay_trains_on_it(cache: str, tmp_path: Path) -> None:
+    words = [word for word in SMALL if not word.startswith(("task.", "data.num_train_seeds", "model.tiny"))]
+    words += [*played(tmp_path / "sums.jsonl", 300, 20), "data.resample_zero_signal=true", "scoring.episodes=4"]
+    words += [cache, "data.problems_per_iteration=5"]
+    alone, together, again = tmp_path / "alone", tmp_path / "together", tmp_path / "again"
+    assert run_in_child(alone, *words) == 0, printed(alone)
+    assert run_in_children(2, together, *words) == [0, 0], printed(together)
+    expected, found = metrics_of(alone), metrics_of(together)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
+    first, same = (pq.read_table(run / "rollouts" / "iter_000.parquet") for run in (alone, together))
+    assert first.drop(["logprobs"]) == same.drop(["logprobs"])  # batches of other sizes round otherwise
+    words = [word for word in words if not word.startswith("data.")]
+    assert run_in_child(again, *words, "rollouts=replay", f"rollouts.path={alone}", "train.iterations=1") == 0
+    [replayed] = [own for name, own in metrics_of(again).items() if name.startswith("train_iter")]
+    assert replayed["mismatch/kl_k3"] < 1e-9, "the logprobs are those of the tokens that were sampled"
+    assert replayed["reward_mean"] == pytest.approx(expected["train_iter_000.json"]["reward_mean"])
+
+
+@pytest.mark.parametrize(
+    "words", [("task.environment=worlds:Sums",), ("task.environment=worlds:PaidSums", "train/advantage=per_turn")]
+)
+def test_a_game_of_three_turns_is_learnt(words: tuple[str, ...], cache: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = (*played(tmp_path / "sums.jsonl", 600, 4), *words, cache, "train.iterations=24", "eval.interval=24")
+    words += ("train.lr=3e-3", "train.kl_coef=0", "data.problems_per_iteration=16", "data.rollouts_per_problem=8")
+    assert run_in_child(run, *words, "eval.num_ids=50", "scoring.workers=0", "checkpoint.enabled=false") == 0, printed(
+        run
+    )
+    before, after = (metrics_of(run)[name] for name in ("eval_init.json", "eval_iter_023.json"))
+    assert after["pass@1_low"] > before["pass@1_high"]
