@@ -53,6 +53,7 @@ def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
     model.config.dtype = dtype
+    model.hf_quantizer = None  # it keeps `generate` from recording decoding steps, which bitsandbytes' kernels allow
 
 
 def dequantized(weights: Tensor, parameter: Tensor) -> Tensor:
