@@ -39,7 +39,7 @@ def loading(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": device}, "dtype": "auto"}
 
 
-def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def settle(model: Any, dtype: torch.dtype) -> None:
     """Bring what is not quantised into `dtype`, and keep bitsandbytes from packing weights anew when a CPU with AVX-512
     samples: its kernel for them rounds to bf16, and has no gradient.
     """
@@ -52,6 +52,8 @@ def settle(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
+            weight: Any = module.weight
+            weight.quant_state.dtype = dtype  # else backward passes round to the files' format, and forward ones do not
     model.config.dtype = dtype
     model.hf_quantizer = None  # it keeps `generate` from recording decoding steps, which bitsandbytes' kernels allow
 

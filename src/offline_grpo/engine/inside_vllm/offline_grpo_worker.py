@@ -220,7 +220,8 @@ class WorkerExtension:
                 packed: Any = weights[tensor]
                 parts = packed.data.tensor_split(packed.bnb_shard_offsets[1:-1])
                 for number, name in enumerate(names):
-                    yield name, dequantize_4bit(parts[number], states[number])
+                    weight = dequantize_4bit(parts[number], states[number])
+                    yield name, weight.to(self.vllm_config.model_config.dtype)
 
     def _grpo_views(self) -> dict[str, Tensor]:
         """The rows that are a checkpoint parameter, by its name. Some tensors are always fp32: state decays, gates."""

@@ -1,0 +1,121 @@
+"""Base weights in 4 bits: their numbers against the paper's levels, what a model computes with them, their size, and
+what a server that holds them says of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bitsandbytes.functional import quantize_4bit
+from bitsandbytes.nn.modules import Linear4bit
+from inside_vllm import FusedModel, make_worker
+from torch import nn
+from transformers import LlamaConfig as Llama
+from transformers import LlamaForCausalLM
+
+from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+from offline_grpo.model import nf4
+from offline_grpo.model.adapters import with_lora
+from offline_grpo.model.load import load_causal_lm
+from offline_grpo.settings import LoraConfig
+
+CPU = torch.device("cpu")
+# Dettmers et al., arXiv 2305.14314, appendix E
+LEVELS = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a Llama in bf16."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(Llama(vocab_size=100, **sizes)).to(torch.bfloat16)
+    path = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(path)
+    return str(path)
+
+
+def loaded(folder: str, quantization: str | None, dtype: torch.dtype = torch.float32):
+    return load_causal_lm(folder, "auto", CPU, dtype, quantization=quantization)
+
+
+def numbers(module: Linear4bit) -> torch.Tensor:
+    return nf4.dequantized(module.weight.data, module.weight)
+
+
+def test_a_weight_is_the_nearest_of_the_papers_levels(folder):
+    plain, packed = loaded(folder, None), loaded(folder, "nf4")
+    layers = {name: module for name, module in packed.named_modules() if isinstance(module, Linear4bit)}
+    assert len(layers) == 14  # all but the head
+    for name, layer in layers.items():
+        blocks = plain.get_submodule(name).weight.view(-1, 64)  # [blocks, 64]
+        scale = blocks.abs().amax(1, keepdim=True)
+        nearest = LEVELS[(blocks.unsqueeze(-1) / scale.unsqueeze(-1) - LEVELS).abs().argmin(-1)] * scale
+        assert (numbers(layer).view_as(blocks).float() - nearest).abs().max() < 0.01 * scale.max()  # 8 bits of scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_and_gradients_are_those_of_the_dequantised_weights(folder, dtype):
+    """After a pass as it is made to sample, in which bitsandbytes may pack the weights anew on some CPUs."""
+    packed, plain = loaded(folder, "nf4", dtype), loaded(folder, None, dtype)
+    for name, module in packed.named_modules():
+        if isinstance(module, Linear4bit):
+            plain.get_submodule(name).weight.data = numbers(module).to(dtype)
+    ids, found = torch.arange(3, 35).view(2, 16), []
+    for model in (packed, plain):
+        torch.manual_seed(0)
+        adapted = with_lora(model, LoraConfig(8, 16, 0.0, ["all-linear"], None), adapter=None)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = torch.randn(parameter.shape).mul(0.05).to(dtype)
+        with torch.no_grad():
+            adapted(input_ids=ids)
+        logits = adapted(input_ids=ids).logits
+        logits.float().log_softmax(-1).square().mean().backward()
+        found.append((logits, {name: p.grad for name, p in adapted.named_parameters() if p.grad is not None}))
+    (logits, gradients), (expected, expected_gradients) = found
+    assert torch.equal(logits, expected)
+    assert gradients.keys() == expected_gradients.keys()
+    assert len(gradients) == 28
+    assert all(torch.equal(gradient, expected_gradients[name]) for name, gradient in gradients.items())
+
+
+def test_the_formula_of_memory_counts_the_bytes(folder):
+    layers = [module for module in loaded(folder, "nf4").modules() if isinstance(module, Linear4bit)]
+    states = [layer.weight.quant_state for layer in layers]
+    num_bytes = sum(
+        layer.weight.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
+        for layer, state in zip(layers, states, strict=True)
+    )
+    sizes = nf4.quantized_sizes(loaded(folder, None))
+    assert sum(sizes) * nf4.TRAINER_BYTES == num_bytes
+
+
+def test_a_servers_fingerprints_are_those_of_the_same_numbers():
+    """vLLM's fused layers hold the packed rows of several parameters, each with a state of its own."""
+    served = FusedModel(wrapped=True)
+    expected = {}
+    for path, names in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", None)):
+        layer = served.model.layers[0].get_submodule(path).base_layer
+        sizes = {"self_attn.qkv_proj": [16, 8, 8], "mlp.gate_up_proj": [12, 12]}.get(path, [8])
+        parts = [quantize_4bit(part.clone(), quant_type="nf4") for part in layer.weight.data.split(sizes)]
+        for name, (packed, state) in zip(names or ["down"], parts, strict=True):
+            weight = nn.Parameter(packed, requires_grad=False)
+            weight.quant_state = state
+            key = f"model.layers.0.{path.partition('.')[0]}.{name}_proj.weight"
+            expected[key] = fingerprints([nf4.dequantized(packed, weight)])[0]
+        layer.weight = nn.Parameter(torch.cat([packed for packed, _ in parts]), requires_grad=False)
+        ends = torch.tensor([0, *(len(packed) for packed, _ in parts)]).cumsum(0)
+        layer.weight.bnb_shard_offsets, layer.weight.bnb_quant_state = ends, dict(enumerate(s for _, s in parts))
+    worker = make_worker(served, model_config__quantization="bitsandbytes")
+    found = worker.grpo_state()["fingerprints"]
+    assert expected.items() <= found.items()
+    assert "model.layers.0.self_attn.o_proj.weight" in found  # which is not quantised here
+    assert worker.grpo_sums(["model.layers.0.mlp.up_proj.weight"])
+    assert make_worker(served, model_config__quantization="fp8").grpo_state()["fingerprints"] == {}
