@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 LONG_S = 1.0
 """A step that took longer says how long, when it is done."""
+LOG_ALONE = {"log_alone": True}
+"""`extra` of a record for run.log: the screen has it already, in another form, or needs it not."""
 _NOTE = "in the phase "
 
 log = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ def test_a_run_out_of_memory_is_one_line(cache: str, tmp_path: Path, monkeypatch
     assert line.startswith("out of memory in the phase train, iteration 1: ")
     assert "18014398509481984 bytes" in line
     assert "\n" not in line
+    assert (tmp_path / "run" / "run.log").read_text().endswith(f"{line}\n")
 
 
 def test_a_run_without_clipping_saves_and_goes_on(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,8 @@ def test_a_file_has_a_line_per_record_none_wider_than_80_columns_but_for_paths(r
     starts = [line.split()[0:2] for line in lines if "/2 " in line]
     assert starts == [["0/2", "eval"], ["1/2", "reward"], ["2/2", "reward"], ["2/2", "eval"]]
     assert any(line.startswith("loading the model ") for line in lines)
+    assert lines[-1].startswith("files ")
+    assert (run_dir / "run.log").read_text().endswith(f"{lines[-1]}\n")
     assert any(line.startswith("building the tiny model (once)") for line in lines)
 
 

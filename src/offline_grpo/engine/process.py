@@ -20,6 +20,7 @@ from pathlib import Path
 
 from offline_grpo.disk import OwnFolder, user_cache
 from offline_grpo.errors import EngineDied
+from offline_grpo.progress import LOG_ALONE
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def wait_until(is_ready: Callable[[], bool], *, what: str, since_s: float, timeo
             return False
         if now - told >= PROGRESS_INTERVAL_S:
             told = now
-            log.info("waiting for %s: %.0f s", what, now - since_s)
+            log.info("waiting for %s: %.0f s", what, now - since_s, extra=LOG_ALONE)  # the screen has the phase
         time.sleep(POLL_S)
     return True
 

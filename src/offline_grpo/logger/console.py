@@ -29,8 +29,6 @@ ITERATIONS_IN_ESTIMATE = 10  # the remaining time is estimated from the last 10 
 SILENCE_S = 25.0  # without a terminal, a line says how far a phase is after so long without one
 CELL_WIDTH = 13
 GAP = "  "
-ON_SCREEN = {"is_on_screen": True}
-"""`extra` of a record that the terminal has already: it goes to run.log alone."""
 TRAIN_FIELDS = (
     # label, metric, format; a narrow line has the first of them only
     ("reward", "reward_mean", "{:.3f}"),
@@ -108,7 +106,7 @@ class ConsoleLogger(RunListener):
         if name == "train" or iteration == -1:  # the evaluation before training is no part of an iteration
             self._last_mark_s = now_s
         for line in lines:
-            messages.info(line, extra=ON_SCREEN)
+            messages.info(line, extra=progress.LOG_ALONE)
         if self._live is None:
             self._print(lines)
         if self.names == "atropos" and name == "train":

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
+from rich.console import Console
 
 from offline_grpo import progress
 from offline_grpo.disk import sweep
-from offline_grpo.errors import ConfigError, OutOfMemory, StopRequested, reason_of
+from offline_grpo.errors import ConfigError, GrpoError, OutOfMemory, StopRequested, reason_of
 from offline_grpo.interfaces import RunListener
 from offline_grpo.run import launch, resume
 from offline_grpo.run.config import as_plain, typed
@@ -78,6 +80,9 @@ def run(
         except StopRequested as signal:
             log.warning("stopped by %s; %s", signal.signal_name, resume.where(run_dir))
             signal.is_reported = True
+            raise
+        except Exception as error:
+            log.error("%s", error, exc_info=not isinstance(error, GrpoError), extra=progress.LOG_ALONE)
             raise
 
 
@@ -205,6 +210,8 @@ def report(run_dir: RunDir) -> float | None:
         log.warning("no metrics were recorded (logger=json was left out), so there is no report")
         return None
     save_report(history)
-    print_summary(history, output_console())
+    text = StringIO()
+    print_summary(history, Console(file=text, width=output_console().width))
+    log.info("%s", text.getvalue().rstrip("\n"))
     pass_at_1 = history.series("eval", "pass@1").values
     return float(pass_at_1[-1]) if len(pass_at_1) else None

@@ -15,7 +15,7 @@ from rich.console import Console
 
 class ToTerminal(logging.Handler):
     """Prints plain lines, above the live display while there is one, and breaks them between words alone: a path stays
-    in one piece. Lines that are on the screen already (`logger.console.ON_SCREEN`) are left out.
+    in one piece. Lines for run.log alone (`progress.LOG_ALONE`) are left out.
 
     Args:
         console: the one of the process if left out.
@@ -24,7 +24,7 @@ class ToTerminal(logging.Handler):
     def __init__(self, console: Console | None = None) -> None:
         super().__init__()
         self._console = console
-        self.addFilter(lambda record: not getattr(record, "is_on_screen", False))
+        self.addFilter(lambda record: not getattr(record, "log_alone", False))
 
     def emit(self, record: logging.LogRecord) -> None:
         console, text = self._console or rich.get_console(), self.format(record)

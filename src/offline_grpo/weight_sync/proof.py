@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offline_grpo import progress
 from offline_grpo.engine.engine import Engine, ServedBits
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
 from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
@@ -140,7 +141,7 @@ def compare(
             f"{mismatch}; nearer to the weights {name} than to those that were pushed: the server does not use them "
             "(does its --lora-target-modules lack some of model.lora.target_modules?); see docs/troubleshooting.md"
         )
-    log.info("[OK] %s", says)
+    log.info("[OK] %s", says, extra={} if before is None else progress.LOG_ALONE)
     proof = Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
     return proof, before if before and follows is None else probe
 
