@@ -2,6 +2,7 @@ import http.server
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,16 +153,17 @@ def test_a_completion_to_which_no_reward_applies_is_unscored(mine):
     assert Judgement(both, PROBLEM, "?").result().parts == {"judge": 0.5}
 
 
-def test_the_judge_of_the_readme_asks_again_and_may_fail(tmp_path, monkeypatch):
+def test_the_judges_of_the_docs_ask_again_and_may_fail(tmp_path, monkeypatch):
     """At a server that is busy at first, and in the end for good."""
     asked = []
 
     class Server(http.server.BaseHTTPRequestHandler):
         def do_POST(self):  # the name that the standard library calls
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            reply = {"choices": [{"message": {"content": " 7"}}]}
+            is_group = "[number]" in asked[-1]["messages"][0]["content"]
+            reply = {"choices": [{"message": {"content": "[0] 3\n[1] 10" if is_group else " 7"}}]}
             body = json.dumps(reply).encode()
-            self.send_response(200 if len(asked) == 2 else 503)
+            self.send_response(200 if len(asked) in (2, 3) else 503)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -171,17 +173,21 @@ def test_the_judge_of_the_readme_asks_again_and_may_fail(tmp_path, monkeypatch):
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    page = (Path(__file__).parents[3] / "README.md").read_text()
-    code = page.partition("# my_judge.py\n")[2].partition("```")[0].replace("(0, 1, 4)", "(0, 0.01)")
-    (tmp_path / "judge_of_the_readme.py").write_text(code.replace("127.0.0.1:9001", f"127.0.0.1:{server.server_port}"))
+    readme, page = ((Path(__file__).parents[3] / name).read_text() for name in ("README.md", "docs/rewards.md"))
+    code = readme.partition("# my_judge.py\n")[2].partition("```")[0].replace("(0, 1, 4)", "(0, 0.01)")
+    code += page.rpartition("```python\n")[2].partition("```")[0]
+    (tmp_path / "judges_of_the_docs.py").write_text(code.replace("127.0.0.1:9001", f"127.0.0.1:{server.server_port}"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    task = load_rewards("judge_of_the_readme:judge", 1.0)
+    task = load_rewards("judges_of_the_docs:judge", 1.0)
+    group = load_rewards("judges_of_the_docs:rank", 1.0, "task.group_reward").score_group
     try:
         assert Judgement(task, PROBLEM, "4").result().reward == 0.7
+        scores = Judgement(SimpleNamespace(score_group=group), PROBLEM, ("3", "4", "5")).results()
+        assert [score.failure or score.reward for score in scores] == [0.3, 1.0, "none"]
         with pytest.raises(ScoreError, match="503 Service Unavailable"):
             Judgement(task, PROBLEM, "5").result()
     finally:
         server.shutdown()
         server.server_close()
-    assert len(asked) == 4
+    assert len(asked) == 5
     assert "2+2=" in asked[1]["messages"][0]["content"]
