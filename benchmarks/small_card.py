@@ -65,6 +65,9 @@ def command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
         words += ["generation=vllm_server", "weight_sync=lora_hotswap", "engine.args.max_model_len=1024"]
         words += [f"+engine.args.kv_cache_memory_bytes={int(args.kv_gib * 2**30)}"]
         words += [f"engine.args.gpu_memory_utilization={share / card_gib:.3f}", "engine.args.max_num_seqs=64"]
+        words += ["+engine.args.max_num_batched_tokens=2048"]  # what the server's largest step takes is not KV cache
+    else:
+        words += ["generation.batch_size=64"]
     words += ["model.device=cpu", "train.precision=bf16"] if args.small else ["train.precision=bf16"]
     fraction = min(1.0, trainer_gib / card_gib) if arm in CAPS_GIB and not args.small else 1.0
     return [sys.executable, "-c", CAPPED, str(fraction), str(ROOT / "run_grpo.py"), *words, *args.overrides]
