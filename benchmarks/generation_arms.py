@@ -37,21 +37,21 @@ Group = list[tuple[tuple[int, ...], tuple[float, ...]]]
 """Token ids and logprobs of each completion of one prompt."""
 
 
-def save_model(folder: Path, *, is_small: bool) -> Path:
-    """Qwen3-0.6B's shape with random weights; a tokenizer of characters."""
+def save_model(folder: Path, *, is_small: bool, shape: str = "0.6b") -> Path:
+    """A shape of shapes.py with random weights; a tokenizer of characters."""
     import torch
     from shapes import SIZES
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config
 
     from offline_grpo.model.tiny import build_char_tokenizer
 
     torch.manual_seed(0)
-    config: Any = Qwen3Config(**SMALL) if is_small else SIZES["0.6b"]
+    config: Any = Qwen3Config(**SMALL) if is_small else SIZES[shape]
     config.eos_token_id, dtype = 2, torch.float32 if is_small else torch.bfloat16
     device = "cpu" if is_small else "cuda"
     with torch.device(device):
-        model: Any = Qwen3ForCausalLM(config)
-    model.to(dtype).save_pretrained(str(folder))
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(str(folder))
     build_char_tokenizer(4096).save_pretrained(str(folder))
     del model
     torch.cuda.empty_cache()  # the engines take their shares of what is free

@@ -35,7 +35,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,17 @@ EXTRAS: Mapping[str, tuple[str, Sequence[str]]] = {
     "four_updates": ("sums", ["train.updates_per_iteration=4"]),
     "lora": ("sums", ["model/lora=default", "train.lr=1e-4"]),
     "nf4": ("sums", ["model/lora=default", "train.lr=1e-4", "model.quantization=nf4"]),
+    "fp8": ("sums", []),
 }
 """Arm -> its task, and what it changes of the arm grpo. The first two look for a collapse, and run early."""
 IN_PROCESS = ("lora", "nf4")
 """Arms that sample without a server, whose base weights other arms replace. The second is compared with the first."""
+SERVED: Mapping[str, Sequence[str]] = {"fp8": ["--quantization", "fp8"]}
+"""Arm -> options of a server of its own."""
 FEW_SEEDS = 3
 """That a task gets before the next task begins."""
 SERIES = ("reward_mean", "success_rate", "entropy", "completion_tokens_mean", "kl_divergence", "clip_frac", "grad_norm")
+SERIES += ("alignment/diff_abs_mean", "mismatch/kl_k3", "mismatch/ess_frac", "sync/probe_diff_abs_mean")
 """Of training, kept with each curve as means over ten iterations."""
 
 
@@ -107,8 +111,9 @@ class Worker:
     card: str
     number: int
     cores: Sequence[int] = ()
-    server: subprocess.Popen[bytes] | None = None
-    url: str = ""
+    servers: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], str]] = field(
+        default_factory=dict
+    )  # by their options
 
     def start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         words = ["taskset", "-c", ",".join(map(str, self.cores)), *command] if self.cores else command
@@ -123,10 +128,11 @@ class Worker:
                 words, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT
             )
 
-    def serve(self) -> str:
-        """The address of this worker's server, which is started where it does not run."""
-        if self.server is not None and self.server.poll() is None:
-            return self.url
+    def serve(self, options: Sequence[str]) -> str:
+        """The address of this worker's server with these options, which is started where it does not run."""
+        server, url = self.servers.get(tuple(options), (None, ""))
+        if server is not None and server.poll() is None:
+            return url
         args, log = self.args, self.args.work / "servers" / f"{self.card}_{self.number}_{time.time():.0f}.log"
         command = [sys.executable, "-m", "offline_grpo.engine.serve", str(args.model), "--port", "null"]
         command += ["--log-dir", str(log.parent), "--max-model-len", "512", "--max-num-seqs", "256"]
@@ -135,11 +141,12 @@ class Worker:
         else:
             command += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.05"]
             command += ["--kv-cache-memory-bytes", str(KV_BYTES), "--weight-transfer-config", '{"backend": "ipc"}']
-        self.server = self.start(command, log)
-        while self.server.poll() is None and time.time() < args.deadline:
+        server = self.start([*command, *options], log)
+        self.servers[tuple(options)] = server, ""
+        while server.poll() is None and time.time() < args.deadline:
             if found := re.search(r"is served at (\S+)", log.read_text()):
-                self.url = found[1]
-                return self.url
+                self.servers[tuple(options)] = server, found[1]
+                return found[1]
             time.sleep(0.5)
         raise RuntimeError(f"no server: {log.read_text()[-2000:]}")
 
@@ -147,7 +154,7 @@ class Worker:
         """Its exit code; None if the time ran out."""
         folder = self.args.work / job.name
         folder.mkdir(parents=True)
-        url = self.serve() if job.is_ours and job.arm not in IN_PROCESS else ""
+        url = self.serve(SERVED.get(job.arm, ())) if job.is_ours and job.arm not in IN_PROCESS else ""
         command = our_command(job, self.args, folder, url) if job.is_ours else trl_command(job, self.args)
         started = time.time()
         process = self.start(command, folder / "log.txt")
@@ -160,12 +167,12 @@ class Worker:
         return code
 
     def stop(self) -> None:
-        if self.server is not None and self.server.poll() is None:
-            self.server.terminate()  # it stops vLLM
+        for server, _ in self.servers.values():
+            server.terminate()  # it stops vLLM
             try:
-                self.server.wait(timeout=15)
+                server.wait(timeout=15)
             except subprocess.TimeoutExpired:
-                end(self.server)
+                end(server)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

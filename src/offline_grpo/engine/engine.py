@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedBits:
-    """A server's fingerprints of the checkpoint's parameters; none where it holds parts of them, or quantised ones."""
+    """A server's fingerprints of the checkpoint's parameters; none of those that are quantised or in parts."""
 
     dtype: str
     fingerprints: dict[str, str]
@@ -90,6 +90,10 @@ class ServerControl(ABC):
 
     def logprobs_mode(self) -> str | None:
         """Of which distribution vLLM returns logprobs; None from a server that does not say so."""
+        return None
+
+    def quantization(self) -> str | None:
+        """In which format a vLLM server computes with the weights that it gets, such as fp8; None for their own."""
         return None
 
     def other_numbers(self, sums: Mapping[str, str]) -> list[str]:

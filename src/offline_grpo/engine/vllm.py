@@ -198,9 +198,12 @@ class VllmControl(ServerControl):
         """See `ServerControl.logprobs_mode`. The worker extension says it."""
         return self.describe()["logprobs_mode"] if self.lacks("full") is None else None
 
+    def quantization(self) -> str | None:
+        return self.describe()["quantization"] if self.lacks("full") is None else None
+
     def describe(self) -> dict[str, Any]:
-        """The worker's pid, device, gpu_uuid (None on CPUs), and logprobs_mode; refusals: why its weights cannot be
-        shared.
+        """The worker's pid, device, gpu_uuid (None on CPUs), quantization and logprobs_mode; refusals: why its weights
+        cannot be shared.
         """
         return self.call_worker("grpo_describe")
 

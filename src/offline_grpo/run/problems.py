@@ -36,6 +36,7 @@ def check_plan(plan: Plan) -> None:
     require(not needs_kl, "train.kl_coef", plan.loss.kl_coef, fix)
     _check_teacher(plan)
     _check_weight_sync(plan)
+    _check_quantization(plan)
     _check_cluster(plan)
     _check_sharding(plan)
     _check_metrics(plan)
@@ -92,6 +93,22 @@ def _check_weight_sync(plan: Plan) -> None:
     is_one = max(engine.num_managed, len(engine.base_urls)) < 2
     fix = f"serves one engine: the policy shares its memory; use one, or another weight_sync than {sync.name}"
     require(is_one or not needs.one_engine, key, value, fix)
+
+
+def _check_quantization(plan: Plan) -> None:
+    """Of a server that the run starts: it samples from other probabilities than those that are trained."""
+    quantization, loss = plan.server_args.get("quantization"), plan.loss
+    if quantization is None or plan.config.model.quantization is not None:  # which the trainer computes with, too
+        return
+    fix = "the policy would share the server's weights, and cannot be trained in that format; use ipc, nccl or reload"
+    is_own = not plan.weight_sync.requires.shares_weights
+    require(is_own, "engine.args.quantization", quantization, f"with weight_sync={plan.weight_sync.name} {fix}")
+    correction = getattr(loss, "importance_correction", "its own")
+    fix = (
+        f"engine.args.quantization={quantization} samples from other probabilities than are trained; use token_truncate"
+    )
+    is_corrected = loss.ratio_reference == "rollout" or correction != "none"
+    require(is_corrected, "train.loss.importance_correction", correction, fix)
 
 
 def _check_cluster(plan: Plan) -> None:

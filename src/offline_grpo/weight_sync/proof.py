@@ -8,6 +8,10 @@ The last is the probe's: fixed prompts and seeds. Updates may change less than t
    `NOISES` times that, there is no verdict, and the next push is compared with the same old weights: updates add up.
 3. Otherwise the server must be nearer to the new weights than to the old ones, by the median too: single tokens may be
    far off. The first push of an adapter is compared with the base model, and noise is |base - server|.
+
+A server that quantises to FP8 has no bits of its linear layers to compare, and samples from other logprobs than the
+trainer's. How far they may be apart is derived from the format: the trainer scores the probe once more with its linear
+layers rounded to e4m3, and `FP8_ERRORS` times the mean difference is added to the tolerance.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
 from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
 from offline_grpo.errors import EngineError, require
 from offline_grpo.model.adapters import adapters_off
+from offline_grpo.model.fp8 import fp8_linears
 from offline_grpo.model.load import context_length
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import draw_ids
@@ -44,6 +49,9 @@ FEWEST_SHARED = 32
 NOISES = 4.0
 LEAST_NOISE_NATS = 1e-4
 """See the module. The noise of fp32 is a few roundings, and so is what a tiny update changes."""
+
+FP8_ERRORS = 2.0
+"""The server's roundings are others than the trainer's, and as large; the mean over 64 tokens varies by a third."""
 
 
 class Probed(NamedTuple):
@@ -119,17 +127,24 @@ def compare(
     num_equal = num_compared - len(unequal)
     says = f"version {version}: |trainer - server| {diff_abs_mean:.2g} nats on average, {diff_max:.2g} at most"
     says += f"; {num_equal} of {num_compared} tensors equal bit for bit" if num_compared else ""
+    allowed, of_format, quantization = tolerance_nats, "", engine.control.quantization()
+    if "fp8" in (quantization or ""):
+        with fp8_linears(snapshot.policy.causal_lm):
+            rounded = probe_difference(scored(snapshot.policy, sampled))
+        moved = (rounded - difference).abs().mean().item()
+        allowed, of_format = tolerance_nats + FP8_ERRORS * moved, f" and {FP8_ERRORS:g} times FP8's {moved:.2g}"
+        says += f"; the server computes in {quantization}, which moves the trainer's own by {moved:.2g}"
     mismatch = f"[MISMATCH] {engine.server.base_url}: {says}"
     if found != tag:
         raise EngineError(f"{mismatch}; the server has version {found}: another run pushes to it, or it was restarted")
     if unequal:
         raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
-    if not diff_abs_mean <= tolerance_nats:
+    if not diff_abs_mean <= allowed:
         group = "eval" if engine.server.key.startswith("eval.") else "weight_sync"
         raise EngineError(
-            f"{mismatch}; above {group}.tolerance_nats={tolerance_nats:g}: stale weights or caches, or a server that "
-            "computes something else (dtype, rope scaling, quantisation, logprobs returned without --logprobs-mode "
-            "processed_logprobs); see docs/troubleshooting.md"
+            f"{mismatch}; above {group}.tolerance_nats={tolerance_nats:g}{of_format}: stale weights or caches, or a "
+            "server that computes something else (dtype, rope scaling, quantisation, logprobs returned without "
+            "--logprobs-mode processed_logprobs); see docs/troubleshooting.md"
         )
     old, name = before, "before the push"
     if old is None and snapshot.policy.lora_rank is not None:

@@ -14,6 +14,7 @@ from offline_grpo.run.plan import make_plan
 from offline_grpo.run.problems import idle_overrides
 
 OWN = "generation=vllm_server"
+FP8 = "+engine.args.quantization=fp8"
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
 IN_PROCESS = "offline_grpo.generation.transformers_client.TransformersClient"
 TWO = "placement.num_engines=2"
@@ -48,6 +49,8 @@ REFUSED = {
     f"{OWN} weight_sync=reload model/lora=default": "weight_sync=reload: moves all weights",
     f"{OWN} weight_sync=restart mode=async": "rollouts.in_flight=keep: weight_sync=restart sends no weights",
     "generation=sglang_server weight_sync=reload": "weight_sync.pause_mode=keep: SGLang loads weights only",
+    f"{OWN} weight_sync=shared_vllm {FP8}": "engine.args.quantization=fp8: with weight_sync=shared_vllm the policy",
+    f"{OWN} weight_sync=reload {FP8} train.loss.importance_correction=none": "train.loss.importance_correction=none: ",
     "weight_sync=none": "weight_sync=none",
     "train/advantage=distill": "train.advantage.teacher=null: name a model",
     f"{TAUGHT_BY}/no/model": "train.advantage.teacher=/no/model: no such folder",

@@ -128,6 +128,7 @@ class WorkerExtension:
             "device": device.type,
             "gpu_uuid": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
             "refusals": list(_refusals(self.vllm_config)),
+            "quantization": self.vllm_config.model_config.quantization,
             "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
         }
 
@@ -192,13 +193,17 @@ class WorkerExtension:
     def grpo_state(self) -> dict[str, Any]:
         """The weights' dtype, and the fingerprint of each checkpoint parameter that the server has in this dtype.
 
-        No fingerprints where the server holds something else than the checkpoint's parameters: parts of them, or
-        quantised ones, but for bitsandbytes' 4 bits, whose dequantised numbers a trainer has too.
+        No fingerprints where the server holds parts of the checkpoint's parameters, or derived ones. Of a quantised model
+        those of layers that are not quantised (embeddings, norms, the head), and of bitsandbytes' 4 bits the dequantised
+        numbers, which a trainer has too.
         """
-        is_4_bit = self.vllm_config.model_config.quantization == "bitsandbytes"
-        views = {} if len(list(_refusals(self.vllm_config))) > is_4_bit else self._grpo_views()
+        views = {} if any(_rearranged(self.vllm_config)) else self._grpo_views()
+        quantization = self.vllm_config.model_config.quantization
+        if quantization not in (None, "bitsandbytes"):  # whose kernels may reorder the bias of a quantised layer
+            views = {name: view for name, view in views.items() if f"{name.rpartition('.')[0]}.weight" in views}
         found = dict(zip(views, fingerprints(list(views.values())), strict=True))
-        found |= {name: fingerprints([weights])[0] for name, weights in self._grpo_dequantised()} if is_4_bit else {}
+        if quantization == "bitsandbytes":
+            found |= {name: fingerprints([weights])[0] for name, weights in self._grpo_dequantised()}
         return {"dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."), "fingerprints": found}
 
     def grpo_sums(self, names: list[str]) -> dict[str, str]:
@@ -240,11 +245,15 @@ def _model(worker: Any) -> nn.Module:
 
 
 def _refusals(config: Any) -> Iterator[str]:
+    if config.model_config.quantization is not None:
+        yield f"the server quantises its weights ({config.model_config.quantization})"
+    yield from _rearranged(config)
+
+
+def _rearranged(config: Any) -> Iterator[str]:
     model, parallel = config.model_config, config.parallel_config
     if parallel.world_size > 1:
         yield f"the server spreads its weights over {parallel.world_size} processes (tensor or pipeline parallel)"
-    if model.quantization is not None:
-        yield f"the server quantises its weights ({model.quantization})"
     if getattr(model, "use_mla", False):
         yield "the server derives tensors from the weights when it loads them (multi-head latent attention)"
     if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
