@@ -193,9 +193,9 @@ class WorkerExtension:
     def grpo_state(self) -> dict[str, Any]:
         """The weights' dtype, and the fingerprint of each checkpoint parameter that the server has in this dtype.
 
-        No fingerprints where the server holds parts of the checkpoint's parameters, or derived ones. Of a quantised model
-        those of layers that are not quantised (embeddings, norms, the head), and of bitsandbytes' 4 bits the dequantised
-        numbers, which a trainer has too.
+        No fingerprints where the server holds parts of the checkpoint's parameters, or derived ones. Of a quantised
+        model those of layers that are not quantised (embeddings, norms, the head), and of bitsandbytes' 4 bits those of
+        the dequantised numbers, which a trainer has too.
         """
         views = {} if any(_rearranged(self.vllm_config)) else self._grpo_views()
         quantization = self.vllm_config.model_config.quantization
