@@ -183,7 +183,8 @@ def _message(stored: Mapping[str, str | None]) -> dict[str, Any]:
     found: dict[str, Any] = {name: value for name, value in stored.items() if value is not None}
     if "tool_calls" in found:
         found["tool_calls"] = from_json(found["tool_calls"])
-    return found | from_json(found.pop("other", "{}"))
+    other = found.pop("other", None)
+    return found if other is None else found | from_json(other)
 
 
 def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
