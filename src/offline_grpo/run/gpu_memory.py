@@ -406,6 +406,8 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     weights_bytes = _num_weights(request.model_config) * served.itemsize
     if args.get("quantization") == "bitsandbytes":
         weights_bytes = _weights_bytes(request.sizes, served.itemsize, nf4.SERVER_BYTES)
+    if "fp8" in (args.get("quantization") or ""):
+        weights_bytes -= sum(request.sizes.block_weights) * (served.itemsize - 1)
     weights = num_servers * (weights_bytes // num_shards(args))
     key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
     share_frac = args.get(key) or DEFAULT_SHARE

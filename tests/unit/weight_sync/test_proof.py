@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from engines import full_weights
 from factories import make_policy, make_qwen2
 
+from offline_grpo.errors import EngineError
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest
@@ -16,12 +20,14 @@ from offline_grpo.weight_sync.proof import (
     PROBE_TOKENS,
     Probe,
     Probed,
+    compare,
     has_followed,
     probe_difference,
     probe_prompts,
     sample_probe,
     scored,
 )
+from offline_grpo.weight_sync.snapshot import Snapshot
 
 SAMPLED = (9, 30, 9, 2)
 
@@ -59,6 +65,33 @@ def test_a_probe_compares_at_the_temperature_of_the_run(temperature: float, aske
     assert probe(server).abs().max() < 1e-5
     assert server.asked == [SamplingParams(PROBE_TOKENS, temperature=asked)]
     assert probe(Answering(policy, temperature=2.0)).abs().mean() > 1e-3
+
+
+def test_fp8_may_differ_by_what_it_does_to_the_trainer() -> None:
+    """The server rounds with one scale for each weight, as vLLM's `fp8` does; by more than the tolerance for bf16."""
+    policy = make_policy(make_qwen2(vocab_size=40, initializer_range=0.3), build_char_tokenizer(64))
+    served, snapshot = copy.deepcopy(policy.causal_lm), Snapshot(policy, full_weights, host=None)
+    for name, parameter in served.named_parameters():
+        if "_proj.weight" in name:
+            scale = parameter.abs().max() / 448
+            parameter.data = (parameter.data / scale).to(torch.float8_e4m3fn).float() * scale
+
+    def prove(quantization: str | None) -> float:
+        sampled = sample_probe(Answering(make_policy(served, policy.tokenizer)), probe_prompts(policy), 1.0)
+        control = SimpleNamespace(quantization=lambda: quantization)
+        engine: Any = SimpleNamespace(control=control, server=SimpleNamespace(base_url="http://a", key="generation"))
+        answers = None, None, sampled
+        proof, _ = compare(snapshot, engine, answers, version=1, tag=None, tolerance_nats=1e-4, before=None)
+        return proof.diff_abs_mean
+
+    assert prove("fp8") > 1e-3
+    with pytest.raises(EngineError, match=r"above weight_sync.tolerance_nats=0.0001: stale"):
+        prove(None)
+    for name, parameter in policy.causal_lm.named_parameters():
+        if "_proj.weight" in name:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(EngineError, match=r"above weight_sync.tolerance_nats=0.0001 and 2 times FP8's 0\.\d"):
+        prove("fp8")
 
 
 # Old weights told from new ones
