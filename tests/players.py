@@ -71,6 +71,23 @@ class InProcess:
     def close(self) -> None: ...
 
 
+class Scripted:
+    """Replies what it is told, one turn after the other."""
+
+    engine_name: ClassVar[str | None] = None
+
+    def __init__(self, replies: list[list[int]]) -> None:
+        self.replies, self.weights = list(replies), ServedWeights()
+
+    def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
+        for index, _ in enumerate(request for request in requests if request is not None):
+            ids = self.replies.pop(0)
+            yield index, [Completion(tuple(ids), (-1.0,) * len(ids), FinishReason.STOP, (0,) * len(ids))]
+
+    def close(self) -> None:
+        pass
+
+
 class Server(Streaming):
     """Answers after a while."""
 

@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from dialogues import call_text, codec_of
+from players import Scripted
 from worlds import Shop, environment
 
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.task.environment import Environment
 from offline_grpo.task.rows import Row
-from offline_grpo.types import (
-    Completion,
-    CompletionStream,
-    FinishReason,
-    Rollout,
-    SamplingParams,
-    SamplingRequest,
-    ServedWeights,
-)
+from offline_grpo.types import Rollout, SamplingParams
 
 NAMES = ("glm4moe", "gptoss", "llama3_1", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_instruct_2507")
 SAMPLING = SamplingParams(max_new_tokens=1000)
-
-
-class Scripted:
-    """Replies what it is told, one turn after the other."""
-
-    engine_name: ClassVar[str | None] = None
-
-    def __init__(self, replies: list[list[int]]) -> None:
-        self.replies, self.weights = list(replies), ServedWeights()
-
-    def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
-        for index, _ in enumerate(request for request in requests if request is not None):
-            ids = self.replies.pop(0)
-            yield index, [Completion(tuple(ids), (-1.0,) * len(ids), FinishReason.STOP, (0,) * len(ids))]
-
-    def close(self) -> None:
-        pass
 
 
 def ours(name: str, replies: list[list[int]], task: Environment) -> Rollout:

@@ -91,8 +91,10 @@ class Dialogue:
         """What is to be sampled for a conversation, at most `longest` tokens; None beyond the limits.
 
         Raises:
-            ConfigError: the model's chat template refuses it.
+            ConfigError: the model's chat template refuses it, or has no calls of tools.
         """
+        if tools:
+            self._chat.check_tools()
         key = tuple(map(_canonical, messages))
         begun = [ask for ask in self._answered if key[: len(ask.key)] == ask.key and len(key) > len(ask.key)]
         begun = [ask for ask in begun if list(ask.tools) == list(tools)]

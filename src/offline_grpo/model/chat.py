@@ -152,13 +152,18 @@ class ChatFormat:
         other = "take a template that can (model.chat_template=FILE)"
         if self._tokenizer.chat_template is not None and self._closing is None:
             raise ConfigError(f"model.train_id: its chat template does not go on after a reply; {other}")
-        if has_tools and self._reader is None:
-            can = "cannot write calls of tools" if self._call_closing is None else "writes calls in an unknown form"
-            fix = f"{other}, or have no tools and write `respond(self, text)` (docs/environments.md)"
-            raise ConfigError(f"task.environment: has tools, and the model's chat template {can}; {fix}")
+        if has_tools:
+            self.check_tools()
         if self._drops_thinking():
             kept = "this run keeps it, because what was sampled is never written anew"
             log.info("the chat template leaves earlier thinking out where the user speaks again; %s", kept)
+
+    def check_tools(self) -> None:
+        """Raise ConfigError if calls of tools cannot be written or read."""
+        if self._reader is None:
+            can = "cannot write calls of tools" if self._call_closing is None else "writes calls in an unknown form"
+            fix = "take a template that can (model.chat_template=FILE), or play without tools, by `respond(self, text)`"
+            raise ConfigError(f"task: it has tools, and the model's chat template {can}; {fix} (docs/environments.md)")
 
     def _drops_thinking(self) -> bool:
         """Whether the template knows of thinking, and leaves that of a reply out once the user speaks again."""
