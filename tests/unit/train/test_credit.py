@@ -4,7 +4,6 @@ tests/equivalence for TRL.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
 from statistics import stdev
@@ -17,9 +16,11 @@ from recorded import write_store
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Advantage
+from offline_grpo.rollouts.replay import Replay
 from offline_grpo.run.build import build
 from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
+from offline_grpo.train.advantage.distill import Distill
 from offline_grpo.train.advantage.gdpo import GDPO
 from offline_grpo.train.advantage.maxrl import MaxRL
 from offline_grpo.train.advantage.passk import PassK
@@ -157,23 +158,29 @@ def test_what_the_run_does_not_have_is_refused(component, changes, told):
         component.check(config, object(), [])
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["gdpo"], r"^train/advantage=gdpo: adds up several parts of the reward, which has correct; use group_std"),
-        (["passk", "train.advantage.k=4"], r"^train\.advantage\.k=4: must be from 2 to 3, the completions of the larg"),
-        (["per_turn"], r"^train/advantage=per_turn: these rollouts do not tell"),
-        (["per_token"], r"^train/advantage=per_token: a group came without"),
-        (["distill"], r"^train\.advantage\.teacher=null: 6 of 6 rollouts come without"),
-        (["passk", "train.advantage.k=3"], None),
-        (["gdpo", "rollouts.rescore=true"], None),  # arithmetic rewards have two parts
-    ],
-)
-def test_what_a_record_does_not_have_is_refused_before_a_model_is_loaded(tmp_path, words, told):
-    write_store(tmp_path)
-    replayed = ("rollouts=replay", f"rollouts.path={tmp_path}", f"train/advantage={words[0]}", *words[1:])
-    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
-        make_plan(typed(compose_config(*replayed)))
+def test_what_a_record_does_not_have_is_refused(tmp_path):
+    path = str(write_store(tmp_path))
+    plain = SimpleNamespace(rollouts={}, task={}, train=SimpleNamespace(loss={}))
+    groups = Replay.recorded(SimpleNamespace(rollouts={"path": path, "rescore": False}))
+    for component, told in (
+        (GDPO(None), r"^train/advantage=gdpo: adds up several parts of the reward, which has correct; use group_std"),
+        (
+            PassK(4),
+            r"^train\.advantage\.k=4: must be from 2 to 3, the completions of the largest recorded group, or null",
+        ),
+        (PerTurn(), "these rollouts do not tell their turns apart"),
+        (PerToken(), "a group came without advantages"),
+        (Distill(teacher=None, weight=1.0, base=None), r"teacher=null: 6 of 6 rollouts come without"),
+        (Distill(teacher="x", weight=1.0, base=PassK(4)), r"k=4: must be"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            component.check(plain, object(), groups)
+    PassK(3).check(plain, object(), groups)
+    Distill(teacher="x", weight=1.0, base=None).check(plain, object(), groups)
+    GDPO(None).check(plain, object(), Replay.recorded(SimpleNamespace(rollouts={"path": path, "rescore": True})))
+    with pytest.raises(ConfigError, match="gdpo: adds up"):
+        words = ("rollouts=replay", f"rollouts.path={path}", "train/advantage=gdpo")
+        make_plan(typed(compose_config(*words)))
 
 
 def test_it_is_refused_before_a_model_is_loaded():
