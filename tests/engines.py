@@ -115,12 +115,18 @@ def make_server(
     *,
     args: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
+    gpus: Sequence[int] = (0,),
     **changes: Any,
 ) -> Server:
     """A server, not started yet. `changes` are settings of its engine."""
-    gpus = [0] if where.device.type == "cuda" else None
     return Server(
-        base_url=None, api_key=None, launcher=engine(where, **changes), log_dir=log_dir, gpus=gpus, args=args, env=env
+        base_url=None,
+        api_key=None,
+        launcher=engine(where, **changes),
+        log_dir=log_dir,
+        gpus=list(gpus) if where.device.type == "cuda" else None,
+        args=args,
+        env=env,
     )
 
 

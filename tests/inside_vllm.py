@@ -25,16 +25,24 @@ def load_extension() -> ModuleType:
 
 
 class Weighted(nn.Module):
-    """A weight of that shape, random, and a bias where there is one."""
+    """A weight of that shape, random, and a bias where there is one. `tp_size` workers have one such each; this is the
+    last one's.
+    """
 
-    def __init__(self, *shape: int, bias: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, *shape: int, bias: bool = False, dtype: torch.dtype = torch.float32, tp_size: int = 1, **settings: int
+    ) -> None:
         super().__init__()
+        self.__dict__.update(settings, tp_size=tp_size, tp_rank=tp_size - 1)
         self.weight = nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
         if bias:
             self.bias = nn.Parameter(torch.randn(shape[0]).to(dtype), requires_grad=False)
 
 
 class ColumnParallelLinear(Weighted): ...
+
+
+class RowParallelLinear(Weighted): ...
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -55,7 +63,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several matrices with one input."""
 
     def __init__(self, hidden: int, output_sizes: list[int], **settings: Any) -> None:
-        super().__init__(sum(output_sizes), hidden, **settings)
+        super().__init__(sum(output_sizes) // settings.get("tp_size", 1), hidden, **settings)
         self.output_sizes = output_sizes
 
 
@@ -63,8 +71,11 @@ class VocabParallelEmbedding(Weighted):
     """Rows beyond the vocabulary are padding."""
 
     def __init__(self, org_vocab_size: int, padded: int, hidden: int, **settings: Any) -> None:
-        super().__init__(padded, hidden, **settings)
+        super().__init__(padded // settings.get("tp_size", 1), hidden, **settings)
         self.org_vocab_size = org_vocab_size
+        begin = min(self.tp_rank * len(self.weight), org_vocab_size)
+        end = min(begin + len(self.weight), org_vocab_size)
+        self.shard_indices = SimpleNamespace(org_vocab_start_index=begin, org_vocab_end_index=end)
 
 
 class ParallelLMHead(VocabParallelEmbedding): ...

@@ -30,9 +30,16 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
 def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
     """The results of `call` for all items, at the same time. The first error is raised when all calls have ended."""
-    if len(items) == 1:
-        return [call(items[0])]
-    outcomes = [in_background(partial(call, item)) for item in items]
+    return [call(items[0])] if len(items) == 1 else results(started(call, items))
+
+
+def started(call: Callable[[S], T], items: Sequence[S]) -> list[Future[T]]:
+    """The future results of `call` for all items, at the same time."""
+    return [in_background(partial(call, item)) for item in items]
+
+
+def results(outcomes: Sequence[Future[T]]) -> list[T]:
+    """All of them. The first error is raised when all calls have ended."""
     wait(outcomes)
     return [outcome.result() for outcome in outcomes]
 

@@ -171,8 +171,12 @@ class VllmControl(ServerControl):
 
     def call_worker(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> Any:
         """The result of the worker's method, of several workers the first one's."""
+        return self.call_workers(method, timeout_s=timeout_s, **kwargs)[0]
+
+    def call_workers(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> list[Any]:
+        """The results of the method of each worker."""
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
-        return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).json()["results"][0]
+        return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).json()["results"]
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
         self.pause(pause_mode)
@@ -182,7 +186,7 @@ class VllmControl(ServerControl):
         self.resume()
 
     def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
-        found = self.call_worker("grpo_sums", names=list(sums)) if sums else {}
+        found = of_wholes(self.call_workers("grpo_sums", names=list(sums))) if sums else {}
         return [name for name, own in sums.items() if found.get(name) != own]
 
     def set_tag(self, tag: str) -> None:
@@ -192,7 +196,8 @@ class VllmControl(ServerControl):
         return self.call_worker("grpo_tag")
 
     def served_bits(self) -> ServedBits:
-        return ServedBits(**self.call_worker("grpo_state"))
+        states = self.call_workers("grpo_state")
+        return ServedBits(states[0]["dtype"], of_wholes([state["fingerprints"] for state in states]))
 
     def logprobs_mode(self) -> str | None:
         """See `ServerControl.logprobs_mode`. The worker extension says it."""
@@ -218,3 +223,22 @@ class VllmControl(ServerControl):
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name; requests in flight finish with it."""
         self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def of_wholes(workers: Sequence[Mapping[str, tuple[int, str]]]) -> dict[str, str]:
+    """By name, the fingerprint or sum of each parameter, from those of the parts that the workers have: they add up.
+    Where two workers have different bits in the same part, it is one that nothing has.
+
+    Args:
+        workers: of each, by name where its part begins, and that part's.
+    """
+    parts: dict[str, dict[int, set[str]]] = {}
+    for worker in workers:
+        for name, (start, text) in worker.items():
+            parts.setdefault(name, {}).setdefault(start, set()).add(text)
+    return {
+        name: f"{sum(int(text, 16) for [text] in found.values()) % 2**64:016x}"
+        if all(len(texts) == 1 for texts in found.values())
+        else "different in different workers"
+        for name, found in parts.items()
+    }

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -34,6 +35,9 @@ from offline_grpo.types import TokenBatch, TokenStats
 
 T = TypeVar("T")
 Named = Iterable[tuple[str, Tensor]]
+GATHERED_BYTES = 2**28
+"""Of whole tensors that are gathered together. A larger one goes alone."""
+ALIGNED_BYTES = 16
 
 register_dataclass(TokenStats)  # FSDP2 looks there for tensors whose backward pass it must prepare
 
@@ -137,7 +141,8 @@ class FullyShardedPolicy(Replicas):
             if command == "score":
                 self._score(message[1])
             else:
-                for _ in _one_by_one(self._weights() if command == "weights" else _shards_of(tensors)):
+                named = self._weights() if command == "weights" else _shards_of(tensors)
+                for _ in _wholes(named, self._dtype(command)):
                     pass
 
     def full_weights(self, policy: Policy) -> Iterator[tuple[str, Tensor]]:
@@ -161,17 +166,21 @@ class FullyShardedPolicy(Replicas):
 
     def _gather(self, command: str, named: Named) -> Iterator[tuple[str, Tensor]]:
         self.ranks.broadcast((command,))
-        self._gathering = _one_by_one(named)
+        self._gathering = _all_of(_wholes(named, self._dtype(command)))
         return self._gathering
+
+    def _dtype(self, command: str) -> torch.dtype | None:
+        """To which a process rounds its parts before they are gathered."""
+        return self._policy.dtype if self._policy is not None and command == "weights" else None
 
     def _weights(self) -> Named:
         policy = self._policy
         assert policy is not None
         for name, parameter in policy.causal_lm.named_parameters():
-            if not has_adapters(policy.model):
-                yield name, parameter.detach().to(policy.dtype)
-            elif not isinstance(parameter, DTensor):
+            if not isinstance(parameter, DTensor):
                 yield name, parameter.detach()
+            elif not has_adapters(policy.model):
+                yield name, parameter
 
     def _led_logprobs(self, batch: TokenBatch) -> Tensor:
         """`Policy.logprobs`, where rank 0 alone has a batch, inside `lead`."""
@@ -199,12 +208,52 @@ def _shards_of(tensors: Any) -> Named:
     return ((str(number), leaf) for number, leaf in enumerate(tree_leaves(tensors)) if isinstance(leaf, DTensor))
 
 
-def _one_by_one(named: Named) -> Generator[tuple[str, Tensor]]:
-    """Each tensor whole. Also those that nobody asks for any more: the other processes gather them all."""
-    rest = iter(named)
+def _all_of(wholes: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:
+    """Also those that nobody asks for any more: the other processes gather them all."""
     try:
-        for name, tensor in rest:
-            yield name, _whole(tensor)
+        for name, tensor in wholes:  # noqa: UP028 - it would close `wholes`
+            yield name, tensor
     finally:
-        for _, tensor in rest:
-            _whole(tensor)
+        for _ in wholes:
+            pass
+
+
+def _wholes(named: Named, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor whole, in `dtype` if there is one. Several are gathered at a time."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        if bucket and size + tensor.nbytes > GATHERED_BYTES:
+            yield from _gathered(bucket, dtype)
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    yield from _gathered(bucket, dtype)
+
+
+@torch.no_grad()
+def _gathered(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+    """The tensors whole, by one message, in which each process has a piece of the same size for each of them."""
+    spread = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
+    if not spread:
+        return list(bucket)
+    group = spread[0].device_mesh.get_group()
+    parts = [(local := tensor.to_local()).to(dtype or local.dtype).reshape(-1).view(torch.uint8) for tensor in spread]
+    rows = [-(-tensor.shape[0] // group.size()) for tensor in spread]
+    sizes = [n * prod(t.shape[1:]) * (dtype or t.dtype).itemsize for n, t in zip(rows, spread, strict=True)]
+    areas = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
+    mine = torch.empty(sum(areas), dtype=torch.uint8, device=parts[0].device)
+    own = [area[: len(part)] for area, part in zip(mine.split(areas), parts, strict=True)]
+    torch._foreach_copy_(own, parts)  # pyright: ignore[reportPrivateImportUsage]
+    of_all = torch.empty(group.size(), len(mine), dtype=torch.uint8, device=mine.device)
+    distributed.all_gather_into_tensor(of_all.view(-1), mine, group=group)
+    pieces = zip(of_all.split(areas, dim=1), sizes, strict=True)
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.to(dtype or tensor.dtype)
+        area, size = next(pieces)
+        kind = dtype or tensor.dtype
+        return area[:, :size].reshape(-1)[: tensor.numel() * kind.itemsize].view(kind).view(tensor.shape)
+
+    return [(name, whole(tensor)) for name, tensor in bucket]

@@ -86,20 +86,19 @@ class Proof:
         }
 
 
-Answers = tuple[str | None, ServedBits | None, Sequence[Rollout]]
-"""A server's tag and bits, where it notes any, and what it samples after fixed prompts."""
-
-
-def ask(engine: Engine, prompts: Sequence[Sequence[int]], *, is_tagged: bool) -> Answers:
-    """The server's part of a proof. It touches nothing of the policy's: several servers can be asked at a time."""
-    tag, bits = (engine.control.served_tag(), engine.control.served_bits()) if is_tagged else (None, None)
-    return tag, bits, sample_probe(engine.client, prompts, engine.sampling.temperature)
+def serves(engine: Engine) -> tuple[str | None, ServedBits | None]:
+    """A server's tag and bits, where it notes any. This touches nothing of the policy's: several servers can be asked
+    at a time.
+    """
+    return engine.control.served_tag(), engine.control.served_bits()
 
 
 def compare(
     snapshot: Snapshot,
     engine: Engine,
-    answers: Answers,
+    sampled: Sequence[Rollout],
+    probe: Probe,
+    bits: tuple[str | None, list[str], int],
     *,
     version: int,
     tag: str | None,
@@ -109,6 +108,8 @@ def compare(
     """Compare what an engine serves with what is trained, and log the verdict.
 
     Args:
+        sampled, probe: what it has sampled after `probe_prompts`, and that as `scored`.
+        bits: the tag that it serves, the names of tensors with other bits, and how many could be compared.
         tag: that the push has left in the server, if it notes any.
         tolerance_nats: for the mean |trainer - server| over the probe's logprobs.
         before: the probe that the engine's last push returned; None for the first.
@@ -119,9 +120,7 @@ def compare(
         EngineError: another version, a tensor with other bits, logprobs further apart than `tolerance_nats` on average,
         or nearer to those of the weights before.
     """
-    found, bits, sampled = answers
-    unequal, num_compared = _compare_bits(snapshot, bits)
-    probe = scored(snapshot.policy, sampled)
+    found, unequal, num_compared = bits
     difference = probe_difference(probe)
     diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
     num_equal = num_compared - len(unequal)
@@ -173,7 +172,7 @@ def prove_base(engine: Engine, snapshot: Snapshot) -> str:
     if not tag:  # and before the bits are read, so that a client that loads others meanwhile is noticed
         tag = f"base of run {this_run()}"
         engine.control.set_tag(tag)
-    unequal, num_compared = _compare_bits(snapshot, engine.control.served_bits())
+    unequal, num_compared = compare_bits(snapshot, engine.control.served_bits())
     if unequal:
         ours = {plain_name(name): tensor for name, tensor in snapshot.text_weights() if plain_name(name) in unequal}
         unequal = engine.control.other_numbers(dict(zip(ours, sums(list(ours.values())), strict=True)))
@@ -239,10 +238,10 @@ def has_followed(now: Probe, before: Probe) -> bool | None:
     return median(abs(new.trainer - new.server) for _, new in pairs) < from_old
 
 
-def _compare_bits(snapshot: Snapshot, served: ServedBits | None) -> tuple[list[str], int]:
+def compare_bits(snapshot: Snapshot, served: ServedBits | None) -> tuple[list[str], int]:
     """The names of parameters whose bits differ, and how many could be compared.
 
-    None of adapters, and of servers that hold quantised weights, parts of them, or another dtype. Under adapters it is
+    None of adapters, and of servers that hold quantised weights, or another dtype. Under adapters it is
     the base model's, unless it is spread over processes.
     """
     policy = snapshot.policy

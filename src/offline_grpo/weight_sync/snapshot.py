@@ -6,7 +6,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import texts, totals
 from offline_grpo.errors import EngineError, reason_of
 from offline_grpo.model.layers import text_parameters
 from offline_grpo.model.nf4 import dequantized
@@ -43,6 +43,7 @@ class Snapshot:
     policy: Policy
     full_weights: FullWeights
     host: Any
+    _totals: dict[tuple[str, ...], Tensor] = field(default_factory=dict, init=False)  # of buckets: [N], see `totals`
 
     def weights(self) -> Iterator[Named]:
         return self.full_weights(self.policy)
@@ -52,13 +53,26 @@ class Snapshot:
         text = text_parameters(self.policy.causal_lm)
         return ((name, dequantized(tensor, text[name])) for name, tensor in self.weights() if name in text)
 
+    def text_buckets(self, max_bytes: int) -> Iterator[list[Named]]:
+        """Those, several at a time. Weights that are spread over processes are fingerprinted on the way, while they are
+        whole.
+        """
+        for bucket in buckets(self.text_weights(), max_bytes):
+            yield bucket
+            if self.policy.is_sharded:
+                self._note(bucket)
+
+    def _note(self, bucket: list[Named]) -> None:
+        self._totals[tuple(name for name, _ in bucket)] = totals((tensor, 0) for _, tensor in bucket)
+
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """64 bits for each parameter that text goes through, by name."""
-        found: dict[str, str] = {}
-        for bucket in buckets(self.text_weights(), BUCKET_BYTES):
-            found |= zip((name for name, _ in bucket), fingerprints([tensor for _, tensor in bucket]), strict=True)
-        return found
+        if not self._totals:
+            for bucket in buckets(self.text_weights(), BUCKET_BYTES):
+                self._note(bucket)
+        found = texts(torch.cat(list(self._totals.values())))
+        return dict(zip((name for names in self._totals for name in names), found, strict=True))
 
 
 def buckets(named: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:

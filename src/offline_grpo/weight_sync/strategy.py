@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
-from offline_grpo.engine.background import at_once
+from offline_grpo.engine.background import at_once, results, started
 from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import EngineDied, EngineError, require
-from offline_grpo.weight_sync.proof import Probe, Proof, ask, compare, probe_prompts
+from offline_grpo.weight_sync.proof import (
+    Probe,
+    Proof,
+    compare,
+    compare_bits,
+    probe_prompts,
+    sample_probe,
+    scored,
+    serves,
+)
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 
 PAUSE_MODES = ("keep", "wait", "abort")
@@ -176,15 +187,25 @@ class ServerSync(WeightSync):
         return SyncRequirements(engines=("vLLM",), server_args=self.server_args)
 
     def verify(self, engines: Sequence[Engine], snapshot: Snapshot, version: int) -> list[Proof]:
-        """See `WeightSync.verify`. All servers are asked at the same time; the policy then scores what one after the
-        other has sampled.
+        """See `WeightSync.verify`. All servers sample at the same time, and meanwhile their bits are compared; the
+        policy then scores together what they have sampled.
         """
-        prompts, tag = probe_prompts(snapshot.policy), weights_tag(version) if self.is_tagged else None
-        answers = at_once(lambda engine: ask(engine, prompts, is_tagged=self.is_tagged), engines)
+        policy, prompts = snapshot.policy, probe_prompts(snapshot.policy)
+        probing = started(lambda one: sample_probe(one.client, prompts, one.sampling.temperature), engines)
+        bits: list[tuple[str | None, list[str], int]] = [(None, [], 0)] * len(engines)
+        try:
+            if self.is_tagged:
+                bits = [(tag, *compare_bits(snapshot, served)) for tag, served in at_once(serves, engines)]
+        finally:
+            wait(probing)
+        sampled = results(probing)
+        probes = iter(scored(policy, [rollout for rollouts in sampled for rollout in rollouts]))
+        tag = weights_tag(version) if self.is_tagged else None
         how: Any = {"version": version, "tag": tag, "tolerance_nats": self.tolerance_nats}
         proofs = []
-        for engine, answer in zip(engines, answers, strict=True):
-            proof, self._probes[engine] = compare(snapshot, engine, answer, before=self._probes.get(engine), **how)
+        for engine, rollouts, found in zip(engines, sampled, bits, strict=True):
+            probe, before = list(islice(probes, len(rollouts))), self._probes.get(engine)
+            proof, self._probes[engine] = compare(snapshot, engine, rollouts, probe, found, before=before, **how)
             proofs.append(proof)
         return proofs
 

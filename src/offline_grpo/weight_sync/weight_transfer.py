@@ -1,10 +1,6 @@
-"""vLLM's own weight-transfer engine: the protocol, and the strategies over CUDA IPC and over NCCL.
+"""Whole weights from GPU to GPU, without a file: over CUDA IPC by vLLM's own weight-transfer engine, and over NCCL.
 
-    init once; then pause -> start -> update (names, dtypes, shapes; the data travels beside) -> finish -> flush ->
-    resume
-
-Names and shapes are those of the checkpoint; the server fuses and splits them as when it loads one. Without packing,
-the payloads of all versions are the same.
+Names and shapes are those of the checkpoint; the server fuses and splits them as when it loads one.
 """
 
 from __future__ import annotations
@@ -13,23 +9,24 @@ import atexit
 import base64
 import pickle
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from offline_grpo.engine.background import at_once, in_background
+from offline_grpo.engine.background import at_once, in_background, results, started
 from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
-from offline_grpo.engine.ports import address_towards, choose_port
+from offline_grpo.engine.inside_vllm.offline_grpo_group import empty_bucket, meet
+from offline_grpo.engine.ports import address_towards, choose_port, is_loopback
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.layers import text_parameters
+from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.snapshot import Snapshot, buckets, gpu_uuid, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements
 
@@ -64,42 +61,6 @@ class WeightTransfer(PausingSync):
         num_bytes = sum(p.numel() * (policy.dtype if policy.is_sharded else p.dtype).itemsize for p in named)
         yield StagedWeights(version=version, num_tensors=len(named), num_bytes=num_bytes, snapshot=snapshot)
 
-    def deliver(self, engines: Sequence[Engine], staged: StagedWeights) -> float:
-        """See `WeightSync.deliver`. All engines get a bucket before the next one is read, because the policy's weights
-        are read once.
-
-        They are paused for the whole update: parameters have no storage between start and finish. After an error they
-        stay paused.
-        """
-        started = time.perf_counter()
-
-        def begin(engine: Engine) -> None:
-            engine.control.pause(self.pause_mode)
-            engine.control.post("/start_weight_update")
-
-        def finish(engine: Engine) -> None:
-            engine.control.post("/finish_weight_update", {}, timeout_s=UPDATE_S)
-            engine.control.reset_prefix_cache()
-            engine.control.set_tag(weights_tag(staged.version))
-            engine.control.resume()
-
-        at_once(begin, engines)
-        for bucket in buckets(staged.snapshot.text_weights(), self.bucket_mib * 2**20):
-            update_info = {
-                "names": [name for name, _ in bucket],
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                "shapes": [list(tensor.shape) for _, tensor in bucket],
-            }
-            self.send(engines, [tensor.detach().contiguous() for _, tensor in bucket], update_info)
-        at_once(finish, engines)
-        return time.perf_counter() - started
-
-    @abstractmethod
-    def send(self, engines: Sequence[Engine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
-        """One update: tell the servers what comes (`update_info` holds names, dtype_names and shapes), and hand it over
-        to all.
-        """
-
 
 @dataclass(kw_only=True)
 class Ipc(WeightTransfer):
@@ -130,8 +91,40 @@ class Ipc(WeightTransfer):
         atexit.register(remove_cuda_driver_files)
         engine.control.post("/init_weight_transfer_engine", {"init_info": {}})
 
+    def deliver(self, engines: Sequence[Engine], staged: StagedWeights) -> float:
+        """See `WeightSync.deliver`. All engines get a bucket before the next one is read, because the policy's weights
+        are read once.
+
+        They are paused for the whole update: parameters have no storage between start and finish. After an error they
+        stay paused.
+        """
+        began = time.perf_counter()
+
+        def begin(engine: Engine) -> None:
+            engine.control.pause(self.pause_mode)
+            engine.control.post("/start_weight_update")
+
+        def finish(engine: Engine) -> None:
+            engine.control.post("/finish_weight_update", {}, timeout_s=UPDATE_S)
+            engine.control.reset_prefix_cache()
+            engine.control.set_tag(weights_tag(staged.version))
+            engine.control.resume()
+
+        at_once(begin, engines)
+        for bucket in staged.snapshot.text_buckets(self.bucket_mib * 2**20):
+            update_info = {
+                "names": [name for name, _ in bucket],
+                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+            }
+            self.send(engines, [tensor.detach().contiguous() for _, tensor in bucket], update_info)
+        at_once(finish, engines)
+        return time.perf_counter() - began
+
     def send(self, engines: Sequence[Engine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
-        """See `WeightTransfer.send`. Handles of the policy's own tensors; a server has copied them when it answers."""
+        """One update: tell the servers what comes (`update_info` holds names, dtype_names and shapes), with handles of
+        the policy's own tensors. A server has copied them when it answers.
+        """
         uuid = gpu_uuid(tensors[0].device)
         # A handle is counted down by the one process that opens it, so each server gets handles of its own.
         handles = {engine: [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors] for engine in engines}
@@ -147,10 +140,13 @@ class Ipc(WeightTransfer):
 
 @dataclass(kw_only=True)
 class Nccl(WeightTransfer):
-    """Trainer and servers on different GPUs: the trainer is rank 0 of a group with each server's workers. Needs vLLM in
-    the trainer's environment, for its communicator.
+    """Trainer and servers on different GPUs: one broadcast to all workers of all servers.
+
+    The first push to a server goes through vLLM's own loader. If its proof finds all weights there bit for bit, where
+    `inside_vllm/offline_grpo_layout.py` says, later ones are written there, which takes a tenth of the time.
 
     Args:
+        bucket_mib: of one broadcast. A server needs memory for two, beside its own.
         master_address: of the trainer's machine, as the server's workers reach it; None: from which it reaches the
             server.
     """
@@ -159,17 +155,18 @@ class Nccl(WeightTransfer):
 
     name = "nccl"
 
-    _groups: dict[Engine, Any] = field(default_factory=dict, init=False)
+    _group: Any = field(default=None, init=False)
+    _in_place: set[Engine] = field(default_factory=set, init=False)
 
     @property
     def requires(self) -> SyncRequirements:
         return replace(super().requires, gpu=True, placement="other")
 
     def attach(self, engine: Engine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`. Forms the group.
+        """See `WeightSync.attach`. The next push forms the group anew.
 
         Raises:
-            ConfigError: no GPU, the same GPU as the server, or no vLLM here.
+            ConfigError: no GPU, or the same GPU as the server.
         """
         device, theirs = snapshot.policy.device, engine.control.describe()["gpu_uuid"]
         ours = gpu_uuid(device)
@@ -178,43 +175,91 @@ class Nccl(WeightTransfer):
                 f"weight_sync=nccl: the policy is on {device} (GPU {ours}), the server on GPU {theirs}; NCCL needs two "
                 "GPUs: give the server its own by placement.engine_devices, or use ipc or shared_vllm on one"
             )
-        try:
-            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-            from vllm.distributed.utils import StatelessProcessGroup
-        except ImportError as error:
-            fix = f"needs vLLM in the trainer's environment ({error}): uv sync --extra vllm"
-            raise ConfigError(f"weight_sync=nccl: {fix}") from error
-        world_size = 1 + engine.control.get("/get_world_size").json()["world_size"]
-        address = self.master_address or address_towards(engine.server.base_url)
-        port = choose_port(address, None, key="weight_sync.master_address")
-        info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
-        ask = partial(engine.control.post, "/init_weight_transfer_engine", {"init_info": info}, timeout_s=300)
-        joined = in_background(ask)
-        met = in_background(
-            lambda: StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size)
-        )
-        wait([joined, met], return_when=FIRST_COMPLETED)  # each side waits for the other: a refusal is heard here
-        if joined.done():
-            joined.result()
-        self._groups[engine] = PyNcclCommunicator(met.result(), device=device)
-        joined.result()
+        self._in_place.discard(engine)
+        self._leave()
 
-    def send(self, engines: Sequence[Engine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
-        """See `WeightTransfer.send`. Broadcasts in the order of the names, while the servers answer the request that
-        announces them.
-
-        Each tensor goes to all servers before the next one: their loaders, which take most of the time, work at the
-        same time.
+    def deliver(self, engines: Sequence[Engine], staged: StagedWeights) -> float:
+        """See `WeightSync.deliver`. While a bucket is on its way, the next one is read. After an error the servers stay
+        paused.
         """
-        body = {"update_info": update_info}
-        received = [
-            in_background(partial(engine.control.post, "/update_weights", body, timeout_s=UPDATE_S))
-            for engine in engines
+        snapshot, device = staged.snapshot, staged.snapshot.policy.device
+        group = self._group = self._group or self._join(engines, device)
+        began = time.perf_counter()
+        pausing = started(lambda engine: engine.control.pause(self.pause_mode), engines)
+        reading = snapshot.text_buckets(self.bucket_mib * 2**20)
+        first = next(reading)
+        results(pausing)
+        tag, plan = weights_tag(staged.version), self._plan(snapshot)
+
+        def receive(engine: Engine) -> None:
+            in_place = engine in self._in_place
+            engine.control.call_workers("grpo_receive", buckets=plan, in_place=in_place, tag=tag, timeout_s=UPDATE_S)
+            engine.control.reset_prefix_cache()
+            engine.control.resume()
+
+        receiving = started(receive, engines)
+        before: Any = None
+        try:
+            for described, bucket in zip(plan, chain([first], reading), strict=True):
+                flat, tensors = empty_bucket(described, device)
+                torch._foreach_copy_(tensors, [tensor for _, tensor in bucket])  # pyright: ignore[reportPrivateImportUsage]
+                work = group.broadcast(flat, 0)
+                if before is not None:
+                    before.wait()
+                before = work
+            before.wait()
+            _together(receiving)
+        except Exception:
+            self._leave()  # ends broadcasts that a dead server keeps waiting
+            raise
+        return time.perf_counter() - began
+
+    def verify(self, engines: Sequence[Engine], snapshot: Snapshot, version: int) -> list[Proof]:
+        """See `WeightSync.verify`. What has proven where the weights are stays proven until the server starts anew."""
+        proofs = super().verify(engines, snapshot, version)
+        num_all = len(text_parameters(snapshot.policy.causal_lm))
+        self._in_place |= {e for e, proof in zip(engines, proofs, strict=True) if proof.num_equal == num_all}
+        return proofs
+
+    def detach(self, engine: Engine) -> None:
+        self._leave()
+
+    def _plan(self, snapshot: Snapshot) -> list[list[tuple[str, str, list[int]]]]:
+        """Name, dtype and shape of each tensor in each bucket."""
+        policy = snapshot.policy
+        named = (
+            (name, torch.empty(p.shape, dtype=policy.dtype if policy.is_sharded else p.dtype, device="meta"))
+            for name, p in text_parameters(policy.causal_lm).items()
+        )
+        return [
+            [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in bucket]
+            for bucket in buckets(named, self.bucket_mib * 2**20)
         ]
-        stream = torch.cuda.current_stream(tensors[0].device)
-        for tensor in tensors:
-            for engine in engines:
-                self._groups[engine].broadcast(tensor, src=0, stream=stream)
-        for answer in received:
-            answer.result()
-        torch.cuda.synchronize(tensors[0].device)
+
+    def _join(self, engines: Sequence[Engine], device: torch.device) -> Any:
+        """Form the group: the trainer, then the workers of one server after the other."""
+        sizes = [engine.control.get("/get_world_size").json()["world_size"] for engine in engines]
+        found = [address_towards(engine.server.base_url) for engine in engines]
+        address = self.master_address or next((one for one in found if not is_loopback(one)), found[0])
+        port = choose_port(address, None, key="weight_sync.master_address")
+        meeting = in_background(lambda: meet(address, port, 0, 1 + sum(sizes), device))
+
+        def join(place: int) -> None:
+            rank = 1 + sum(sizes[:place])
+            words = {"address": address, "port": port, "first_rank": rank, "world_size": 1 + sum(sizes)}
+            engines[place].control.call_workers("grpo_join", timeout_s=300, **words)
+
+        joining = started(join, range(len(engines)))
+        _together([*joining, meeting])
+        return meeting.result()
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
+
+
+def _together(outcomes: Sequence[Future[Any]]) -> None:
+    """Wait for all. Raises the first error at once: the others wait for the one that failed."""
+    for outcome in wait(outcomes, return_when=FIRST_EXCEPTION).done:
+        outcome.result()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offline_grpo.engine.inside_vllm import offline_grpo_fingerprint as module
-from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints, sums
+from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import as_part, fingerprints, sums, texts, totals
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
@@ -75,10 +75,27 @@ def test_sums_depend_on_the_numbers_alone(dtype: torch.dtype) -> None:
     assert int(expected, 16) == by_hand % 2**64
 
 
-def test_more_than_one_real_chunk() -> None:
-    size = module.CHUNK_ELEMENTS_CPU
-    tensor = torch.zeros(size + 2, dtype=torch.int8)
-    first, second = tensor.clone(), tensor.clone()
-    first[size - 1] = 1
-    second[size] = 1
-    assert len(set(fingerprints([tensor, first, second]))) == 3
+def test_more_than_one_real_batch() -> None:
+    """Of a large tensor, and of small ones after it."""
+    size = 8 * module.BATCH_WORDS_CPU
+    tensor = torch.zeros(size + 16, dtype=torch.int8)
+    first, second, small = tensor.clone(), tensor.clone(), random(3, 4)
+    first[size - 1] = second[size] = 1
+    found = fingerprints([tensor, first, second, small])
+    assert len(set(found)) == 4
+    assert found[3] == one(small)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(12, 1100), (12, 5)])
+def test_parts_add_up(dtype: torch.dtype, dim: int, shape: tuple[int, int]) -> None:
+    """Those of a server's workers, uneven ones: 7 rows and 5, 10 bytes each, have no whole words."""
+    whole = random(*shape, dtype=dtype)
+    parts = [
+        part.contiguous() for part in whole.split([7, whole.shape[dim] - 7] if whole.shape[dim] > 7 else [2, 3], dim)
+    ]
+    starts = [0, parts[0].shape[dim]]
+    found = totals(as_part(part, dim, start, whole.shape[dim]) for part, start in zip(parts, starts, strict=True))
+    assert texts(found.sum(0, keepdim=True)) == [one(whole)]
+    assert texts(found.flip(0)[:1]) != [one(whole)]

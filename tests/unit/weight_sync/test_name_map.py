@@ -12,10 +12,15 @@ from inside_vllm import (
     FusedModel,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     Weighted,
     make_worker,
 )
 from torch import nn
+
+from offline_grpo.engine.inside_vllm.offline_grpo_layout import layout as spread_layout
+from offline_grpo.engine.vllm import of_wholes
 
 
 def layout(model: nn.Module) -> list[dict[str, Any]]:
@@ -77,6 +82,45 @@ def test_a_whole_model(wrapped: bool) -> None:
     assert covered == {name: 10 if name in vocabulary else len(parameter) for name, parameter in plain.items()}
 
 
+def test_the_last_of_four_workers() -> None:
+    """By hand: 4 query heads of 2 rows, each worker has one; 2 of keys, each for two workers; a vocabulary of 10 and 6
+    rows of padding, of which it has 4. What only a loader of its own knows is left out.
+    """
+    qkv, own = QKVParallelLinear(8, 2, heads=1, kv_heads=1, tp_size=4, num_kv_head_replicas=2), Weighted(3, 8)
+    own.weight.weight_loader = print  # type: ignore[attr-defined]
+    expected = {
+        "q.weight": (0, 2, 0, 6, 8),
+        "k.weight": (2, 2, 0, 2, 4),
+        "v.weight": (4, 2, 0, 2, 4),
+        "up.weight": (0, 3, 0, 9, 12),
+        "gate.weight": (3, 5, 0, 15, 20),
+        "out.weight": (0, 8, 1, 6, 8),
+        "out.bias": (0, 8, 0, 0, 8),
+        "words.weight": (0, 0, 0, 10, 10),
+        "norm.weight": (0, 8, 0, 0, 8),
+    }
+    model = nn.ModuleDict(
+        {
+            "qkv": qkv,
+            "up_gate": MergedColumnParallelLinear(8, [12, 20], tp_size=4),
+            "out": RowParallelLinear(8, 2, bias=True, tp_size=4),
+            "words": VocabParallelEmbedding(10, 16, 8, tp_size=4),
+            "norm": Weighted(8),
+            "own": own,
+        }
+    )
+    model.packed_modules_mapping = {"qkv": ["q", "k", "v"], "up_gate": ["up", "gate"]}
+    entries = spread_layout(model, is_spread=True)
+    keys = ("row", "rows", "dim", "start", "whole")
+    assert {entry["name"]: tuple(entry[key] for key in keys) for entry in entries} == expected
+
+
+def test_parts_of_workers_add_up() -> None:
+    found = [{"a": (0, "f" * 16), "b": (0, "5")}, {"a": (8, f"{3:016x}"), "b": (0, "5")}]
+    assert of_wholes(found) == {"a": f"{2:016x}", "b": f"{5:016x}"}
+    assert of_wholes([*found, {"b": (0, "0")}])["b"] == "different in different workers"
+
+
 def test_only_what_is_in_the_models_dtype_has_a_fingerprint() -> None:
     """vLLM keeps some small tensors in fp32 beside a model in bf16."""
     model = FusedModel(dtype=torch.bfloat16)
@@ -84,7 +128,7 @@ def test_only_what_is_in_the_models_dtype_has_a_fingerprint() -> None:
     worker = make_worker(model, model_config__dtype=torch.bfloat16)
     assert SHAPES.keys() - worker.grpo_state()["fingerprints"].keys() == {"model.layers.0.norm.weight"}
     name, queries = "model.layers.0.self_attn.q_proj.weight", model.model.layers[0].self_attn.qkv_proj.weight[:16]
-    assert worker.grpo_sums([name]) == {name: f"{int(queries.view(torch.int16).sum()) % 2**64:016x}"}
+    assert worker.grpo_sums([name]) == {name: (0, f"{int(queries.view(torch.int16).sum()) % 2**64:016x}")}
 
 
 def test_a_composite_has_the_names_of_transformers_and_not_those_of_older_checkpoints() -> None:

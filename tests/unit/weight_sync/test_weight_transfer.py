@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from engines import full_weights
 from factories import make_policy, make_qwen2
-from scripted_server import Reply, ScriptedServer
+from inside_vllm import load_extension
+from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
@@ -17,13 +20,11 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync.snapshot import Named, Snapshot, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
-from offline_grpo.weight_sync.weight_transfer import WeightTransfer
+from offline_grpo.weight_sync.weight_transfer import Ipc, Nccl
 
 
-class Recorder(WeightTransfer):
+class Recorder(Ipc):
     """Sends by HTTP alone."""
-
-    name = "recorder"
 
     def send(self, engines: Sequence[Engine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
         for engine in engines:
@@ -44,7 +45,7 @@ def engine_at(url: str, folder: Path) -> Engine:
     )
 
 
-def deliver(sync: WeightTransfer, policy: Policy, *engines: Engine) -> Staged:
+def deliver(sync: Ipc, policy: Policy, *engines: Engine) -> Staged:
     """Staged once, and given to all engines."""
     with sync.staged(Snapshot(policy, full_weights, engines[0]), 5) as staged:
         assert sync.deliver(engines, staged) > 0
@@ -92,3 +93,55 @@ def test_all_servers_get_what_was_read_once(tmp_path: Path) -> None:
     assert first == second
     assert len(first) == 7
     assert num_reads == 1
+
+
+# Broadcasts
+
+
+class Worker(load_extension().WorkerExtension):  # type: ignore[misc]
+    """One that holds the checkpoint's parameters as they are, and counts what comes through its loader."""
+
+    def __init__(self) -> None:
+        self.model, self.num_loaded = make_qwen2(), 0
+        self.model_runner = SimpleNamespace(model=self.model)
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(dtype=torch.float32), parallel_config=SimpleNamespace(world_size=1, rank=0)
+        )
+
+    def reload_weights(self, weights_iterator: Iterator[Named]) -> None:
+        for name, tensor in weights_iterator:
+            self.model.get_parameter(name).data.copy_(tensor)
+            self.num_loaded += 1
+
+    def reply(self, request: Request) -> Reply:
+        """Of a server with this worker."""
+        if request.path == "/get_world_size":
+            return Reply({"world_size": 1})
+        body = request.body or {}
+        called = getattr(self, body["method"])(**body["kwargs"]) if request.path == "/collective_rpc" else None
+        return Reply({"results": [called]})
+
+
+def test_one_broadcast_reaches_all_servers(tmp_path: Path) -> None:
+    """First through the loader; where that has been proven, in place. A server that is started anew joins again."""
+    policy, workers = make_policy(make_qwen2(vocab_size=20_000)), [Worker(), Worker()]
+    num = len(list(policy.causal_lm.parameters()))
+    for worker in workers:
+        worker.model.resize_token_embeddings(20_000)
+    sync = Nccl(interval=1, pause_mode="wait", tolerance_nats=0.1, server_args={}, bucket_mib=1, master_address=None)
+    with ScriptedServer(workers[0].reply) as web, ScriptedServer(workers[1].reply) as other:
+        engines = [engine_at(one.base_url, tmp_path) for one in (web, other)]
+        for version, num_loaded in ((0, [num, num]), (1, [num, num]), (2, [num, 2 * num])):
+            for number, parameter in enumerate(policy.causal_lm.parameters()):
+                parameter.data.add_(number + 1)
+            with sync.staged(Snapshot(policy, full_weights, engines[0]), version) as staged:
+                assert sync.deliver(engines, staged) > 0
+            for worker in workers:
+                assert worker.grpo_tag() == weights_tag(version)
+                assert all(map(torch.equal, worker.model.parameters(), policy.causal_lm.parameters()))
+            assert [worker.num_loaded for worker in workers] == num_loaded
+            sync._in_place = set(engines)
+            if version == 1:
+                sync._in_place.discard(engines[1])
+                sync.detach(engines[1])
+        sync.detach(engines[0])

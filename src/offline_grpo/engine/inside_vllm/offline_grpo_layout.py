@@ -8,20 +8,32 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def layout(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """One entry for each checkpoint parameter: the tensor that holds it, and its rows there.
+def layout(model: nn.Module, *, is_spread: bool = False) -> Iterator[dict[str, Any]]:
+    """One entry for each checkpoint parameter: the tensor that holds it, and its rows there; and of tensor parallel
+    models which rows or columns (`dim`) of the parameter these are: those from `start` on, of `whole`.
 
     Fused tensors are taken apart by what vLLM's own layer classes say about them. All parts are ranges of rows.
+
+    Args:
+        is_spread: over several workers. There is no entry then where only a loader knows what a worker has.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules(remove_duplicate=False):
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             prefix, _, fused = _checkpoint_name(model, plain_name(path)).rpartition(".")
             tensor = f"{plain_name(path)}.{leaf}" if path else leaf
-            for name, row, rows in _parts(module, packed.get(fused, []), parameter):
+            loader = getattr(parameter, "weight_loader", None)
+            if is_spread and loader is not None and getattr(loader, "__self__", None) is not module:
+                continue
+            for name, row, rows, *place in _parts(module, packed.get(fused, []), parameter):
                 own = ".".join(filter(None, [prefix, name or fused, leaf]))
                 shape = [rows, *parameter.shape[1:]] if parameter.dim() else []
-                yield {"name": own, "tensor": tensor, "row": row, "rows": rows, "shape": shape}
+                dim, start, whole = place or (0, 0, rows)
+                yield {"name": own, "tensor": tensor, "row": row, "rows": rows, "shape": shape} | {
+                    "dim": dim,
+                    "start": start,
+                    "whole": whole,
+                }
 
 
 def _checkpoint_name(model: nn.Module, path: str) -> str:
@@ -34,23 +46,41 @@ def _checkpoint_name(model: nn.Module, path: str) -> str:
     return max(found, key=len, default=dotted)[:-1]  # shorter ones are names of older checkpoints
 
 
-def _parts(module: nn.Module, names: list[str], parameter: Tensor) -> Iterator[tuple[str | None, int, int]]:
-    """(name of a module in the checkpoint, first row, rows), for a tensor of `module` that may hold several."""
+def _parts(module: Any, names: list[str], parameter: Tensor) -> Iterator[tuple[Any, ...]]:
+    """(name of a module in the checkpoint, first row, rows), for a tensor of `module` that may hold several; and (dim,
+    start, whole) where it is a part.
+    """
     kinds = {cls.__name__ for cls in type(module).__mro__}
+    size, rank = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
     if "QKVParallelLinear" in kinds and len(names) == 3:
         for name, part in zip(names, "qkv", strict=True):
-            yield name, module._get_shard_offset_mapping(part), module._get_shard_size_mapping(part)  # type: ignore[operator]
+            rows, copies = module._get_shard_size_mapping(part), 1
+            if part != "q" and size > 1:
+                copies = module.num_kv_head_replicas
+            yield name, module._get_shard_offset_mapping(part), rows, 0, rank // copies * rows, rows * size // copies
     elif "MergedColumnParallelLinear" in kinds and len(names) > 1:
-        if len(names) != len(module.output_sizes):  # type: ignore[arg-type]  # Qwen3.5: which rows are which only its loader knows
+        if len(names) != len(module.output_sizes):  # Qwen3.5: which rows are which only its loader knows
             return
         row = 0
-        for name, rows in zip(names, module.output_sizes, strict=True):  # type: ignore[arg-type]
-            yield name, row, rows
+        for name, whole in zip(names, module.output_sizes, strict=True):
+            rows = whole // size
+            yield name, row, rows, 0, rank * rows, whole
             row += rows
     elif "VocabParallelEmbedding" in kinds:
-        yield None, 0, module.org_vocab_size  # type: ignore[misc]  # rows beyond it are padding
+        begin, whole = 0, module.org_vocab_size  # rows beyond it are padding
+        end = whole
+        if size > 1:
+            begin, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
+        yield None, 0, end - begin, 0, begin, whole
     else:
-        yield None, 0, parameter.shape[0] if parameter.dim() else 1
+        rows = parameter.shape[0] if parameter.dim() else 1
+        if size > 1 and "RowParallelLinear" in kinds and parameter.dim() > 1:
+            yield None, 0, rows, 1, rank * parameter.shape[1], parameter.shape[1] * size
+        elif size > 1 and "ColumnParallelLinear" in kinds:
+            if len(getattr(module, "output_sizes", ())) <= 1:  # else fused in the checkpoint too
+                yield None, 0, rows, 0, rank * rows, rows * size
+        else:
+            yield None, 0, rows
 
 
 def plain_name(name: str) -> str:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offline_grpo_fingerprint import fingerprints, sums
+from offline_grpo_fingerprint import as_part, fingerprints, sums, texts, totals
+from offline_grpo_group import Described, empty_bucket, meet
 from offline_grpo_layout import layout, plain_name
 from torch import Tensor, nn
 
@@ -119,6 +120,8 @@ class WorkerExtension:
     vllm_config: Any
     _grpo_tag: str | None = None
     _grpo_files: list[int]  # descriptors of the shared memory, which a trainer opens through /proc
+    _grpo_group: Any = None  # of the trainer and all workers
+    _grpo_layout: list[dict[str, Any]] | None = None
 
     def grpo_describe(self) -> dict[str, Any]:
         """Who and what this worker is, and why its weights cannot be shared, if so."""
@@ -191,25 +194,29 @@ class WorkerExtension:
         return loading
 
     def grpo_state(self) -> dict[str, Any]:
-        """The weights' dtype, and the fingerprint of each checkpoint parameter that the server has in this dtype.
+        """The weights' dtype, and of each checkpoint parameter, or the part of it that this worker has in this dtype,
+        where it begins and its share of the fingerprint.
 
-        No fingerprints where the server holds parts of the checkpoint's parameters, or derived ones. Of a quantised
-        model those of layers that are not quantised (embeddings, norms, the head), and of bitsandbytes' 4 bits those of
-        the dequantised numbers, which a trainer has too.
+        None where the server derives its tensors from the checkpoint's. Of a quantised model those of layers that are
+        not quantised (embeddings, norms, the head), and of bitsandbytes' 4 bits those of the dequantised numbers, which
+        a trainer has too; none of one that several workers have.
         """
-        views = {} if any(_rearranged(self.vllm_config)) else self._grpo_views()
-        quantization = self.vllm_config.model_config.quantization
+        config, quantization = self.vllm_config, self.vllm_config.model_config.quantization
+        is_unknown = quantization is not None and config.parallel_config.world_size > 1
+        parts = {} if is_unknown or any(_rearranged(config)) else self._grpo_parts()
         if quantization not in (None, "bitsandbytes"):  # whose kernels may reorder the bias of a quantised layer
-            views = {name: view for name, view in views.items() if f"{name.rpartition('.')[0]}.weight" in views}
-        found = dict(zip(views, fingerprints(list(views.values())), strict=True))
-        if quantization == "bitsandbytes":
-            found |= {name: fingerprints([weights])[0] for name, weights in self._grpo_dequantised()}
-        return {"dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."), "fingerprints": found}
+            parts = {name: part for name, part in parts.items() if f"{name.rpartition('.')[0]}.weight" in parts}
+        found = texts(totals(as_part(tensor, *place) for tensor, *place in parts.values()))
+        prints = {name: (start, text) for (name, (_, _, start, _)), text in zip(parts.items(), found, strict=True)}
+        if parts and quantization == "bitsandbytes":
+            prints |= {name: (0, *fingerprints([weights])) for name, weights in self._grpo_dequantised()}
+        return {"dtype": str(config.model_config.dtype).removeprefix("torch."), "fingerprints": prints}
 
-    def grpo_sums(self, names: list[str]) -> dict[str, str]:
-        """Of parameters that `grpo_state` named: see `sums`."""
-        weights = itertools.chain(self._grpo_views().items(), self._grpo_dequantised())
-        return {name: sums([tensor])[0] for name, tensor in weights if name in names}
+    def grpo_sums(self, names: list[str]) -> dict[str, tuple[int, str]]:
+        """Of parameters that `grpo_state` named: where this worker's part begins, and its `sums`."""
+        parts = ((name, tensor, start) for name, (tensor, _, start, _) in self._grpo_parts().items())
+        weights = itertools.chain(parts, ((*named, 0) for named in self._grpo_dequantised()))
+        return {name: (start, *sums([tensor])) for name, tensor, start in weights if name in names}
 
     def _grpo_dequantised(self) -> Iterator[tuple[str, Tensor]]:
         """The numbers of each checkpoint parameter that bitsandbytes holds in 4 bits, by its name, one at a time: all
@@ -228,15 +235,67 @@ class WorkerExtension:
                     weight = dequantize_4bit(parts[number], states[number])
                     yield name, weight.to(self.vllm_config.model_config.dtype)
 
-    def _grpo_views(self) -> dict[str, Tensor]:
-        """The rows that are a checkpoint parameter, by its name. Some tensors are always fp32: state decays, gates."""
+    def grpo_join(self, address: str, port: int, first_rank: int, world_size: int) -> None:
+        """Form a group with the trainer, whose rank is 0, and other workers. This server's have the ranks from
+        `first_rank` on.
+        """
+        config, device = self.vllm_config.parallel_config, next(_model(self).parameters()).device
+        rank = getattr(config, "data_parallel_index", 0) * config.world_size + config.rank
+        if self._grpo_group is not None:
+            self._grpo_group.abort()
+        self._grpo_group = meet(address, port, first_rank + rank, world_size, device)
+
+    def grpo_receive(self, buckets: list[list[Described]], in_place: bool, tag: str) -> None:
+        """Load the weights that the trainer broadcasts to the group, a bucket at a time.
+
+        Args:
+            in_place: write them where they are. Else vLLM's own loader takes them, which knows what it makes of them.
+        """
+        self._grpo_tag, arriving = "", self._grpo_arriving(buckets, next(_model(self).parameters()).device)
+        if not in_place:  # which puts the parameters on the meta device first
+            self.reload_weights(weights_iterator=(pair for bucket in arriving for pair in bucket))  # type: ignore[attr-defined]
+        else:
+            parts = self._grpo_parts()
+            for bucket in arriving:
+                pairs = [(parts[name], tensor) for name, tensor in bucket if name in parts]
+                theirs = [
+                    torch.atleast_1d(t).narrow(dim, start, len(own) if dim == 0 else own.shape[dim])
+                    for (own, dim, start, _), t in pairs
+                ]
+                torch._foreach_copy_([own for (own, *_), _ in pairs], theirs)  # pyright: ignore[reportPrivateImportUsage]
+        self.grpo_set_tag(tag)
+
+    def _grpo_arriving(
+        self, buckets: list[list[Described]], device: torch.device
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """The weights of each bucket, while the next one is under way."""
+        before: tuple[Any, list[tuple[str, Tensor]]] | None = None
+        for described in buckets:
+            flat, tensors = empty_bucket(described, device)
+            work = self._grpo_group.broadcast(flat, 0)
+            if before is not None:
+                before[0].wait()
+                yield before[1]
+            before = work, list(zip((name for name, _, _ in described), tensors, strict=True))
+        assert before is not None
+        before[0].wait()
+        yield before[1]
+
+    def _grpo_parts(self) -> dict[str, tuple[Tensor, int, int, int]]:
+        """By a checkpoint parameter's name the rows that are it, or a part of it: (rows, dim, start, whole), see
+        `layout`. Some tensors are always fp32: state decays, gates.
+        """
         tensors = {plain_name(name): p.data for name, p in _model(self).named_parameters(remove_duplicate=False)}
-        dtype = self.vllm_config.model_config.dtype
-        of_dtype = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
+        dtype, is_spread = self.vllm_config.model_config.dtype, self.vllm_config.parallel_config.world_size > 1
+        if self._grpo_layout is None:
+            self._grpo_layout = list(layout(_model(self), is_spread=is_spread))
         return {
-            entry["name"]: torch.atleast_1d(of_dtype[entry["tensor"]]).narrow(0, entry["row"], entry["rows"])
-            for entry in layout(_model(self))
-            if entry["tensor"] in of_dtype
+            entry["name"]: (
+                torch.atleast_1d(tensors[entry["tensor"]]).narrow(0, entry["row"], entry["rows"]),
+                *(entry[key] for key in ("dim", "start", "whole")),
+            )
+            for entry in self._grpo_layout
+            if tensors[entry["tensor"]].dtype == dtype
         }
 
 
@@ -245,15 +304,18 @@ def _model(worker: Any) -> nn.Module:
 
 
 def _refusals(config: Any) -> Iterator[str]:
-    if config.model_config.quantization is not None:
-        yield f"the server quantises its weights ({config.model_config.quantization})"
+    """Why nobody else can have this server's weights."""
+    model, parallel = config.model_config, config.parallel_config
+    if parallel.world_size > 1:
+        yield f"the server spreads its weights over {parallel.world_size} processes (tensor or pipeline parallel)"
+    if model.quantization is not None:
+        yield f"the server quantises its weights ({model.quantization})"
     yield from _rearranged(config)
 
 
 def _rearranged(config: Any) -> Iterator[str]:
-    model, parallel = config.model_config, config.parallel_config
-    if parallel.world_size > 1:
-        yield f"the server spreads its weights over {parallel.world_size} processes (tensor or pipeline parallel)"
+    """Why this server has not the parameters of the checkpoint."""
+    model = config.model_config
     if getattr(model, "use_mla", False):
         yield "the server derives tensors from the weights when it loads them (multi-head latent attention)"
     if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
