@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -204,6 +205,10 @@ class VllmControl(ServerControl):
         return self.describe()["logprobs_mode"] if self.lacks("full") is None else None
 
     def quantization(self) -> str | None:
+        return self._quantization
+
+    @cached_property
+    def _quantization(self) -> str | None:
         return self.describe()["quantization"] if self.lacks("full") is None else None
 
     def describe(self) -> dict[str, Any]:
