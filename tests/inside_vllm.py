@@ -49,7 +49,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     """Queries, keys and values in one matrix; the methods are vLLM's."""
 
     def __init__(self, hidden: int, head: int, heads: int, kv_heads: int, **settings: Any) -> None:
-        super().__init__((heads + 2 * kv_heads) * head, hidden, **settings)
+        super().__init__((heads + 2 * kv_heads) * head, hidden, **{"num_kv_head_replicas": 1, **settings})
         self.sizes = {"q": heads * head, "k": kv_heads * head, "v": kv_heads * head}
 
     def _get_shard_offset_mapping(self, part: str) -> int:

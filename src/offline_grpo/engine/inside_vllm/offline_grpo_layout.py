@@ -28,12 +28,8 @@ def layout(model: nn.Module, *, is_spread: bool = False) -> Iterator[dict[str, A
             for name, row, rows, *place in _parts(module, packed.get(fused, []), parameter):
                 own = ".".join(filter(None, [prefix, name or fused, leaf]))
                 shape = [rows, *parameter.shape[1:]] if parameter.dim() else []
-                dim, start, whole = place or (0, 0, rows)
-                yield {"name": own, "tensor": tensor, "row": row, "rows": rows, "shape": shape} | {
-                    "dim": dim,
-                    "start": start,
-                    "whole": whole,
-                }
+                entry = {"name": own, "tensor": tensor, "row": row, "rows": rows, "shape": shape}
+                yield entry | dict(zip(("dim", "start", "whole"), place, strict=True))
 
 
 def _checkpoint_name(model: nn.Module, path: str) -> str:
@@ -47,16 +43,14 @@ def _checkpoint_name(model: nn.Module, path: str) -> str:
 
 
 def _parts(module: Any, names: list[str], parameter: Tensor) -> Iterator[tuple[Any, ...]]:
-    """(name of a module in the checkpoint, first row, rows), for a tensor of `module` that may hold several; and (dim,
-    start, whole) where it is a part.
+    """(name of a module in the checkpoint, first row, rows, dim, start, whole), for a tensor of `module` that may hold
+    several.
     """
     kinds = {cls.__name__ for cls in type(module).__mro__}
     size, rank = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
     if "QKVParallelLinear" in kinds and len(names) == 3:
         for name, part in zip(names, "qkv", strict=True):
-            rows, copies = module._get_shard_size_mapping(part), 1
-            if part != "q" and size > 1:
-                copies = module.num_kv_head_replicas
+            rows, copies = module._get_shard_size_mapping(part), 1 if part == "q" else module.num_kv_head_replicas
             yield name, module._get_shard_offset_mapping(part), rows, 0, rank // copies * rows, rows * size // copies
     elif "MergedColumnParallelLinear" in kinds and len(names) > 1:
         if len(names) != len(module.output_sizes):  # Qwen3.5: which rows are which only its loader knows
@@ -67,20 +61,16 @@ def _parts(module: Any, names: list[str], parameter: Tensor) -> Iterator[tuple[A
             yield name, row, rows, 0, rank * rows, whole
             row += rows
     elif "VocabParallelEmbedding" in kinds:
-        begin, whole = 0, module.org_vocab_size  # rows beyond it are padding
-        end = whole
-        if size > 1:
-            begin, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
-        yield None, 0, end - begin, 0, begin, whole
-    else:
+        own = module.shard_indices  # rows beyond it are padding
+        begin, end = own.org_vocab_start_index, own.org_vocab_end_index
+        yield None, 0, end - begin, 0, begin, module.org_vocab_size
+    elif "RowParallelLinear" in kinds and parameter.dim() > 1:
+        yield None, 0, len(parameter), 1, rank * parameter.shape[1], parameter.shape[1] * size
+    elif size == 1 or "ColumnParallelLinear" not in kinds:
         rows = parameter.shape[0] if parameter.dim() else 1
-        if size > 1 and "RowParallelLinear" in kinds and parameter.dim() > 1:
-            yield None, 0, rows, 1, rank * parameter.shape[1], parameter.shape[1] * size
-        elif size > 1 and "ColumnParallelLinear" in kinds:
-            if len(getattr(module, "output_sizes", ())) <= 1:  # else fused in the checkpoint too
-                yield None, 0, rows, 0, rank * rows, rows * size
-        else:
-            yield None, 0, rows
+        yield None, 0, rows, 0, 0, rows
+    elif len(getattr(module, "output_sizes", ())) <= 1:  # else fused in the checkpoint too
+        yield None, 0, len(parameter), 0, rank * len(parameter), len(parameter) * size
 
 
 def plain_name(name: str) -> str:
