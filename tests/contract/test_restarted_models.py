@@ -48,7 +48,7 @@ def test_a_restarted_server_has_what_was_trained(name: str, option: str, tmp_pat
     words = [*five(folder), *own_server(preloaded_python(tmp_path)), f"weight_sync={option}"]
     words += ["weight_sync.tolerance_nats=1e-5", "train.iterations=1", "eval.enabled=false"]
     words += ["generation.max_new_tokens=8", "train.entropy_coef=0.1"]  # some random models write one text alone
-    words += ["model/lora=default"] if option == "lora_restart" else []
+    words += ["model/lora=default", "model.lora.use_rslora=true"] if option == "lora_restart" else []
     words += ["+engine.args.language_model_only=true"] if name == "qwen2_audio" else []
     app.run(compose_config(*words, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
     found = metrics_of(tmp_path / "run")["train_iter_000.json"]

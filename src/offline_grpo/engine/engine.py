@@ -113,6 +113,7 @@ class Engine:
     Args:
         client: a `RolloutClient`; it asks a server if its class names one (`engine_name`).
         sampling: the run's settings; a proof of the weights uses the same temperature.
+        is_corrected: what it samples may have other probabilities than the trainer's.
 
     Attributes:
         server: None in this process.
@@ -122,9 +123,10 @@ class Engine:
     server: Any
     control: Any
 
-    def __init__(self, client: Any, sampling: SamplingParams) -> None:
+    def __init__(self, client: Any, sampling: SamplingParams, *, is_corrected: bool = True) -> None:
         self.client = client
         self.sampling = sampling
+        self.is_corrected = is_corrected
         self.server = None if client.engine_name is None else client.server
         self.control = None if self.server is None else client.control(self.server)
 
@@ -142,8 +144,15 @@ class Engine:
             log.info("connected to %s %s at %s", self.client.engine_name, version, self.server.base_url)
 
     def check_logprobs(self) -> None:
-        """Raise ConfigError for a server whose logprobs are not of the distribution that the run draws from."""
-        if self.server is None or not self.sampling.is_filtered:
+        """Raise ConfigError for a server whose logprobs are not of the distribution that the run draws from, or, where
+        nothing corrects for that, of quantised weights.
+        """
+        if self.server is None:
+            return
+        quantization = None if self.is_corrected else self.control.quantization()
+        fix = f"{self.server.base_url} has {quantization} weights, so other probabilities; use token_truncate"
+        require(quantization is None, "train.loss.importance_correction", "none", fix)
+        if not self.sampling.is_filtered:
             return
         mode = self.control.logprobs_mode()
         fix = "top_p, top_k, min_p and penalties need processed_logprobs; start the server so"

@@ -58,6 +58,12 @@ class Plan:
         lora = self.config.model.lora
         return None if lora is None else lora.r
 
+    @property
+    def is_corrected(self) -> bool:
+        """Whether training allows for a server whose format makes other probabilities than the trainer's."""
+        corrects = self.loss.ratio_reference == "rollout" or getattr(self.loss, "importance_correction", None) != "none"
+        return corrects or self.config.model.quantization is not None  # the server computes with the same 4 bits
+
     def devices(self, num_processes: int) -> Devices:
         """The input of placement."""
         from offline_grpo.placement.devices import Devices

@@ -96,19 +96,12 @@ def _check_weight_sync(plan: Plan) -> None:
 
 
 def _check_quantization(plan: Plan) -> None:
-    """Of a server that the run starts: it samples from other probabilities than those that are trained."""
-    quantization, loss = plan.server_args.get("quantization"), plan.loss
-    if quantization is None or plan.config.model.quantization is not None:  # which the trainer computes with, too
-        return
-    fix = "the policy would share the server's weights, and cannot be trained in that format; use ipc, nccl or reload"
-    is_own = not plan.weight_sync.requires.shares_weights
-    require(is_own, "engine.args.quantization", quantization, f"with weight_sync={plan.weight_sync.name} {fix}")
-    correction = getattr(loss, "importance_correction", "its own")
-    fix = (
-        f"engine.args.quantization={quantization} samples from other probabilities than are trained; use token_truncate"
-    )
-    is_corrected = loss.ratio_reference == "rollout" or correction != "none"
-    require(is_corrected, "train.loss.importance_correction", correction, fix)
+    """Of a server that the run starts; `Engine.check_logprobs` asks others."""
+    quantization, sync = plan.server_args.get("quantization"), plan.weight_sync
+    fix = f"weight_sync={sync.name} would train the server's own, rounded weights; use ipc, nccl or reload"
+    require(quantization is None or not sync.requires.shares_weights, "engine.args.quantization", quantization, fix)
+    fix = f"engine.args.quantization={quantization} samples from other probabilities; use token_truncate"
+    require(quantization is None or plan.is_corrected, "train.loss.importance_correction", "none", fix)
 
 
 def _check_cluster(plan: Plan) -> None:

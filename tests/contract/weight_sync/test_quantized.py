@@ -53,9 +53,9 @@ def test_weights_arrive_requantised(option: str, quantization: str, where: Where
             train(policy, seed=version, scale=0.05 if version else 0.0)
             proof = deployment.push(policy, version=version).alignment
             assert proof["sync/num_tensors_proven"] == NUM_PLAIN
-            assert 1e-3 < proof["sync/probe_diff_abs_mean"] < 0.3, "it is quantised"
+            assert 1e-3 < proof["sync/probe_diff_abs_mean"] < 0.6, "it is quantised"
             served = distance(policy, sample(client))
-            assert served < 0.3
+            assert served < 0.6
             if version:
                 assert distance(policy, old) > 3 * served
         for name in policy.masters.parameters:

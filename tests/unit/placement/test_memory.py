@@ -135,6 +135,8 @@ def test_a_trainer_beside_its_server_has_every_part():
         "server: CUDA context": 3 * GIB // 4,
     }
     assert device.needed_bytes == sum(parts(device).values())
+    (device,) = predicted(*SERVED, "weight_sync=reload", "+engine.args.quantization=fp8")
+    assert NUM_WEIGHTS < parts(device)["server: weights"] < 1.6 * NUM_WEIGHTS, "embeddings stay in bf16"
 
 
 def test_shared_weights_are_the_servers():
