@@ -111,13 +111,15 @@ class ServedWeights:
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
     """Ask for completions of one prompt; the j-th is drawn with `seed + j`, so batching never changes a result.
-    `max_new_tokens` goes before that of `SamplingParams`.
+    `max_new_tokens` goes before that of `SamplingParams`. Requests of one `episode` begin alike: a server that answered
+    one has most of the next in its cache.
     """
 
     prompt_ids: tuple[int, ...]
     num_completions: int
     seed: int
     max_new_tokens: int | None = None
+    episode: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_completions < 1:

@@ -119,7 +119,7 @@ class Dialogue:
         seed = derive_seed(self._seed, hashlib.sha256(np.array(ids).tobytes()).hexdigest(), self._num_asked[ids])
         self._num_asked[ids] += 1
         limit = int(min(limit, max(longest, 1) if longest is not None else limit))
-        return Ask(SamplingRequest(ids, 1, seed, limit), parent, tuple(messages), key, tuple(tools))
+        return Ask(SamplingRequest(ids, 1, seed, limit, self._seed), parent, tuple(messages), key, tuple(tools))
 
     def answer(self, ask: Ask, completion: Completion) -> Reply:
         """The policy's reply."""

@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 class SpreadClient(Streaming):
     """A `RolloutClient` over the clients of several servers that serve the same weights.
 
-    All completions of a prompt come from one server, which computes the prompt once. Which one it is changes no sample,
-    because seeds belong to the requests. What was open at a server that died is asked of the others.
+    All completions of a prompt come from one server, which computes the prompt once; so do the turns of an episode,
+    unless that server has more than twice the load of another. Which one it is changes no sample, because seeds belong
+    to the requests. What was open at a server that died is asked of the others.
 
     Args:
         clients: at least one. Each is asked for its own `batch_size` at once; more where others have died.
@@ -48,6 +49,9 @@ class SpreadClient(Streaming):
             while not (serving := self.serving):
                 await asyncio.sleep(LOOK_S)
             client = min(serving, key=lambda client: (self._num_open[client], self._num_tokens[client]))
+            if request.episode is not None:
+                own = serving[request.episode % len(serving)]
+                client = own if self._num_open[own] <= 2 * self._num_open[client] + 4 else client
             self._num_open[client] += 1
             try:
                 completions = await asyncio.wrap_future(client.submit(request, sampling))

@@ -120,6 +120,14 @@ def test_every_request_is_answered_once_and_all_servers_are_busy(lab: Lab) -> No
     assert sum(lab.num_asked) == 60  # both completions of a prompt in one request
 
 
+def test_an_episode_stays_with_its_server(lab: Lab) -> None:
+    for _ in range(3):
+        for episode in (5, 3, 1, 0, 2, 4):
+            [_] = lab.spread.generate([SamplingRequest((1, episode), 1, 0, None, episode)], SAMPLING)
+    asked = [[tuple(request.body["prompt"]["prompt_token_ids"]) for request in web.requests] for web in lab.webs]
+    assert asked == [[(1, 3), (1, 0)] * 3, [(1, 1), (1, 4)] * 3, [(1, 5), (1, 2)] * 3]
+
+
 def test_closing_abandons_what_is_open_everywhere(lab: Lab) -> None:
     lab.script(lambda request: echo(request) if request.number == 0 else lab.hold(0)(request), lab.hold(1), lab.hold(2))
     answers = lab.spread.generate(requests(60), SAMPLING)
