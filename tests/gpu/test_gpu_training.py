@@ -38,9 +38,10 @@ def test_no_microbatch_waits_for_the_device(token_batch):
         ["train.precision=bf16"],
         ["train.precision=fp16"],
         ["train.precision=bf16", "train/optimizer=adamw_8bit"],
+        ["train.precision=bf16", "train/optimizer=adamw_8bit", "train.optimizer.paged=true"],
         ["train.precision=bf16", "model/lora=default", "train.gradient_checkpointing=true", "train.lr=3e-3"],
     ],
-    ids=["fp32", "bf16", "fp16", "adamw_8bit", "lora"],
+    ids=["fp32", "bf16", "fp16", "adamw_8bit", "paged", "lora"],
 )
 def test_the_tiny_model_learns(overrides, tmp_path):
     if "train/optimizer=adamw_8bit" in overrides:

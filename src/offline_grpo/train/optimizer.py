@@ -62,12 +62,13 @@ class AdamW(_Optimizer):
 @dataclass(frozen=True, kw_only=True)
 class AdamW8bit(_Optimizer):
     """bitsandbytes' AdamW with block-wise 8-bit state (Dettmers et al., arXiv 2110.02861): two bytes per weight, two
-    scales per block.
+    scales per block. With `paged`, its memory is managed: the driver moves it to the host where the GPU is full.
     """
 
     beta1: float
     beta2: float
     eps: float
+    paged: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +91,8 @@ class AdamW8bit(_Optimizer):
         device = groups[0]["params"][0].device
         fix = f"bitsandbytes' 8-bit state needs a CUDA device and the model is on {device}; use train/optimizer=adamw"
         require(device.type == "cuda", "train/optimizer", "adamw_8bit", fix)
-        return BitsAndBytesAdamW8bit(groups, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps)
+        settings: Any = {"lr": self.lr, "betas": (self.beta1, self.beta2), "eps": self.eps}
+        return BitsAndBytesAdamW8bit(groups, **settings, is_paged=self.paged)
 
 
 @dataclass(frozen=True, kw_only=True)

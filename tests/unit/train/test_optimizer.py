@@ -7,7 +7,7 @@ import pytest
 from offline_grpo.errors import ConfigError
 from offline_grpo.train.optimizer import AdamW8bit
 
-SETTINGS = {"lr": 1e-3, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "paged": False}
 
 
 def test_8_bit_adamw_without_bitsandbytes_says_what_to_do(monkeypatch):
