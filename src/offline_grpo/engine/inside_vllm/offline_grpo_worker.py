@@ -216,7 +216,7 @@ class WorkerExtension:
         """Of parameters that `grpo_state` named: where this worker's part begins, and its `sums`."""
         parts = ((name, tensor, start) for name, (tensor, _, start, _) in self._grpo_parts().items())
         weights = itertools.chain(parts, ((*named, 0) for named in self._grpo_dequantised()))
-        return {name: (start, *sums([tensor])) for name, tensor, start in weights if name in names}
+        return {name: (start, sums([tensor])[0]) for name, tensor, start in weights if name in names}
 
     def _grpo_dequantised(self) -> Iterator[tuple[str, Tensor]]:
         """The numbers of each checkpoint parameter that bitsandbytes holds in 4 bits, by its name, one at a time: all
