@@ -209,7 +209,7 @@ class WorkerExtension:
         found = texts(totals(as_part(tensor, *place) for tensor, *place in parts.values()))
         prints = {name: (start, text) for (name, (_, _, start, _)), text in zip(parts.items(), found, strict=True)}
         if parts and quantization == "bitsandbytes":
-            prints |= {name: (0, *fingerprints([weights])) for name, weights in self._grpo_dequantised()}
+            prints |= {name: (0, fingerprints([weights])[0]) for name, weights in self._grpo_dequantised()}
         return {"dtype": str(config.model_config.dtype).removeprefix("torch."), "fingerprints": prints}
 
     def grpo_sums(self, names: list[str]) -> dict[str, tuple[int, str]]:
