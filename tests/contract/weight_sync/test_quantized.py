@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from engines import (
 )
 from factories import strategy
 
-from offline_grpo.errors import EngineError
+from offline_grpo.engine.engine import Engine
+from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.types import SamplingParams
 
 CPU_BF16 = Where(torch.device("cpu"), torch.bfloat16, 0.0)
 NUM_PLAIN = 2 * 2 + 2
@@ -41,7 +44,9 @@ NUM_PLAIN = 2 * 2 + 2
 )
 def test_weights_arrive_requantised(option: str, quantization: str, where: Where, tmp_path: Path) -> None:
     model, sync = save_model(tmp_path / "model", dtype=where.dtype), strategy(option)
-    python = {"python": preloaded_python(tmp_path)} if where is CPU_BF16 and SERVER_PYTHON is None else {}
+    python: dict[str, Any] = (
+        {"python": preloaded_python(tmp_path)} if where is CPU_BF16 and SERVER_PYTHON is None else {}
+    )
     args, env = {**sync.server_args, "quantization": quantization}, dict(sync.requires.env)
     with running(make_server(where, tmp_path, args=args, env=env, **python), model) as server:
         client, policy = make_client(found(server)), load(model, where)
@@ -65,3 +70,5 @@ def test_weights_arrive_requantised(option: str, quantization: str, where: Where
             EngineError, match=r"\[MISMATCH\].*of 6 tensors equal bit for bit; the server computes in fp8"
         ):
             deployment._strategy.verify(deployment.engines, deployment._snapshot(policy), 2)
+        with pytest.raises(ConfigError, match=r"^train.loss.importance_correction=none: http://.* has fp8"):
+            Engine(client, SamplingParams(1), is_corrected=False).check_logprobs()
