@@ -60,6 +60,8 @@ def resolve(node: Mapping[str, Any], key: str) -> Any:
     try:
         target = hydra.utils.get_object(name)
     except (ImportError, ValueError, AttributeError, InstantiationException) as error:
+        if isinstance(error.__cause__, ConfigError):  # the module itself has said what it lacks
+            raise error.__cause__ from None
         fix = f"cannot be imported ({' '.join(str(error).split())}); give the dotted path of a class"
         raise ConfigError(f"{key}._target_={name}: {fix}") from error
     require(callable(target), f"{key}._target_", name, "is not a class or function")
