@@ -53,14 +53,15 @@ def test_the_reference_has_a_gpu_of_its_own(tmp_path: Path) -> None:
     assert found[1:] == pytest.approx([found[0]] * 2, rel=0.2)
 
 
-@pytest.mark.parametrize("composite", [None, "gemma3"])
-def test_nccl_reaches_a_server_on_the_other_gpu(composite: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("composite", "quantization"), [(None, "null"), ("gemma3", "null"), (None, "fp8")])
+def test_nccl_reaches_a_server_on_the_other_gpu(composite: str | None, quantization: str, tmp_path: Path) -> None:
     """Of a composite the text alone: its tower is where it was."""
     server = (
         "generation=vllm_server",
         "weight_sync=nccl",
         "engine.args.gpu_memory_utilization=0.1",
         "engine.args.enforce_eager=true",
+        f"+engine.args.quantization={quantization}",
     )
     overrides = (*SMALL, "model.tiny.hidden_size=128", "train.precision=bf16", f"cache_dir={tmp_path}/cache")
     if composite is not None:
@@ -71,5 +72,6 @@ def test_nccl_reaches_a_server_on_the_other_gpu(composite: str | None, tmp_path:
         found = metrics[f"train_iter_{iteration:03d}.json"]
         assert found["sync/version"] == 2 * (iteration + 1)
         assert found["sync/num_bytes"] > 0
-        assert found["sync/num_tensors_proven"] == found["sync/num_tensors"] > 0
-        assert found["alignment/diff_abs_mean"] < 0.05
+        proven, all_tensors = found["sync/num_tensors_proven"], found["sync/num_tensors"]
+        assert 0 < proven < all_tensors if quantization == "fp8" else proven == all_tensors > 0
+        assert found["alignment/diff_abs_mean"] < (0.3 if quantization == "fp8" else 0.05)
