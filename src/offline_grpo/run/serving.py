@@ -166,7 +166,8 @@ def deployments(
             build(spec.client_node, key=spec.key, protocol=RolloutClient, server=server, **runtime)
             for server in servers or [None]
         ]
-        engines = [Engine(client, sampling, is_corrected=plan.is_corrected) for client in clients]
+        is_corrected = plan.is_corrected or spec is plan.eval_engine
+        engines = [Engine(client, sampling, is_corrected=is_corrected) for client in clients]
         if servers and ranks.world_size > 1:
             return RankZeroDeployment(engines, sync, sharding.full_weights, ranks, sharding.lead)
         return OneDeployment(engines, sync, sharding.full_weights)
