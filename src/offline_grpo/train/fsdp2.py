@@ -28,7 +28,7 @@ from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.saving import on_disk
+from offline_grpo.model.saving import buckets, on_disk
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.types import TokenBatch, TokenStats
@@ -166,7 +166,7 @@ class FullyShardedPolicy(Replicas):
 
     def _gather(self, command: str, named: Named) -> Iterator[tuple[str, Tensor]]:
         self.ranks.broadcast((command,))
-        self._gathering = _all_of(_wholes(named, self._dtype(command)))
+        self._gathering = _wholes(named, self._dtype(command))
         return self._gathering
 
     def _dtype(self, command: str) -> torch.dtype | None:
@@ -208,27 +208,17 @@ def _shards_of(tensors: Any) -> Named:
     return ((str(number), leaf) for number, leaf in enumerate(tree_leaves(tensors)) if isinstance(leaf, DTensor))
 
 
-def _all_of(wholes: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:
-    """Also those that nobody asks for any more: the other processes gather them all."""
+def _wholes(named: Named, dtype: torch.dtype | None) -> Generator[tuple[str, Tensor]]:
+    """Each tensor whole, in `dtype` if there is one. Also those that nobody asks for any more: the other processes
+    gather them all.
+    """
+    rest = buckets(named, GATHERED_BYTES)
     try:
-        for name, tensor in wholes:  # noqa: UP028 - it would close `wholes`
-            yield name, tensor
-    finally:
-        for _ in wholes:
-            pass
-
-
-def _wholes(named: Named, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor whole, in `dtype` if there is one. Several are gathered at a time."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named:
-        if bucket and size + tensor.nbytes > GATHERED_BYTES:
+        for bucket in rest:
             yield from _gathered(bucket, dtype)
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    yield from _gathered(bucket, dtype)
+    finally:
+        for bucket in rest:
+            _gathered(bucket, dtype)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from offline_grpo.errors import EngineError, reason_of
 from offline_grpo.model.layers import text_parameters
 from offline_grpo.model.nf4 import dequantized
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.saving import save_adapter, save_policy
+from offline_grpo.model.saving import buckets, save_adapter, save_policy
 
 Named = tuple[str, Tensor]
 BUCKET_BYTES = 2**30
@@ -73,20 +73,6 @@ class Snapshot:
                 self._note(bucket)
         found = texts(torch.cat(list(self._totals.values())))
         return dict(zip((name for names in self._totals for name in names), found, strict=True))
-
-
-def buckets(named: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
-    """In order, as many tensors at a time as fit into `max_bytes`; a larger one goes alone."""
-    bucket: list[Named] = []
-    size = 0
-    for name, tensor in named:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def this_run() -> str:

@@ -26,8 +26,9 @@ from offline_grpo.engine.inside_vllm.offline_grpo_group import empty_bucket, mee
 from offline_grpo.engine.ports import address_towards, choose_port, is_loopback
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.layers import text_parameters
+from offline_grpo.model.saving import buckets
 from offline_grpo.weight_sync.proof import Proof
-from offline_grpo.weight_sync.snapshot import Snapshot, buckets, gpu_uuid, weights_tag
+from offline_grpo.weight_sync.snapshot import Snapshot, gpu_uuid, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements
 
 UPDATE_S = 600.0

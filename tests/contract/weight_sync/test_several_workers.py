@@ -80,9 +80,10 @@ def test_every_part_arrives_and_is_proven(
                 assert distance(policy, sample(client)) < where.tolerance_nats
             for name in ("layers.0.mlp.down_proj", "layers.1.self_attn.k_proj", "embed_tokens"):
                 parameter = policy.causal_lm.get_parameter(f"model.{name}.weight")
+                before, parameter.data = parameter.data, parameter.data.clone()
                 parameter.data[-1, -1] += 1  # in the part of the second worker
                 with pytest.raises(EngineError, match=rf"others are not what was pushed: model.{name}.weight$"):
                     sync._strategy.verify(sync.engines, sync._snapshot(policy), 2)
-                parameter.data[-1, -1] -= 1
+                parameter.data = before
             sync._strategy.detach(sync.engines[0])
     assert received == [False, True, True]
