@@ -34,7 +34,7 @@ class Draws:
 
     def __init__(self, limits: Sequence[int], device: torch.device) -> None:
         num_rows, max_new_tokens = len(limits), max(limits)
-        self.limits = torch.tensor(limits, device=device)  # [B]
+        self.limits = None if min(limits) == max_new_tokens else torch.tensor(limits, device=device)  # [B]
         self.token_ids = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)  # [B, N]
         self.logprobs = torch.zeros(num_rows, max_new_tokens, dtype=torch.float32, device=device)  # [B, N], nats
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
@@ -53,8 +53,11 @@ class Draws:
         return kept
 
     def goes_on(self) -> Tensor:
-        """Whether each of `rows` [R] has neither ended nor reached its limit."""
-        return ~self.ended[self.rows] & (self.num_tokens[self.rows] < self.limits[self.rows])
+        """Whether each of `rows` [R] has neither ended nor reached a limit before that of the others."""
+        goes_on = ~self.ended[self.rows]
+        if self.limits is not None:  # eight kernels a step, which most batches do not need
+            goes_on &= self.num_tokens[self.rows] < self.limits[self.rows]
+        return goes_on
 
     def first_non_finite(self) -> tuple[int, int] | None:
         """Row and step of the first token whose logprob is not a finite number: the model's logits were not."""
