@@ -52,8 +52,8 @@ class Measured:
         return cls(seconds["1"]["s"], seconds["2"]["s"], *speeds)
 
     @property
-    def loader_s(self) -> float:
-        """Of a push, what is not the link's: vLLM's loader."""
+    def fixed_s(self) -> float:
+        """Of a push, what is not the link's: requests, and what the server does with the weights."""
         return self.push_s - self.weights_bytes / self.link_bytes_s
 
 
@@ -75,12 +75,13 @@ def train_s(m: Measured, num_gpus: int) -> tuple[float, float]:
 
 
 def push_s(m: Measured, num_servers: int, num_gpus: int) -> float:
-    """Loaders work at the same time. One GPU sends, to one server after the other: inside its host over its links, else
-    by its card.
+    """One broadcast along a chain of all servers, after a gather from all trainers: inside a host over its links, else
+    at the speed of a card.
     """
-    per_host, card, _ = ASSUMED.values()
-    near = min(num_servers, max(per_host - (num_gpus - num_servers), 0)) if num_gpus > per_host else num_servers
-    return m.loader_s + m.weights_bytes * (near / m.link_bytes_s + (num_servers - near) / (card * 1e9))
+    per_host, card, step_us = ASSUMED.values()
+    speed = m.link_bytes_s if num_gpus <= per_host else min(m.link_bytes_s, card * 1e9)
+    passes = 1 if num_gpus - num_servers == 1 else 2
+    return m.fixed_s + passes * m.weights_bytes / speed + num_gpus * step_us / 1e6
 
 
 def row(m: Measured, num_gpus: int) -> str:
