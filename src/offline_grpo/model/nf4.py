@@ -68,6 +68,12 @@ def dequantized(weights: Tensor, parameter: Tensor) -> Tensor:
     return dequantize_4bit(weights, state)
 
 
+def num_weights(parameter: Tensor) -> int:
+    """How many it holds, of which two are a byte where they are quantised."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
 def quantized_sizes(model: PreTrainedModel) -> list[int]:
     """How many weights each layer has that NF4 would hold, of a model that is not quantised yet."""
     head = model.get_output_embeddings()

@@ -13,6 +13,7 @@ from offline_grpo.model.adapters import ADAPTER, LanguageModel, has_adapters
 from offline_grpo.model.device import make_current
 from offline_grpo.model.logits import output_embeddings
 from offline_grpo.model.masters import MasterWeights, part_of_process
+from offline_grpo.model.nf4 import num_weights
 from offline_grpo.model.scoring import Scoring
 
 
@@ -107,6 +108,11 @@ class Policy:
     def trained_here(self) -> list[Tensor]:
         """Those of this process: all of each, or its part."""
         return [part_of_process(p) for p in self.trained_parameters().values()]
+
+    @property
+    def num_weights(self) -> int:
+        """How many numbers the model has, adapters included."""
+        return sum(map(num_weights, self.model.parameters()))
 
     @property
     def num_trainable(self) -> int:

@@ -160,12 +160,11 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
 def _describe(start: Start, data: TaskData, policy: Policy) -> None:
     """Log where the run is, what it does, and what may be unexpected about it."""
     plan, config = start.plan, start.plan.config
-    num_all = sum(parameter.numel() for parameter in policy.model.parameters())
     lines = [
         f"run folder: {start.run_dir.path}",
         *describe_data(data, config.data.problems_per_iteration),
         *describe_batches(plan),
-        f"training {policy.num_trainable:,} of {num_all:,} parameters",
+        f"training {policy.num_trainable:,} of {policy.num_weights:,} parameters",
     ]
     for line in lines:
         log.info("%s", line)

@@ -74,6 +74,7 @@ def _command(plan: Plan, weight_sync: WeightSync, model_id: str, server: Server,
     """What starts a server that has what weight sync needs, at the address of `server`."""
     needs, room = weight_sync.requires, {} if plan.lora_rank is None else {"max_lora_rank": room_for(plan.lora_rank)}
     args = {"port": urlsplit(server.base_url).port, "dtype": TORCH_NAMES[plan.config.train.precision]}
+    args |= {} if plan.config.model.quantization is None else {"quantization": "bitsandbytes"}
     if kind == "SGLang":
         words = ["sglang.launch_server", "--model-path", model_id, *flags(args), "--enable-deterministic-inference"]
     else:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offline_grpo.model.layers import layer_configs, text_parameters
+from offline_grpo.model.nf4 import num_weights
 from offline_grpo.types import Metrics
 
 PEAK_FLOPS = {
@@ -92,7 +93,7 @@ def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> flo
         if parameter.dim() < 2 or (parameter is embedding.weight and not is_tied):
             continue
         active = active_experts if ".experts." in name else 1.0
-        per_token += active * parameter.numel() * (6 if parameter.requires_grad else 4)
+        per_token += active * num_weights(parameter) * (6 if parameter.requires_grad else 4)
     per_square = 0.0
     try:
         for layer in layer_configs(config):

@@ -181,7 +181,8 @@ def prove_base(engine: Engine, snapshot: Snapshot) -> str:
         ours = {plain_name(name): tensor for name, tensor in snapshot.text_weights() if plain_name(name) in unequal}
         unequal = engine.control.other_numbers(dict(zip(ours, sums(list(ours.values())), strict=True)))
     differ = f"{len(unequal)} of {num_compared} tensors differ, {', '.join(unequal[:3])}"
-    fix = f"start the server from {snapshot.policy.causal_lm.name_or_path}"
+    is_4_bit = getattr(snapshot.policy.causal_lm, "is_loaded_in_4bit", False)
+    fix = f"start the server from {snapshot.policy.causal_lm.name_or_path}" + is_4_bit * " --quantization bitsandbytes"
     problem = f"the adapters are for another base model than the server has: {differ}; {fix}"
     require(not unequal, engine.server.key, engine.server.base_url, problem)
     if num_compared:

@@ -94,6 +94,7 @@ def test_the_formula_of_memory_counts_the_bytes(folder):
         for layer, state in zip(layers, states, strict=True)
     )
     sizes = nf4.quantized_sizes(loaded(folder, None))
+    assert sizes == [nf4.num_weights(layer.weight) for layer in layers]
     assert sum(sizes) * nf4.TRAINER_BYTES == num_bytes
 
 

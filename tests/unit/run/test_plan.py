@@ -14,6 +14,7 @@ from offline_grpo.run.plan import make_plan
 from offline_grpo.run.problems import idle_overrides
 
 OWN = "generation=vllm_server"
+NF4 = "model/lora=default model.quantization=nf4"
 FP8 = "+engine.args.quantization=fp8"
 FOUND = "generation=vllm_server generation.base_url=http://127.0.0.1:1"
 IN_PROCESS = "offline_grpo.generation.transformers_client.TransformersClient"
@@ -51,6 +52,10 @@ REFUSED = {
     "generation=sglang_server weight_sync=reload": "weight_sync.pause_mode=keep: SGLang loads weights only",
     f"{OWN} weight_sync=shared_vllm {FP8}": "engine.args.quantization=fp8: weight_sync=shared_vllm",
     f"{OWN} weight_sync=reload {FP8} train.loss.importance_correction=none": "train.loss.importance_correction=none: ",
+    "model.quantization=nf4": "model.quantization=nf4: quantised weights cannot be trained",
+    f"{NF4} train.sharding=fsdp2": "model.quantization=nf4: train.sharding=fsdp2",
+    f"{NF4} {OWN} weight_sync=lora_hotswap": "train.precision=fp32: a vLLM server",
+    f"{NF4} {OWN} weight_sync=lora_hotswap train.precision=bf16": "engine.args.quantization=bitsandbytes: this vLLM",
     "weight_sync=none": "weight_sync=none",
     "train/advantage=distill": "train.advantage.teacher=null: name a model",
     f"{TAUGHT_BY}/no/model": "train.advantage.teacher=/no/model: no such folder",
