@@ -90,13 +90,6 @@ class Proof:
         }
 
 
-def serves(engine: Engine) -> tuple[str | None, ServedBits | None]:
-    """A server's tag and bits, where it notes any. This touches nothing of the policy's: several servers can be asked
-    at a time.
-    """
-    return engine.control.served_tag(), engine.control.served_bits()
-
-
 def compare(
     snapshot: Snapshot,
     engine: Engine,

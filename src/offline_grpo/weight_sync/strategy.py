@@ -21,7 +21,6 @@ from offline_grpo.weight_sync.proof import (
     probe_prompts,
     sample_probe,
     scored,
-    serves,
 )
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 
@@ -195,7 +194,8 @@ class ServerSync(WeightSync):
         bits: list[tuple[str | None, list[str], int]] = [(None, [], 0)] * len(engines)
         try:
             if self.is_tagged:
-                bits = [(tag, *compare_bits(snapshot, served)) for tag, served in at_once(serves, engines)]
+                served = at_once(lambda one: (one.control.served_tag(), one.control.served_bits()), engines)
+                bits = [(tag, *compare_bits(snapshot, found)) for tag, found in served]
         finally:
             wait(probing)
         sampled = results(probing)
