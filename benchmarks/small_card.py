@@ -14,7 +14,8 @@ one update, every block recomputed. Each arm is a run in its own process.
 
 The trainer cannot allocate more than its part of a cap (torch.cuda.set_per_process_memory_fraction), and the server's
 KV cache has a fixed size. `peak_gib` is what nvidia-smi shows for the whole card, sampled while the arm runs, contexts
-and loading included, less what others used before. Tokens per second are medians over the iterations but the first.
+and loading included, less what others used before; `card_gib` the most that the run itself saw there. Tokens per second
+are medians over the iterations but the first.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
     return [sys.executable, "-c", CAPPED, str(fraction), str(ROOT / "run_grpo.py"), *words, *args.overrides]
 
 
-def used_gib() -> float:
-    """On the first card, by all processes; 0 without one."""
-    query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+def used_gib(card: str) -> float:
+    """On the card of this UUID, by all processes; 0 without one."""
+    query = ["nvidia-smi", "-i", card, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) / 1024
     except (OSError, subprocess.CalledProcessError):
@@ -84,12 +85,12 @@ def used_gib() -> float:
 
 def run(work: Path, args: argparse.Namespace, arm: str) -> int:
     """Returns the exit code; WORK/ARM.json gets the peak."""
-    before, peak, is_over = used_gib(), 0.0, threading.Event()
+    before, peak, is_over = used_gib(args.card), 0.0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not is_over.wait(0.1):
-            peak = max(peak, used_gib() - before)
+            peak = max(peak, used_gib(args.card) - before)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -120,7 +121,8 @@ def result_of(work: Path, arm: str) -> dict[str, Any]:
         for name in names
         if name in records[-1]
     }
-    found["trainer_gib"] = max(record.get("perf/gpu_memory_gb", 0.0) for record in records) * 1e9 / 2**30
+    for name, key in (("trainer_gib", "perf/gpu_memory_gb"), ("card_gib", "perf/gpu_memory_card_gb")):
+        found[name] = max(record.get(key, 0.0) for record in records) * 1e9 / 2**30
     found["predicted_gib"] = float(plan[-1]) if plan else 0.0
     return found | json.loads((work / f"{arm}.json").read_text())
 
@@ -150,7 +152,8 @@ def main() -> None:
 
     args = parse()
     has_gpu = torch.cuda.is_available()
-    args.card_gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if has_gpu else 80.0
+    about: Any = torch.cuda.get_device_properties(0) if has_gpu else None  # of the first card that is visible
+    args.card_gib, args.card = (about.total_memory / 2**30, f"GPU-{about.uuid}") if has_gpu else (80.0, "")
     work = args.work.resolve()
     if not (work / "model" / "config.json").exists():
         script = [sys.executable, str(Path(__file__).with_name("random_model.py")), str(work), "--shape", args.shape]
