@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -40,6 +40,15 @@ QUICK = ("gemma4", "gptoss", "lfm2_v2", "llama3_1", "qwen2_5", "qwen3_5_think")
 """A template of each way to write calls."""
 COUNT = int(os.environ.get("DIALOGUES", 24))
 """Of each template: enough that each meets every `nasty_text`, and every kind of reply. DIALOGUES=300 takes minutes."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """So small a model waits for threads most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def logprobs_of(
