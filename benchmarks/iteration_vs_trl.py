@@ -37,6 +37,7 @@ from offline_grpo.interfaces import RunListener
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.assemble import assemble
+from offline_grpo.run.begin import begin
 from offline_grpo.run.config import as_plain, register, typed
 from offline_grpo.run.plan import Plan, Start, make_plan
 from offline_grpo.run.run_dir import RunDir
@@ -81,9 +82,8 @@ class OurArm:
         ranks = Ranks(use_cpu=True)
         self.loop: Loop
         start = Start(self.plan, as_plain(cfg), RunDir(scratch), None, ranks)
-        self.loop, *_ = assemble(
-            start, StopSignal(), [self.recorder], ExitStack()
-        )  # in process: there is nothing to let go of
+        nothing = ExitStack()  # to let go of: it samples in process
+        self.loop, *_ = assemble(start, begin(start, nothing), StopSignal(), [self.recorder], nothing)
 
     def run(self, num_iterations: int) -> None:
         first = len(self.recorder.records)

@@ -83,6 +83,30 @@ def test_what_the_start_took(clock: Clock) -> None:
     )
 
 
+def test_the_line_of_a_start_tells_what_a_server_was_waited_for(clock: Clock) -> None:
+    def passes(name: str, seconds: float) -> None:
+        with progress.phase(name):
+            clock.pass_by(seconds)
+
+    with progress.followed():
+        passes("imports", 3)
+        progress.server_begins()
+        passes("load model", 4)
+        passes("start server", 10)
+        passes("layout", 5)
+        assert progress.describe_start().endswith(
+            "imports 3.0, server 14.0, layout 5.0; beside the server load model 4.0"
+        )
+        passes("start server", 2)
+        found = progress.describe_start()
+        assert found.endswith("imports 3.0, server 21.0; beside the server load model 4.0, layout 5.0")
+    with progress.followed():
+        progress.server_begins()
+        passes("load model", 4)
+        passes("start server", 0.2)
+        assert progress.describe_start().endswith("load model 4.0, start server 0.2"), "nobody waited"
+
+
 def test_a_long_step_says_when_it_is_done(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     with caplog.at_level(logging.INFO), progress.followed():
         with progress.step("load model", "loading the model A"):

@@ -5,16 +5,18 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from offline_grpo.engine.http import Refused, ServerApi, read
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.server_client import LOWEST_LOGPROB
 from offline_grpo.types import LOGPROB_ROUNDING, TokenBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KEY = "train.advantage.teacher"
 PATH = "/v1/completions"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from offline_grpo.errors import ConfigError, require
@@ -20,6 +19,7 @@ from offline_grpo.settings import LoraConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from transformers import PreTrainedModel
 
     LanguageModel = PreTrainedModel | PeftModel
 else:

@@ -13,19 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.utils import (
     IMAGE_PROCESSOR_NAME,
     PROCESSOR_NAME,
@@ -56,7 +46,7 @@ SDPA_HAS_NO = "attn_logit_softcapping"
 """In config.json: a soft-cap inside attention, an argument that transformers' sdpa drops."""
 
 
-def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = False) -> transformers.PretrainedConfig:
     """The model's config.json, without its weights.
 
     Args:
@@ -71,7 +61,7 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
     fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
     require(not is_adapter, key, model_id, f"is a peft adapter, and no whole model; {fix}")
     try:
-        config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             fix = "read that code, and set model.trust_remote_code=true (--trust-remote-code) if you trust it"
@@ -80,20 +70,21 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
         if "does not recognize this architecture" in str(error):
             fix = "choose another model, or a version of transformers that knows it"
         raise ConfigError(f"{key}={model_id}: cannot be loaded ({reason_of(error)}); {fix}") from error
-    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    is_causal |= "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     is_causal |= is_composite(config) and not config.is_encoder_decoder
     is_causal &= getattr(config.get_text_config(), "use_bidirectional_attention", None) is not True  # PaliGemma
     fault = f"transformers has no causal language model of the type {config.model_type}; choose another model"
     require(is_causal, key, model_id, fault)
     if is_composite(config):
-        model_class: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+        model_class: Any = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
         arguments = inspect.signature(model_class.forward).parameters
         fault = f"a {config.model_type} reads no text without an image; choose another model"  # BLIP's
         require("pixel_values" not in arguments or arguments["pixel_values"].default is None, key, model_id, fault)
     return config
 
 
-def context_length(config: PretrainedConfig) -> int | None:
+def context_length(config: transformers.PretrainedConfig) -> int | None:
     """The most tokens that prompt and completion may have together; None where the model sets no limit.
 
     Beyond the length of the original training, angles of `dynamic` and `longrope` embeddings depend on the longest
@@ -113,13 +104,13 @@ def load_tokenizer(
     key: str = "model.train_id",
     trust_remote_code: bool = False,
     chat_template: str | None = None,
-) -> PreTrainedTokenizerBase:
+) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer saved beside the model; EOS pads where it has no padding token: padding is never trained on.
     `chat_template`: see `use_template`.
     """
     fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from into it"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={model_id}: has no tokenizer ({reason_of(error)}); {fix}") from error
     has_words = len(tokenizer) > len(tokenizer.all_special_tokens)  # transformers makes some of no files at all
@@ -132,10 +123,10 @@ def load_tokenizer(
     return tokenizer
 
 
-def generation_config_of(model_id: str) -> GenerationConfig | None:
+def generation_config_of(model_id: str) -> transformers.GenerationConfig | None:
     """The model's own; None where it has none."""
     try:
-        return GenerationConfig.from_pretrained(model_id)
+        return transformers.GenerationConfig.from_pretrained(model_id)
     except OSError:
         return None
 
@@ -216,7 +207,7 @@ def load_frozen(
 
 
 def prepare(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     config: ModelConfig,
     train_layer_indices: str | None = None,
     gradient_checkpointing: float = 0.0,
@@ -248,7 +239,7 @@ def prepare(
     return trained
 
 
-def _recompute_only(model: PreTrainedModel, share: float) -> None:
+def _recompute_only(model: transformers.PreTrainedModel, share: float) -> None:
     """Recompute this share of the blocks alone, spread evenly; all, if there is no list of them."""
     try:
         blocks = blocks_of(model)
@@ -258,10 +249,10 @@ def _recompute_only(model: PreTrainedModel, share: float) -> None:
         block.gradient_checkpointing = int((number + 1) * share) > int(number * share)  # type: ignore[assignment]
 
 
-def is_composite(model_config: PretrainedConfig) -> bool:
+def is_composite(model_config: transformers.PretrainedConfig) -> bool:
     """Whether it is a text model with towers for images or sound. It is loaded and saved whole, and trained on text."""
     has_text = model_config.get_text_config(decoder=True) is not model_config
-    return has_text and type(model_config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return has_text and type(model_config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
 @cache
@@ -274,17 +265,19 @@ def processor_files(model_id: str) -> dict[str, bytes]:
     return {name: Path(file).read_bytes() for name, file in found.items() if file is not None}
 
 
-def _auto_class(model_config: PretrainedConfig) -> Any:
-    return AutoModelForMultimodalLM if is_composite(model_config) else AutoModelForCausalLM
+def _auto_class(model_config: transformers.PretrainedConfig) -> Any:
+    return transformers.AutoModelForMultimodalLM if is_composite(model_config) else transformers.AutoModelForCausalLM
 
 
-def build_on_meta(model_config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def build_on_meta(
+    model_config: transformers.PretrainedConfig, *, trust_remote_code: bool = False
+) -> transformers.PreTrainedModel:
     """The model on torch's meta device, whose tensors have a shape and no memory."""
     with torch.device("meta"):
         return _auto_class(model_config).from_config(model_config, trust_remote_code=trust_remote_code)
 
 
-def attention_of(model_config: PretrainedConfig, wanted: str) -> str | None:
+def attention_of(model_config: transformers.PretrainedConfig, wanted: str) -> str | None:
     """The attention that `model.attn_implementation=WANTED` means here; None is transformers' own choice. Raises
     ConfigError where sdpa would leave out something that the model computes.
     """
@@ -305,7 +298,7 @@ def load_causal_lm(
     key: str = "model.train_id",
     trust_remote_code: bool = False,
     quantization: str | None = None,
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """The model in eval mode.
 
     Args:
@@ -334,7 +327,9 @@ def load_causal_lm(
     return model.to(device).eval()
 
 
-def _tensors_apart(model: PreTrainedModel, model_id: str, unexpected: Set[str], key: str) -> dict[str, Tensor]:
+def _tensors_apart(
+    model: transformers.PreTrainedModel, model_id: str, unexpected: Set[str], key: str
+) -> dict[str, Tensor]:
     """What the files have and transformers leaves out, such as a head that predicts several tokens (MTP), by name.
 
     Raises:
@@ -347,7 +342,7 @@ def _tensors_apart(model: PreTrainedModel, model_id: str, unexpected: Set[str], 
         owner, rest = name, ""
         while owner not in modules:
             owner, _, rest = owner.rpartition(".")
-        return f"{owner}.{rest}" if isinstance(modules[owner], (nn.ModuleList, PreTrainedModel)) else None
+        return f"{owner}.{rest}" if isinstance(modules[owner], (nn.ModuleList, transformers.PreTrainedModel)) else None
 
     parts = {part(name) for name in unexpected}  # the names may be those that transformers makes of the files' ones
     inside = min((name for name in unexpected if part(name) is None), default=None)

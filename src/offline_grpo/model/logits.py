@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from offline_grpo.errors import require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SMALL, HUGE = 2.0**-20, 2.0**20  # powers of two: dividing by them rounds nothing
 RELATIVE_TOLERANCE = 1e-4  # of float32 arithmetic; a bf16 constant would be off by 4e-3

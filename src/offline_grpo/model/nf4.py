@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from offline_grpo.errors import ConfigError, reason_of
@@ -33,7 +33,7 @@ def loading(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Arguments of `from_pretrained`. The weights are quantised from the format of their files, as vLLM does it:
     rounded to 16 bits first, they would be others.
     """
-    config = BitsAndBytesConfig(
+    config = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
     return {"quantization_config": config, "device_map": {"": device}, "dtype": "auto"}
@@ -74,7 +74,7 @@ def num_weights(parameter: Tensor) -> int:
     return parameter.numel() if state is None else state.shape.numel()
 
 
-def quantized_sizes(model: PreTrainedModel) -> list[int]:
+def quantized_sizes(model: transformers.PreTrainedModel) -> list[int]:
     """How many weights each layer has that NF4 would hold, of a model that is not quantised yet."""
     head = model.get_output_embeddings()
     return [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offline_grpo.model.adapters import ADAPTER, LanguageModel, has_adapters
 from offline_grpo.model.device import make_current
@@ -15,6 +14,9 @@ from offline_grpo.model.logits import output_embeddings
 from offline_grpo.model.masters import MasterWeights, part_of_process
 from offline_grpo.model.nf4 import num_weights
 from offline_grpo.model.scoring import Scoring
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Policy:

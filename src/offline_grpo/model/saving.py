@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from offline_grpo.model.adapters import ADAPTER, has_adapters, name_in_file
@@ -65,7 +65,7 @@ def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
     model.config.save_pretrained(str(folder))
 
 
-def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
+def save_model(model: transformers.PreTrainedModel, folder: Path, **how: Any) -> None:
     """`model.save_pretrained`, with the model's own generation config: transformers loads one that is greedy and has a
     temperature, and refuses to save it. A composite's processor files, and tensors that transformers leaves out, are
     those that it was loaded with.
@@ -73,7 +73,7 @@ def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
     if kept := getattr(model, "kept_tensors", None):
         how["state_dict"] = how.get("state_dict", model.state_dict()) | kept
     own = model.generation_config
-    model.generation_config = GenerationConfig()
+    model.generation_config = transformers.GenerationConfig()
     try:
         model.save_pretrained(str(folder), **how)
     finally:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, adapters_off, unwrapped
 from offline_grpo.model.logits import LogitTransform, decoder_of, output_embeddings
 from offline_grpo.types import TokenBatch, TokenStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Scoring(nn.Module):

@@ -119,7 +119,7 @@ def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys:
 
 def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[str]) -> float | None:
     with progress.phase("imports and data"):
-        from offline_grpo.run.assemble import assemble
+        from offline_grpo.run.begin import begin
 
     config, run_dir, ranks = start.plan.config, start.run_dir, start.ranks
     with ExitStack() as stack, ended_whole(stop):
@@ -134,7 +134,10 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
             stack.callback(listener.close)
         progress.tell(told)
         stack.enter_context(told_if_out_of_memory(run_dir))
-        loop, data, restored = assemble(start, stop, told, stack)
+        begun = begin(start, stack)
+        with progress.phase("imports and data"):
+            from offline_grpo.run.assemble import assemble
+        loop, data, restored = assemble(start, begun, stop, told, stack)
         if ranks.is_main:
             run_dir.create()
             record_start(run_dir.path)

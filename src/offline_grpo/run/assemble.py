@@ -4,47 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import nn
 
 from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer
-from offline_grpo.checkpoint.files import TrainerState, check_model_folder
-from offline_grpo.engine.server import next_to_start
-from offline_grpo.errors import require
+from offline_grpo.checkpoint.files import TrainerState
+from offline_grpo.engine.server import Server
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.generation.teacher import KEY
 from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source, TextCodec
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
-from offline_grpo.model import nf4
-from offline_grpo.model.device import resolve_device, torch_dtype
-from offline_grpo.model.gguf import convert
-from offline_grpo.model.layouts import layouts_for
+from offline_grpo.model.device import make_current, resolve_device
 from offline_grpo.model.load import context_length, load_policy, load_reference
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import LONGEST, check_causality, settle_compile, settle_layout
-from offline_grpo.placement.devices import check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
 from offline_grpo.rollouts.store.recorder import Origin, Recorder, architecture_hash, tokenizer_hash
+from offline_grpo.run.begin import Begun
 from offline_grpo.run.build import build
 from offline_grpo.run.config import fresh_schedule
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.plan import Plan, Start
 from offline_grpo.run.prompts import check_model, codec_of
 from offline_grpo.run.serving import (
-    check_found_servers,
     deployments,
     loads_onto_servers_gpu,
-    starts_before_the_policy,
-    training_servers,
 )
 from offline_grpo.run.signals import StopSignal
-from offline_grpo.run.task_data import TaskData, isolated, records, source_node
+from offline_grpo.run.task_data import TaskData, records, source_node
 from offline_grpo.run.teacher import load_teacher
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.loop import Evaluation, Loop
@@ -55,9 +48,12 @@ from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 from offline_grpo.weight_sync.in_process import prove_sampling
 
+BESIDE_BYTES = 4 * 2**30
+"""On the GPU beside a copy of the weights: for short sequences, their gradients, and the compiler's trials."""
+
 
 def assemble(
-    start: Start, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack
+    start: Start, begun: Begun, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack
 ) -> tuple[Loop, TaskData, TrainerState | None]:
     """The loop, its problems, and what the checkpoint said, None for a new run.
 
@@ -65,28 +61,9 @@ def assemble(
         stack: gets what has to be let go of on every way out.
     """
     ranks, config, folder = start.ranks, start.plan.config, start.run_dir.path
-    how = {"num_processes": ranks.world_size, "on_cluster": config.placement.score_on_cluster}
-    task = isolated(start.plan.data.task, config, folder, stack, **how)
-    plan = replace(start.plan, data=replace(start.plan.data, task=task))
-    if (
-        plan.engine.launcher is not None and config.placement.address is None
-    ):  # each machine of a cluster checks its own
-        plan.engine.launcher.check_installed()
-    devices = plan.devices(ranks.world_size)
-    check_devices(devices)
-    layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # refuses early
-    if config.model.quantization is not None:
-        nf4.check_device(resolve_device(config.model.device, ranks.local_rank))
-    model_id = _model_id(plan, ranks)
-    ranks.on_main(lambda: check_found_servers(plan, model_id))
-    plan, prompt_tokens = check_model(plan, model_id)
+    plan, devices, model_id, servers = begun
     checkpoint = start.resume.checkpoint if start.resume is not None else None
-    servers = training_servers(plan, server_gpus(devices), folder, ranks, stack)
-    if starts_before_the_policy(plan.engine, plan.weight_sync, devices):  # before the memory plan, which takes seconds
-        moves_all = plan.lora_rank is None and plan.weight_sync.requires.moves != "nothing"
-        served = str(checkpoint) if checkpoint is not None and moves_all else model_id
-        for server in next_to_start(servers):
-            ranks.on_main(lambda server=server: server.begin(served))
+    plan, prompt_tokens = check_model(plan, model_id)
     recompute = check_memory(plan, model_id, prompt_tokens=prompt_tokens, num_processes=ranks.world_size)
     if loads_onto_servers_gpu(plan.weight_sync, devices):
         for server in servers:
@@ -95,14 +72,16 @@ def assemble(
         policy = _policy(plan, model_id, checkpoint, ranks, recompute)
     sharding = _sharding(config.train.sharding, ranks)
     sharding.prepare(policy)
+    is_shared = plan.weight_sync.requires.shares_weights and ranks.is_main  # else `load_policy` has settled it
+    is_settled = is_shared and _moves_beside(servers, policy)  # while the server records its CUDA graphs
+    if is_settled:
+        _settle(policy, plan)
     training, evaluation = deployments(plan, servers, policy, sharding, folder, ranks)
     for deployment in dict.fromkeys((training, evaluation)):
         stack.callback(deployment.close)
         deployment.connect(policy)
-    if plan.weight_sync.requires.shares_weights and ranks.is_main:  # else `load_policy` has done it
-        with progress.phase("layout and compile"):
-            settle_layout(policy.scoring, plan.layout, policy.compute_device)
-            settle_compile(policy.scoring, config.model.compile, policy.compute_device)
+    if is_shared and not is_settled:
+        _settle(policy, plan)
     with progress.phase("proof"):
         longest = min(max(16, prompt_tokens[1] + plan.sampling.max_new_tokens), LONGEST[policy.compute_device.type])
         check_causality(policy.scoring, longest, policy.compute_device)
@@ -161,26 +140,25 @@ def assemble(
     return loop, plan.data, checkpointer.restore(checkpoint) if checkpoint is not None else None
 
 
-def _model_id(plan: Plan, ranks: Ranks) -> str:
-    """The model to train: a folder, a hub id, or a folder in the cache with the model of a GGUF file or the tiny model,
-    which the first process builds if it is missing.
+def _moves_beside(servers: Sequence[Server], policy: Policy) -> bool:
+    """Move weights that will be a server's memory, and are on the CPU still, to its device, if a copy has room there
+    for as long as the server starts. Not before the server has taken its memory.
     """
-    config = plan.config
-    named = {"model.train_id": config.model.train_id, "model.ref_id": config.model.ref_id, KEY: plan.advantage.teacher}
-    for key, name in named.items():
-        if name is not None:
-            ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
-    if config.model.train_id is not None:
-        return config.model.train_id
-    cache = Path(config.cache_dir).resolve()
-    if (gguf_file := config.model.gguf_file) is not None:
-        return ranks.on_main(lambda: str(convert(gguf_file, cache)))
-    tiny = build(config.model.tiny, key="model.tiny")
-    for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
-        room = tiny.max_position_embeddings
-        fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={room}"
-        require(sampling.max_new_tokens < room, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
-    return ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache, show_progress=True)))
+    device, model = policy.compute_device, cast(nn.Module, policy.model)
+    if device.type == "cuda":
+        for server in servers:
+            server.wait_for_memory()
+        if torch.cuda.mem_get_info(device)[0] < BESIDE_BYTES + sum(p.nbytes for p in model.parameters()):
+            return False
+        make_current(device)
+    model.to(device)
+    return True
+
+
+def _settle(policy: Policy, plan: Plan) -> None:
+    with progress.phase("layout and compile"):
+        settle_layout(policy.scoring, plan.layout, policy.compute_device)
+        settle_compile(policy.scoring, plan.config.model.compile, policy.compute_device)
 
 
 def _sharding(name: str, ranks: Ranks) -> Sharding:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from offline_grpo.disk import user_cache
 from offline_grpo.errors import require
@@ -86,6 +86,7 @@ class Varlen(Padded):
             return
         config: Any = decoder.config
         before = config._attn_implementation
+        register(self.kernel)
         config._attn_implementation = self.kernel
         try:
             yield
@@ -115,11 +116,13 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None
 [S+1], the longest of which has so many tokens. The scale is 1 / sqrt(D) if None; a window counts the token itself."""
 
 
-def register(name: str, kernel: Kernel) -> None:
-    """Put a kernel behind transformers' attention interface. A model that asks for another kind of attention gets a
-    ValueError. No way to make masks is registered: transformers then makes none, and does not wait for the GPU.
+@functools.cache
+def register(name: str) -> None:
+    """Put a kernel behind transformers' attention interface, which takes seconds to import. A model that asks for
+    another kind of attention gets a ValueError. No way to make masks is registered: transformers then makes none, and
+    does not wait for the GPU.
     """
-    AttentionInterface.register(name, functools.partial(_attention, kernel))
+    transformers.AttentionInterface.register(name, functools.partial(_attention, KERNELS[name]))
 
 
 def _attention(
@@ -158,9 +161,6 @@ def _torch_kernel(
     elif (heads_per_kv := q.shape[1] // k.shape[1]) > 1:
         k, v = k.repeat_interleave(heads_per_kv, dim=1), v.repeat_interleave(heads_per_kv, dim=1)
     return varlen_attn(q, k, v, boundaries, boundaries, longest, longest, **how)  # pyright: ignore[reportReturnType]
-
-
-register(VARLEN, _torch_kernel)
 
 
 @functools.cache
@@ -244,4 +244,4 @@ def _flash4_kernel(
     return _flash4_forward(q, k, v, boundaries, longest, scale, window or 0)[0]
 
 
-register(FLASH4, _flash4_kernel)
+KERNELS: Mapping[str, Kernel] = {VARLEN: _torch_kernel, FLASH4: _flash4_kernel}
