@@ -10,7 +10,7 @@ import yaml
 
 from offline_grpo.hub import is_model_id
 from offline_grpo.redaction import redacted
-from offline_grpo.report.history import History
+from offline_grpo.report.history import History, count
 from offline_grpo.report.tables import Table, with_interval
 
 
@@ -49,8 +49,8 @@ def model_card(
     return head + "\n\n".join(
         [
             f"{'A LoRA adapter for' if is_adapter else 'Trained from'} {model} with Group Relative Policy Optimization "
-            f"(GRPO) by offline-grpo: {state['iteration'] + 1} iterations, {state['counters']['num_updates']} updates"
-            f"{beside}.",
+            f"(GRPO) by offline-grpo: {count(state['iteration'] + 1, 'iteration')}, "
+            f"{count(state['counters']['num_updates'], 'update')}{beside}.",
             "## Data",
             f"Task `{config['task']['_target_'].rpartition('.')[2]}`, {data['problems_per_iteration']} problems per "
             f"iteration with {data['rollouts_per_problem']} completions each:\n\n{_yaml(config['task'])}",
