@@ -218,3 +218,15 @@ def made_up(*, total_gib, trainer_gib=(), server_gib=(), num_servers=1):
 def test_what_does_not_fit_is_refused_with_the_setting_to_change(plan, message):
     with pytest.raises(ConfigError, match=message):
         check(plan)
+
+
+def test_base_weights_in_4_bits_are_counted_on_both_sides():
+    quantized = 4 * (4 * 256 * 256 + 3 * 256 * 1280)
+    adapters = 16 * 4 * (4 * (256 + 256) + 3 * (256 + 1280))
+    lora = ("model/lora=default", "model.quantization=nf4", "weight_sync=lora_hotswap")
+    [device] = predict(request_of(*SERVED, *lora, trainers=(0,), num_gpus=1))
+    parts = {part.name: part.num_bytes for part in (*device.trainer, *device.server)}
+    plain = 2 * (NUM_WEIGHTS - quantized + adapters)
+    assert parts["policy weights"] == plain + int(quantized * (0.5 + 1 / 64 + 4 / (64 * 256)))  # scales of 8 bits
+    assert parts["server: weights"] == plain + quantized * 9 // 16  # scales of 32 bits
+    assert parts["dequantised layers"] == 2 * 256 * 1280 * 2
