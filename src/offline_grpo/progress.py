@@ -20,8 +20,8 @@ import psutil
 if TYPE_CHECKING:
     from offline_grpo.interfaces import RunListener
 
-LONG_S, SHORT_S = 1.0, 0.05
-"""A step that took longer says how long, when it is done; a phase of the start that took less is left out."""
+LONG_S = 1.0
+"""A step that took longer says how long, when it is done."""
 WAIT = "start server"
 """The phase of waiting for one."""
 LOG_ALONE = {"log_alone": True}
@@ -135,8 +135,8 @@ def server_begins() -> None:
         run.server_began = time.perf_counter()
 
 
-def describe_start() -> str:
-    """The same in a line: what took its time one after the other, and what was done while a server started."""
+def describe_start() -> list[str]:
+    """The same in lines: what took most of it, one after the other, and what was done while a server started."""
     run = _current.get() or _Followed()
     waits = [end for name, begin, end in run.spans if name == WAIT and end - begin > LONG_S]
     began = inf if run.server_began is None or not waits else run.server_began
@@ -149,12 +149,13 @@ def describe_start() -> str:
         else:
             path[name] += end - begin
     beside.pop(WAIT, None)
-    cells = [_cells(path)] + [f"beside the server {_cells(beside)}"] * bool(beside)
-    return f"ready after {elapsed_s():.1f} s: {'; '.join(cells)}"
+    lines = [f"ready after {elapsed_s():.1f} s: {_cells(path)}"]
+    return lines + [f"while the server started: {_cells(beside)}"] * bool(beside)
 
 
 def _cells(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {took:.1f}" for name, took in seconds.items() if took >= SHORT_S)
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:3]
+    return ", ".join(f"{name} {took:.1f}" for name, took in seconds.items() if name in longest)
 
 
 def _tell_phase(run: _Followed) -> None:

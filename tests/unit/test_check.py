@@ -64,7 +64,7 @@ def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "netrc").chmod(0o600)
     assert found("W&B").state == "ok"
     monkeypatch.setattr(check, "_version", {"vllm": "0.19.1"}.get)
-    assert (found("vLLM").state, found("vLLM").text) == ("missing", "0.19.1 (0.25 to 0.32 is supported)")
+    assert (found("vLLM").state, found("vLLM").text) == ("missing", "0.19.1 (0.25 to 0.33 is supported)")
     assert found("torch").state == "error"
     monkeypatch.setattr(sys, "version_info", Version(3, 10, 1))
     assert found("Python").state == "error"

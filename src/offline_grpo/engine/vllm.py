@@ -1,4 +1,4 @@
-"""vLLM, 0.25 to 0.32: how a server is started, and how weight sync controls it: pause, call its worker, flush its
+"""vLLM, 0.25 to 0.33: how a server is started, and how weight sync controls it: pause, call its worker, flush its
 caches, swap its adapters.
 """
 
@@ -132,7 +132,7 @@ class VllmControl(ServerControl):
     is_paused: bool = False
 
     name = "vLLM"
-    oldest, newest = (0, 25), (0, 32)
+    oldest, newest = (0, 25), (0, 33)
 
     def version(self) -> str:
         return read(self.get("/version"), lambda answer: answer["version"])

@@ -102,7 +102,8 @@ class Loop:
         if self.evaluation is not None and (self.evaluation.before_training if is_new else evaluates_first):
             self._evaluate_first(self.evaluation, first_iteration - 1)
         self._start_metrics = progress.start_metrics()
-        log.info(progress.describe_start())
+        for line in progress.describe_start():
+            log.info(line)
         try:
             for iteration in range(first_iteration, self.config.iterations):
                 if (reason := self.milestones.stop_reason) is not None:
