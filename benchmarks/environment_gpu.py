@@ -5,11 +5,12 @@
     python benchmarks/environment_gpu.py WORK --small           # a tiny model and vLLM's CPU build
 
 Arms, each round the same 256 episodes, from an empty prefix cache:
-    requests       the very requests that the episodes make, each turn as soon as the one before is answered
-    environment    `task=environment`: a process for each episode, the dialogue, the scores
-    agent          `task=agent`: the same conversation through the proxy, by a client of its own
+    environment             `task=environment`: a process for each episode, the dialogue, the scores
+    environment_requests    the very requests of those episodes, each turn as soon as the one before is answered
+    agent                   `task=agent`: a conversation through the proxy, by a client of its own, without tools
+    agent_requests          the requests of those
 
-What an arm takes beyond `requests` is compared with an iteration of a run on the same server, which also trains.
+What an arm takes beyond its requests is compared with an iteration of a run on the same server, which also trains.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offline_grpo.types import Completion, RolloutGroup, SamplingRequest
+
+REQUESTS = "_requests"
 
 TEMPLATE = """{% if tools %}<|im_start|>system
 Call a tool by <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Tools:{% for tool in tools %}
@@ -206,9 +209,10 @@ def main() -> None:
         generation = configs["environment"].generation
         sampling = SamplingParams(max_new_tokens=generation["max_new_tokens"], stop=tuple(stop))
         played: dict[str, list[RolloutGroup]] = {}
-        chains: list[list[SamplingRequest]] = []
-        cpu_s: dict[str, list[float]] = {"requests": [], "environment": [], "agent": []}
-        cached: dict[str, list[tuple[float, float]]] = {name: [] for name in cpu_s}
+        chains: dict[str, list[list[SamplingRequest]]] = {}
+        names = [name + kind for name in tasks for kind in ("", REQUESTS)]
+        cpu_s: dict[str, list[float]] = {name: [] for name in names}
+        cached: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
 
         def counted() -> tuple[float, float]:
             """Prompt tokens that the server looked for in its prefix cache, and those that it found."""
@@ -221,8 +225,8 @@ def main() -> None:
         def arm(name: str) -> Any:
             def run() -> None:
                 began, before = time.process_time(), counted()
-                if name == "requests":
-                    in_chains(client, chains, sampling)
+                if name.endswith(REQUESTS):
+                    in_chains(client, chains[name.removesuffix(REQUESTS)], sampling)
                 else:
                     draws = [(problem, 1000 * i) for i, problem in enumerate(problems[name])]
                     how = {"group_size": arguments.group}
@@ -235,11 +239,17 @@ def main() -> None:
 
         task = {name: isolated(build_task(config.task), config, None, stack) for name, config in configs.items()}
         problems = {name: [*own.problems(Split.TRAIN)][: arguments.problems] for name, own in task.items()}
-        arm("environment")()
-        for rollout in (rollout for group in played["environment"] for rollout in group.rollouts):
-            ids = rollout.token_ids
-            chains.append([asked[ids[: turn.start], ids[turn.start : turn.end]] for turn in rollout.turns])
-        arms = {name: arm(name) for name in cpu_s}
+        for name in tasks:
+            arm(name)()
+            chains[name] = [
+                [
+                    asked[rollout.token_ids[: turn.start], rollout.token_ids[turn.start : turn.end]]
+                    for turn in rollout.turns
+                ]
+                for group in played[name]
+                for rollout in group.rollouts
+            ]
+        arms = {name: arm(name) for name in names}
         timings = alternate(arms, rounds=arguments.rounds, settle=dict.fromkeys(arms, control.reset_prefix_cache))
         command = [sys.executable, "-m", "offline_grpo", *words, *tasks["environment"]]
         command += [f"generation.base_url={server.base_url}", f"generation.api_key={server.api_key}"]
@@ -252,21 +262,21 @@ def main() -> None:
     iteration_s = iterations[len(iterations) // 2]
     rollouts = [rollout for group in played["environment"] for rollout in group.rollouts]
     num_turns = sum(len(rollout.turns) for rollout in rollouts)
-    beyond = {name: timings.median_s(name) - timings.median_s("requests") for name in tasks}
+    beyond = {name: timings.median_s(name) - timings.median_s(name + REQUESTS) for name in tasks}
     hits = {name: sum(hit for _, hit in own) / sum(asked for asked, _ in own) for name, own in cached.items()}
     measured = {
         "environment_cost_frac": beyond["environment"] / iteration_s,
         "agent_cost_frac": beyond["agent"] / iteration_s,
-        "environment_over_requests": timings.ratio("environment", "requests"),
-        "agent_over_requests": timings.ratio("agent", "requests"),
+        "environment_over_requests": timings.ratio("environment", "environment" + REQUESTS),
+        "agent_over_requests": timings.ratio("agent", "agent" + REQUESTS),
         "prefix_cache_hit_frac": hits["environment"],
-        "prefix_cache_hit_frac_of_requests": hits["requests"],
+        "prefix_cache_hit_frac_of_requests": hits["environment" + REQUESTS],
         "seconds_per_turn": timings.median_s("environment") / max(len(rollout.turns) for rollout in rollouts),
         "iteration_s": iteration_s,
         "turns_per_episode": num_turns / len(rollouts),
         "calls_per_episode": sum(rollout.score.measured["calls"] for rollout in rollouts) / len(rollouts),
         "tokens_per_turn": sum(map(tokens_of, played["environment"])) / num_turns,
-        "own_cpu_ms_per_turn": 1000 * (min(cpu_s["environment"]) - min(cpu_s["requests"])) / num_turns,
+        "own_cpu_ms_per_turn": 1000 * (min(cpu_s["environment"]) - min(cpu_s["environment" + REQUESTS])) / num_turns,
     }
     write_result(
         arguments.out,
@@ -275,7 +285,7 @@ def main() -> None:
         settings={key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
         measured={key: float(f"{value:.4g}") for key, value in measured.items()},
         details={
-            "timings": timings.summary("requests"),
+            "timings": timings.summary("environment" + REQUESTS),
             "cpu_s": cpu_s,
             "cached": cached,
             "run": [{key: record[key] for key in record if key.startswith("time/")} for record in records],
