@@ -228,7 +228,8 @@ def server_gpus(arguments: argparse.Namespace) -> list[list[int] | None]:
     """The GPUs of each server."""
     if not torch.cuda.is_available():
         return [None] * len(arguments.server_gpu)
-    size = int(configuration(*arguments.engine).engine.args.get("tensor_parallel_size") or 1)
+    engine = configuration("generation=vllm_server", *arguments.engine).engine
+    size = int(engine.args.get("tensor_parallel_size") or 1)
     return [arguments.server_gpu[at : at + size] for at in range(0, len(arguments.server_gpu), size)]
 
 

@@ -144,7 +144,7 @@ class Nccl(WeightTransfer):
     """Trainer and servers on different GPUs: one broadcast to all workers of all servers.
 
     The first push to a server goes through vLLM's own loader. If its proof finds all weights there bit for bit, where
-    `inside_vllm/offline_grpo_layout.py` says, later ones are written there, which takes a tenth of the time.
+    `inside_vllm/offline_grpo_layout.py` says, later ones are written there.
 
     Args:
         bucket_mib: of one broadcast. A server needs memory for two, beside its own.
