@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import math
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -39,6 +39,9 @@ OF_REQUEST = (ValueError, TypeError, OverflowError, RecursionError, getattr(exce
 """What vLLM and msgspec raise over a request that asks for something impossible. vLLM's class is newer than 0.25."""
 NOT_NOW = getattr(exceptions, "VLLMError", EngineDeadError)
 """Of what vLLM raises otherwise, such as over a full queue. 0.25 has no such class."""
+PAUSED: Any = getattr(exceptions, "RetryableRequestError", ())
+"""What 0.33 raises over requests that come while it is paused; earlier versions let them wait."""
+PAUSED_POLL_S = 0.05
 
 
 class Refusal(Exception):
@@ -198,7 +201,19 @@ class Request:
         await send({"type": "http.response.body", "body": b""})
 
     async def outputs(self, engine: Any) -> AsyncIterator[Any]:
-        """vLLM's outputs. Raises Refusal where they are not the completions that were asked for."""
+        """vLLM's outputs, after the end of a pause. Raises Refusal where they are not the completions that were asked
+        for.
+        """
+        while True:
+            try:
+                async with contextlib.aclosing(self._outputs(engine)) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            except PAUSED:
+                await asyncio.sleep(PAUSED_POLL_S)
+
+    async def _outputs(self, engine: Any) -> AsyncGenerator[Any]:
         generating = engine.generate(
             tokens_input(self._prompt_ids), self._params, f"generate-{uuid.uuid4().hex}", lora_request=self._adapter
         )
@@ -216,6 +231,8 @@ class Request:
             raise Refusal(500, f"the engine failed: {error.__cause__!r}") from error
         except OF_REQUEST as error:
             raise Refusal(400, str(error)) from error
+        except PAUSED:
+            raise
         except NOT_NOW as error:
             raise Refusal(503, str(error)) from error
 
