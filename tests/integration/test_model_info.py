@@ -68,7 +68,7 @@ def test_the_page_fits_a_terminal_and_json_says_the_same(tmp_path: Path, capsys:
     model_info.run([name, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["presets"][0]["override"] == "train.train_layer_indices=1"
-    assert [fit["name"] for fit in found["fits"]][-2:] == ["last 25%, AdamW", "LoRA r=16, AdamW"]
+    assert [fit["name"] for fit in found["fits"]][-2:] == ["LoRA r=16, AdamW", "NF4 LoRA r=16, AdamW"]
     assert all(fit["room_frac"]["80"] == 0.92 for fit in found["fits"])  # everything fits, up to vLLM's own share
     model_info.run([name])
     page = capsys.readouterr().out.splitlines()
