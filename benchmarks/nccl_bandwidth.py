@@ -20,6 +20,7 @@ ROUNDS = 10
 
 def _broadcast(rank: int, num_bytes: int, port: int, results: multiprocessing.Queue) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # under accelerate, rank 0 would open no store of its own
     torch.cuda.set_device(rank)
     distributed.init_process_group("nccl", rank=rank, world_size=2)
     tensor = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
