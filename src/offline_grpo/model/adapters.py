@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.layers import named_blocks, parse_layer_indices
@@ -120,6 +119,7 @@ def with_saved_adapter(model: PreTrainedModel, adapter: str, *, key: str, is_tra
 def _with_new_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
     layers, blocks, targets, decoder = None, "", lora.target_modules, decoder_of(model)
     # some (PhiMoE's, Llama 4's) are linear layers by name, and return their choice of experts besides a product

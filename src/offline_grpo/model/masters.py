@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from offline_grpo.seeding import derive_seed
 
@@ -221,14 +219,18 @@ def _any_bit_differs(ours: Tensor, theirs: Tensor) -> Tensor:
 
 def part_of_process(tensor: Tensor) -> Tensor:
     """What this process has of a tensor: all, or its part of a sharded one."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    to_local = getattr(tensor, "to_local", None)  # a DTensor's; its class takes a second to import
+    return tensor if to_local is None else to_local()
 
 
 def _first_element(value: Tensor) -> int:
     """Where this process's part of a tensor begins in all of it, as an index of the flat tensor."""
-    if not isinstance(value, DTensor):
+    if not hasattr(value, "to_local"):
         return 0
-    _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sharded: Any = value
+    _, offsets = compute_local_shape_and_global_offset(value.shape, sharded.device_mesh, sharded.placements)
     return offsets[0] * value.shape[1:].numel()
 
 

@@ -4,14 +4,15 @@ linear layer, a scale for every 64 of them, and the scales in 8 bits. Embeddings
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from offline_grpo.errors import ConfigError, reason_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TRAINER_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 SERVER_BYTES = 0.5 + 4 / 64
@@ -33,7 +34,9 @@ def loading(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Arguments of `from_pretrained`. The weights are quantised from the format of their files, as vLLM does it:
     rounded to 16 bits first, they would be others.
     """
-    config = transformers.BitsAndBytesConfig(
+    from transformers import BitsAndBytesConfig  # which takes a second: servers begin before it
+
+    config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
     return {"quantization_config": config, "device_map": {"": device}, "dtype": "auto"}
@@ -74,7 +77,9 @@ def num_weights(parameter: Tensor) -> int:
     return parameter.numel() if state is None else state.shape.numel()
 
 
-def quantized_sizes(model: transformers.PreTrainedModel) -> list[int]:
+def quantized_sizes(model: PreTrainedModel) -> list[int]:
     """How many weights each layer has that NF4 would hold, of a model that is not quantised yet."""
+    from transformers.pytorch_utils import Conv1D
+
     head = model.get_output_embeddings()
     return [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]

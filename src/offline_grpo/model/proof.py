@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,12 +23,13 @@ from offline_grpo.interfaces import Layout
 from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.layers import (
     compile_blocks,
-    is_compiled_by_default,
+    is_compiled,
     not_compiled,
     num_blocks,
     uncompile_blocks,
 )
 from offline_grpo.model.layouts import layouts_for
+from offline_grpo.model.layouts.varlen import Flash4, flash4_interface
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
 from offline_grpo.types import TokenBatch
 
@@ -54,6 +56,14 @@ layouts of 4 and 12 blocks of Llama-3.1-8B's shape have 0.015 and 0.025 in bf16.
 class _Result(NamedTuple):
     logprobs: Tensor  # [N], of the completion tokens
     gradients: list[Tensor]  # of a weighted sum of them, in the first trained tensors
+
+
+def import_ahead(layout: Layout | None, compiles: bool | str, device: torch.device, dtype: torch.dtype) -> None:
+    """Import what `settle_layout` and `settle_compile` need on `device`, which takes seconds, while a server starts."""
+    if any(isinstance(each, Flash4) for each in layouts_for(layout, device, dtype)):
+        flash4_interface()
+    if is_compiled(compiles, device):
+        import_module("torch._inductor.compile_fx")
 
 
 def settle_layout(
@@ -104,7 +114,7 @@ def settle_compile(
     Raises:
         ConfigError: they cannot be compiled, or are wrong then, and `requested` is true.
     """
-    if requested is False or (requested == "auto" and not is_compiled_by_default(device)):
+    if not is_compiled(requested, device):
         return
     model = scoring.causal_lm
     batch = _batch(scoring, device)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from offline_grpo.model.adapters import ADAPTER, has_adapters, name_in_file
-from offline_grpo.model.load import is_composite, processor_files
 from offline_grpo.model.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADAPTER_FILE = "adapter_model.safetensors"  # as peft and vLLM call it
 MAX_FILE = "50GB"
@@ -65,15 +65,20 @@ def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
     model.config.save_pretrained(str(folder))
 
 
-def save_model(model: transformers.PreTrainedModel, folder: Path, **how: Any) -> None:
+def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
     """`model.save_pretrained`, with the model's own generation config: transformers loads one that is greedy and has a
     temperature, and refuses to save it. A composite's processor files, and tensors that transformers leaves out, are
     those that it was loaded with.
     """
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    from offline_grpo.model.load import is_composite, processor_files
+
     if kept := getattr(model, "kept_tensors", None):
         how["state_dict"] = how.get("state_dict", model.state_dict()) | kept
     own = model.generation_config
-    model.generation_config = transformers.GenerationConfig()
+    model.generation_config = GenerationConfig()
     try:
         model.save_pretrained(str(folder), **how)
     finally:

@@ -20,7 +20,7 @@ from offline_grpo.run import launch, resume
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, warnings
 from offline_grpo.run.environment import describe_untested, record_start
-from offline_grpo.run.log_outputs import kept_for_log, log_to
+from offline_grpo.run.log_outputs import hide_progress_bars, kept_for_log, log_to
 from offline_grpo.run.plan import Start, listeners, make_plan
 from offline_grpo.run.run_dir import (
     ResumePoint,
@@ -137,6 +137,8 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
         begun = begin(start, stack)
         with progress.phase("imports and data"):
             from offline_grpo.run.assemble import assemble
+
+            hide_progress_bars()
         loop, data, restored = assemble(start, begun, stop, told, stack)
         if ranks.is_main:
             run_dir.create()

@@ -15,10 +15,10 @@ from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source, TextCodec
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
-from offline_grpo.model.device import resolve_device
+from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import context_length, load_policy, load_reference
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.proof import LONGEST, check_causality, settle_compile, settle_layout
+from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
@@ -59,6 +59,10 @@ def assemble(
     checkpoint = start.resume.checkpoint if start.resume is not None else None
     plan, prompt_tokens = check_model(plan, model_id)
     recompute = check_memory(plan, model_id, prompt_tokens=prompt_tokens, num_processes=ranks.world_size)
+    if servers:
+        device, dtype = resolve_device(config.model.device, ranks.local_rank), torch_dtype(config.train.precision)
+        with progress.phase("imports and data"):
+            import_ahead(plan.layout, config.model.compile, device, dtype)
     if loads_onto_servers_gpu(plan.weight_sync, devices):
         for server in servers:
             ranks.on_main(server.wait_for_memory)

@@ -18,6 +18,7 @@ from offline_grpo.model.layouts import layouts_for
 from offline_grpo.placement.devices import Devices, check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
+from offline_grpo.run.log_outputs import hide_progress_bars
 from offline_grpo.run.plan import Plan, Start
 from offline_grpo.run.serving import check_found_servers, starts_before_the_policy, training_servers
 from offline_grpo.run.task_data import isolated
@@ -76,6 +77,7 @@ def _model_id(plan: Plan, ranks: Ranks) -> str:
             ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
     if config.model.train_id is not None:
         return config.model.train_id
+    hide_progress_bars()
     cache = Path(config.cache_dir).resolve()
     if (gguf_file := config.model.gguf_file) is not None:
         return ranks.on_main(lambda: str(convert(gguf_file, cache)))

@@ -50,13 +50,17 @@ def kept_for_log() -> Iterator[None]:
         _early.buffer.clear()
 
 
+def hide_progress_bars() -> None:
+    """Those of transformers for loading and saving would disturb the live display. Imports it."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
 @contextmanager
 def log_to(folder: Path, *, is_main: bool) -> Iterator[None]:
     """Write the package's messages to run.log and, as plain lines, to the terminal, in the first process."""
-    from transformers.utils.logging import disable_progress_bar
-
     package = logging.getLogger("offline_grpo")
-    disable_progress_bar()  # transformers' bars for loading and saving would disturb the live display
     handlers: list[logging.Handler] = [logging.NullHandler()]
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,6 @@ from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
 from offline_grpo.errors import EngineError, require
 from offline_grpo.model.adapters import adapters_off
 from offline_grpo.model.fp8 import fp8_linears
-from offline_grpo.model.load import context_length
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import draw_ids
 from offline_grpo.train.batch import build_batch
@@ -185,6 +184,8 @@ def prove_base(engine: Engine, snapshot: Snapshot) -> str:
 
 def probe_prompts(policy: Policy, lengths: Sequence[int] | None = None) -> list[list[int]]:
     """The same every time, so a prefix cache that was not flushed answers from old weights and shows."""
+    from offline_grpo.model.load import context_length  # which imports transformers
+
     config = policy.causal_lm.config
     context = context_length(config) or PROBE_PROMPT_TOKENS + PROBE_TOKENS
     lengths = lengths or [min(PROBE_PROMPT_TOKENS, context - PROBE_TOKENS)] * PROBE_PROMPTS

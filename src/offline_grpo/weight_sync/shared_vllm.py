@@ -29,7 +29,6 @@ from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
 from offline_grpo.model.layers import text_parameters
-from offline_grpo.model.load import is_composite
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.snapshot import Snapshot, gpu_uuid, this_run, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements, foreign_write
@@ -143,6 +142,8 @@ class SharedVllm(PausingSync):
             log.warning("%s The update continues without it.", death)
 
     def _open_views(self, engine: Engine, snapshot: Snapshot, *, compare: bool) -> dict[str, Tensor]:
+        from offline_grpo.model.load import is_composite  # which imports transformers
+
         home, control = snapshot.policy.compute_device, engine.control
         described = control.describe()
         for reason in described["refusals"]:

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from offline_grpo.disk import user_cache
@@ -122,7 +121,9 @@ def register(name: str) -> None:
     another kind of attention gets a ValueError. No way to make masks is registered: transformers then makes none, and
     does not wait for the GPU.
     """
-    transformers.AttentionInterface.register(name, functools.partial(_attention, KERNELS[name]))
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, functools.partial(_attention, KERNELS[name]))
 
 
 def _attention(
@@ -164,7 +165,7 @@ def _torch_kernel(
 
 
 @functools.cache
-def _flash4_interface() -> Any:
+def flash4_interface() -> Any:
     """The package's functions without autograd: torch.compile can call them only as operators with a backward pass."""
     cache = user_cache("flash-attn-4")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -192,7 +193,7 @@ def _flash4_forward(
     q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """See `Kernel`; no window is 0. Returns also ln(sum(exp(scores))), [heads, T] in float32."""
-    out, logsumexp, *_ = _flash4_interface()._flash_attn_fwd(
+    out, logsumexp, *_ = flash4_interface()._flash_attn_fwd(
         q, k, v, return_lse=True, **_flash4_settings(boundaries, longest, scale, window)
     )
     return out, logsumexp
@@ -217,7 +218,7 @@ def _flash4_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     settings = _flash4_settings(boundaries, longest, scale, window)
-    return _flash4_interface()._flash_attn_bwd(q, k, v, out, grad.contiguous(), logsumexp.contiguous(), **settings)
+    return flash4_interface()._flash_attn_bwd(q, k, v, out, grad.contiguous(), logsumexp.contiguous(), **settings)
 
 
 @_flash4_backward.register_fake
