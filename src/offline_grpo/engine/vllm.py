@@ -1,5 +1,5 @@
-"""vLLM, 0.25 to 0.33: how a server is started, and how weight sync controls it: pause, call its worker, flush its
-caches, swap its adapters.
+"""vLLM, 0.25 to 0.33: how a server is started, and how weight sync controls it: pause, call its worker, swap its
+adapters.
 """
 
 from __future__ import annotations
@@ -166,10 +166,6 @@ class VllmControl(ServerControl):
         self.post("/resume")
         self.is_paused = False
 
-    def reset_prefix_cache(self) -> None:
-        """Forget keys and values that other weights computed."""
-        self.post("/reset_prefix_cache")
-
     def call_worker(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> Any:
         """The result of the worker's method, of several workers the first one's."""
         return self.call_workers(method, timeout_s=timeout_s, **kwargs)[0]
@@ -182,7 +178,6 @@ class VllmControl(ServerControl):
     def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
         self.pause(pause_mode)
         self.call_worker("reload_weights", weights_path=folder)
-        self.reset_prefix_cache()
         self.set_tag(tag)
         self.resume()
 

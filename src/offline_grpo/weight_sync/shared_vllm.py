@@ -110,7 +110,6 @@ class SharedVllm(PausingSync):
     def deliver(self, engines: Sequence[Engine], staged: Staged) -> float:
         """See `WeightSync.deliver`. Makes sure that the server uses the updates and nothing older."""
         [engine] = engines
-        engine.control.reset_prefix_cache()
         engine.control.set_tag(weights_tag(staged.version))
         self._version = staged.version
         engine.control.resume()

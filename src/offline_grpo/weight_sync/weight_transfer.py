@@ -107,7 +107,6 @@ class Ipc(WeightTransfer):
 
         def finish(engine: Engine) -> None:
             engine.control.post("/finish_weight_update", {}, timeout_s=UPDATE_S)
-            engine.control.reset_prefix_cache()
             engine.control.set_tag(weights_tag(staged.version))
             engine.control.resume()
 
@@ -188,14 +187,12 @@ class Nccl(WeightTransfer):
         began = time.perf_counter()
         pausing = started(lambda engine: engine.control.pause(self.pause_mode), engines)
         reading = snapshot.text_buckets(self.bucket_mib * 2**20)
-        first = next(reading)
+        first, tag, plan = next(reading), weights_tag(staged.version), self._plan(snapshot)
         results(pausing)
-        tag, plan = weights_tag(staged.version), self._plan(snapshot)
 
         def receive(engine: Engine) -> None:
             in_place = engine in self._in_place
             engine.control.call_workers("grpo_receive", buckets=plan, in_place=in_place, tag=tag, timeout_s=UPDATE_S)
-            engine.control.reset_prefix_cache()
             engine.control.resume()
 
         receiving = started(receive, engines)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy
 import pytest
 import torch
@@ -75,9 +79,10 @@ def test_sums_depend_on_the_numbers_alone(dtype: torch.dtype) -> None:
     assert int(expected, 16) == by_hand % 2**64
 
 
-def test_more_than_one_real_batch() -> None:
+def test_more_than_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large tensor, and of small ones after it."""
-    size = 8 * module.BATCH_WORDS_CPU
+    monkeypatch.setattr(module, "BATCH_WORDS", 2 * module.PIECE_WORDS)
+    size = 8 * module.PIECE_WORDS
     tensor = torch.zeros(size + 16, dtype=torch.int8)
     first, second, small = tensor.clone(), tensor.clone(), random(3, 4)
     first[size - 1] = second[size] = 1
@@ -99,3 +104,24 @@ def test_parts_add_up(dtype: torch.dtype, dim: int, shape: tuple[int, int]) -> N
     found = totals(as_part(part, dim, start, whole.shape[dim]) for part, start in zip(parts, starts, strict=True))
     assert texts(found.sum(0, keepdim=True)) == [one(whole)]
     assert texts(found.flip(0)[:1]) != [one(whole)]
+
+
+INTERPRETED = """
+import torch
+from offline_grpo.engine.inside_vllm import offline_grpo_fingerprint as module
+from offline_grpo.engine.inside_vllm import offline_grpo_fingerprint_kernel as kernel
+kernel.SPLIT, kernel.BLOCK = 3, 16
+torch.manual_seed(0)
+tensors = [(100 * torch.randn(n)).to(dtype) for n in (1, 47, 48, 1000) for dtype in (torch.float32, torch.int8)]
+batch = [(module._words(tensor), first) for tensor in tensors for first in (0, 5)]
+assert kernel.add_up(batch).tolist() == module._totals(batch).tolist()
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_adds_up_alike() -> None:
+    """By Triton's interpreter, without a GPU; it is switched on before Triton is imported."""
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -86,7 +86,7 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
     with sync.staged(Snapshot(policy, full_weights, engine), 3) as staged:
         sync.deliver([engine], staged)
     assert fenced == [(policy.compute_device, ["/pause"])]
-    assert [request.path for request in web.requests[1:]] == ["/reset_prefix_cache", "/collective_rpc", "/resume"]
+    assert [request.path for request in web.requests[1:]] == ["/collective_rpc", "/resume"]
 
 
 def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmClient) -> None:

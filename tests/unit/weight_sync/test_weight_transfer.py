@@ -59,7 +59,7 @@ def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
         requests = web.requests
     assert [request.path for request in requests] == [
         *("/pause", "/start_weight_update", "/update_weights", "/update_weights"),
-        *("/finish_weight_update", "/reset_prefix_cache", "/collective_rpc", "/resume"),
+        *("/finish_weight_update", "/collective_rpc", "/resume"),
     ]
     assert requests[0].query == {"mode": ["wait"], "clear_cache": ["true"]}
     assert requests[-2].body == {"method": "grpo_set_tag", "kwargs": {"tag": weights_tag(5)}, "timeout": 600.0}
@@ -91,7 +91,7 @@ def test_all_servers_get_what_was_read_once(tmp_path: Path) -> None:
             sync.deliver(engines, staged)
         first, second = ([(request.path, request.body) for request in one.requests] for one in (web, other))
     assert first == second
-    assert len(first) == 7
+    assert len(first) == 6
     assert num_reads == 1
 
 

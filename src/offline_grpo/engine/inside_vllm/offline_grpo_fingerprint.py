@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
-BATCH_WORDS, BATCH_WORDS_CPU = 1 << 23, 1 << 18
-"""What is added up at once: on GPUs what needs few launches, on CPUs what fits into a cache."""
-ROW = 1024
+BATCH_WORDS, PIECE_WORDS = 1 << 25, 1 << 18
+"""What is added up at once: on GPUs what a launch gets, of which some may be copies; on CPUs what fits into a cache."""
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
@@ -36,24 +35,15 @@ def totals(parts: Iterable[tuple[Tensor, int]]) -> Tensor:
     """
     found: list[Tensor] = []
     batch: list[tuple[Tensor, int]] = []
-    owners: list[int] = []
-    number, size = 0, 0
-    for number, (tensor, first) in enumerate(parts, 1):
+    size = 0
+    for tensor, first in parts:
         words = _words(tensor.detach())
-        limit = BATCH_WORDS_CPU if words.device.type == "cpu" else BATCH_WORDS
-        for start in range(0, len(words), limit):
-            piece = words[start : start + limit]
-            if batch and size + len(piece) > limit:
-                found.append(_totals(batch))
-                batch, size = [], 0
-            batch.append((piece, first + start))
-            owners.append(number - 1)
-            size += len(piece) + ROW
-    if not owners:
-        return torch.zeros(number, dtype=torch.int64)
-    of_pieces = torch.cat([*found, _totals(batch)])
-    to = _sent(owners, of_pieces.device)
-    return torch.zeros(number, dtype=torch.int64, device=of_pieces.device).index_add_(0, to, of_pieces)
+        if batch and size + len(words) > BATCH_WORDS:
+            found.append(_totals(batch))
+            batch, size = [], 0
+        batch.append((words, first))
+        size += len(words)
+    return torch.cat([*found, _totals(batch)]) if batch else torch.zeros(0, dtype=torch.int64)
 
 
 def as_part(tensor: Tensor, dim: int, start: int, whole: int) -> tuple[Tensor, int]:
@@ -89,28 +79,13 @@ def _words(tensor: Tensor) -> Tensor:
     return raw.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[raw.element_size()])
 
 
-def _totals(pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """[N] int64, of few calls: on a GPU, each takes longer than the sum over a usual tensor.
-
-    The words lie in rows [R, ROW] of one table, i = ROW * row + column, those of each piece in rows of its own.
-    """
-    words = [piece for piece, _ in pieces]
-    device, skips = words[0].device, [first % ROW for _, first in pieces]
-    rows = [-(-(skip + len(piece)) // ROW) for piece, skip in zip(words, skips, strict=True)]
-    table = torch.zeros(sum(rows), ROW, dtype=torch.int64, device=device)
-    areas = [area[skip:] for area, skip in zip(table.view(-1).split([n * ROW for n in rows]), skips, strict=True)]
-    places = [area[: len(piece)] for area, piece in zip(areas, words, strict=True)]
-    torch._foreach_copy_(places, words)  # pyright: ignore[reportPrivateImportUsage]
-    begins = [sum(rows[:n]) - first // ROW for n, (_, first) in enumerate(pieces)]
-    begin, counts = _sent([begins, rows], device)
-    owner = torch.repeat_interleave(torch.arange(len(rows), device=device), counts, output_size=len(table))  # [R]
-    row = torch.arange(len(table), device=device) - begin[owner]  # [R]
-    columns = torch.arange(1, 2 * ROW, 2, device=device)
-    of_rows = (table * columns).sum(1) + table.sum(1) * row * (2 * ROW)
-    return torch.zeros(len(rows), dtype=torch.int64, device=device).index_add_(0, owner, of_rows)
-
-
-def _sent(numbers: list[Any], device: torch.device) -> Tensor:
-    """Numbers on a device, which this does not wait for."""
-    found = torch.tensor(numbers)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+def _totals(batch: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """[N] int64."""
+    if batch[0][0].is_cuda:
+        return import_module(f"{__name__}_kernel").add_up(batch)  # needs Triton
+    odd = torch.arange(1, 2 * PIECE_WORDS, 2)
+    found = torch.zeros(len(batch), dtype=torch.int64)
+    for total, (words, first) in zip(found, batch, strict=True):
+        for number, piece in enumerate(words.split(PIECE_WORDS)):
+            total += (piece * odd[: len(piece)]).sum() + piece.sum() * (2 * (first + number * PIECE_WORDS))
+    return found
