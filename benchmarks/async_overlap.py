@@ -3,17 +3,12 @@
     python3 benchmarks/async_overlap.py [--name async_overlap] [--iterations 12] [OVERRIDE ...]
 
 Without overrides a tiny model is trained on the CPU, beside a server on the CPU; settings make both take about as long.
-With two GPUs:
-
-    python3 benchmarks/async_overlap.py --name h100/async_overlap model=hf model.train_id=MODEL weight_sync=nccl \\
-        placement.engine_devices=[1] train.precision=bf16 task=arithmetic generation.max_new_tokens=512 ...
+async_trl.py measures the same on two GPUs.
 
 The first three iterations of each run do not count, and neither does the last, which has nothing to sample ahead. Times
-are means over the
-others: iterations that sample ahead may be long and short in turn, of which a median shows only one kind. The
-    longer of sampling and
-training is that of `mode=sync`, where neither slows the other; `iteration_over_longer_of_its_own` takes it from the run
-that samples ahead.
+are means over the others: iterations that sample ahead may be long and short in turn, of which a median shows only one
+kind. The longer of sampling and training is that of `mode=sync`, where neither slows the other;
+`iteration_over_longer_of_its_own` takes it from the run that samples ahead.
 """
 
 from __future__ import annotations
@@ -60,34 +55,32 @@ WARMUP = 3
 
 
 def measure(mode: str, iterations: int, overrides: list[str]) -> dict[str, list[float]]:
-    """Every iteration's value of each metric of time, staleness and importance weights."""
+    """See `rounds_of`."""
     kept = [override for override in overrides if mode == "async" or not override.startswith("rollouts.")]
     with tempfile.TemporaryDirectory() as folder:
         words = [*COMMON, *kept, f"mode={mode}", f"train.iterations={iterations}", f"hydra.run.dir={folder}"]
         subprocess.run([sys.executable, str(ROOT / "run_grpo.py"), *words], check=True, cwd=ROOT)
-        found = [
-            json.loads(path.read_text())
-            for path in sorted(Path(folder, "metrics").glob("train_iter_*.json"))[WARMUP:-1]
-        ]
-    names = [name for name in found[0] if name.startswith(("time/", "async/", "mismatch/ess"))]
+        return rounds_of(Path(folder))
+
+
+def rounds_of(folder: Path) -> dict[str, list[float]]:
+    """Every iteration's value of each number in a run's metrics, without the first ones and the last."""
+    found = [json.loads(path.read_text()) for path in sorted((folder / "metrics").glob("train_iter_*.json"))]
+    found = found[WARMUP:-1]
+    names = [name for name in found[0] if name.startswith(("time/", "async/", "mismatch/ess", "num_completion_tokens"))]
     return {name: [values[name] for values in found if name in values] for name in names}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", default="async_overlap")
-    parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
-    overrides = arguments.overrides or list(ON_CPU)
-    rounds = {mode: measure(mode, arguments.iterations, overrides) for mode in ("sync", "async")}
-    means = {mode: {name: statistics.fmean(values) for name, values in found.items()} for mode, found in rounds.items()}
-    sync, ahead = means["sync"], means["async"]
+def overlap(sync_rounds: dict[str, list[float]], async_rounds: dict[str, list[float]]) -> dict[str, float]:
+    """What the two modes' values of each iteration say of the claim."""
+    sync, ahead = (
+        {name: statistics.fmean(values) for name, values in found.items()} for found in (sync_rounds, async_rounds)
+    )
     longer = max(sync["time/generate_s"], sync["time/train_s"])
-    measured = {
+    own = max(ahead["time/sampling_s"], ahead["time/train_s"])
+    return {
         "iteration_over_longer": ahead["time/iteration_s"] / longer,
-        "iteration_over_longer_of_its_own": ahead["time/iteration_s"]
-        / max(ahead["time/sampling_s"], ahead["time/train_s"]),
+        "iteration_over_longer_of_its_own": ahead["time/iteration_s"] / own,
         "speedup": sync["time/iteration_s"] / ahead["time/iteration_s"],
         "sync_generate_s": sync["time/generate_s"],
         "sync_train_s": sync["time/train_s"],
@@ -98,12 +91,22 @@ def main() -> None:
         "async_age_mean": ahead["async/age_mean"],
         "async_ess_frac": ahead["mismatch/ess_frac"],
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="async_overlap")
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    overrides = arguments.overrides or list(ON_CPU)
+    rounds = {mode: measure(mode, arguments.iterations, overrides) for mode in ("sync", "async")}
     write_result(
         arguments.name,
         claim="An iteration that samples ahead takes at most 1.1 times the longer of sampling and training.",
         targets=[Target("iteration_over_longer", "<=", 1.1)],
         settings={"overrides": overrides, "iterations": arguments.iterations},
-        measured=measured,
+        measured=overlap(rounds["sync"], rounds["async"]),
         details=rounds,
     )
 

@@ -48,9 +48,12 @@ PROMPTS, GROUP, TOKENS = 32, 8, 512
 LR = 1e-5
 
 
-def our_command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
+def of_arm(work: Path, args: argparse.Namespace, arm: str) -> tuple[str, ...]:
+    """The overrides that tell one of our arms from the others."""
     between = "weight_sync=reload" if args.small else "weight_sync=ipc"  # to several servers, or while requests run
-    servers: tuple[str, ...] = {
+    half = f"engine.args.gpu_memory_utilization={0.1 if args.small else float(args.share) / 2}"
+    servers = () if args.small else ("placement.engine_devices=[0,0]",)
+    return {
         "ours": ("weight_sync=shared_vllm",),
         "lora": ("weight_sync=lora_hotswap", "model/lora=default"),
         "distill": (
@@ -63,24 +66,15 @@ def our_command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
             "rollouts=async",
             f"generation.batch_size={args.prompts}",
         ),  # one iteration in the server at a time
-        "two": (between, "placement.num_engines=2"),
+        "two": (between, "placement.num_engines=2", half, *servers),
     }[arm]
-    share = float(args.share) / (2 if arm == "two" else 1)
-    on_gpu = (
-        "train.precision=bf16",
-        "train.tokens_per_microbatch=16384",
-        f"engine.args.gpu_memory_utilization={share}",
-    )
-    on_gpu += ("engine.args.max_model_len=1024",)
-    if arm == "two":
-        on_gpu += ("placement.engine_devices=[0,0]",)
-    on_cpu = (
-        "train.precision=fp32",
-        "train.tokens_per_microbatch=2048",
-        "model.device=cpu",
-        "engine.args.enforce_eager=true",
-    )
-    on_cpu += ("engine.args.gpu_memory_utilization=0.1",)
+
+
+def our_command(work: Path, args: argparse.Namespace, arm: str, words: tuple[str, ...]) -> list[str]:
+    on_gpu = ("train.precision=bf16", "train.tokens_per_microbatch=16384", "engine.args.max_model_len=1024")
+    on_gpu += (f"engine.args.gpu_memory_utilization={args.share}",)
+    on_cpu = ("train.precision=fp32", "train.tokens_per_microbatch=2048", "model.device=cpu")
+    on_cpu += ("engine.args.enforce_eager=true", "engine.args.gpu_memory_utilization=0.1")
     return [
         sys.executable,
         str(ROOT / "run_grpo.py"),
@@ -90,7 +84,6 @@ def our_command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
         f"task.path={work}/problems.jsonl",
         "task.reward=random_model:sevens",
         "generation=vllm_server",
-        *servers,
         f"generation.max_new_tokens={args.tokens}",
         f"data.problems_per_iteration={args.prompts}",
         f"data.rollouts_per_problem={GROUP}",
@@ -104,6 +97,7 @@ def our_command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
         "checkpoint.enabled=false",
         f"hydra.run.dir={work}/{arm}",
         *(on_cpu if args.small else on_gpu),
+        *words,
         *args.overrides,
     ]
 
@@ -246,7 +240,7 @@ def main() -> None:
         save(work, "small" if args.small else "0.6b", "float32" if args.small else "bfloat16")
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     commands = {
-        **{arm: our_command(work, args, arm) for arm in OURS},
+        **{arm: our_command(work, args, arm, of_arm(work, args, arm)) for arm in OURS},
         "trl": [sys.executable, str(Path(__file__).resolve()), str(work), *sys.argv[2:], "--inside-trl"],
     }
     processes = {}
