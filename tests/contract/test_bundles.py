@@ -37,29 +37,49 @@ def request(**params: Any) -> SimpleNamespace:
 def output(name: str, token: int, **others: Any) -> Any:
     """One token of a request; its logprob and rank can be told from the token."""
     from vllm.v1.engine import EngineCoreOutput
+
+    return EngineCoreOutput(request_id=name, new_token_ids=[token], **others)
+
+
+def logprobs(tokens: Sequence[int], num_others: int = 0) -> Any:
+    """Of the tokens of a step, with `num_others` further columns."""
     from vllm.v1.outputs import LogprobsLists
 
-    logprobs = LogprobsLists(np.array([[token]]), np.array([[-token / 8]]), np.array([token + 1]))
-    return EngineCoreOutput(request_id=name, new_token_ids=[token], new_logprobs=logprobs, **others)
+    column = np.array(tokens)[:, None]
+    others = np.full((len(tokens), num_others), 99)
+    return LogprobsLists(np.hstack([column, others]), np.hstack([-column / 8, -others]), column[:, 0] + 1)
 
 
-def passed_on(module: ModuleType, requests: dict[str, SimpleNamespace], steps: Steps) -> tuple[Steps, Any]:
-    """What the HTTP server gets of each step, and the scheduler. A request that ends in a step is no longer among
-    `requests` after it.
+def passed_on(
+    module: ModuleType, requests: dict[str, SimpleNamespace], steps: Steps, num_others: int = 0
+) -> tuple[Steps, Any]:
+    """What the HTTP server gets of each step, and the scheduler. As vLLM does, each output is given its rows of the
+    step's logprobs, if there are some. A request that ends in a step is no longer among `requests` after it.
     """
 
     class Told:
         def __init__(self) -> None:
             self.requests = dict(requests)
 
-        def update_from_output(self, told: Sequence[Any], _: Any) -> dict[int, SimpleNamespace]:
-            for one in told:
+        def update_from_output(self, told: SimpleNamespace, found: SimpleNamespace) -> dict[int, SimpleNamespace]:
+            for row, one in enumerate(told.outputs):
+                if found.logprobs is not None and self.requests[one.request_id].sampling_params.logprobs is not None:
+                    one.new_logprobs = found.logprobs.slice_request(row, len(one.new_token_ids))
                 if one.finish_reason is not None:
                     del self.requests[one.request_id]
-            return {0: SimpleNamespace(outputs=list(told))}
+            return {0: SimpleNamespace(outputs=list(told.outputs))}
 
     scheduler = type("Scheduler", (module.Bundling, Told), {})()
-    return [scheduler.update_from_output(step, None)[0].outputs for step in steps], scheduler
+    return [take(scheduler, step, num_others) for step in steps], scheduler
+
+
+def take(scheduler: Any, outputs: list[Any], num_others: int = 0) -> list[Any]:
+    rows = {one.request_id: row for row, one in enumerate(outputs)}
+    found = SimpleNamespace(
+        req_id_to_index=rows, logprobs=logprobs([one.new_token_ids[0] for one in outputs], num_others)
+    )
+    told = SimpleNamespace(outputs=outputs, num_scheduled_tokens=dict.fromkeys(rows, 1))
+    return scheduler.update_from_output(told, found)[0].outputs
 
 
 @pytest.mark.parametrize("length", [1, 33, 64])
@@ -73,7 +93,8 @@ def test_bundles_tell_what_their_outputs_told(module: ModuleType, length: int) -
     steps = [[output("a", t, **(first if t == 0 else {}), **(last if t == length - 1 else {}))] for t in range(length)]
     got, scheduler = passed_on(module, {"a": request()}, steps)
     bundles = [one for step in got for one in step]
-    assert [len(bundle.new_token_ids) for bundle in bundles[:-1]] == [module.BUNDLE_TOKENS] * (len(bundles) - 1)
+    assert all(len(bundle.new_token_ids) <= module.BUNDLE_TOKENS for bundle in bundles)
+    assert len(bundles) <= 2 + length / module.BUNDLE_TOKENS
     assert [token for bundle in bundles for token in bundle.new_token_ids] == list(range(length))
     ids, logprobs, ranks = (np.concatenate([bundle.new_logprobs[field] for bundle in bundles]) for field in range(3))
     assert ids.tolist() == [[token] for token in range(length)]
@@ -89,28 +110,40 @@ def test_bundles_tell_what_their_outputs_told(module: ModuleType, length: int) -
 def test_what_was_held_of_an_aborted_request_is_forgotten(module: ModuleType) -> None:
     _, scheduler = passed_on(module, {"a": request(), "b": request()}, [[output("a", 0), output("b", 1)]])
     del scheduler.requests["a"]  # as `finish_requests` does, which tells the client by itself
-    scheduler.update_from_output([output("b", 2)], None)
+    take(scheduler, [output("b", 2)])
     assert list(scheduler._held) == ["b"]
 
 
-def test_steps_whose_batch_has_more_logprobs_than_others(module: ModuleType) -> None:
-    """vLLM gives each request of a step as many columns as that one has which asks for most; what others asked for
-    comes first.
+def test_requests_that_ask_for_different_logprobs_in_one_step(module: ModuleType) -> None:
+    """vLLM gives each request of a step as many columns as that one has which asks for most. Who asks for logprobs of
+    other tokens gets every token by itself, with all of them; who asks for none gets none.
     """
-    from vllm.v1.engine import EngineCoreOutput, FinishReason
-    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.engine import FinishReason
 
-    wide = LogprobsLists(np.array([[1, 7, 8]]), np.array([[-1 / 8, -2.0, -3.0]]), np.array([2]))
+    requests = {"a": request(), "none": request(logprobs=None), "five": request(logprobs=5)}
+    last = {"finish_reason": FinishReason.LENGTH}
     steps = [
-        [output("a", 0)],
-        [EngineCoreOutput("a", [1], new_logprobs=wide)],
-        [output("a", 2, finish_reason=FinishReason.STOP)],
+        [output(name, 10 * t + i, **(last if t == 5 else {})) for i, name in enumerate(requests)] for t in range(6)
     ]
-    got, _ = passed_on(module, {"a": request()}, steps)
-    [bundle] = got[-1]
-    assert bundle.new_logprobs.logprob_token_ids.tolist() == [[0], [1], [2]]
-    assert bundle.new_logprobs.logprobs.tolist() == [[0.0], [-1 / 8], [-2 / 8]]
-    assert bundle.new_logprobs.sampled_token_ranks.tolist() == [1, 2, 3]
+    got, _ = passed_on(module, requests, steps, num_others=5)
+    of = {name: [one for step in got for one in step if one.request_id == name] for name in requests}
+    assert [one.new_logprobs.logprobs.shape for one in of["five"]] == [(1, 6)] * 6
+    assert [token for one in of["none"] for token in one.new_token_ids] == [10 * t + 1 for t in range(6)]
+    assert all(one.new_logprobs is None for one in of["none"])
+    own = np.concatenate([one.new_logprobs.logprobs for one in of["a"]])
+    assert own.tolist() == [[-10 * t / 8] for t in range(6)]
+
+
+def test_requests_that_begin_together_are_not_all_passed_on_in_one_step(module: ModuleType) -> None:
+    names = [str(i) for i in range(64)]
+    steps = [[output(name, 100 * t + i) for i, name in enumerate(names)] for t in range(200)]
+    got, _ = passed_on(module, {name: request() for name in names}, steps)
+    assert max(len(step) for step in got) == 64 / module.BUNDLE_TOKENS
+    first = [one for step in got for one in step if one.request_id == "9"]
+    tokens = [token for one in first for token in one.new_token_ids]
+    assert tokens == [100 * t + 9 for t in range(len(tokens))]
+    assert len(tokens) > 200 - module.BUNDLE_TOKENS
+    assert np.concatenate([one.new_logprobs.logprobs[:, 0] for one in first]).tolist() == [-t / 8 for t in tokens]
 
 
 def test_it_is_the_scheduler_that_vllm_would_take(module: ModuleType) -> None:

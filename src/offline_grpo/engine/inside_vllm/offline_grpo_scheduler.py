@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -35,7 +35,7 @@ JOINED = {
     "trace_headers", "num_nans_in_logits",
 }
 # fmt: on
-"""What `joined` takes care of, or the last output has anyway."""
+"""What `Held.joined` takes care of, or the last output has anyway."""
 OTHERS = [name for name in EngineCoreOutput.__struct_fields__ if name not in JOINED]
 NOTHING = (None,) * len(OTHERS)
 _not_joined = attrgetter(*OTHERS)
@@ -50,6 +50,57 @@ def bundling_scheduler(vllm_config: Any, **others: Any) -> Any:
     return kind(vllm_config=vllm_config, **others)
 
 
+class Step:
+    """The logprobs and ranks of the tokens that a step has sampled. Numbers, because vLLM makes three arrays for each
+    request, which takes longer than all else that is done here for its token.
+    """
+
+    def __init__(self, output: Any, logprobs: LogprobsLists) -> None:
+        self.logprobs, self.ranks = logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist()
+        starts, rows = logprobs.cu_num_generated_tokens, output.req_id_to_index
+        self.starts = rows if starts is None else {name: starts[row] for name, row in rows.items()}
+
+
+class Held:
+    """The tokens of one request that are not passed on yet. They are as soon as there are `limit` of them."""
+
+    __slots__ = ("events", "has_logprobs", "limit", "logprobs", "prefill_stats", "ranks", "token_ids")
+
+    def __init__(self, first: EngineCoreOutput, params: SamplingParams, limit: int) -> None:
+        self.limit, self.prefill_stats = limit, first.prefill_stats
+        self.has_logprobs = params.logprobs is not None
+        self._empty()
+
+    def _empty(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.ranks: list[int] = []
+        self.events: list[Any] = []
+
+    def add(self, output: EngineCoreOutput, step: Step | None) -> None:
+        ids, own = output.new_token_ids, output.new_logprobs
+        self.token_ids += ids
+        if output.events:
+            self.events += output.events
+        if own is not None:  # the first column is the sampled token's; others are for other requests of the step
+            self.logprobs += own.logprobs[:, 0].tolist()
+            self.ranks += own.sampled_token_ranks.tolist()
+        elif step is not None and self.has_logprobs and ids:
+            start = step.starts[output.request_id]
+            self.logprobs += step.logprobs[start : start + len(ids)]
+            self.ranks += step.ranks[start : start + len(ids)]
+
+    def joined(self, last: EngineCoreOutput) -> EngineCoreOutput:
+        """One output that tells the same as all that were added, the last of which is `last`."""
+        last.new_token_ids, last.prefill_stats, last.events = self.token_ids, self.prefill_stats, self.events or None
+        if self.has_logprobs:
+            ids = np.array(self.token_ids, np.int32)[:, None]
+            last.new_logprobs = LogprobsLists(ids, np.array(self.logprobs, np.float32)[:, None], np.array(self.ranks))
+        self.limit, self.prefill_stats = BUNDLE_TOKENS, None
+        self._empty()
+        return last
+
+
 class Bundling:
     """Mixed into a scheduler of vLLM's. A request that ends, for whatever reason, takes its held outputs along; those
     of an aborted one are dropped, as vLLM drops what it has sent of it."""
@@ -58,30 +109,40 @@ class Bundling:
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._held: dict[str, list[EngineCoreOutput]] = {}
+        self._held: dict[str, Held] = {}
+        self._num_begun = 0
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See `Scheduler.update_from_output`: the outputs of a step, {client: outputs}."""
+        step, logprobs = None, model_runner_output.logprobs
+        if logprobs is not None and scheduler_output.num_scheduled_tokens.keys() <= self._held.keys():
+            step, model_runner_output.logprobs = Step(model_runner_output, logprobs), None
         of_clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for of_client in of_clients.values():
-            of_client.outputs = list(self._passed_on(of_client.outputs))
+            of_client.outputs = list(self._passed_on(of_client.outputs, step))
         if len(self._held) > len(self.requests):
             self._held = {name: held for name, held in self._held.items() if name in self.requests}
         return of_clients
 
-    def _passed_on(self, outputs: list[EngineCoreOutput]) -> Iterator[EngineCoreOutput]:
+    def _passed_on(self, outputs: list[EngineCoreOutput], step: Step | None) -> Iterator[EngineCoreOutput]:
         """What is to be sent now. Runs for every token, in the process that the GPU waits for."""
         for output in outputs:
             held = self._held.get(output.request_id)
             is_whole = output.finish_reason is not None or not _is_plain(output)
-            if held is not None:
-                held.append(output)
-                if is_whole or len(held) >= BUNDLE_TOKENS:
-                    yield joined(self._held.pop(output.request_id))
-            elif is_whole or not _may_wait(self.requests.get(output.request_id)):
-                yield output
-            else:
-                self._held[output.request_id] = [output]
+            if held is None:
+                request: Any = self.requests.get(output.request_id)
+                if is_whole or not _may_wait(request):
+                    yield output
+                    continue
+                # first bundles differ in length: else requests that began together would all be passed on in one step
+                self._num_begun += 1
+                held = Held(output, request.sampling_params, 1 + self._num_begun % BUNDLE_TOKENS)
+                self._held[output.request_id] = held
+            held.add(output, step)
+            if is_whole or len(held.token_ids) >= held.limit:
+                if output.finish_reason is not None:
+                    del self._held[output.request_id]
+                yield held.joined(output)
 
 
 class SyncBundling(Bundling, Scheduler):
@@ -93,11 +154,13 @@ class AsyncBundling(Bundling, AsyncScheduler):
 
 
 def _may_wait(request: Any) -> bool:
-    """Whether the answer to the request has no parts, and nobody looks for strings in its text, which is done where it
-    is answered.
+    """Whether the answer to the request has no parts and no logprobs of other tokens, and nobody looks for strings in
+    its text, which is done where it is answered.
     """
     params = None if request is None else request.sampling_params
-    return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY and not params.detokenize
+    if params is None or params.logprobs or params.logprob_token_ids:
+        return False
+    return params.output_kind is RequestOutputKind.FINAL_ONLY and not params.detokenize
 
 
 def _is_plain(output: EngineCoreOutput) -> bool:
@@ -106,20 +169,3 @@ def _is_plain(output: EngineCoreOutput) -> bool:
         return _not_joined(output) == NOTHING  # three times as fast as to compare them one by one
     except ValueError:  # an array, which is neither equal to None nor unequal
         return False
-
-
-def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """One output that tells the same as several of one request."""
-    last = outputs[-1]
-    last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
-    last.prefill_stats = outputs[0].prefill_stats
-    last.events = [event for output in outputs for event in output.events or ()] or None
-    pieces = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
-    if pieces:
-        # a step has as many columns as the request in it that wants most
-        width = min(piece.logprobs.shape[1] for piece in pieces)
-        token_ids = np.concatenate([piece.logprob_token_ids[:, :width] for piece in pieces])
-        logprobs = np.concatenate([piece.logprobs[:, :width] for piece in pieces])
-        ranks = np.concatenate([piece.sampled_token_ranks for piece in pieces])
-        last.new_logprobs = LogprobsLists(token_ids, logprobs, ranks)
-    return last
