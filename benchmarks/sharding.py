@@ -153,10 +153,10 @@ def main() -> None:
         )
         for number, result in found.items():
             measured |= {f"{arm}_{number}_{key}": result[key] for key in ("tok_s", "peak_gib", "compile_s")}
-            first = args.processes[0]
+            first = min(args.processes)
             measured[f"{arm}_{number}_efficiency"] = result["tok_s"] * first / (found[first]["tok_s"] * number)
     measured |= {f"most_loaded_{number}": most_loaded(number) for number in args.processes}
-    last = args.processes[-1]
+    last = max(args.processes)
     targets = [Target(f"{args.arms[-1]}_{last}_efficiency", ">=", 0.9), Target(f"most_loaded_{last}", "<=", 1.1)]
     write_result(
         args.out,
