@@ -88,9 +88,9 @@ def stop(*_: Any) -> None:
 def run_arm(work: Path, args: argparse.Namespace, arm: str, cards: list[str]) -> bool:
     """Whether it came to its end. The last of its processes trains; one that ends before it has failed."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1"} | ({"OMP_NUM_THREADS": "1"} if args.small else {})
+    env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": "1"} if args.small else {})
     if arm == "trl":
+        env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1", "TRL_EXPERIMENTAL_SILENCE": "1"}
         port = choose_port("127.0.0.1", None, key="port")
         settings = {**vars(args), "work": str(work), "url": f"http://127.0.0.1:{port}"}
         inside = [sys.executable, str(Path(__file__).with_name("async_trl_arm.py")), json.dumps(settings)]
