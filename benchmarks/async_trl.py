@@ -36,7 +36,8 @@ from typing import Any
 
 from async_overlap import WARMUP, overlap, rounds_of
 from common import Target, write_result
-from iteration_gpu import PROMPTS, TOKENS, check_same_work, num_iterations, our_command
+from iteration_gpu import GROUP, PROMPTS, TOKENS, check_same_work, num_iterations, our_command
+from pyarrow.parquet import read_table
 from random_model import save
 
 from offline_grpo.engine.ports import choose_port
@@ -50,7 +51,7 @@ started: list[list[subprocess.Popen[Any]]] = []
 def our_words(args: argparse.Namespace, arm: str) -> tuple[str, ...]:
     ahead = ("mode=async", f"rollouts.max_staleness={args.staleness}") if arm == "ours" else ("mode=sync",)
     loss = ("train/loss=dapo", "train.loss.clip_high=0.2", "train.loss.ratio_reference=rollout")  # TRL's
-    words = (*ahead, *loss, "train.loss.importance_correction=none")
+    words = (*ahead, *loss, "train.loss.importance_correction=none", "task.eval_split=train")  # holds nothing out
     cards = ("weight_sync=nccl", "model.device=cuda:0", "placement.engine_devices=[1]")
     cards += (f"train.tokens_per_microbatch={args.batch * (args.tokens + 32)}",)
     return (*words, "weight_sync=reload") if args.small else (*words, *cards)
@@ -68,7 +69,8 @@ def our_result(folder: Path) -> dict[str, Any]:
     written = [path.stat().st_mtime for path in sorted((folder / "metrics").glob("train_iter_*.json"))]
     rounds = rounds_of(folder)
     seconds = [b - a for a, b in pairwise(written)][WARMUP - 1 : -1]
-    return {"seconds": seconds, "tokens": rounds["num_completion_tokens"], "rounds": rounds}
+    prompts = read_table(folder / "rollouts" / "iter_000.parquet")["prompt_ids"].to_pylist()[::GROUP]
+    return {"seconds": seconds, "tokens": rounds["num_completion_tokens"], "rounds": rounds, "prompts": prompts}
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -157,6 +159,7 @@ def main() -> None:
         targets.append(Target("iteration_over_longer", "<=", 1.1))
     if "trl" in found:
         check_same_work(work, found, tolerance=0.5 if args.small else 0.02)  # with a vocabulary of 100, some end
+        assert all(result["prompts"] == found["trl"]["prompts"] for result in found.values()), "prompts differ"
         measured |= {f"trl_{name.split('/')[-1]}": statistics.fmean(found["trl"]["rounds"][name]) for name in SHOWN}
     if {"ours", "trl"} <= found.keys():
         measured["ours_vs_trl"] = measured["ours_s"] / measured["trl_s"]
