@@ -38,7 +38,6 @@ from async_overlap import WARMUP, overlap, rounds_of
 from common import Target, write_result
 from iteration_gpu import GROUP, PROMPTS, TOKENS, check_same_work, num_iterations, our_command
 from pyarrow.parquet import read_table
-from random_model import save
 
 from offline_grpo.engine.ports import choose_port
 
@@ -139,7 +138,9 @@ def main() -> None:
     args = parse()
     work = args.work.resolve()
     if not (work / "model" / "config.json").exists():
-        save(work, "small" if args.small else args.shape, "float32" if args.small else "bfloat16")
+        words = ("--shape", "small", "--dtype", "float32") if args.small else ("--shape", args.shape)
+        script = Path(__file__).with_name("random_model.py")  # apart: this process shall hold no GPU memory
+        subprocess.run([sys.executable, script, work, *words], check=True)
     signal.signal(signal.SIGTERM, stop)  # of `timeout`
     pairs = [args.gpus[i : i + 2] for i in range(0, len(args.gpus), 2)] or [[]]
     run, failed = partial(run_arm, work, args), []
