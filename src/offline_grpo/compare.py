@@ -21,10 +21,5 @@ def run(arguments: Sequence[str] | None = None) -> None:
     run_comparison(asked_for(parser.parse_args(arguments).words))
 
 
-def main() -> None:
-    """The command."""
-    cli.run_command(run)
-
-
 if __name__ == "__main__":
-    main()
+    cli.run_command(run)

@@ -53,8 +53,7 @@ def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -
             os.fsync(file.fileno())
         os.replace(hidden, path)
     finally:
-        with contextlib.suppress(OSError):
-            hidden.unlink()
+        hidden.unlink(missing_ok=True)
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:

@@ -83,10 +83,5 @@ def run(arguments: Sequence[str] | None = None) -> None:
         print(f"pushed it to {push_to_hub(options.out, options.push_to_hub, private=options.private)}")
 
 
-def main() -> None:
-    """The command."""
-    cli.run_command(run)
-
-
 if __name__ == "__main__":
-    main()
+    cli.run_command(run)

@@ -177,10 +177,5 @@ FOOT = """  -: does not fit. Full training with weight_sync=shared_vllm, LoRA wi
   completions of 1024 tokens, microbatches of 8192 tokens."""
 
 
-def main() -> None:
-    """The command."""
-    cli.run_command(run)
-
-
 if __name__ == "__main__":
-    main()
+    cli.run_command(run)

@@ -99,10 +99,5 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     return [codec.judged(completion.token_ids, sampling) for completion in completions]
 
 
-def main() -> None:
-    """The command."""
-    cli.run_command(run)
-
-
 if __name__ == "__main__":
-    main()
+    cli.run_command(run)

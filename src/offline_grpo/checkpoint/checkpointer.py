@@ -29,7 +29,6 @@ from offline_grpo.checkpoint.files import (
     TrainerState,
     list_checkpoints,
     read_state,
-    set_link,
     sync,
     write_manifest,
 )
@@ -94,7 +93,10 @@ class Checkpointer:
             return
         final, hidden, best = self._path(iteration), self._hidden(iteration), self.milestones.best_iteration
         if best is not None:  # first: a run that is killed in between repeats the iteration, and sets it again
-            set_link(self.folder / BEST, self._path(best).name)
+            link = self.folder / f".{BEST}"
+            link.unlink(missing_ok=True)
+            link.symlink_to(self._path(best).name)
+            link.replace(self.folder / BEST)
         replaced = self.folder / f".writing_{final.name}_replaced"
         if final.exists():  # moved in one step: deleting it takes long enough to be killed in
             os.rename(final, replaced)

@@ -49,7 +49,6 @@ class TrainerState:
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """The content of the file."""
         return json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False)
 
 
@@ -73,23 +72,13 @@ def read_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a run's `checkpoints` folder, oldest first."""
-    return sorted(
-        (path for path in folder.glob("iter_*") if path.name[5:].isdecimal()), key=lambda path: int(path.name[5:])
-    )
+    found = (path for path in folder.glob("iter_*") if path.name[5:].isdecimal())
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
-    found = list_checkpoints(folder)
-    return found[-1] if found else None
-
-
-def set_link(link: Path, target: str) -> None:
-    """A relative link, in place of the one that may be there."""
-    new = link.with_name(f".{link.name}")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    new.replace(link)
+    return next(reversed(list_checkpoints(folder)), None)
 
 
 def latest_state(folder: Path) -> TrainerState | None:
@@ -109,15 +98,13 @@ def verified_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
         CheckpointError: as `read_state`, or a file is damaged.
     """
     state = read_state(checkpoint, key=key)
-    _check_files(checkpoint, key, but_for="")
+    _check_files(checkpoint, key)
     return state
 
 
 def check_model_folder(name: str, key: str) -> None:
-    """Refuse the model of a checkpoint whose files are not as they were written. Nothing is checked of other models.
-
-    Raises:
-        CheckpointError: about the setting `key`: a file is missing, or has changed.
+    """Raise CheckpointError, about the setting `key`, for the model of a checkpoint whose files are not as they were
+    written. Nothing is checked of other models.
     """
     checkpoint = Path(name).expanduser()
     if (checkpoint / MANIFEST).exists():
@@ -141,18 +128,16 @@ def newest_sound(folder: Path) -> tuple[Path, TrainerState]:
 def write_manifest(checkpoint: Path) -> None:
     """Hash all files of a checkpoint that is otherwise complete."""
     names = sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
-    names = [name for name in names if name != MANIFEST]
-    sizes = [(checkpoint / name).stat().st_size for name in names]
-    entries = zip(names, sizes, _hashes(checkpoint, names), strict=True)
-    record = {"files": {name: {"bytes": size, "sha256": digest} for name, size, digest in entries}}
-    (checkpoint / MANIFEST).write_text(json.dumps(record, indent=1))
+    digests = zip(names, _hashes(checkpoint, names), strict=True)
+    files = {name: {"bytes": (checkpoint / name).stat().st_size, "sha256": digest} for name, digest in digests}
+    (checkpoint / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
 
 
-def _check_files(checkpoint: Path, key: str, *, but_for: str) -> None:
+def _check_files(checkpoint: Path, key: str, *, but_for: str | None = None) -> None:
     """Raise CheckpointError unless all files, but for those in a folder, are as they were written."""
     try:
         recorded = json.loads((checkpoint / MANIFEST).read_text())["files"]
-        names = [name for name in recorded if not (but_for and name.startswith(but_for))]
+        names = [name for name in recorded if but_for is None or not name.startswith(but_for)]
         changed = [name for name in names if (checkpoint / name).stat().st_size != recorded[name]["bytes"]]
         if not changed:  # else that needs no reading
             digests = zip(names, _hashes(checkpoint, names), strict=True)

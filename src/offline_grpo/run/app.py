@@ -19,7 +19,7 @@ from offline_grpo.interfaces import RunListener
 from offline_grpo.run import launch, resume
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, warnings
-from offline_grpo.run.environment import describe_untested, record_start
+from offline_grpo.run.environment import record_start
 from offline_grpo.run.log_outputs import hide_progress_bars, kept_for_log, log_to
 from offline_grpo.run.plan import Start, listeners, make_plan
 from offline_grpo.run.run_dir import (
@@ -54,8 +54,7 @@ def run(
     evaluated.
 
     Args:
-        output_dir: the folder that Hydra made for this start; a resumed run works in its own folder and this one
-            goes away.
+        output_dir: the folder that Hydra made for this start; a resumed run works in its own.
         overrides: of the command line, which `cfg` has in it already.
         typed_keys: those that are new in this start of a resumed run.
     """
@@ -98,8 +97,7 @@ def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys:
         raise ConfigError(problem)
 
     def find() -> tuple[ResumePoint | None, RunDir]:
-        """What the run resumes from, None for a new run, and its folder, which is locked then."""
-        point = find_resume_point(config.resume, fresh, plain)
+        point = find_resume_point(config.resume, fresh, plain)  # locks the run's folder
         point = None if point is None else resume.checked(point, config, plain, typed_keys)
         return point, fresh if point is None else point.run_dir
 
@@ -173,7 +171,7 @@ def _describe(start: Start, data: TaskData, policy: Policy) -> None:
     ]
     for line in lines:
         log.info("%s", line)
-    for warning in (*describe_untested(), *warnings(plan)):
+    for warning in warnings(plan):
         log.warning("%s", warning)
     for line in [] if start.resume is None else resume.describe(start.resume, config):
         log.info("%s", line)

@@ -14,14 +14,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-
 from offline_grpo.disk import write_whole
 from offline_grpo.redaction import redacted_text
 
 FILE = "environment.json"
-BOUNDED = ("torch", "transformers", "peft", "vllm")
-"""Packages whose next versions may break what the tests cover; `pyproject.toml` bounds them from above."""
 
 
 def record_start(run_folder: Path) -> None:
@@ -68,16 +64,3 @@ def versions() -> dict[str, str]:
     heads = (file.partition("\n\n")[0] for file in files)  # the library's own parser takes ten times as long
     found = (dict(re.findall(r"^(Name|Version): *(.*)$", head, re.MULTILINE)) for head in heads)
     return dict(sorted({each["Name"]: each["Version"] for each in found if len(each) == 2}.items()))
-
-
-def describe_untested() -> list[str]:
-    """The line about installed packages whose versions `pyproject.toml` does not ask for; empty without one."""
-    installed = versions()
-    required = map(Requirement, metadata.requires("offline-grpo") or () if "offline-grpo" in installed else ())
-    bounded = [each for each in required if each.name in BOUNDED and each.name in installed]
-    untested = [
-        f"{each.name} {installed[each.name]} (tested: {each.specifier})"
-        for each in bounded
-        if not each.specifier.contains(installed[each.name], True)
-    ]
-    return [f"not tested with these versions: {', '.join(untested)}"] if untested else []

@@ -52,8 +52,6 @@ FIXED = {
 }
 """What a run cannot change on its way, and why."""
 PEAK = {"train.lr", "train.optimizer.lr"}
-GONE = {"eval.bootstrap_samples"}
-"""Keys that runs of earlier versions stored, and that nothing reads today."""
 SCHEDULE = {*PEAK, "train.schedule", "train.warmup_steps"}
 
 
@@ -147,16 +145,14 @@ def merged(stored: Any, before: Any, now: Any, named: Collection[str], prefix: s
             own = merged(own, old, new, named, f"{key}.")
         elif old != new:
             own = new
-        if own is not ABSENT and key not in GONE:
+        if own is not ABSENT:
             result[name] = own
     return result
 
 
-def _plain(cfg: DictConfig) -> dict[str, Any]:
+def _plain(cfg: DictConfig) -> Any:
     """Nested dicts with their interpolations."""
-    plain = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(plain, dict)
-    return plain  # type: ignore[return-value]
+    return OmegaConf.to_container(cfg, resolve=False)
 
 
 def _value(key: str, typed: Sequence[str]) -> str | None:

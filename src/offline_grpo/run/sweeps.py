@@ -100,11 +100,11 @@ def record_failure(exit_code: int) -> None:
 def check_folder(folder: Path) -> None:
     """Raise ConfigError if another job of this sweep has the current job's folder."""
     config, stored = HydraConfig.get(), folder / ".hydra" / "hydra.yaml"
-    if stored.is_file() and (other := read_yaml(stored)["hydra"]["job"]["num"]) != config.job.num:
-        fix = "let it have ${hydra.job.num} in it, or each key that is swept over"
-        raise ConfigError(f"hydra.sweep.subdir={config.sweep.subdir}: job {other} of the sweep has that folder; {fix}")
     if not stored.is_file():
         return
+    if (other := read_yaml(stored)["hydra"]["job"]["num"]) != config.job.num:
+        fix = "let it have ${hydra.job.num} in it, or each key that is swept over"
+        raise ConfigError(f"hydra.sweep.subdir={config.sweep.subdir}: job {other} of the sweep has that folder; {fix}")
     before, now = (
         {key_of(word): word for word in words}
         for words in (read_yaml(folder / ".hydra" / "overrides.yaml") or [], config.overrides.task)

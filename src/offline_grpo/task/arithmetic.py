@@ -65,7 +65,8 @@ class Arithmetic:
         integers.
         """
         is_correct = last_integer(text) == problem.answer
-        parts = {"correct": float(is_correct), "format": self.format_weight * is_bare_integer(text)}
+        is_bare = re.fullmatch(r"\s*-?[0-9]+\s*", text) is not None
+        parts = {"correct": float(is_correct), "format": self.format_weight * is_bare}
         return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
 
     @cached_property
@@ -89,21 +90,12 @@ class Arithmetic:
 
 
 def last_integer(text: str) -> str | None:
-    """The last number of the text, formatted like `str(int)`; None if there is no number or it is not an integer.
-
-    >>> last_integer("17 + 25 is 042.")
-    '42'
-    """
+    """The last number of the text, formatted like `str(int)`; None if there is no number or it is not an integer."""
     number = last_number(text)
     if number is None:
         return None
     whole, _, fraction = number.replace(",", "").partition(".")
     return None if fraction.strip("0") else str(int(whole))
-
-
-def is_bare_integer(text: str) -> bool:
-    """True if the text is an optional minus sign and digits, surrounded by nothing but whitespace."""
-    return re.fullmatch(r"\s*-?[0-9]+\s*", text) is not None
 
 
 def hash_frac(text: str) -> float:

@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any
 
 from offline_grpo.errors import require
 from offline_grpo.types import Message, Problem
@@ -29,16 +29,9 @@ class LazyProblems(Sequence[Problem]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> LazyProblems: ...
-
-    def __getitem__(self, index: int | slice) -> Problem | LazyProblems:
-        if isinstance(index, slice):
-            return LazyProblems(self.make, self.indices[index])
-        return self.make(self.indices[index])
+    def __getitem__(self, index: Any) -> Any:
+        chosen = self.indices[index]
+        return LazyProblems(self.make, chosen) if isinstance(chosen, range) else self.make(chosen)
 
 
 def check_system_prompt(system_prompt: str | None) -> None:

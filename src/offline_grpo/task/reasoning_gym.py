@@ -176,7 +176,13 @@ class ReasoningGym:
             raise ConfigError(f"task.levels={self.levels}: {self.name} has no curriculum; set task.levels=null")
         own = {"seed": self.seed + SEED_OF_SPLIT[split], "size": self._num(split)}
         try:
-            settings = settings_class() if level is None else _at_level(curricula[self.name](), level)
+            if level is None:
+                settings = settings_class()
+            else:
+                curriculum = curricula[self.name]()
+                for name, attribute in curriculum.attributes.items():  # some have fewer levels
+                    curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
+                settings = curriculum.generate_configuration()
             settings = replace(settings, **own, **self.settings or {})
             if hasattr(settings, "validate"):  # two generators have no such method
                 settings.validate()
@@ -184,10 +190,3 @@ class ReasoningGym:
         except (TypeError, ValueError, AssertionError) as error:
             about = f"task.settings={self.settings}, task.levels={self.levels}: {self.name} refuses them"
             raise ConfigError(f"{about} (level {level}): {str(error) or repr(error)}") from error
-
-
-def _at_level(curriculum: Any, level: int) -> Any:
-    """A generator's settings with all that makes its problems harder at `level`, or at its highest if that is lower."""
-    for name, attribute in curriculum.attributes.items():
-        curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
-    return curriculum.generate_configuration()

@@ -60,11 +60,9 @@ def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
     assert match is not None  # see `RowTask`
     source, split = _local_source(path), match["name"]
     if source is None:
-        what = f"{key}={split}"
-        values = _from_hub(path, name, what, lambda datasets: datasets.load_dataset(path, name, split=split))
-        found = [
-            (f"task.path={path} ({name}, {split}), row {number},", value) for number, value in enumerate(values, 1)
-        ]
+        values = _from_hub(path, name, f"{key}={split}", lambda hub: hub.load_dataset(path, name, split=split))
+        place = f"task.path={path} ({name}, {split})"
+        found = [(f"{place}, row {number},", value) for number, value in enumerate(values, 1)]
     else:
         found = [row for file in _split_files(source, name, split, key) for row in _file_rows(file)]
     start, stop = (None if match[bound] is None else int(match[bound]) for bound in ("start", "stop"))
@@ -78,7 +76,7 @@ def held_out_split(path: str, name: str | None) -> str | None:
     """The data set's split for evaluation, None if it has no such split."""
     source = _local_source(path)
     if source is None:
-        names = _from_hub(path, name, "splits", lambda datasets: datasets.get_dataset_split_names(path, name))
+        names = _from_hub(path, name, "splits", lambda hub: hub.get_dataset_split_names(path, name))
     else:
         names = [] if source.is_file() else [split for split in HELD_OUT_SPLITS if _files_of(source, name, split)]
     return next((split for split in HELD_OUT_SPLITS if split in names), None)
@@ -178,10 +176,13 @@ def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
 
 def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """The place and the value of each row of a file."""
-    number = 0
-    read = {".csv": _csv_rows, ".parquet": _parquet_rows}.get(file.suffix, _json_rows)
+    number, rows = 0, _csv_rows(file) if file.suffix == ".csv" else _json_rows(file)
     try:
-        for number, value in enumerate(read(file), start=1):
+        if file.suffix == ".parquet":
+            from pyarrow import parquet
+
+            rows = parquet.ParquetFile(file).read().to_pylist()
+        for number, value in enumerate(rows, start=1):
             yield f"task.path: {file}, row {number},", value
     except (ValueError, csv.Error) as error:
         kind = file.suffix.removeprefix(".").upper()
@@ -205,12 +206,6 @@ def _csv_rows(file: Path) -> Iterator[Any]:
             if None in value or None in value.values():
                 raise csv.Error("not as many cells as the header; commas separate cells")
             yield value
-
-
-def _parquet_rows(file: Path) -> Iterator[Any]:
-    from pyarrow import parquet
-
-    yield from parquet.ParquetFile(file).read().to_pylist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,13 +279,10 @@ class RowTask(ABC):
 def hold_out(
     problems: Sequence[Problem], asked: Sequence[Sequence[Message]], eval_frac: float
 ) -> Mapping[Split, Sequence[Problem]]:
-    """Both splits of problems that have none. `asked`: what each asks, by a hash of which it is chosen.
-
-    Raises:
-        ConfigError: all ask the same.
-    """
+    """Both splits of problems that have none, by a hash of what each asks. Raises ConfigError if all ask the same."""
     # all problems with the same prompt are on the same side, whatever their order and whatever is added
-    hashes = list(map(_hash_of, asked))
+    contents = ("\0".join(f"{each['role']}\0{each['content']}" for each in messages) for messages in asked)
+    hashes = [hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest() for content in contents]
     different = sorted(set(hashes))
     fix = f"the data has {len(different)} different prompts; it needs 2 or more"
     require(len(different) > 1, "task.eval_frac", eval_frac, fix)
@@ -305,8 +297,3 @@ def hold_out(
     counts = len(held_out), len(problems), eval_frac
     log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", *counts)
     return {Split.TRAIN: left, Split.EVAL: list(held_out.values())}
-
-
-def _hash_of(messages: Sequence[Message]) -> str:
-    content = "\0".join(f"{message['role']}\0{message['content']}" for message in messages)
-    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()

@@ -1,14 +1,12 @@
 """The record of what a run was started by."""
 
 import json
-import re
 import subprocess
 import sys
 from importlib import metadata
 
 import torch
 
-from offline_grpo.run import environment
 from offline_grpo.run.environment import git_state, record_start
 
 
@@ -44,11 +42,3 @@ def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path
     assert git_state(foreign) is None
     (code / "module.py").write_text("a = 2\n")
     assert git_state(code) == {"commit": commit, "dirty": True}
-
-
-def test_a_version_that_is_newer_than_tested_is_named(monkeypatch):
-    assert environment.describe_untested() == []
-    newer = {"offline-grpo": "1", "transformers": "99.0", "torch": "2.11.0+cu130"}
-    monkeypatch.setattr(environment, "versions", lambda: newer)
-    [line] = environment.describe_untested()
-    assert re.fullmatch(r"not tested with these versions: transformers 99.0 \(tested: .*<\d.*\)", line)
