@@ -33,8 +33,7 @@ problems.
 """
 
 OF_TRAINING = ("train", "rollouts", "weight_sync", "checkpoint", "logger", "samples", "resume")
-"""Groups that say nothing about an evaluation, but for `OF_LOADING`."""
-OF_LOADING = ("train.precision",)
+"""Groups that say nothing about an evaluation, but for `train.precision`."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,7 +55,12 @@ def run(arguments: Sequence[str] | None = None) -> None:
         fix = "name 1 to 26: a checkpoint, a run, a model folder or a Hugging Face id"
         raise ConfigError(f"MODEL: {len(names)} are named; {fix}")
     for word in words:
-        _refuse_idle(word)
+        key = key_of(word)
+        if key in ("eval.backend", "eval.base_url", "eval.weight_sync"):
+            fix = "evaluations that are no part of a run ask what generation names, such as generation=vllm_server"
+            raise ConfigError(f"{word}: {fix}")
+        if key != "train.precision" and re.split(r"[./]", key)[0] in OF_TRAINING:
+            raise ConfigError(f"{word}: acts in training alone, and nothing is trained here; leave it out")
     out = options.out or Path("outputs/evaluate") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
     require_new(out, f"--out={out}")
     log, console = logging.getLogger("offline_grpo"), Console(stderr=True)
@@ -70,16 +74,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
         _evaluate(dict(zip(ascii_uppercase, names, strict=False)), words, out, console, trust=options.trust_remote_code)
     finally:
         log.removeHandler(to_terminal)
-
-
-def _refuse_idle(word: str) -> None:
-    """Raise ConfigError about a setting that acts in training alone."""
-    key = key_of(word)
-    if key in ("eval.backend", "eval.base_url", "eval.weight_sync"):
-        fix = "evaluations that are no part of a run ask what generation names, such as generation=vllm_server"
-        raise ConfigError(f"{word}: {fix}")
-    if key not in OF_LOADING and re.split(r"[./]", key)[0] in OF_TRAINING:
-        raise ConfigError(f"{word}: acts in training alone, and nothing is trained here; leave it out")
 
 
 def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Console, *, trust: bool) -> None:

@@ -23,16 +23,12 @@ logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
 
 def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **runtime: Any) -> Any:
     """Construct `node["_target_"]` from the node's values, plus those `runtime` objects that its signature names.
+    Raises ConfigError for an unknown target or setting, a missing one, or a wrong type.
 
     Args:
-        node: plain values from YAML, including `_target_`.
         key: path of the node in the configuration ("train.loss"), for error messages.
         protocol: the Protocol of interfaces.py that the result must implement.
         runtime: objects that exist only at run time (policy, tokenizer, ...).
-
-    Raises:
-        ConfigError: unknown target, unknown or missing setting, wrong type, or a result that does not implement
-            `protocol`. A constructor may raise its own.
     """
     target = resolve(node, key)
     parameters = inspect.signature(target).parameters

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
 from omegaconf import OmegaConf
@@ -79,12 +78,6 @@ class Comparison:
         """Of the modes."""
         return self.modes.split(",")
 
-    @property
-    def folder(self) -> Path:
-        """Where everything goes."""
-        now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
-        return Path(self.out.replace("DATE/TIME", now)).absolute()
-
 
 HELP = f"""
 steps=N             iterations of each mode (default {Comparison.steps})
@@ -99,11 +92,7 @@ those with adapters.
 
 
 def asked_for(words: Sequence[str]) -> Comparison:
-    """Read and check the words of the command line.
-
-    Raises:
-        ConfigError: what makes no run of each mode. OmegaConf's own errors for values of another type.
-    """
+    """Read and check the words of the command line."""
     names = [each.name for each in fields(Comparison) if each.name != "overrides"]
     own = [word for word in words if "=" in word and word.partition("=")[0] in names]
     settings = OmegaConf.merge(OmegaConf.structured(Comparison), OmegaConf.from_dotlist(own))
@@ -123,7 +112,7 @@ def run_comparison(asked: Comparison) -> None:
     """
     import torch
 
-    out = asked.folder
+    out = Path(asked.out.replace("DATE/TIME", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))).absolute()
     require_new(out, f"out={out}")
     conf.register()
     commands = {name: _command(name, asked, out) for name in asked.names}
@@ -144,8 +133,19 @@ def run_comparison(asked: Comparison) -> None:
             stop.hold("the table")
             runs.stop()
             for name in commands:
-                _link(name, out)
-            save_comparison(out, _about(asked, slots), runs.states)
+                for link, pattern in LINKS.items():
+                    if found := sorted((out / name).glob(pattern), key=lambda path: path.stat().st_mtime):
+                        (out / link.format(name)).symlink_to(found[-1].relative_to(out))
+            start = this_start()
+            about = {
+                "overrides": " ".join(map(redacted_text, asked.overrides)),
+                "restart_interval": asked.restart_interval,
+                "at_once": len(slots),
+                **{name: start[name] for name in ("command", "time", "git", "host", "platform", "python")},
+                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                **{name: start["packages"].get(name) for name in ("torch", "transformers", "vllm")},
+            }
+            save_comparison(out, about, runs.states)
             print_comparison(out, output_console())
     failed = [name for name, state in runs.states.items() if state != DONE]
     if failed:
@@ -178,7 +178,10 @@ class Runs:
                 self._say(name, f"starts, see {self._log(name)}")
             time.sleep(POLL_S)
             for name, (process, gpus) in [*self._running.items()]:
-                self._note_pid(name, process)
+                if name not in self._noted and (children := psutil.Process(process.pid).children()):
+                    self._noted.add(name)
+                    with (self._out / "pids.txt").open("a") as file:  # the command's, which the guardian starts
+                        file.write(f"{name} {children[0].pid}\n")
                 if (code := process.exit_code) is not None:
                     process.stop()
                     del self._running[name]
@@ -186,13 +189,6 @@ class Runs:
                     failure = f"failed with exit code {code}; {last_lines(self._log(name), count=1)}"
                     self.states[name] = DONE if code == 0 else failure
                     self._say(name, self.states[name])
-
-    def _note_pid(self, name: str, process: ServerProcess) -> None:
-        """Of the command, which the guardian starts, in pids.txt."""
-        if name not in self._noted and (children := psutil.Process(process.pid).children()):
-            self._noted.add(name)
-            with (self._out / "pids.txt").open("a") as file:
-                file.write(f"{name} {children[0].pid}\n")
 
     def stop(self) -> None:
         """End those that still run."""
@@ -229,25 +225,3 @@ def gpu_sets(num_gpus: int, asked: Comparison) -> list[list[int] | None]:
     require(fits, "gpus", asked.gpus, f"this machine has {num_gpus}; use gpus={num_gpus}")
     places = min(num_gpus // asked.gpus, len(asked.names))
     return [list(range(asked.gpus * i, asked.gpus * (i + 1))) for i in range(places)] if places > 1 else [None]
-
-
-def _link(name: str, out: Path) -> None:
-    for link, pattern in LINKS.items():
-        found = max((out / name).glob(pattern), key=lambda path: path.stat().st_mtime, default=None)
-        if found is not None:
-            (out / link.format(name)).symlink_to(found.relative_to(out))
-
-
-def _about(asked: Comparison, slots: Sequence[list[int] | None]) -> Mapping[str, Any]:
-    """What ran where, for the record."""
-    import torch
-
-    start = this_start()
-    return {
-        "overrides": " ".join(map(redacted_text, asked.overrides)),
-        "restart_interval": asked.restart_interval,
-        "at_once": len(slots),
-        **{name: start[name] for name in ("command", "time", "git", "host", "platform", "python")},
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        **{name: start["packages"].get(name) for name in ("torch", "transformers", "vllm")},
-    }

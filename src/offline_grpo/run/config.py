@@ -6,6 +6,7 @@ This module imports no torch, so that `--help`, `--cfg job` and most refusals co
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -100,12 +101,5 @@ def sweep_hint(key: str, value: Any) -> str:
 def as_plain(cfg: DictConfig) -> Mapping[str, Any]:
     """The resolved configuration as nested dicts and lists, for loggers and checkpoints. Infinity is the text "inf", as
     JSON has no such number; OmegaConf reads it as one."""
-    plain = _without_infinity(OmegaConf.to_container(cfg, resolve=True))
-    assert isinstance(plain, dict)
-    return plain
-
-
-def _without_infinity(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _without_infinity(child) for key, child in node.items()}
-    return str(node) if isinstance(node, float) and not isfinite(node) else node
+    text = json.dumps(OmegaConf.to_container(cfg, resolve=True))
+    return json.loads(text, parse_constant=lambda name: str(float(name)))

@@ -87,13 +87,10 @@ class EngineSpec:
 
 
 def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
-    """What `generation` asks for.
+    """What `generation` asks for. Raises ConfigError for a client without a server to ask.
 
     Args:
         node: the group `generation` without the sampling settings.
-
-    Raises:
-        ConfigError: a client whose settings do not fit its constructor, or that has no server to ask.
     """
     client_node = {name: value for name, value in node.items() if name not in ("base_url", "api_key")}
     urls, num_engines = urls_of(node.get("base_url")), config.placement.num_engines
@@ -119,14 +116,8 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
 
 
 def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: str | None) -> EngineSpec | None:
-    """What evaluations ask, None where it is what training samples from.
-
-    Args:
-        api_key: of an external server, `generation.api_key`.
-
-    Raises:
-        ConfigError: a client whose settings do not fit its constructor, one that has no server to ask, or a server
-        without a client.
+    """What evaluations ask, None where it is what training samples from. Raises ConfigError for a client without a
+    server, and for a server without a client.
     """
     url, backend = settings.base_url, settings.backend
     spec = EngineSpec(_evaluation_node(settings, training), urls_of(url), api_key, None, "eval.backend")

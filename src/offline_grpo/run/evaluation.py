@@ -50,11 +50,10 @@ from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
 log = logging.getLogger(__name__)
 
 CYCLE = 0  # of the seeds: those of a run's evaluation before training
-OF_TRAINING_ALONE = (
-    *("resume", "logger", "checkpoint", "hydra", "rollouts"),
-    *("eval.backend", "eval.base_url", "eval.weight_sync"),
-)
-"""Overrides of a run that say nothing about the evaluation of its checkpoints."""
+OF_TRAINING_ALONE = ("resume", "logger", "checkpoint", "hydra", "rollouts")
+"""Overrides of a run that say nothing about the evaluation of its checkpoints, beside `OF_RUN`."""
+OF_RUN = ("eval.backend", "eval.base_url", "eval.weight_sync")
+"""Settings of evaluations that are part of a run. Others ask what `generation` names."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +92,17 @@ def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
     if run_folder is None or not (run_folder / ".hydra" / "overrides.yaml").exists():
         return []
     groups = _options(words)
-    left_out = [*OF_TRAINING_ALONE, *groups, *(("engine", "weight_sync") if "generation" in groups else ())]
-    saved = read_yaml(run_folder / ".hydra" / "overrides.yaml") or []
-    folders = [] if _search_path(words) else search_path(run_folder)  # Hydra reads one
-    is_left_out = re.compile(rf"({'|'.join(map(re.escape, left_out))})([.@]|$)").match
+    served = ("engine", "weight_sync") if "generation" in groups else ()
+    is_left_out = re.compile(rf"({'|'.join([*OF_TRAINING_ALONE, *OF_RUN, *groups, *served])})([.@]|$)").match
     stored = flat(read_yaml(run_folder / ".hydra" / "config.yaml"))
-    paths = {key: value for key, value in stored.items() if key.rpartition(".")[2] in LOCAL and isinstance(value, str)}
-    saved = [
-        f"{word.partition('=')[0]}={quoted(paths[key])}" if (key := key_of(word)) in paths else word for word in saved
-    ]
-    return folders + [word for word in saved if not is_left_out(key_of(word))]
+    found = [] if _search_path(words) else search_path(run_folder)  # Hydra reads one
+    for word in read_yaml(run_folder / ".hydra" / "overrides.yaml") or []:
+        key = key_of(word)
+        if key.rpartition(".")[2] in LOCAL and isinstance(stored.get(key), str):
+            word = f"{word.partition('=')[0]}={quoted(stored[key])}"
+        if not is_left_out(key):
+            found.append(word)
+    return found
 
 
 def evaluation_sets(base: Sequence[str], words: Sequence[str]) -> list[EvaluationSet]:
@@ -111,9 +111,7 @@ def evaluation_sets(base: Sequence[str], words: Sequence[str]) -> list[Evaluatio
     Args:
         base: overrides that come before those of the command line.
 
-    Raises:
-        ConfigError: what makes no set, or a key that cannot differ between sets. Hydra's own errors for what cannot be
-        composed.
+    Raises ConfigError for a key that cannot differ between sets.
     """
     conf.register()
     choices = []
@@ -158,11 +156,8 @@ def _options(words: Sequence[str]) -> dict[str, str]:
 
 
 def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpec:
-    """What samples: the group `generation`, without the settings that say how training samples.
-
-    Raises:
-        ConfigError: no such client, a server that is not installed, or one that is running for several models or an
-        adapter.
+    """What samples: the group `generation`, without the settings that say how training samples. Raises ConfigError for
+    a server that is not installed, or one that is running for several models or an adapter.
     """
     names = {*SamplingParams.__dataclass_fields__, "allow_truncated_sampling"}
     spec = training_engine(config, {name: value for name, value in config.generation.items() if name not in names})
@@ -182,12 +177,8 @@ def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpe
 def evaluate(
     models: Mapping[str, ModelSource], sets: Sequence[EvaluationSet], spec: EngineSpec, out: Path, results: Results
 ) -> None:
-    """Ask every model every problem. Fills `results` as it goes, so that they are there after an interruption too.
-
-    Args:
-        models: by the short names that the results call them.
-        spec: see `engine_spec`.
-        out: the folder for the records and for a server's log.
+    """Ask every model, by its short name, every problem. Fills `results` as it goes, so that they are there after an
+    interruption too. The folder `out` gets the records and a server's log.
     """
     for letter, source in models.items():
         with ExitStack() as stack:
@@ -262,12 +253,9 @@ def _served(
             model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
             runtime["vocab_size"] = model_config.get_text_config().vocab_size
         else:
-            dtype, attention = (
-                source.trained_dtype or torch_dtype(config.train.precision),
-                config.model.attn_implementation,
-            )
-            device = resolve_device(config.model.device)
-            runtime["model"] = source.load(device=device, dtype=dtype, attn_implementation=attention)
+            dtype = source.trained_dtype or torch_dtype(config.train.precision)
+            how = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
+            runtime["model"] = source.load(device=resolve_device(config.model.device), **how)
         client = build(spec.client_node, key="generation", protocol=RolloutClient, **runtime)
         engine = Engine(client, chosen.sampling)
         stack.callback(engine.stop)
@@ -279,10 +267,7 @@ def _served(
 
 def check_served_model(source: ModelSource, engine: Engine) -> None:
     """Compare the server's weights with the model's files, tensor by tensor, where both can be read. Rows and columns
-    may be swapped.
-
-    Raises:
-        ConfigError: some differ.
+    may be swapped. Raises ConfigError if some differ.
     """
     url = engine.server.base_url
     others: dict[str, str] = {}
@@ -298,13 +283,11 @@ def check_served_model(source: ModelSource, engine: Engine) -> None:
                     if fingerprints(cast) != [served.fingerprints[name]]:
                         others |= zip([name], sums(cast), strict=True)
     if unequal := engine.control.other_numbers(others):
+        about = f"the server has another model than {KEY}={source.name}"
         differ = f"{len(unequal)} of {num_compared} tensors differ, {', '.join(unequal[:3])}"
         fix = "start it from that model, or let the evaluation start one (generation.base_url=null)"
-        raise ConfigError(
-            f"generation.base_url={url}: the server has another model than {KEY}={source.name}: {differ}; {fix}"
-        )
+        raise ConfigError(f"generation.base_url={url}: {about}: {differ}; {fix}")
     if num_compared:
-        equal = f"{num_compared} of {num_compared} tensors equal bit for bit"
-        log.info("%s has the weights of %s: %s", url, source.name, equal)
+        log.info("%s has the weights of %s: %d tensors equal bit for bit", url, source.name, num_compared)
     else:
         log.info("%s: its weights cannot be compared with those of %s", url, source.name)

@@ -160,10 +160,7 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
     """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
 
     Returns the share of the blocks that are recomputed (`train.gradient_checkpointing`); on the CPU, `auto` recomputes
-    none. Raises ConfigError for a run that does not fit.
-
-    Args:
-        prompt_tokens: of the shortest and of the longest prompt.
+    none. `prompt_tokens`: of the shortest and of the longest prompt.
     """
     model, devices = plan.config.model, plan.devices(num_processes)
     trainers = trainer_gpus(model.device, num_processes)
@@ -189,7 +186,7 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
         share = float(wanted is True)
         share, predicted = choose_share(request) if wanted == "auto" else (share, predict(request, share))
         if wanted == "auto":
-            log.info("train.gradient_checkpointing=auto: recomputes %s", in_words(share))
+            log.info("train.gradient_checkpointing=auto: recomputes %.0f%% of the blocks", 100 * share)
         for line in describe(predicted):
             log.info(line)
         if checks:
@@ -279,11 +276,6 @@ def choose_share(request: MemoryRequest) -> tuple[float, list[DevicePlan]]:
 
     plans = ((share, predict(request, share)) for share in SHARES)
     return next(plan for plan in plans if plan[0] == SHARES[-1] or all(map(fits, plan[1])))
-
-
-def in_words(share: float) -> str:
-    """Which blocks are recomputed."""
-    return {0.0: "no block", 1.0: "every block"}.get(share, f"{share:.0%} of the blocks")
 
 
 def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
@@ -445,11 +437,7 @@ def describe(devices: Sequence[DevicePlan]) -> list[str]:
 
 
 def check(devices: Sequence[DevicePlan]) -> None:
-    """Refuse what cannot fit.
-
-    Raises:
-        ConfigError: names the largest parts; `placement.check_memory=false` goes without this check.
-    """
+    """Raise ConfigError, with the largest parts, for what cannot fit."""
     for device in devices:
         if device.needed_bytes <= device.total_bytes:
             continue
@@ -471,9 +459,8 @@ def room_for_server(device: DevicePlan, *, total_bytes: int) -> float | None:
     weights, _, context = device.server
     trainer_bytes = sum(part.num_bytes for part in device.trainer)
     room = floor((total_bytes - trainer_bytes - context.num_bytes) / device.num_servers / total_bytes * 100) / 100
-    return (
-        room if device.num_servers * room * total_bytes >= 1.1 * weights.num_bytes else None
-    )  # else hardly any KV cache
+    has_cache = device.num_servers * room * total_bytes >= 1.1 * weights.num_bytes
+    return room if has_cache else None
 
 
 def _gib(num_bytes: float) -> str:

@@ -37,14 +37,10 @@ class Key:
 
 
 def help_text(conf: Path, wanted: Sequence[str] = ()) -> str:
-    """The text, in lines of at most 80 columns.
+    """The text, in lines of at most 80 columns. Raises ConfigError where nothing is called as in `wanted`.
 
     Args:
-        conf: the folder with `config.yaml`.
         wanted: groups, or beginnings of keys, to explain alone; all if empty.
-
-    Raises:
-        ConfigError: nothing has one of these names.
     """
 
     def is_wanted(name: str) -> bool:

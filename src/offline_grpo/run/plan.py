@@ -96,11 +96,7 @@ class Start:
 
 
 def make_plan(config: RunConfig) -> Plan:
-    """Build what needs no model, and check what does against its signature.
-
-    Raises:
-        ConfigError: the first thing that is wrong, with key, value and fix.
-    """
+    """Build what needs no model, and check what does against its signature. Raises ConfigError."""
     sampling, client_node = _split_generation(config.generation)
     eval_sampling = evaluation_sampling(config)
     check_urls("generation.base_url", client_node.get("base_url"))
@@ -150,9 +146,6 @@ def _advantage(node: Any, key: str) -> Advantage:
 def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
     """The components of the groups `logger` and `samples`, and the profiler. They write nothing before they are
     started.
-
-    Raises:
-        ConfigError: see `build`, and their constructors.
     """
     nodes = {f"logger.{name}": node for name, node in (config.logger or {}).items()}
     nodes |= {} if config.samples is None else {"samples": config.samples}

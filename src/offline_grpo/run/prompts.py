@@ -99,11 +99,8 @@ def longer_prompts(problems: Sequence[Problem], codec: TextCodec, limit: float) 
 
 def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config: PretrainedConfig) -> tuple[int, int]:
     """How many tokens the shortest and the longest prompt of training and evaluation have. Of a source that limits
-    prompt and completion: 0 and what the limit leaves.
-
-    Raises:
-        ConfigError: a prompt has a token that the model does not have; or prompt and `max_new_tokens` do not fit into
-        its context.
+    prompt and completion: 0 and what the limit leaves. Raises ConfigError for tokens that the model does not have, and
+    where prompt and `max_new_tokens` do not fit into its context.
     """
     context, vocab_size = context_length(model_config), model_config.get_text_config().vocab_size
     limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
@@ -114,17 +111,14 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
         ("eval.max_new_tokens", plan.data.held_out, plan.eval_sampling.max_new_tokens),
     ):
         room = inf if context is None else context - max_new_tokens
-        added = max(
-            (problem.rules.max_environment_tokens for problem in problems if problem.rules is not None), default=0
-        )
+        rules = [problem.rules for problem in problems if problem.rules is not None]
+        added = max((each.max_environment_tokens for each in rules), default=0)
         room -= added
         prompts = [codec.encode(problem.messages) for problem in problems[:MAX_LOOKED_AT]]
         for problem, prompt in zip(problems, prompts, strict=False):
             largest = max(prompt, default=0)
-            fix = (
-                f"its tokenizer gives token {largest} for problem {problem.problem_id}, and the model has {vocab_size}"
-            )
-            require(largest < vocab_size, "model.train_id", model_id, f"{fix} tokens; take another copy of it")
+            fix = f"its tokenizer gives token {largest} for problem {problem.problem_id}, and the model has"
+            require(largest < vocab_size, "model.train_id", model_id, f"{fix} {vocab_size} tokens; take another copy")
             if codec.tokenizer.unk_token_id in prompt:
                 unreadable.append(problem.messages[-1]["content"])
         lengths = [*map(len, prompts), *longer_prompts(problems[MAX_LOOKED_AT:], codec, room).values()]
@@ -136,10 +130,8 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
             left = context - longest - added
             fix = f"use {key}={left} or less, or {fix}" if left > 0 else fix
             more = f" and task.max_environment_tokens={added}" if added else ""
-            excess = (
-                f"with the longest prompt of {longest} tokens{more} that is beyond the model's context of {context}"
-            )
-            raise ConfigError(f"{key}={max_new_tokens}: {excess}; {fix}")
+            excess = f"that is beyond the model's context of {context}; {fix}"
+            raise ConfigError(f"{key}={max_new_tokens}: with the longest prompt of {longest} tokens{more} {excess}")
         found += [min(lengths), longest + added] if added else lengths
     if unreadable:
         lacks = f"lacks characters of {len(unreadable)} prompts, such as {unreadable[0][:60]!r}"

@@ -41,12 +41,8 @@ def is_wanted(placement: Any) -> bool:
 
 
 def train(config: RunConfig, folder: Path) -> None:
-    """Train in the folder of a run, until all processes have ended. All machines must see it.
-
-    Raises:
-        ConfigError: Ray is not installed, no cluster answers, or it has no room for the processes.
-        GrpoError: a machine was lost.
-        SystemExit: the processes ended with this exit code.
+    """Train in the folder of a run, which all machines must see, until all processes have ended. Exits with their exit
+    code. Raises ConfigError where no cluster answers or has room, GrpoError where a machine was lost.
     """
     fix = "starts the training processes itself; leave torchrun or accelerate launch out"
     require(launch.num_processes() == 1, "placement.trainer", "ray", fix)

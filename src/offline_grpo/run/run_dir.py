@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import json
 import logging
 import os
 import platform
@@ -65,7 +64,6 @@ class RunDir:
         return settings["enabled"] and is_due and train.exists() and not evaluation.exists()
 
     def create(self) -> None:
-        """Create the folders."""
         self.metrics.mkdir(parents=True, exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
 
@@ -105,11 +103,9 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
         resume: a run folder: its newest intact checkpoint; a checkpoint: if not the newest, a new run starts in
         `fresh`; "auto": `fresh` if it has a checkpoint, else the newest run with this configuration; or None.
         fresh: this launch's folder.
-        config: the resolved configuration.
 
-    Raises:
-        ConfigError: no checkpoint there, another process writes there, or a new run would mix with an older one.
-        CheckpointError: every candidate checkpoint is corrupt.
+    Raises ConfigError where there is no checkpoint, another process writes, or a new run would mix with an older one;
+    CheckpointError where every checkpoint is damaged.
     """
     if resume is None:
         return _begin(fresh)
@@ -194,7 +190,7 @@ def copy_metrics(point: ResumePoint) -> None:
 
 def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (saved, now) for every value that differs, except keys that do not affect training."""
-    old, new = _comparable(saved), _comparable(json.loads(json.dumps(config)))
+    old, new = _comparable(saved), _comparable(config)
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 

@@ -165,10 +165,8 @@ def newest_alike(typed: Sequence[str]) -> Path | None:
 
 
 def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
-    """The sweep's own overrides, and on top those that are typed now.
-
-    Raises:
-        ConfigError: it is a search, or the typed overrides would give its runs other numbers.
+    """The sweep's own overrides, and on top those that are typed now. Raises ConfigError for a search that drew at
+    random, and where the typed overrides would give its runs other numbers.
     """
     record = read_yaml(sweep / RECORD)["hydra"]
     fix = "this search drew at random, so its runs cannot be found again; set hydra.sweeper.sampler.seed the next time"

@@ -49,12 +49,12 @@ class TaskData:
         return near_duplicates(self.train or (), self.held_out)
 
 
-def build_task(node: Any, key: str = "task") -> Task:
+def build_task(node: Any) -> Task:
     """The task of a node; the nodes under `tasks`, which a mixture has, are built first."""
     node = {name: value for name, value in node.items() if name != PREFIX} if isinstance(node, Mapping) else node
     tasks = node.get("tasks") if isinstance(node, Mapping) else None
     if not isinstance(tasks, Mapping):
-        return build(node, key=key, protocol=Task)
+        return build(node, key="task", protocol=Task)
     built = {}
     for name, each in tasks.items():
         own = each.get(PREFIX) if isinstance(each, Mapping) else None
@@ -62,16 +62,11 @@ def build_task(node: Any, key: str = "task") -> Task:
         require(own is None, f"task.tasks.{name}.{PREFIX}", own, fix)
         with of_task(name):
             built[name] = build_task(each)
-    return build({**node, "tasks": built}, key=key, protocol=Task)
+    return build({**node, "tasks": built}, key="task", protocol=Task)
 
 
 def task_data(config: RunConfig) -> TaskData:
-    """The task and its problems.
-
-    Raises:
-        ConfigError: settings of the task or of the source of rollouts, or a choice of problems that the task does not
-        have.
-    """
+    """The task and its problems. Raises ConfigError for settings of either or of the source of rollouts."""
     source = resolve(config.rollouts, "rollouts")
     require(isinstance(records(config), bool), "rollouts.record", records(config), "must be true or false")
     settings = {name: value for name, value in source_node(config).items() if name != "_target_"}

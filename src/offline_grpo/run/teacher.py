@@ -22,13 +22,8 @@ log = logging.getLogger(__name__)
 def check_teacher(
     plan: Plan, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
 ) -> None:
-    """Refuse a teacher that does not know the tokens of the model to train, before weights are read.
-
-    Args:
-        prompt_tokens: of the longest prompt.
-
-    Raises:
-        ConfigError: it has another vocabulary, or not enough context; see also `TeacherServer.check`.
+    """Raise ConfigError, before weights are read, for a teacher that does not know the tokens of the model to train, or
+    whose context is too short. `prompt_tokens`: of the longest prompt.
     """
     name, num_tokens = plan.advantage.teacher, prompt_tokens + plan.sampling.max_new_tokens
     if name is None:

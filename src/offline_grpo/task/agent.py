@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.interfaces import Chat
 from offline_grpo.reward.functions import imported
 from offline_grpo.task.environment import EpisodeTask, awaited, seed_globally
-from offline_grpo.types import Problem, Rules, Score
+from offline_grpo.types import Problem, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,8 @@ class Agent(EpisodeTask):
 
     agent: str
 
+    has_address: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self._function
@@ -34,11 +36,6 @@ class Agent(EpisodeTask):
     @cached_property
     def _function(self) -> Any:
         return imported(self.agent, "task.agent", "function")
-
-    @cached_property
-    def rules(self) -> Rules:
-        """Of all episodes."""
-        return replace(self.limits, has_address=True)
 
     def play(self, problem: Problem, chat: Chat) -> Score:
         """See `Task`."""

@@ -8,7 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from types import MethodType
@@ -39,6 +39,8 @@ class Episodes:
     episode_timeout_s: float
     correct_threshold: float
 
+    has_address: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_turn_tokens", "max_environment_tokens"):
             value = getattr(self, name)
@@ -47,14 +49,15 @@ class Episodes:
         require(0 < seconds < inf, "task.episode_timeout_s", seconds, "must be above 0 and finite")
 
     @property
-    def limits(self) -> Rules:
-        """How far an episode may go."""
-        return Rules(self.max_turns, self.max_turn_tokens, self.max_environment_tokens, self.episode_timeout_s)
+    def tools(self) -> tuple[Schema, ...]:
+        """Their schemas, as far as they are known before an episode."""
+        return ()
 
     @cached_property
     def rules(self) -> Rules:
         """Of all episodes."""
-        return self.limits
+        limits = self.max_turns, self.max_turn_tokens, self.max_environment_tokens, self.episode_timeout_s
+        return Rules(*limits, self.tools, self.has_address)
 
     def score(self, problem: Problem, text: str) -> Score:
         """Only whole episodes have a score."""
@@ -112,16 +115,6 @@ class ToolEpisodes(Episodes):
         super().__post_init__()
         chars = self.max_result_chars
         require(chars > 1, "task.max_result_chars", chars, "must be at least 2")
-
-    @cached_property
-    def rules(self) -> Rules:
-        """Of all episodes."""
-        return replace(self.limits, tools=self.tools)
-
-    @property
-    def tools(self) -> tuple[Schema, ...]:
-        """The schemas of the tools."""
-        raise NotImplementedError
 
     def call(self, world: Any, name: str, arguments: Mapping[str, Any]) -> Any:
         """What a tool returns. It may raise whatever it likes."""
@@ -212,7 +205,6 @@ class Environment(ToolEpisodes, EpisodeTask):
 
     @property
     def tools(self) -> tuple[Schema, ...]:
-        """The schemas of the tools."""
         from transformers.utils.chat_template_utils import (  # which imports torch
             DocstringParsingException,
             TypeHintParsingException,

@@ -67,7 +67,6 @@ class OpenEnv(ToolEpisodes):
 
     @property
     def tools(self) -> tuple[Schema, ...]:
-        """See `ToolEpisodes.tools`."""
         import httpx
 
         url, field = self.openenv["url"].rstrip("/"), self.openenv["text_field"]

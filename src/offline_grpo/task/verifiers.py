@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from offline_grpo.errors import ConfigError, ScoreError, require
 from offline_grpo.interfaces import Chat
 from offline_grpo.task.environment import Episodes, seed_globally
 from offline_grpo.task.rows import hold_out
-from offline_grpo.types import Message, Problem, Rules, Score, Split
+from offline_grpo.types import Message, Problem, Score, Split
 
 try:
     import verifiers.v1 as vf
@@ -94,6 +94,7 @@ class Verifiers(Episodes):
     env: Mapping[str, Any]
     max_tasks: int
 
+    has_address: ClassVar[bool] = True
     worker_imports: ClassVar[tuple[str, ...]] = (__name__,)
 
     def __post_init__(self) -> None:
@@ -101,11 +102,6 @@ class Verifiers(Episodes):
         require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
         require(self.max_tasks > 0, "task.max_tasks", self.max_tasks, "must be at least 1")
         _ = self._envs
-
-    @cached_property
-    def rules(self) -> Rules:
-        """Of all episodes."""
-        return replace(self.limits, has_address=True)
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """See `Task.problems`."""
