@@ -17,12 +17,6 @@ from offline_grpo.types import Problem, Score
 class Agent(EpisodeTask):
     """Episodes of a function `solve(row, base_url, api_key)`, sync or async, which returns the reward: a number, True
     or False, or a dict of numbers, which are added up.
-
-    Args:
-        agent: `my_module:my_function`.
-
-    Raises:
-        ConfigError: it cannot be imported.
     """
 
     agent: str
@@ -38,7 +32,6 @@ class Agent(EpisodeTask):
         return imported(self.agent, "task.agent", "function")
 
     def play(self, problem: Problem, chat: Chat) -> Score:
-        """See `Task`."""
         seed_globally(chat.seed)
         reward = awaited(self._function(row=dict(problem.fields), base_url=chat.base_url, api_key=chat.api_key))
         parts = reward if isinstance(reward, Mapping) else {"episode": reward}

@@ -25,9 +25,6 @@ class Arithmetic:
     trained on.
 
     Reward: 1 if the last number of the text is the answer, plus `format_weight` if the text is exactly one integer.
-
-    Raises:
-        ConfigError: a value is out of range, or the template gives different problems the same prompt.
     """
 
     max_operand: int

@@ -35,9 +35,6 @@ class Countdown:
 
     The expression is the text in the last `<answer>` block, in which `=` and what follows it does not count. A hash of
     the numbers decides the split, so that problems with the same numbers are all held out or all trained on.
-
-    Raises:
-        ConfigError: a value is out of range, or the template does not name numbers and target.
     """
 
     min_count: int
@@ -113,22 +110,16 @@ class Countdown:
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
     """The exact value of an expression of whole numbers, + - * / and brackets, and its numbers; None if it is no such
-    expression.
+    expression. Only the syntax is Python's; nothing is executed. Sizes are limited, so that no text takes long.
 
-    Only the syntax is Python's; nothing is executed. Sizes are limited, so that no text takes long.
-
-    >>> evaluate("(1 + 2) / 6")
-    (Fraction(1, 2), [1, 2, 6])
+    Example: "(1 + 2) / 6" -> 1/2, [1, 2, 6].
     """
     signs = {"\\times": "*", "\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-"}
     plain = expression.strip()
     for sign, operation in signs.items():
         plain = plain.replace(sign, operation)
-    if (
-        len(plain) > MAX_EXPRESSION_CHARS
-        or re.fullmatch(r"[0-9+\-*/() \n]+", plain) is None
-        or re.search(r"[0-9]{7}", plain)
-    ):
+    is_plain = re.fullmatch(r"[0-9+\-*/() \n]+", plain) is not None
+    if not is_plain or len(plain) > MAX_EXPRESSION_CHARS or re.search(r"[0-9]{7}", plain):
         return None
     try:
         numbers: list[int] = []
@@ -138,7 +129,6 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _value(node: ast.expr, numbers: list[int]) -> Fraction:
-    """Raises ValueError for anything but numbers and the four operations, ZeroDivisionError."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         numbers.append(node.value)
         return Fraction(node.value)

@@ -30,20 +30,8 @@ ANSWER_KINDS = ("auto", "math", "text", "regex")
 class Dataset(RowTask):
     r"""Rows with a prompt and an answer. `Score.parts`, unless `reward` names functions of your own:
 
-        correct     1.0 if the completion's answer is the row's
-        format      `format_weight` if there is a `\boxed{}` and it is not empty
-
-    Args:
-        prompt_field: the field with the prompt: text, or a list of chat messages.
-        answer_field: the field with the answer: text or a number. None, or no such field, if `reward` needs none.
-        prompt_template: the user message; `{PROMPT_FIELD}` is replaced by the prompt. None is the prompt alone.
-        answer_kind: how answers are compared, see `is_right`.
-        reward: functions that score completions, see `load_rewards`; None compares answers, if there are any.
-        group_reward: functions that score a group, whose rewards are added.
-        correct_threshold: with `reward`, or `group_reward` alone, the least reward of a completion that is correct.
-
-    Raises:
-        ConfigError: as `RowTask` does.
+    correct     1.0 if the completion's answer is the row's
+    format      `format_weight` if there is a `\boxed{}` and it is not empty
     """
 
     prompt_field: str
@@ -76,16 +64,15 @@ class Dataset(RowTask):
 
     @cached_property
     def _group_rewards(self) -> Rewards | None:
-        has_group = self.group_reward is not None
-        return load_rewards(self.group_reward, self.correct_threshold, "task.group_reward") if has_group else None
+        if self.group_reward is None:
+            return None
+        return load_rewards(self.group_reward, self.correct_threshold, "task.group_reward")
 
     @property
     def rewards_groups(self) -> bool:
-        """See `Task`."""
         return self._group_rewards is not None
 
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[Score] | Awaitable[list[Score]]:
-        """See `Task`."""
         assert self._group_rewards is not None
         return self._group_rewards.score_group(problem, texts)
 
@@ -100,7 +87,6 @@ class Dataset(RowTask):
         return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
 
     def problem_of(self, problem_id: str, row: Row) -> Problem:
-        """See `RowTask.problem_of`."""
         prompt = messages_or_text(row, self.prompt_field, "task.prompt_field")
         if isinstance(prompt, str):
             # Not str.format: templates and prompts may contain other braces.
@@ -119,7 +105,6 @@ class Dataset(RowTask):
         return problem
 
     def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
-        """See `RowTask.asked_by`."""
         prompt = messages_or_text(row, self.prompt_field, "task.prompt_field")
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
@@ -142,16 +127,8 @@ class Dataset(RowTask):
 
 
 def is_right(kind: str, reference: str, text: str) -> bool:
-    r"""Whether a completion has the reference as its answer: what it marks as its answer, or, without a mark, all of
-    it.
-
-    Args:
-        kind: "auto": equal in value if both are numbers or formulas, otherwise the same words. Without a mark the last
-            number of the completion counts too.
-            "math": the same for LaTeX of any length, with sets, matrices, intervals and equations; it may take for
-            ever, see `conf/scoring/`.
-            "text": the same characters, but for blanks around them.
-            "regex": the reference is a regular expression that is found somewhere in the completion.
+    """Whether a completion has the reference as its answer: what it marks as its answer, or, without a mark, all of it,
+    or with `kind="auto"` its last number. Kinds: see conf/task/dataset.yaml; "math" may take for ever.
     """
     if kind == "regex":
         return re.search(reference, text) is not None

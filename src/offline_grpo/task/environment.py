@@ -26,12 +26,7 @@ OWN = ("reset", "respond", "get_reward", "get_turn_reward")
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes:
-    """Problems that are played in turns, and how far an episode may go.
-
-    Args:
-        max_turns, max_turn_tokens, max_environment_tokens, episode_timeout_s: see `Rules`.
-        correct_threshold: the least reward of an episode that counts as correct.
-    """
+    """Problems that are played in turns, and how far an episode may go."""
 
     max_turns: int
     max_turn_tokens: int | None
@@ -64,18 +59,13 @@ class Episodes:
         raise ScoreError(f"problem {problem.problem_id} is played in turns; a text alone has no score")
 
     def scored(self, parts: Mapping[str, float], measured: Mapping[str, float]) -> Score:
-        """What an episode earned: the sum of its parts."""
         value = float(sum(parts.values()))
         return Score(value, value >= self.correct_threshold, parts, measured=measured)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeTask(Episodes, RowTask):
-    """Rows that are played in turns.
-
-    Args:
-        prompt_field: the field with the first message of the user, or a list of messages; rows need not have it.
-    """
+    """Rows that are played in turns."""
 
     prompt_field: str
 
@@ -86,7 +76,7 @@ class EpisodeTask(Episodes, RowTask):
         RowTask.__post_init__(self)
 
     def problem_of(self, problem_id: str, row: Row) -> Problem:
-        """See `RowTask.problem_of`. Every field of the row is one of the problem."""
+        """Every field of the row is one of the problem."""
         if not isinstance(row.value, Mapping):
             raise ConfigError(f"{row.where} is not a JSON object")
         prompt: Any = ""
@@ -97,17 +87,13 @@ class EpisodeTask(Episodes, RowTask):
         return Problem(problem_id, messages, str(answer), dict(row.value), self.rules)
 
     def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
-        """See `RowTask.asked_by`: environments make of the whole row what they ask."""
+        """Environments make of the whole row what they ask."""
         return [{"role": "user", "content": json.dumps(problem.fields, sort_keys=True, default=str)}]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolEpisodes(Episodes):
-    """Episodes that objects play, of which `played` asks what `Environment` says.
-
-    Args:
-        max_result_chars: of what a tool returns; more is left out in the middle.
-    """
+    """Episodes that objects play, of which `played` asks what `Environment` says."""
 
     max_result_chars: int
 
@@ -176,13 +162,7 @@ class Environment(ToolEpisodes, EpisodeTask):
         respond(text)         what the user says to a reply that calls no tool; None ends the episode
         get_turn_reward()     a part of the reward, for the last turn alone
 
-    `Score.measured`: `tool_errors`.
-
-    Args:
-        environment: `my_module:MyClass`, or a function that makes such an object.
-
-    Raises:
-        ConfigError: it cannot be imported, has no `reset`, no reward, or a tool without a docstring or types.
+    `Score.measured`: `tool_errors`. The setting `environment` may also name a function that makes such an object.
     """
 
     environment: str
@@ -224,7 +204,7 @@ class Environment(ToolEpisodes, EpisodeTask):
         return tuple(found)
 
     def play(self, problem: Problem, chat: Chat) -> Score:
-        """See `Task`. An object plays one episode after the other; one that failed is not used again."""
+        """An object plays one episode after the other; one that failed is not used again."""
         seed_globally(chat.seed)
         world = self._idle.pop() if self._idle else self._factory()
         score = self.played(world, problem, chat)
@@ -236,7 +216,6 @@ class Environment(ToolEpisodes, EpisodeTask):
         return []
 
     def call(self, world: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-        """See `ToolEpisodes.call`."""
         if name in OWN or name not in self._methods:
             raise ValueError(f"Tool {name} not found.")
         return awaited(getattr(world, name)(**arguments))

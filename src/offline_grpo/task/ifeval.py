@@ -22,9 +22,7 @@ MEASURES = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_
 @dataclass(frozen=True, kw_only=True)
 class IFEval(RowTask):
     """Prompts with instructions; rows have `prompt`, `instruction_id_list` and `kwargs` (the arguments of each
-    instruction).
-
-    The parts of the reward, each times its weight:
+    instruction). The parts of the reward, each times its weight:
 
         prompt_strict       1 if the response follows all instructions; such a completion counts as correct
         instruction_strict  the share of the instructions that it follows
@@ -32,13 +30,6 @@ class IFEval(RowTask):
                             follows it
         instruction_loose   the share of these
         answer, think       `answer_bonus` and `think_bonus`, if there is exactly one block of this tag
-
-    Args:
-        answer_tag: the tag whose first block is the response, for models that think first; None: the response is the
-            whole completion.
-
-    Raises:
-        ConfigError: as `RowTask` does; an unknown instruction, or arguments that it does not have.
     """
 
     scores_safely: ClassVar[bool] = True
@@ -58,7 +49,7 @@ class IFEval(RowTask):
             require(isfinite(value) and value >= 0, f"task.{name}", value, "must be 0 or more")
 
     def problem_of(self, problem_id: str, row: Row) -> Problem:
-        """See `RowTask.problem_of`. The answer is a JSON list of instructions and their arguments."""
+        """The answer is a JSON list of instructions and their arguments."""
         prompt = text_field(row, "prompt", "task=ifeval")
         messages = self.messages(row, [{"role": "user", "content": prompt}])
         return Problem(problem_id, messages, json.dumps(_instructions(row)))

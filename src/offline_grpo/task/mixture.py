@@ -26,14 +26,6 @@ class Mixture:
     The training split goes through the tasks by their weights, evenly, until each problem of each task was there; those
     of a small task come again. The evaluation split has every problem once: the first of each task, then the second of
     each, and so on.
-
-    Args:
-        tasks: by name.
-        weights: what share of the training problems a task has; None: equal shares.
-
-    Raises:
-        ConfigError: no tasks, or weights that do not fit them or add up to 1. `problems` raises what the tasks raise,
-        named.
     """
 
     tasks: Mapping[str, Task]
@@ -56,35 +48,29 @@ class Mixture:
 
     @property
     def scores_safely(self) -> bool:
-        """See `Task`."""
         return all(getattr(task, "scores_safely", False) for task in self.tasks.values())
 
     @property
     def is_ordered(self) -> bool:
-        """See `Task`."""
         return any(getattr(task, "is_ordered", False) for task in self.tasks.values())
 
     @property
     def worker_imports(self) -> tuple[str, ...]:
-        """See `Task`."""
         return tuple(sorted({name for task in self.tasks.values() for name in getattr(task, "worker_imports", ())}))
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """See `Mixture`. Lazy; what the tasks read is read here."""
+        """Lazy; what the tasks read is read here."""
         lengths = {name: len(problems) for name, problems in self._problems[split].items()}
         if split is Split.EVAL:
             return LazyProblems(self._eval_problem, range(min(sum(lengths.values()), MANY)))
-        return LazyProblems(
-            self._train_problem, range(min(1 + max(self._last(name, length) for name, length in lengths.items()), MANY))
-        )
+        last = max(self._last(name, length) for name, length in lengths.items())
+        return LazyProblems(self._train_problem, range(min(1 + last, MANY)))
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
-        """What the problem's task says."""
         task, own = self._own(problem)
         return task.score(own, text)
 
     def play(self, problem: Problem, chat: Chat) -> Score:
-        """As the problem's task does."""
         task, own = self._own(problem)
         return task.play(own, chat)
 
@@ -95,7 +81,6 @@ class Mixture:
 
     @property
     def rewards_groups(self) -> bool:
-        """See `Task`."""
         return any(getattr(task, "rewards_groups", False) for task in self.tasks.values())
 
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[Score] | Awaitable[list[Score]]:

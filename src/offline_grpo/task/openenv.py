@@ -30,15 +30,6 @@ class OpenEnv(ToolEpisodes):
     of the episode is their sum.
 
     Tools are those that an MCP environment lists, and else `take_action`, whose arguments are an action.
-
-    Args:
-        openenv: `url`, of the server; `text_field`, the field of an action that a reply's text becomes, without tools;
-            `reset`, what a reset gets beside its seed.
-        prompt: the first message of the user; the first observation goes behind it.
-        num_train, num_eval: how many problems there are.
-
-    Raises:
-        ConfigError: a value is out of range. `problems` raises it where no server answers.
     """
 
     openenv: Mapping[str, Any]
@@ -57,7 +48,6 @@ class OpenEnv(ToolEpisodes):
         require(url.startswith(("http://", "https://")), "task.openenv.url", url, "must begin with http:// or https://")
 
     def problems(self, split: Split) -> LazyProblems:
-        """See `Task.problems`."""
         _ = self.rules  # whether the server answers is said now
         return LazyProblems(partial(self._problem, split), range(getattr(self, f"num_{split}")))
 
@@ -88,12 +78,10 @@ class OpenEnv(ToolEpisodes):
         return tuple({"type": "function", "function": function} for function in functions)
 
     def play(self, problem: Problem, chat: Chat) -> Score:
-        """See `Task`."""
         with closing(_Session(self.openenv)) as session:
             return self.played(session, problem, chat)
 
     def call(self, world: Any, name: str, arguments: Mapping[str, Any]) -> str:
-        """See `ToolEpisodes.call`."""
         is_mcp = name != ACTION
         return world.step({"type": "call_tool", "tool_name": name, "arguments": arguments} if is_mcp else arguments)
 

@@ -57,15 +57,6 @@ class ReasoningGym:
 
     With `levels`, training goes through them, `problems_per_level` problems each, and stays at the last one; the
     evaluation has as many of each. A problem's level is a function of its number alone.
-
-    Args:
-        name: of the generator, such as `countdown` or `leg_counting`.
-        settings: of the generator, by name; they go before what a level says. None: its defaults.
-        levels: of the generator's curriculum, from 0; None: the difficulty that `settings` give.
-
-    Raises:
-        ConfigError: a value is out of range. `problems` raises it where the library is missing, or does not know the
-            name or the settings.
     """
 
     name: str
@@ -100,20 +91,14 @@ class ReasoningGym:
 
     @property
     def is_ordered(self) -> bool:
-        """See `Task`."""
         return self.levels is not None
 
     def problems(self, split: Split) -> LazyProblems:
-        """See `Task.problems`."""
         self._items(split, self._level(split, 0))  # what cannot be made is said now
         return LazyProblems(partial(self._problem, split), range(self._num(split)))
 
     def score(self, problem: Problem, text: str) -> Score:
-        """See the table of the class. The generator makes the problem again, because its scorer wants to see it.
-
-        Raises:
-            ScoreError: it made another problem than the one that was asked.
-        """
+        """The generator makes the problem again, because its scorer wants to see it."""
         answer = ANSWERS[self.answer_in](text)
         correctness = 0.0 if answer is None else self._correctness(problem, answer.strip())
         parts = {"correct": correctness, "format": 0.0 if answer is None else self.format_weight}

@@ -52,9 +52,6 @@ def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
         name: the Hub configuration of the data set; in a local folder, the subfolder of this name is read if it exists.
         spec: `train`, `train[:-500]`.
         key: the setting that `spec` is the value of, for error messages.
-
-    Raises:
-        ConfigError: the data cannot be read, or the slice is empty.
     """
     match = _SPLIT_SPEC.fullmatch(spec)
     assert match is not None  # see `RowTask`
@@ -213,16 +210,8 @@ class RowTask(ABC):
     """A task, less `score`, whose subclass says what problem a row is.
 
     Ids are `train-i` and `eval-i`, where i is the row's number in its split, from 0. The first call of `problems` reads
-    the rows, once.
-
-    Args:
-        path, name, train_split: see `read_split`.
-        eval_split: the split to evaluate on; None is `test` or `validation`, or without these `eval_frac` of the
-            rows of `train_split`, those whose prompts come first in the order of a fixed hash, each prompt once.
-        system_prompt: the system message, or None for no system message.
-
-    Raises:
-        ConfigError: a value is malformed. `problems` raises it if the data cannot be read or a row is malformed.
+    the rows, once. Without a split for evaluation, those rows are held out whose prompts come first in the order of a
+    fixed hash, each prompt once.
     """
 
     path: str

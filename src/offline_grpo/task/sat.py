@@ -78,16 +78,8 @@ class SAT:
 
     The reward is their sum, from -0.2 (no block) to 1.135.
 
-    Args:
-        difficulty: d in [0, 1] for every problem, or None to derive d from the seed.
-        max_solution_frac: the largest fraction of all 2^k assignments that may solve a problem, in (0, 1), or None for
-            the formula as drawn. It bounds the success rate of random guessing. Clauses that would leave no solution
-            are redrawn, and clauses are added until few enough solutions remain. So problems are always solvable, but
-            may be longer than `size_range` says.
-        system_prompt: the system message, or None for no system message.
-
-    Raises:
-        ConfigError: a value is out of range, or problems of this difficulty cannot have so few solutions.
+    With `max_solution_frac`, clauses that would leave no solution are redrawn, and clauses are added until few enough
+    solutions remain. So problems are always solvable, but may be longer than `size_range` says.
     """
 
     difficulty: float | None

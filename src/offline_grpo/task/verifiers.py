@@ -75,18 +75,7 @@ def opening(data: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Verifiers(Episodes):
-    """The tasks of a taskset. `Score.parts` are its rewards with their weights, and `Score.measured` its metrics.
-
-    Args:
-        verifiers: `id`, of the taskset, and its other settings: `[env.taskset]` of verifiers.
-        eval_verifiers: those that are others in evaluations; None: `eval_frac` of the tasks are held out.
-        env: the rest of `[env]`, such as `agent`. Where it says nothing else, an agent without a harness of its own
-            chats in the worker's process, and runs on this machine.
-        max_tasks: how many tasks are read.
-
-    Raises:
-        ConfigError: the taskset cannot be loaded, or several of its agents would be the policy.
-    """
+    """The tasks of a taskset. `Score.parts` are its rewards with their weights, and `Score.measured` its metrics."""
 
     verifiers: Mapping[str, Any]
     eval_verifiers: Mapping[str, Any] | None
@@ -104,7 +93,6 @@ class Verifiers(Episodes):
         _ = self._envs
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """See `Task.problems`."""
         return self._splits[split]
 
     @cached_property
@@ -152,7 +140,6 @@ class Verifiers(Episodes):
         return found
 
     def play(self, problem: Problem, chat: Chat) -> Score:
-        """See `Task`."""
         seed_globally(chat.seed)
         env = self._envs[Split(problem.fields["split"])]
         kind: Any = type(env.taskset).task_type()
