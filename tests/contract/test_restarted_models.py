@@ -34,14 +34,7 @@ def saved(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [
-        ("qwen2_5_vl", "lora_restart"),
-        ("gemma3", "restart"),
-        ("qwen2_audio", "restart"),
-        ("qwen2_moe", "restart"),
-        ("qwen3_moe", "restart"),
-        ("gpt_oss", "restart"),
-    ],
+    [("qwen2_5_vl", "lora_restart"), ("qwen2_audio", "restart"), ("qwen2_moe", "restart"), ("gpt_oss", "restart")],
 )
 def test_a_restarted_server_has_what_was_trained(name: str, option: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "model")

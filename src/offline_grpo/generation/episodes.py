@@ -51,6 +51,7 @@ class Episode:
     base_url: str = ""
     api_key: str = ""
     open: set[Future[Reply]] = field(default_factory=set)
+    is_cancelled: bool = False
     _replied_s: float = field(default_factory=time.monotonic)
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Schema], longest: int | None = None) -> Future[Reply]:
@@ -59,6 +60,8 @@ class Episode:
         self.open.add(question.reply)
         question.reply.add_done_callback(self._replied)
         self.events.put((self, question))
+        if self.is_cancelled:  # nobody reads the events any more
+            question.reply.cancel()
         return question.reply
 
     def _replied(self, reply: Future[Reply]) -> None:
@@ -110,6 +113,7 @@ class Episode:
 
     def cancel(self) -> None:
         """End the program, as far as it can be ended."""
+        self.is_cancelled = True
         self.score.cancel()
         self._cancel_open()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -16,8 +18,9 @@ import pytest
 from players import CODEC, EOS, SAMPLING, InProcess, Server, answer, ids, isolated, problem_of, sampled
 from worlds import environment
 
-from offline_grpo.errors import ScoreError
+from offline_grpo.errors import EngineDied, ScoreError
 from offline_grpo.generation.dialogue import Dialogue
+from offline_grpo.generation.episodes import Episode
 from offline_grpo.generation.sample import sample_groups
 from offline_grpo.task.mixture import Mixture
 from offline_grpo.types import (
@@ -139,6 +142,35 @@ def test_retries_and_rewritten_histories_are_other_sequences() -> None:
     rollout = dialogue.rollout(Score(0.0, False, {}))
     assert rollout.token_ids[: len(more.prompt_ids)] == more.prompt_ids
     assert rollout.score.measured["dropped_tokens"] == len(answer(first).token_ids) + len(answer(other).token_ids)
+
+
+def test_an_engine_that_dies_between_two_turns_costs_nothing() -> None:
+    """Its error reaches the loop, which samples again."""
+
+    class Mortal(Server):
+        num_left = 10
+
+        async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+            self.num_left -= 1
+            if self.num_left < 0:
+                raise EngineDied("gone")
+            return await super().ask(request, sampling)
+
+    task, client = environment(), Mortal()
+    problems = [problem_of(task, turns=turns) for turns in (3, 1, 4)]
+    with pytest.raises(EngineDied):
+        sampled(client, task, problems)
+    client.num_left = 1000
+    assert sampled(client, task, problems) == sampled(Server(), task, problems)
+    client.close()
+
+
+def test_a_program_that_asks_after_its_end_does_not_wait_for_ever() -> None:
+    dialogue = Dialogue(CODEC.chat, SAMPLING, RULES, [1, 5], 7)
+    episode = Episode(problem_of(environment()), 7, dialogue, SimpleQueue())
+    episode.score = Future()
+    episode.cancel()
+    assert episode.ask([user("1+1=")], ()).cancelled()
 
 
 def test_an_episode_without_a_turn_is_its_prompt() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 import sys
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,27 +12,10 @@ import numpy as np
 import pytest
 
 from offline_grpo.errors import ScoreError
-from offline_grpo.generation import judging
 from offline_grpo.generation.judging import Judgement
 from offline_grpo.types import Problem, Score
 
 PROBLEM = Problem("train-3", ({"role": "user", "content": "1+1="},), "2")
-
-
-class Slow:
-    async def score(self, problem: Problem, text: str) -> Score:
-        await asyncio.sleep(0.3)
-        return Score(1.0, True, {})
-
-
-class Nested(Slow):
-    """Like several reward functions, whose coroutines another one awaits."""
-
-    def score(self, problem: Problem, text: str) -> Any:
-        return self._awaits(super().score(problem, text))
-
-    async def _awaits(self, score: Any) -> Score:
-        return await score
 
 
 def judge(task: Any, text: str) -> Score:
@@ -74,15 +55,3 @@ def test_an_async_score_that_exits_costs_the_others_nothing() -> None:
     with pytest.raises(ScoreError, match=r"^a completion cannot be scored, SystemExit: 3 .*completion 'exits'"):
         judgements[1].result()
     assert judge(Exits(), "fine").reward == 1.0
-
-
-def test_scores_that_are_cancelled_before_they_are_awaited_are_closed() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        judgements = [Judgement(Nested(), PROBLEM, "any") for _ in range(judging.MAX_CONCURRENT + 8)]
-        for judgement in judgements:
-            judgement.future.cancel()
-        assert judge(Slow(), "later").reward == 1.0
-        del judgements, judgement
-        gc.collect()
-    assert not [each for each in map(str, caught) if "never awaited" in each]

@@ -9,7 +9,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, invert_cdf, uniforms
-from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import FinishReason
 
 CPU = torch.device("cpu")
@@ -31,16 +30,6 @@ def test_the_largest_random_number_never_picks_a_filtered_token(total: float) ->
     assert invert_cdf(probs, torch.tensor([0.0])).item() == 1
 
 
-def test_tokens_come_with_their_probabilities() -> None:
-    weights = torch.tensor([5.0, 1.0, 0.0, 3.0, 0.5, 0.5])
-    picks = invert_cdf((weights / 10).expand(20_000, 6), uniforms([7], 20_000)[0])
-    counts = torch.bincount(picks, minlength=6)
-    assert counts[2] == 0
-    expected = weights[weights > 0] * 2_000
-    chi_square = ((counts[weights > 0] - expected) ** 2 / expected).sum().item()
-    assert chi_square < 18.5  # 4 degrees of freedom, p = 0.001
-
-
 def test_random_numbers_are_those_of_a_philox_generator_with_the_seed_as_its_key() -> None:
     for seed in (0, 2**63 - 1, 2**64 + 7, 2**128 - 1):
         alone = np.random.Generator(np.random.Philox(key=seed)).random(9, dtype=np.float32)
@@ -54,13 +43,6 @@ def test_sampler_records_the_sampling_distribution_and_forces_its_token() -> Non
     assert forced.argmax(-1).tolist() == draws.token_ids[:, 0].tolist() == [2, 1]
     total = math.e + math.e**2 + 1
     assert draws.logprobs[:, 0].tolist() == pytest.approx([-math.log(total), -math.log(4)], abs=1e-6)
-
-
-def test_greedy_takes_the_most_probable_token() -> None:
-    draws = Draws([1], CPU)
-    SeededSampler(draws, None)(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[0.0, math.log(3), 0.0]]))
-    assert draws.token_ids.tolist() == [[1]]
-    assert draws.logprobs.item() == pytest.approx(math.log(3 / 5), abs=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -105,15 +87,3 @@ def test_stop_strings_of_a_byte_level_tokenizer(stop: str, num_tokens: int) -> N
         ends(token_ids[:, : step + 1], None)
     assert draws.num_tokens.tolist() == [num_tokens, 7]
     assert draws.ended.tolist() == [stop != "#\u00e9", False]
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
-    [
-        ("a#b#c", ["#"], "a"),
-        ("a b", ["#"], "a b"),
-        ("4\n\nQ: 2", ["Q:", "\n\n"], "4"),
-    ],
-)
-def test_cut_at_stop(text: str, stop: list[str], expected: str) -> None:
-    assert cut_at_stop(text, stop) == expected

@@ -89,15 +89,6 @@ def test_a_terminal_shows_progress_metrics_phase_and_last_evaluation() -> None:
     assert "Step 999/1000\n  Loss: -0.012300, Grad norm: 0.5000\n" in stream.getvalue()
 
 
-def test_loading_is_shown_before_the_run_starts_and_vanishes_if_it_never_does() -> None:
-    logger, stream = logger_on(terminal=True)
-    logger.phase("load model", -1)
-    assert drawn(logger)[-1].strip(" ⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏") == "load model  0:00:00"
-    logger.close()
-    assert stream.getvalue().endswith("\x1b[1A\x1b[2K"), "the line is erased"
-    assert stream.getvalue().count(HIDE_CURSOR) == stream.getvalue().count(SHOW_CURSOR) == 1
-
-
 @pytest.mark.parametrize(("early", "last_word"), [({}, "stopped"), ({"stopped_early": 1.0}, "done")])
 def test_the_cursor_comes_back_however_the_run_ends(early: dict[str, float], last_word: str) -> None:
     logger, stream = logger_on(terminal=True)

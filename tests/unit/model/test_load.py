@@ -23,6 +23,7 @@ from offline_grpo.model.load import (
     prepare,
     read_model_config,
 )
+from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
 from offline_grpo.model.scoring import Scoring
@@ -60,11 +61,12 @@ def load(folder: Path) -> Policy:
 
 
 def test_it_loads_and_scores_as_it_was_saved(tmp_path: Path):
-    model = ZOO["bloom"].build()
+    """A model that divides its logits by 7."""
+    model = ZOO["granite"].build(logits_scaling=7.0)
     model.save_pretrained(tmp_path)
     build_char_tokenizer(64).save_pretrained(tmp_path)
     policy = load(tmp_path)
-    scoring = Scoring(model, policy.scoring.layout, policy.scoring.head, logits=policy.scoring.logits)
+    scoring = Scoring(model, policy.scoring.layout, policy.scoring.head, logits=measure_logit_transform(model))
     batch = build_batch([make_rollout([5, 6, 7], [8, 9, 10]), make_rollout([5, 6, 7], [11])], mask_truncated=False)
     assert torch.equal(policy.logprobs(batch), scoring.logprobs(batch))
 

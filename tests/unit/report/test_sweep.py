@@ -88,22 +88,6 @@ def test_a_run_that_was_changed_on_its_way_is_another_configuration(tmp_path: Pa
     assert rows == [["| lr=0.1", "0 2"], ["| lr=0.3, then 0.2, then 0.1", "1"]]
 
 
-def test_no_line_of_the_table_is_wider_than_the_terminal_and_nothing_is_cut(tmp_path: Path) -> None:
-    long = ["train.loss.importance_correction=token_truncate", f"model.train_id=/models/{'long/' * 20}end"]
-    for i in range(12):
-        words = [*long, f"seed={i % 6}", f"train.lr={i // 6}e-6"]
-        make_run(tmp_path / str(i), words, [0.25, 0.5 + i / 100], num_train=1 if i == 5 else 2)
-    make_run(tmp_path / "12", ["task=sat"], [0.25, 1.0], num_train=2)
-    lines = [line for line in printed(tmp_path) if not line.startswith(str(tmp_path))]
-    assert max(map(len, lines)) <= 80
-    text = "".join("".join(line.split("  ")[0].strip() for line in lines).split())
-    for word in ("importance_correction=token_truncate", f"train_id=/models/{'long/' * 20}end", "task=sat"):
-        assert word in text
-    assert sum(line.count("[0.") for line in lines) == 3, "an interval for each configuration"
-    assert "run 5: stopped at 1/2, not in the mean" in lines
-    assert any("0 1 2 3 4 (5)" in line for line in lines)
-
-
 def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
     """Curves are means over seeds, the best on top; single runs and intervals stand at the end."""
     finals = {"a": (0.5, 0.7), "b": (0.5, 0.7), "c": (0.1, 0.2)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -71,22 +70,6 @@ def test_the_settings_of_evaluations_come_before_those_of_training(tmp_path: Pat
     client, _ = evaluation(f"{SERVED} {TUNED} eval.base_url={OTHER} {own}", tmp_path)
     assert isinstance(client, VllmClient)
     assert (client.batch_size, client.timeout_s, client.max_retries) == (3, 9, 2)
-
-
-class EchoServer(VllmClient):
-    """A client from outside the package, which needs some of the objects that only exist at run time."""
-
-    def __init__(self, *, server: Any, eos_ids: Any, vocab_size: int, patience_s: float) -> None:
-        own = {"batch_size": 1, "timeout_s": patience_s, "max_retries": 0}
-        super().__init__(server=server, eos_ids=eos_ids, vocab_size=vocab_size, **own)
-
-
-def test_a_client_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One class and its settings: whether it asks a server, its `engine_name` says."""
-    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(EchoServer=EchoServer, __spec__=None))
-    own = "{_target_:mine.EchoServer,patience_s:7}"
-    client, sync = evaluation(f"eval.backend={own} eval.base_url={DEAD}", tmp_path)
-    assert (type(client), client.timeout_s, client.server.base_url, type(sync)) == (EchoServer, 7, DEAD, Reload)
 
 
 def test_clients_that_cannot_sample_evaluations_are_refused() -> None:

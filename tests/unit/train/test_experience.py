@@ -122,19 +122,6 @@ def test_only_tokens_of_high_entropy_get_an_advantage(tmp_path):
     assert batch.advantages[batch.completion_mask].nonzero().flatten().tolist() == sorted(highest.tolist())
 
 
-def test_given_advantages_of_rollouts_that_are_to_get_none_do_not_count(tmp_path):
-    rows = ((0.0, 7.0, 7.0), (0.0, -3.0, -3.0))
-    first, second = (make_rollout([4], [3, 2]) for _ in rows)
-    updater, none = make_updater(tmp_path), {"zero_advantage": True}
-    _, _, metrics = prepare_batch([group(first, replace(second, **none), advantages=rows)], updater, updater.config)
-    names = ("advantage_mean", "num_advantages_positive", "num_advantages_negative")
-    assert [metrics[name] for name in names] == [3.5, 2, 0]
-    zeroed = group(replace(first, **none), replace(second, **none), advantages=rows)
-    batch, _, metrics = prepare_batch([zeroed], updater, updater.config)
-    assert batch is None
-    assert metrics["num_groups_zero_signal"] == 1
-
-
 @pytest.mark.parametrize(
     ("settings", "rewards", "trained"),
     [  # groups of two; updates of 2 sequences, of 4, or so many that share all

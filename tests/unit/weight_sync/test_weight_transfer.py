@@ -71,30 +71,6 @@ def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
     assert (moved.num_tensors, moved.num_bytes) == (len(parameters), sum(p.nbytes for p in parameters.values()))
 
 
-def test_all_servers_get_what_was_read_once(tmp_path: Path) -> None:
-    """Reading takes a gather where the weights are spread over processes."""
-    policy = make_policy(make_qwen2())
-    num_reads = 0
-
-    def read(policy: Policy) -> Iterator[Named]:
-        nonlocal num_reads
-        num_reads += 1
-        return full_weights(policy)
-
-    with (
-        ScriptedServer(lambda _: Reply({"results": [None]})) as web,
-        ScriptedServer(lambda _: Reply({"results": [None]})) as other,
-    ):
-        engines = [engine_at(one.base_url, tmp_path) for one in (web, other)]
-        sync = make()
-        with sync.staged(Snapshot(policy, read, engines[0]), 5) as staged:
-            sync.deliver(engines, staged)
-        first, second = ([(request.path, request.body) for request in one.requests] for one in (web, other))
-    assert first == second
-    assert len(first) == 6
-    assert num_reads == 1
-
-
 # Broadcasts
 
 
