@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
+from pydantic_core import from_json
 
 from offline_grpo.errors import EngineError, require
 
@@ -90,7 +91,7 @@ def checked(response: httpx.Response) -> httpx.Response:
 def read(response: httpx.Response, reader: Callable[[Any], T]) -> T:
     """What `reader` makes of the parsed JSON. Raises EngineError where the answer is no JSON, or `reader` fails."""
     try:
-        return reader(json.loads(response.content))
+        return reader(from_json(response.content))  # three times as fast as json: an answer has 100 KB and more
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         why = f"a malformed answer ({type(error).__name__}: {str(error)[:200]}): {response.content[:200]!r}"
         raise EngineError(f"{response.url}: {why}; is that the right server, with no proxy in between?") from error
