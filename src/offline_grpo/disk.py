@@ -37,13 +37,7 @@ def utf8(text: str) -> str:
 
 def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -> None:
     """Write a file that appears complete or not at all, also if the power fails: what it is called until then, `sweep`
-    deletes.
-
-    Args:
-        is_private: other users of the machine cannot read it.
-
-    Raises:
-        OSError: it cannot be written; nothing new is left behind.
+    deletes. `is_private`: other users of the machine cannot read it.
     """
     hidden, mode = path.with_name(f".{path.name}{UNFINISHED}"), 0o600 if is_private else 0o666
     try:
@@ -94,7 +88,6 @@ class OwnFolder:
                 os.close(self._lock)
 
     def remove(self) -> None:
-        """Delete the folder. Called once."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -106,12 +99,8 @@ class OwnFolder:
 
 
 def build_once(folder: Path, prefix: str, build: Callable[[Path], None], step: tuple[str, str]) -> Path:
-    """Let `build` fill a new folder that becomes `folder`, unless that exists. It appears complete or not at all, also
-    when several processes build it at the same time.
-
-    Args:
-        prefix: of the folder's name until then.
-        step: name and text of the step, for `progress`.
+    """Let `build` fill a new folder, called `prefix...` until it becomes `folder`, unless that exists. It appears
+    complete or not at all, also when several processes build it at the same time. `step`: see `progress.step`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_left_behind(folder.parent, prefix)

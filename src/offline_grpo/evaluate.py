@@ -37,7 +37,6 @@ OF_TRAINING = ("train", "rollouts", "weight_sync", "checkpoint", "logger", "samp
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.evaluate", description=__doc__, epilog=EPILOG)
     about = "checkpoint, run, model folder, adapter or Hub id; or a setting"
     parser.add_argument("words", metavar="MODEL|KEY=VALUE", nargs="+", help=about)

@@ -21,22 +21,14 @@ PACKAGES = ("offline-grpo", "torch", "transformers", "peft")
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.export", description=__doc__)
-    parser.add_argument(
-        "model",
-        metavar="CHECKPOINT",
-        help="checkpoints/iter_NNN, a run folder (its best or newest checkpoint), or an adapter",
-    )
+    about = "checkpoints/iter_NNN, a run folder (its best or newest checkpoint), or an adapter"
+    parser.add_argument("model", metavar="CHECKPOINT", help=about)
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write; new or empty")
-    parser.add_argument(
-        "--merge",
-        action=argparse.BooleanOptionalAction,
-        help="add an adapter to its base (the default), or write the adapter alone",
-    )
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="format of the weights; as trained if left out"
-    )
+    about = "add an adapter to its base (the default), or write the adapter alone"
+    parser.add_argument("--merge", action=argparse.BooleanOptionalAction, help=about)
+    about = "format of the weights; as trained if left out"
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help=about)
     parser.add_argument("--push-to-hub", metavar="USER/MODEL", help="upload the folder to the Hugging Face Hub too")
     parser.add_argument("--private", action="store_true", help="make the new repository on the Hub private")
     cli.add_trust_option(parser)
@@ -58,9 +50,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     disable_progress_bar()
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     if options.merge is not None and source.adapter is None:
-        raise ConfigError(
-            f"--{'' if options.merge else 'no-'}merge: {options.model} is a whole model, not an adapter; leave it out"
-        )
+        option = "--merge" if options.merge else "--no-merge"
+        raise ConfigError(f"{option}: {options.model} is a whole model, not an adapter; leave it out")
     merge = options.merge is not False
     model = (source.config or {}).get("model", {})
     drawn = None if source.run_folder is None else source.run_folder / "report.png"

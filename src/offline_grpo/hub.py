@@ -32,11 +32,8 @@ def is_model_id(name: str) -> bool:
 
 
 def need_model(name: str, key: str) -> None:
-    """Make sure that a model is a local folder, or can be had from the Hub or the cache. Where the Hub cannot be
-    reached, this process and those that it starts use the cache alone from then on.
-
-    Raises:
-        ConfigError: a local file; or the Hub cannot be reached, and the cache does not have the model's config.json.
+    """Raise ConfigError unless a model is a local folder, or can be had from the Hub or the cache. Where the Hub cannot
+    be reached, this process and those that it starts use the cache alone from then on.
     """
     require(not os.path.isfile(name), key, name, "is a file; give the folder of a model, or a Hugging Face id")
     if is_model_id(name):

@@ -54,7 +54,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.model_info", description=__doc__)
     text = "checkpoint, run folder, model folder or Hub id; no weights are read"
     parser.add_argument("model", metavar="MODEL", help=text)

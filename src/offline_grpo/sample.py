@@ -17,7 +17,6 @@ DEFAULT_LENGTH = 256
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.sample", description=__doc__)
     about = "checkpoint, run folder (its best or newest checkpoint), model folder, adapter or Hub id"
     parser.add_argument("model", metavar="MODEL", help=about)

@@ -45,12 +45,8 @@ PARTS = "parts.pt"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointer:
-    """Writes a run's checkpoints into `folder`, and restores updater, master weights and milestones from them.
-
-    Args:
-        config: the resolved configuration, saved in each checkpoint.
-        format: "full", or "sharded": tensors that are spread over processes are written by all of them. The model
-            is whole in both.
+    """Writes a run's checkpoints into `folder`, and restores updater, master weights and milestones from them. With the
+    format "sharded", tensors that are spread over processes are written by all of them. The model is always whole.
     """
 
     folder: Path
@@ -142,10 +138,7 @@ class Checkpointer:
 
     def restore(self, checkpoint: Path) -> TrainerState:
         """Load optimizer, master weights, counters and milestones (the model itself was loaded from the same folder).
-
-        Raises:
-            CheckpointError: the folder is not a checkpoint of this pipeline.
-            ValueError: it is one of another model.
+        Raises ValueError for a checkpoint of another model.
         """
         record, trainer = read_state(checkpoint), checkpoint / "trainer"
         tensors = self._read_parts(trainer) if (trainer / PARTS).exists() else self._read_whole(trainer)

@@ -33,19 +33,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The content of `trainer/state.json`.
-
-    Args:
-        source: what `Source.state_dict` returned.
-        config: the resolved configuration of the run.
-    """
+    """The content of `trainer/state.json`."""
 
     iteration: int
     counters: UpdateCounters
     lr_schedule: LrSchedule
-    source: dict[str, Any]
+    source: dict[str, Any]  # what `Source.state_dict` returned
     milestones: dict[str, Watch]
-    config: dict[str, Any]
+    config: dict[str, Any]  # the resolved configuration of the run
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -53,10 +48,8 @@ class TrainerState:
 
 
 def read_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
-    """`trainer/state.json` of a checkpoint, which the setting `key` names.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or of another format.
+    """`trainer/state.json` of a checkpoint, which the setting `key` names. Raises CheckpointError if it is missing,
+    damaged, or of another format.
     """
     try:
         record = json.loads((checkpoint / STATE).read_text())
@@ -92,11 +85,7 @@ def latest_state(folder: Path) -> TrainerState | None:
 
 
 def verified_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:
-    """`read_state`, of a checkpoint whose files are all as they were written. Reads every file once.
-
-    Raises:
-        CheckpointError: as `read_state`, or a file is damaged.
-    """
+    """`read_state`, of a checkpoint whose files are all as they were written: reads them. Raises CheckpointError."""
     state = read_state(checkpoint, key=key)
     _check_files(checkpoint, key)
     return state
@@ -112,11 +101,7 @@ def check_model_folder(name: str, key: str) -> None:
 
 
 def newest_sound(folder: Path) -> tuple[Path, TrainerState]:
-    """The newest checkpoint in a run's `checkpoints` folder that is as it was written. Warns of damaged ones.
-
-    Raises:
-        CheckpointError: none of them is sound.
-    """
+    """The newest checkpoint in a run's `checkpoints` folder that is as it was written. Warns of damaged ones."""
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
             return checkpoint, verified_state(checkpoint)

@@ -66,10 +66,7 @@ class Parts:
 
     def like(self, target: Tensor, value: Any) -> Any:
         """This process's rows of the saved tensor that `value` names, all of them if `target` is whole; other values as
-        they are.
-
-        Raises:
-            ValueError: rows that are missing, or of another shape.
+        they are. Raises ValueError for rows that are missing, or of another shape.
         """
         if not (isinstance(value, str) and value.startswith(PART)):
             return value

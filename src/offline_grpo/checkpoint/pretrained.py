@@ -32,23 +32,14 @@ KEY = "MODEL"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is, found but not loaded.
+    """Where a model is, found but not loaded."""
 
-    Args:
-        name: as it was given.
-        weights: folder or Hub id of a causal language model; of an adapter, that of its base.
-        adapter: folder or Hub id of a peft adapter; None for a whole model.
-        checkpoint: the folder of one that a run wrote, None for a model from elsewhere.
-        state: its `trainer/state.json`.
-        trust_remote_code: execute Python code that comes with the model.
-    """
-
-    name: str
-    weights: str
-    adapter: str | None
-    checkpoint: Path | None
-    state: TrainerState | None
-    trust_remote_code: bool
+    name: str  # as it was given
+    weights: str  # folder or Hub id of a causal language model; of an adapter, that of its base
+    adapter: str | None  # folder or Hub id of a peft adapter; None for a whole model
+    checkpoint: Path | None  # the folder of one that a run wrote, None for a model from elsewhere
+    state: TrainerState | None  # its `trainer/state.json`
+    trust_remote_code: bool  # execute Python code that comes with the model
 
     @property
     def run_folder(self) -> Path | None:
@@ -91,9 +82,6 @@ class ModelSource:
             dtype: None is that of the run that trained it; of another model, that of its weights.
             merge: add an adapter to the base's weights, in fp32, and round the sum to `dtype` once. The base is that of
                 its files then, never a quantised one.
-
-        Raises:
-            ConfigError: the weights cannot be loaded.
         """
         make_current(device)
         how: Any = {"key": KEY, "trust_remote_code": self.trust_remote_code}
@@ -111,9 +99,7 @@ class ModelSource:
 
 def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     """Find out what `name` is. Of a run folder, the best checkpoint is taken if the run kept it, else the newest.
-
-    Args:
-        trust_remote_code: execute Python code that comes with the model; never taken from a checkpoint's own settings.
+    `trust_remote_code` is never taken from a checkpoint's own settings.
 
     Raises:
         ConfigError: no model has this name, or it cannot be reached.
@@ -125,9 +111,8 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
         best = folder / "checkpoints" / BEST
         found = best if best.exists() else latest_checkpoint(folder / "checkpoints")
         if found is None:
-            raise ConfigError(
-                f"{KEY}={name}: a run without a checkpoint; give a checkpoint, a model folder or a Hugging Face id"
-            )
+            fix = "a run without a checkpoint; give a checkpoint, a model folder or a Hugging Face id"
+            raise ConfigError(f"{KEY}={name}: {fix}")
         folder = found
     checkpoint = folder.resolve() if is_run or os.path.lexists(folder / "trainer") else None
     state = verified_state(checkpoint, key=KEY) if checkpoint is not None else None
@@ -160,9 +145,6 @@ def export_model(
         dtype: format of the weights, None leaves it as it was trained.
         card: what README.md will say.
         picture: a file that the card shows.
-
-    Raises:
-        ConfigError: `out` is in the way, the settings contradict each other, or an adapter is not whole.
     """
     require_new(out, f"OUT={out}")
     is_merged = source.adapter is not None and merge

@@ -57,9 +57,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
     """For commands that load a model."""
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="execute Python code that comes with the model"
-    )
+    about = "execute Python code that comes with the model"
+    parser.add_argument("--trust-remote-code", action="store_true", help=about)
 
 
 def leave(error: BaseException) -> NoReturn:
