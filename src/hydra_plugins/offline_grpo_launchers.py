@@ -40,17 +40,10 @@ class SideBySideLauncher(Launcher):
     """
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """See `Launcher.setup`."""
         self._context, self._function, self._config = hydra_context, task_function, config
         self._folder = Path(config.hydra.sweep.dir)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """See `Launcher.launch`.
-
-        Raises:
-            ConfigError: the cluster is not there, or none of its machines has room for a run.
-            StopRequested: a signal arrived; the runs have been stopped.
-        """
         from offline_grpo.errors import GrpoError, StopRequested
         from offline_grpo.run.main import say_how_to_resume_sweep
         from offline_grpo.run.run_dir import discard_fresh

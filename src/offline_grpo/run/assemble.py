@@ -29,10 +29,7 @@ from offline_grpo.run.config import fresh_schedule
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.plan import Plan, Start
 from offline_grpo.run.prompts import check_model, codec_of
-from offline_grpo.run.serving import (
-    deployments,
-    loads_onto_servers_gpu,
-)
+from offline_grpo.run.serving import deployments, loads_onto_servers_gpu
 from offline_grpo.run.signals import StopSignal
 from offline_grpo.run.task_data import TaskData, records, source_node
 from offline_grpo.run.teacher import load_teacher
@@ -49,11 +46,7 @@ from offline_grpo.weight_sync.in_process import prove_sampling
 def assemble(
     start: Start, begun: Begun, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack
 ) -> tuple[Loop, TaskData, TrainerState | None]:
-    """The loop, its problems, and what the checkpoint said, None for a new run.
-
-    Args:
-        stack: gets what has to be let go of on every way out.
-    """
+    """The loop, its problems, and what the checkpoint said, None for a new run. `stack` ends what has to end."""
     ranks, config, folder = start.ranks, start.plan.config, start.run_dir.path
     plan, devices, model_id, servers = begun
     checkpoint = start.resume.checkpoint if start.resume is not None else None
@@ -202,9 +195,7 @@ def _source(
     run_folder: Path,
     origin: Origin,
 ) -> Source:
-    """The component of the group `rollouts`, connected to the client that it samples from. `problems` is left out for a
-    source that needs none.
-    """
+    """The component of the group `rollouts`, connected to the client that it samples from."""
     runtime = {
         "client": client,
         "task": plan.data.task,

@@ -66,16 +66,14 @@ def warnings(plan: Plan) -> Iterator[str]:
     is_tiny = config.model.train_id is None and config.model.gguf_file is None
     if plan.sampling.max_new_tokens <= TINY_ANSWER and not is_tiny:
         yield (
-            f"generation.max_new_tokens={plan.sampling.max_new_tokens}: too short for most models; the defaults of "
-            f"that, of train.lr and of num_threads suit model=tiny, and usual for others are 256, 1e-6 (LoRA: 1e-5) "
-            f"and null"
+            f"generation.max_new_tokens={plan.sampling.max_new_tokens}: too short for most models; this, train.lr and "
+            "num_threads suit model=tiny by default, and usual for others are 256, 1e-6 (LoRA: 1e-5) and null"
         )
     if interval > 1 and plan.loss.ratio_reference != "rollout":
         age = _counted(interval - 1, "iteration")
         yield (
             f"weight_sync.interval={interval}: rollouts may be sampled with weights up to {age} old, and the clip does "
-            "not limit that; to clip it, use train.loss.ratio_reference=rollout "
-            "train.loss.importance_correction=none"
+            "not limit that; to clip it: train.loss.ratio_reference=rollout train.loss.importance_correction=none"
         )
     num_updates = train.iterations * plan.config.planned_updates
     if train.warmup_steps >= num_updates:

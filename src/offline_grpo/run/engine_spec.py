@@ -29,24 +29,14 @@ EVAL_BACKENDS = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A client and its servers, before any of them exists.
+    """A client and its servers, before any of them exists."""
 
-    Args:
-        client_node: `_target_` and settings of the rollout client.
-        base_urls: of external servers; empty where the run starts them, or needs none.
-        api_key: of the servers. Managed ones without a configured key get a random one, so that nobody else on the
-            machine controls them.
-        launcher: starts managed servers; None where none is started.
-        key: the group that the client's settings come from, for messages.
-        num_managed: servers that the run starts.
-    """
-
-    client_node: Mapping[str, Any]
-    base_urls: Sequence[str]
-    api_key: str | None = field(repr=False)
-    launcher: Launcher | None
-    key: str
-    num_managed: int = 0
+    client_node: Mapping[str, Any]  # `_target_` and settings of the rollout client
+    base_urls: Sequence[str]  # of external servers; empty where the run starts them, or needs none
+    api_key: str | None = field(repr=False)  # of the servers; managed ones always have one
+    launcher: Launcher | None  # starts managed servers; None where none is started
+    key: str  # the group that the client's settings come from
+    num_managed: int = 0  # servers that the run starts
 
     @property
     def base_url(self) -> str | None:
@@ -111,6 +101,7 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
     of_iteration = -(-config.data.problems_per_iteration // num_engines)
     num_requests = min(client_node.get("batch_size", of_iteration), of_iteration)
     launcher = launcher.expecting(num_requests * config.data.rollouts_per_problem)
+    # so that nobody else on the machine controls the servers
     launcher = replace(launcher, api_key=launcher.api_key or secrets.token_hex(32))
     return replace(spec, api_key=launcher.api_key, launcher=launcher, num_managed=num_engines)
 

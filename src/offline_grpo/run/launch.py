@@ -25,10 +25,7 @@ def num_processes() -> int:
 
 def start_missing_processes() -> None:
     """Replace this process with N torchrun processes, if `accelerate launch` was asked for N processes and started only
-    this one.
-
-    accelerate 1.15 uses `--num_processes` only if it finds several accelerators or an MPI launcher; otherwise it runs
-    the script once, without a warning. Does nothing under any other launcher, or on a machine with a GPU.
+    this one: accelerate 1.15 does so, without a warning, unless it finds several accelerators or an MPI launcher.
     """
     if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
         return

@@ -16,9 +16,6 @@ from rich.console import Console
 class ToTerminal(logging.Handler):
     """Prints plain lines, above the live display while there is one, and breaks them between words alone: a path stays
     in one piece. Lines for run.log alone (`progress.LOG_ALONE`) are left out.
-
-    Args:
-        console: the one of the process if left out.
     """
 
     def __init__(self, console: Console | None = None) -> None:

@@ -50,9 +50,7 @@ def _check_teacher(plan: Plan) -> None:
         return
     fix = "name a model (folder or Hub id), or the URL of a vLLM server; null is for rollouts that were scored before"
     require(teacher is not None, "train.advantage.teacher", "null", fix)
-    fix = (
-        "a server tells its logprobs at temperature 1, whatever it is asked; use 1, or load the teacher here by its id"
-    )
+    fix = "a server tells its logprobs at temperature 1 alone; use 1, or load the teacher here by its id"
     is_right = not is_url(teacher) or plan.sampling.temperature == 1.0
     require(is_right, "generation.temperature", plan.sampling.temperature, fix)
 
@@ -149,10 +147,8 @@ def _check_metrics(plan: Plan) -> None:
 
 def idle_overrides(overrides: Sequence[str], rollouts: DictConfig, plan: Plan) -> Iterator[str]:
     """A line for each override of the command line that would do nothing in this run. Values from files are let
-    through: those of a preset are meant for runs that start a server too.
-
-    Args:
-        rollouts: the group with its interpolations, which say what a source reads of other groups.
+    through: those of a preset are meant for runs that start a server too. `rollouts`: the group with its
+    interpolations, which say what a source reads of other groups.
     """
     engine, placement = plan.engine, plan.config.placement
     if engine.launcher is None:

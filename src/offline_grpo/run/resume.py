@@ -181,11 +181,10 @@ def checked(
         has_ended = point.num_done >= state.config["train"]["iterations"] and state.lr_schedule.kind != "constant"
         is_longer = config.train.iterations > point.num_done  # else only its last evaluation is left
         if has_ended and is_longer and SCHEDULE.isdisjoint(asked):
-            ended = f"the {state.lr_schedule.kind} schedule of the learning rate has ended"
+            kind, end = state.lr_schedule.kind, config.train.iterations
             fix = "set a new one, such as train.lr=1e-4 (it falls to 0 again, unless train.schedule=constant)"
-            raise ConfigError(
-                f"train.iterations={config.train.iterations}: {ended} at iteration {point.num_done}; {fix}"
-            )
+            ended = f"the {kind} schedule of the learning rate has ended at iteration {point.num_done}"
+            raise ConfigError(f"train.iterations={end}: {ended}; {fix}")
         schedule = schedule.continuing(
             state.lr_schedule,
             state.counters.num_updates,
@@ -247,8 +246,8 @@ def where(run_dir: RunDir) -> str:
 
 
 def write_configuration(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Write `.hydra/`: Hydra itself writes none (`hydra.output_subdir=null`), because it would before the settings are
-    checked. Does nothing for a run that Hydra did not start."""
+    """Write `.hydra/`, which Hydra would before the settings are checked (so `hydra.output_subdir=null`). Does nothing
+    for a run that Hydra did not start."""
     if not HydraConfig.initialized():
         return
     folder = run_dir.path / ".hydra"

@@ -54,22 +54,17 @@ NO_LOGPROB = 1.0
 class TaskConfig(BaseEnvConfig):
     """`--env.NAME`, and `env:` in a file given with `--config`, beside what every environment has."""
 
-    task: str | None = Field(
-        default=None, description="An option of conf/task; None: the run's own task, or arithmetic."
-    )
+    task: str | None = Field(None, description="An option of conf/task; None: the run's own task, or arithmetic.")
     task_overrides: str = Field(
-        default="",
-        description="Settings of the task ('max_operand=20') and of other groups ('eval.num_ids=64 seed=1').",
+        "", description="Settings of the task ('max_operand=20') and of other groups ('eval.num_ids=64 seed=1')."
     )
     max_token_length: int = Field(default=8, description="Longest completion, in tokens.")
     temperature: float = Field(default=1.0, description="Sampling temperature.")
     eval_temperature: float = Field(default=1.0, description="Sampling temperature of evaluations.")
     stop: list[str] = Field(default=[], description="Strings that end a completion.")
-    steps_per_eval: int = Field(
-        default=0, description="Batches between evaluations; 0: none, as the trainer has its own."
-    )
+    steps_per_eval: int = Field(0, description="Batches between evaluations; 0: none, as the trainer has its own.")
     ensure_scores_are_not_same: bool = Field(
-        default=False,
+        False,
         description="Keep back groups whose scores are all the same. The trainer leaves them out, and counts them.",
     )
     use_wandb: bool = Field(default=False, description="Log to the project and group that the trainer has registered.")
@@ -136,14 +131,14 @@ class TaskEnvironment(BaseEnv):
         self._problems = without_long(train, self._codec, run.data, "training")
 
     async def setup_wandb(self) -> None:
-        """See `BaseEnv.setup_wandb`. Comes before registering, which would fail where there is no API yet."""
+        """Comes before registering, which would fail where there is no API yet."""
         await wait_for(f"{self.config.rollout_server_url}/info")
         for url in self._server_urls:
             await wait_for(url.removesuffix("/v1") + "/health")
         await super().setup_wandb()
 
     async def get_status(self) -> None:  # type: ignore[override] # the original is decorated
-        """See `BaseEnv.get_status`. Registers once more with an API that was started again, and knows nobody."""
+        """Registers once more with an API that was started again, and knows nobody."""
         try:
             await super().get_status()
         except RetryError:
@@ -200,7 +195,6 @@ class TaskEnvironment(BaseEnv):
             await self.evaluate_log(self._eval_metrics, **times, generation_parameters=parameters)
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """See `BaseEnv.wandb_log`."""
         ours = means("train", self._scores) | self._eval_metrics
         self._scores, self._eval_metrics = [], {}
         await super().wandb_log({**(wandb_metrics or {}), **ours})
@@ -229,10 +223,7 @@ class TaskEnvironment(BaseEnv):
 @cache
 def run_config(task: str | None, task_overrides: str) -> RunConfig:
     """The settings of the run that started this environment; where it was started by hand, or another task is named,
-    those of a new run.
-
-    Args:
-        task_overrides: words as `run_grpo.py` takes them, without the `task.` before settings of the task.
+    those of a new run. `task_overrides` need no `task.` before settings of the task.
     """
     conf.register()
     words = [
