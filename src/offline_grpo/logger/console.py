@@ -50,10 +50,6 @@ messages = logging.getLogger(__name__)
 class ConsoleLogger(RunListener):
     """Shows iteration, phase and how far it is, metrics, last evaluation and remaining time: live on a terminal,
     otherwise a line a record, and in long phases one every 30 s.
-
-    Args:
-        refresh_per_s: refresh rate of the live display, in Hz.
-        names: "atropos" prints, also above the live display, what Atropos' trainer prints after a step.
     """
 
     refresh_per_s: float

@@ -31,10 +31,6 @@ _SHOWN_CHARS = 400
 class Samples(RunListener):
     """Writes `samples/iter_000.jsonl`, ... and, for evaluations, `samples/eval_init.jsonl`,
     `samples/eval_iter_009.jsonl`, ...
-
-    Args:
-        per_iteration: how many completions a file has, see `chosen`; "all" is every one, 0 writes no files.
-        on_console: how many completions are printed at each evaluation.
     """
 
     output_dir: Path

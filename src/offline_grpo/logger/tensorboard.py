@@ -22,10 +22,6 @@ HPARAM_METRICS = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "t
 class TensorBoardLogger(RunListener):
     """Writes event files to `tensorboard/` under `output_dir`; the x axis of `train/...` and `eval/...` is completed
     iterations.
-
-    Args:
-        flush_s: longest time that values are buffered in memory before they are written, in seconds.
-        samples: how many completions of each evaluation are written as text.
     """
 
     output_dir: Path

@@ -28,17 +28,7 @@ HIGHEST = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "train/su
 
 @dataclass
 class WandbLogger(RunListener):
-    """Logs `train/...` and `eval/...`; the x axis is completed iterations. A resumed run continues the same wandb run.
-
-    Args:
-        group: "auto" is the folder of the sweep that the run belongs to, and no group outside a sweep.
-        name: None is the run's folder, such as `2026-01-31/12-00-00-000000`.
-        names: "atropos" writes training metrics under the names of Atropos' trainer, and its `benchmark/*` of this
-            start at the end.
-
-    Raises:
-        ConfigError: the project is missing, or there is no API key to be online with.
-    """
+    """Logs `train/...` and `eval/...`; the x axis is completed iterations. A resumed run continues its wandb run."""
 
     output_dir: Path
     mode: str

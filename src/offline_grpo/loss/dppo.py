@@ -29,12 +29,7 @@ EPS = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class DPPO(RangedLoss):
-    """Masked importance weight times logprob, mean over tokens. For other settings see `PolicyGradientLoss`.
-
-    Args:
-        clip_low, clip_high: the most that the distance may be, downwards and upwards; a probability (tv) or nats (kl).
-        ratio_cap: upper bound of the weight.
-    """
+    """Masked importance weight times logprob, mean over tokens. For other settings see `PolicyGradientLoss`."""
 
     divergence: Literal["tv", "kl"]
     ratio_cap: float

@@ -25,9 +25,6 @@ from offline_grpo.types import BatchTotals, TokenBatch
 class SAPO(PolicyGradientLoss):
     """Gated ratio, mean over sequences of token means. No token counts as clipped. For other settings see
     `PolicyGradientLoss`.
-
-    Args:
-        tau_pos, tau_neg: steepness of the gate for tokens with a positive advantage, and for the others.
     """
 
     tau_pos: float

@@ -54,17 +54,18 @@ NO_LOGPROB = 1.0
 class TaskConfig(BaseEnvConfig):
     """`--env.NAME`, and `env:` in a file given with `--config`, beside what every environment has."""
 
-    task: str | None = Field(None, description="An option of conf/task; None: the run's own task, or arithmetic.")
+    task: str | None = Field(default=None, description="An option of conf/task; None: the run's own, or arithmetic.")
     task_overrides: str = Field(
-        "", description="Settings of the task ('max_operand=20') and of other groups ('eval.num_ids=64 seed=1')."
+        default="",
+        description="Settings of the task ('max_operand=20') and of other groups ('eval.num_ids=64 seed=1').",
     )
     max_token_length: int = Field(default=8, description="Longest completion, in tokens.")
     temperature: float = Field(default=1.0, description="Sampling temperature.")
     eval_temperature: float = Field(default=1.0, description="Sampling temperature of evaluations.")
     stop: list[str] = Field(default=[], description="Strings that end a completion.")
-    steps_per_eval: int = Field(0, description="Batches between evaluations; 0: none, as the trainer has its own.")
+    steps_per_eval: int = Field(default=0, description="Batches between evaluations; 0: none, the trainer has its own.")
     ensure_scores_are_not_same: bool = Field(
-        False,
+        default=False,
         description="Keep back groups whose scores are all the same. The trainer leaves them out, and counts them.",
     )
     use_wandb: bool = Field(default=False, description="Log to the project and group that the trainer has registered.")

@@ -29,11 +29,7 @@ class StagedFolder(Staged):
 
 @dataclass(kw_only=True)
 class Reload(PausingSync):
-    """Works with every model and layout that the server can load, quantised and spread ones included.
-
-    Args:
-        location: "memory" writes to /dev/shm, "disk" to the run folder. Either way the file is deleted after the push.
-    """
+    """Works with every model and layout that the server can load, quantised and spread ones included."""
 
     location: str
 

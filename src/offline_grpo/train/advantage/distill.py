@@ -24,10 +24,6 @@ class Distill(Advantage):
     """`weight * (log teacher - log policy)` of each sampled token, plus the advantage of `base`: per-token reverse KL
     (On-Policy Distillation, Thinking Machines Lab 2025, thinkingmachines.ai/blog/on-policy-distillation, and
     `incorporate_kl_penalty` in their tinker-cookbook, without its discount). As there, log policy is the sampler's.
-
-    Args:
-        teacher: folder, Hub id, or URL of a server; None takes the logprobs that the rollouts come with.
-        base: an advantage from rewards; None: the teacher's alone.
     """
 
     teacher: str | None

@@ -23,11 +23,7 @@ from offline_grpo.types import RolloutGroup, Split, TokenBatch
 
 @dataclass(frozen=True)
 class GDPO(Advantage):
-    """See the module. A part that is equal in all of a group gives 0; where a rollout lacks one, it counts in no mean.
-
-    Args:
-        weights: w_k by the name of the part (`Score.parts`); 1 where none is given.
-    """
+    """See the module. A part that is equal in all of a group gives 0; where a rollout lacks it, it counts in no mean."""
 
     weights: Mapping[str, float] | None
 

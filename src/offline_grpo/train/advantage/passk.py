@@ -25,11 +25,7 @@ STD_EPS = 1e-6
 
 @dataclass(frozen=True)
 class PassK(Advantage):
-    """See the module.
-
-    Args:
-        k: 2 or more; None is the group's size. A group with fewer rollouts, of which others failed, takes all it has.
-    """
+    """See the module. A group with fewer rollouts than `k`, of which others failed, takes all it has."""
 
     k: int | None
 
