@@ -23,7 +23,7 @@ from offline_grpo.types import RolloutGroup, Split, TokenBatch
 
 @dataclass(frozen=True)
 class GDPO(Advantage):
-    """See the module. A part that is equal in all of a group gives 0; where a rollout lacks it, it counts in no mean."""
+    """See the module. A part that is equal in all of a group gives 0; one that a rollout lacks counts in no mean."""
 
     weights: Mapping[str, float] | None
 
