@@ -20,6 +20,7 @@ from offline_grpo.errors import require
 
 EXTENSION_FOLDER = Path(__file__).with_name("inside_vllm")
 EXTENSION = "offline_grpo_worker.WorkerExtension"
+SERVER = "offline_grpo_server"
 GENERATE = "offline_grpo_generate.Generate"
 SCHEDULER = "offline_grpo_scheduler.bundling_scheduler"
 TOKEN_GATE = "offline_grpo_worker.TokenGate"
@@ -104,12 +105,12 @@ class VllmLauncher(Launcher):
         return replace(self, args={**self.args, "cudagraph_capture_sizes": [*GRAPHED, *further]})
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
-        """See `Launcher.command`. The module is started, not the `vllm` script, which some builds lack."""
+        """See `Launcher.command`. A module is started, not the `vllm` script, which some builds lack."""
         ours = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, "scheduler_cls": SCHEDULER}
         settings = {**ours, **self.args, **args, "worker_extension_cls": EXTENSION}
         if settings.get(EXECUTOR) == "auto":
             settings[EXECUTOR] = "mp" if usable_cores() >= CORES_FOR_MP else None
-        words = [self.interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags(settings)]
+        words = [self.interpreter, "-m", SERVER, "--model", model, *flags(settings)]
         words += ["--middleware", GENERATE]
         if self.api_key is not None:  # which travels in the environment, where other users cannot read it
             words += ["--middleware", TOKEN_GATE]  # vLLM puts each around those before it

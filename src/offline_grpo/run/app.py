@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -90,7 +91,7 @@ def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys:
     config, plain = typed(cfg), as_plain(cfg)
     if launch.is_main():
         print("offline-grpo: loading ...", flush=True)
-    with progress.phase("imports and data"):
+    with importing():
         plan = make_plan(config)
         from offline_grpo.run.problems import idle_overrides
     for problem in idle_overrides(overrides, cfg.rollouts, plan):
@@ -102,7 +103,7 @@ def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys:
         return point, fresh if point is None else point.run_dir
 
     found = find() if launch.num_processes() == 1 else None  # a refusal needs no torch
-    with progress.phase("imports and data"):
+    with importing():
         import torch
 
         from offline_grpo.model.device import resolve_device
@@ -116,7 +117,7 @@ def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys:
 
 
 def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[str]) -> float | None:
-    with progress.phase("imports and data"):
+    with importing():
         from offline_grpo.run.begin import begin
 
     config, run_dir, ranks = start.plan.config, start.run_dir, start.ranks
@@ -133,7 +134,7 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
         progress.tell(told)
         stack.enter_context(told_if_out_of_memory(run_dir))
         begun = begin(start, stack)
-        with progress.phase("imports and data"):
+        with importing():
             from offline_grpo.run.assemble import assemble
 
             hide_progress_bars()
@@ -175,6 +176,17 @@ def _describe(start: Start, data: TaskData, policy: Policy) -> None:
         log.warning("%s", warning)
     for line in [] if start.resume is None else resume.describe(start.resume, config):
         log.info("%s", line)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """The phase of imports. They take a sixth less without garbage collection."""
+    gc.disable()
+    try:
+        with progress.phase("imports and data"):
+            yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

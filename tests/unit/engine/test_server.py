@@ -241,7 +241,7 @@ def test_command() -> None:
     command = engine().command("some/model", 4321, {"max_model_len": 64, "weight_transfer_config": {"a": "b"}})
     assert command[0] == sys.executable
     assert " ".join(command[1:]) == (
-        "-m vllm.entrypoints.openai.api_server --model some/model --host 127.0.0.1 --port 4321 "
+        "-m offline_grpo_server --model some/model --host 127.0.0.1 --port 4321 "
         "--served-model-name policy --scheduler-cls offline_grpo_scheduler.bundling_scheduler "
         "--dtype bfloat16 --max-model-len 64 --enforce-eager --seed 0 "
         """--weight-transfer-config {"a": "b"} --worker-extension-cls offline_grpo_worker.WorkerExtension """
