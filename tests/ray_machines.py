@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,11 +27,3 @@ def machines(count: int) -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = 300) -> None:
-    """Ask until it is."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -5,13 +5,12 @@ import json
 from pathlib import Path
 
 import matplotlib.image
-import numpy as np
 import pytest
 import rich
 from rich.console import Console
 
 from offline_grpo.report.__main__ import main
-from offline_grpo.report.comparison import MEASURES, draw_comparison, load_arms, save_comparison
+from offline_grpo.report.comparison import MEASURES, save_comparison
 
 
 def record(folder: Path, mode: str, *, steps: int = 2, sync_s: float = 8.0) -> None:
@@ -62,23 +61,3 @@ def test_the_report_prints_a_comparison_with_a_mode_that_failed(
     assert main([str(tmp_path / "restart"), "--benchmark"]) == 0
     assert "Total training time:     14.00s (0.23 min)" in stream.getvalue()
     assert not (tmp_path / "restart" / "report.png").exists()
-
-
-def test_the_picture_shows_all_modes(tmp_path: Path) -> None:
-    names = ["restart", "shared_vllm", "lora_hotswap"]
-    for place, name in enumerate(names):
-        record(tmp_path, name, steps=4, sync_s=8.0 / (1 + place))
-    arms = load_arms(tmp_path, dict.fromkeys(names, "done"))
-    figure = draw_comparison(arms, "day/time")
-    figure.canvas.draw()
-    seconds, reward = figure.axes
-    bars = [bar.get_path().get_extents(bar.get_patch_transform()) for bar in seconds.patches]
-    ends = [max(bar.x1 for bar in bars if bar.y0 < row < bar.y1) for row in range(len(names))]
-    assert ends == pytest.approx([3 + 4.0 / (1 + place) for place in range(len(names))])
-    curves = [np.asarray(line.get_xydata()) for line in reward.lines]
-    assert [curve.shape for curve in curves] == [(4, 2)] * len(names)
-    assert curves[0][-1, 0] == pytest.approx((4 * 3 + 2 * 8) / 60)
-    left, right = (axes.get_tightbbox() for axes in figure.axes)
-    assert left is not None
-    assert right is not None
-    assert 0 <= left.x0 < left.x1 <= right.x0 < right.x1 <= figure.bbox.x1

@@ -1,4 +1,3 @@
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -52,36 +51,6 @@ def test_panels_axes_and_legends(tmp_path: Path) -> None:
     assert len({axes.get_xlim() for axes in drawn.values()}) == 1
     bare = panels(synthetic(tmp_path, 3, with_extras=False)).values()
     assert sum(texts(axes) == ["not recorded"] for axes in bare) == 10
-
-
-def extent(axes: Axes) -> tuple[float, float]:
-    """The lowest and highest point of everything that is drawn in it."""
-    values = [y for line in axes.lines for y in line.get_ydata()]
-    values += [y for drawn in axes.collections for path in drawn.get_paths() for y in path.vertices[:, 1]]
-    values += [y for bar in axes.patches for y in (bar.get_y(), bar.get_y() + bar.get_height())]
-    return min(values), max(values)
-
-
-@pytest.mark.parametrize(("value", "iterations"), [(0.0, 1), (1e-6, 100)])
-def test_no_curve_lies_on_an_edge_or_under_a_legend_and_no_panel_in_another(
-    value: float, iterations: int, tmp_path: Path
-) -> None:
-    history = synthetic(tmp_path, iterations)
-    parts = {f"reward/a_part_with_a_long_name_{i}": 0.5 for i in range(9)}
-    train = {i: dict.fromkeys([*metrics, *parts], value) for i, metrics in history.train.items()}
-    ks = {f"pass@{k}": value for k in (1, 2, 4, 8, 16, 32, 64)}
-    figure = draw_report(History(tmp_path, train, dict.fromkeys(history.evals, ks)))
-    boxes = [axes.get_tightbbox() for axes in figure.axes] + [text.get_window_extent() for text in figure.texts]
-    assert not [(a, b) for a, b in combinations(boxes, 2) if a.overlaps(b)]
-    assert all(figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1 for box in boxes)
-    for axes in figure.axes:
-        if "not recorded" in texts(axes):  # no phase took any time
-            continue
-        low, high = axes.get_ylim()
-        margin = 0.03 * (high - low)
-        assert low + margin < extent(axes)[0] <= extent(axes)[1] < high - margin, axes.get_title(loc="left")
-        if (legend := axes.get_legend()) is not None:
-            assert legend.get_window_extent().y0 >= axes.bbox.y1 - 1, axes.get_title(loc="left")
 
 
 def test_long_series_are_smoothed_by_a_centred_window_cut_at_the_ends() -> None:

@@ -11,6 +11,7 @@ import pytest
 from factories import compose_config
 from omegaconf import OmegaConf
 from players import CODEC, SAMPLING, Server, problem_of
+from waiting import wait_until
 from worlds import environment
 
 from offline_grpo.errors import ConfigError, EngineDied
@@ -293,10 +294,3 @@ def test_what_cannot_work_is_refused(changes, message, served):
         return
     with pytest.raises(ConfigError, match=message):
         Asynchronous.check(typed(config))
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + 5
-    while not is_so():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)

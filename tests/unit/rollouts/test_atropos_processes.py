@@ -4,13 +4,13 @@ run-api.
 
 import json
 import os
-import time
 from pathlib import Path
 from urllib.request import urlopen
 
 import psutil
 import pytest
 import yaml
+from waiting import wait_until
 
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import GrpoError
@@ -36,14 +36,6 @@ def make(tmp_path):
         each.close()
 
 
-def wait_for(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return result
-
-
 def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_file(make, tmp_path):
     running = make(
         'env > told; ls -l "$OFFLINE_GRPO_ENV_CONFIG"; cp "$OFFLINE_GRPO_ENV_CONFIG" config; touch done; exec sleep 600'
@@ -54,7 +46,7 @@ def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_
         running.start_environment(**SERVER, **SIZES)
     finally:
         os.chdir(old)
-    wait_for((tmp_path / "done").exists)
+    wait_until((tmp_path / "done").exists)
     told = dict(line.split("=", 1) for line in (tmp_path / "told").read_text().splitlines() if "=" in line)
     assert told["OFFLINE_GRPO_SERVER_URL"] == "http://127.0.0.1:9001"
     assert told["OFFLINE_GRPO_SERVER_KEY"] == KEY
@@ -90,7 +82,7 @@ def test_an_environment_that_ends_is_started_again_until_it_keeps_ending(make, t
     with pytest.raises(
         GrpoError, match=r"rollouts.environment=echo .*3 times .*exit code 3.*no such problem.*env_2\.log"
     ):
-        wait_for(lambda: running.keep_running())
+        wait_until(lambda: running.keep_running())
     assert (tmp_path / "env_2.log").exists()
     assert not (tmp_path / "env_3.log").exists()
 
@@ -112,15 +104,15 @@ def test_the_real_api_is_started_for_this_machine_alone_and_again_after_a_kill_w
 
     running = make("exec sleep 600", url=url)
     running.start_api()
-    wait_for(answers)
+    wait_until(answers)
     running.start_environment(**SERVER, **SIZES)
     assert not running.keep_running()
     port = int(url.rpartition(":")[2])
     [listener] = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
     assert listener.laddr.ip == "127.0.0.1"
     psutil.Process(listener.pid).kill()
-    wait_for(running.keep_running)
-    wait_for(answers)
+    wait_until(running.keep_running)
+    wait_until(answers)
     assert {path.name for path in tmp_path.iterdir()} >= {"api.log", "api_1.log", "env_0.log", "env_1.log"}
     running.close()
     assert not answers()

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from offline_grpo.errors import EngineDied, EngineError, StopRequested
+from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.signals import StopSignal
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
-from offline_grpo.types import RolloutGroup, SyncReport
+from offline_grpo.types import SyncReport
 
 POLICY = SimpleNamespace(compute_device=torch.device("cpu"))
 GROUP: Any = SimpleNamespace(rollouts=(), with_failures=lambda _: GROUP)
@@ -195,38 +195,3 @@ def test_an_evaluation_that_was_cut_short_comes_first_and_may_end_the_run(iterat
     loop.run(1, {}, evaluates_first=True)
     assert listener.logged == [("eval", 0, mark)]
     assert saved.commits == [0]
-
-
-@pytest.mark.parametrize("place", ["sampling", "evaluation", "training"])
-def test_a_signal_saves_the_last_complete_iteration_once(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, listener, saved, stop = Engine(), Listener(), Saved(), StopSignal()
-
-    def act(at: str) -> list[RolloutGroup]:
-        if at == place and len(listener.logged) == 2:  # in the second iteration
-            stop.number = 2
-            if place != "training":
-                raise StopRequested(2)
-        return [GROUP]
-
-    loop = make_loop(
-        engine,
-        evaluation_of(engine, lambda: act("evaluation")),
-        config=SimpleNamespace(iterations=5),
-        listeners=[listener],
-        checkpointer=saved,
-        stop=stop,
-    )
-    loop.source.next = lambda _: act("sampling")  # type: ignore[method-assign]
-    loop.source.metrics = dict  # type: ignore[method-assign]
-    monkeypatch.setattr("offline_grpo.train.loop.check_groups", lambda groups: groups)
-    monkeypatch.setattr("offline_grpo.train.loop.rollout_metrics", lambda groups: {"num_completion_tokens": 1.0})
-    monkeypatch.setattr(loop, "_train", lambda groups, iteration: act("training") and {})
-    with stop.held("this iteration"), pytest.raises(StopRequested):
-        loop.run(0, None)
-    complete = {"sampling": 1, "evaluation": 2, "training": 2}[place]
-    assert saved.commits == [complete - 1]
-    assert [entry[:2] for entry in listener.logged] == {
-        "sampling": [("train", 0), ("eval", 0)],
-        "evaluation": [("train", 0), ("eval", 0), ("train", 1)],
-        "training": [("train", 0), ("eval", 0), ("train", 1)],
-    }[place]
