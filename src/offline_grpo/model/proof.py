@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
 from typing import NamedTuple
@@ -61,7 +62,8 @@ class _Result(NamedTuple):
 def import_ahead(layout: Layout | None, compiles: bool | str, device: torch.device, dtype: torch.dtype) -> None:
     """Import what `settle_layout` and `settle_compile` need on `device`, which takes seconds, while a server starts."""
     if any(isinstance(each, Flash4) for each in layouts_for(layout, device, dtype)):
-        flash4_interface()
+        with suppress(Exception):  # `settle_layout` says why, and goes on without it
+            flash4_interface()
     if is_compiled(compiles, device):
         import_module("torch._inductor.compile_fx")
 

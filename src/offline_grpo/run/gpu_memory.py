@@ -28,7 +28,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.model import nf4
 from offline_grpo.model.device import TORCH_NAMES, torch_dtype
-from offline_grpo.model.layers import blocks_of, is_compiled_by_default, layer_configs
+from offline_grpo.model.layers import blocks_of, is_compiled, layer_configs
 from offline_grpo.model.load import (
     attention_of,
     build_on_meta,
@@ -349,12 +349,11 @@ def _block_bytes_per_token(request: MemoryRequest) -> int:
     config: Any = request.model_config.get_text_config()
     dtype = request.dtype
     query, key, mlp, routed = _widths(config)
-    compiled = request.plan.config.model.compile
-    if compiled == "auto":
-        compiled = torch.cuda.is_available() and is_compiled_by_default(torch.device("cuda"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    compiled = is_compiled(request.plan.config.model.compile, device)
     # A norm that is not compiled keeps its input and its result in fp32 too, and the MLP its activations.
     of_norm = 1 if compiled else (4 if dtype.itemsize == 2 else 3)  # numbers, besides the compiled one's input
-    numbers = 2 * config.hidden_size * (of_norm + bool(compiled)) + 2 * (query + key) + routed
+    numbers = 2 * config.hidden_size * (of_norm + compiled) + 2 * (query + key) + routed
     numbers += (3 if compiled else 4) * mlp
     if request.sizes.has_qk_norm:
         numbers += of_norm * (query + key)
