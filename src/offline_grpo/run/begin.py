@@ -14,7 +14,6 @@ from offline_grpo.generation.teacher import KEY
 from offline_grpo.model import nf4
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.gguf import convert
-from offline_grpo.model.layouts import layouts_for
 from offline_grpo.placement.devices import Devices, check_devices, server_gpus
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.build import build
@@ -51,7 +50,8 @@ def begin(start: Start, stack: ExitStack) -> Begun:
         plan.engine.launcher.check_installed()
     devices = plan.devices(ranks.world_size)
     check_devices(devices)
-    layouts_for(plan.layout, resolve_device(config.model.device), torch_dtype(config.train.precision))  # refuses early
+    if plan.layout is not None:  # to choose one starts CUDA, which takes a second
+        plan.layout.check(resolve_device(config.model.device), torch_dtype(config.train.precision))
     if config.model.quantization is not None:
         nf4.check_device(resolve_device(config.model.device, ranks.local_rank))
     model_id = _model_id(plan, ranks)
