@@ -64,7 +64,7 @@ def main() -> None:
     env = {**os.environ, **caches, "PYTHONPATH": f"{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"}
     folders = [work / args.name / str(number) for number in range(args.starts)]
     for folder in folders:
-        command = [*our_command(work, args, "ours"), f"hydra.run.dir={folder}"]
+        command = our_command(work, args, "ours", ("weight_sync=shared_vllm", f"hydra.run.dir={folder}"))
         subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True, timeout=600)
     starts = [times(folder) for folder in folders]
     warm = starts[1:] or starts
