@@ -354,7 +354,6 @@ class RunConfig:
 
     @property
     def planned_updates(self) -> int:
-        """See `planned_updates`."""
         return planned_updates(self.train, self.data)
 
 

@@ -131,7 +131,6 @@ class Engine:
         self.control = None if self.server is None else client.control(self.server)
 
     def begin(self, model: str, args: Mapping[str, Any]) -> None:
-        """See `Server.begin`."""
         if self.server is not None:
             self.server.begin(model, args=args)
 
@@ -173,7 +172,6 @@ class Engine:
             self.server.stop()
 
     def check_alive(self) -> None:
-        """See `Server.check_alive`."""
         if self.server is not None:
             self.server.check_alive()
 

@@ -67,7 +67,6 @@ class PassAtKEvaluator:
                 yield index, group.with_failures("zero")
 
     def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
-        """See `Evaluator.metrics`."""
         assert len(groups) == len(self.problems), f"{len(groups)} groups for {len(self.problems)} problems"
         found = {"": groups} | {f"task/{name}/": own for name, own in by_task(groups).items()}
         return {

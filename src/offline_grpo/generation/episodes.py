@@ -78,7 +78,6 @@ class Episode:
         return self.ask(messages, tools).result()
 
     def pay(self, reward: float) -> None:
-        """See `Chat`."""
         self.dialogue.pay(reward)
 
     def start(self, task: Any) -> None:

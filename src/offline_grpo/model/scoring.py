@@ -110,7 +110,6 @@ class BaseScoring:
         return self.adapted.device
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """See `Scoring.logprobs`."""
         with adapters_off(self.adapted.model):
             return self.adapted.logprobs(batch)
 

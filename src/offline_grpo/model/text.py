@@ -99,13 +99,11 @@ class TokenizerCodec:
         return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """See `TextCodec.decode`."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         assert isinstance(text, str)
         return text
 
     def judged(self, token_ids: Sequence[int], sampling: SamplingParams) -> str:
-        """See `TextCodec.judged`."""
         ids, skips = list(token_ids), sampling.skip_special_tokens
         if not skips and ids and ids[-1] in self.end_ids:
             ids.pop()

@@ -41,7 +41,6 @@ class ScoringActor:
         self._scorers = Scorers(setup)
 
     async def answer(self, problem: Problem, text: str | tuple[str, ...]) -> dict[str, Any]:
-        """See `Scorers.answer`."""
         return await self._scorers.answer(problem, text)
 
 

@@ -60,7 +60,6 @@ class IsolatedTask:
         }
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """See `Task.problems`."""
         return self._task.problems(split)
 
     async def score(self, problem: Problem, text: str) -> Score:
@@ -69,7 +68,6 @@ class IsolatedTask:
 
     @property
     def rewards_groups(self) -> bool:
-        """See `Task`."""
         return getattr(self._task, "rewards_groups", False)
 
     async def score_group(self, problem: Problem, texts: tuple[str, ...]) -> list[Score]:

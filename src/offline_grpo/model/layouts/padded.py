@@ -26,7 +26,6 @@ class Padded:
         """Accept every device and format."""
 
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
-        """See `interfaces.Layout`."""
         rows = batch.token_ids.new_zeros(batch.num_sequences, max(batch.sequence_lengths))  # [S, L]
         rows = rows.index_put((batch.sequence_ids, batch.position_ids), batch.token_ids)
         hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state  # [S, L, H]

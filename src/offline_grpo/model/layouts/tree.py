@@ -30,7 +30,6 @@ class Tree(Padded):
     """One row per prompt. Batches that share little, and models whose attention takes no mask, get padded rows."""
 
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
-        """See `interfaces.Layout`."""
         config: Any = decoder.config
         trees = prefix_trees(batch) if config._attn_implementation in ("sdpa", "eager") else None  # they take masks
         if trees is None or trees.token_ids.shape[1] > attention_window(decoder):

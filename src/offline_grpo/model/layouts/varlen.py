@@ -62,7 +62,6 @@ class Varlen(Padded):
         require(has_varlen_kernel(device, dtype), "model.layout", "varlen", fix)
 
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
-        """See `interfaces.Layout`."""
         if not _packs(decoder, batch):
             return super().hidden_states(decoder, batch)
         lengths = torch.tensor((0, *batch.sequence_lengths), dtype=torch.int32)

@@ -37,11 +37,9 @@ class Distill(Advantage):
 
     @property
     def needs(self) -> Collection[str]:  # type: ignore[override]
-        """See `Advantage`."""
         return () if self.base is None else self.base.needs
 
     def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
-        """See `Advantage`."""
         self._check_groups([] if self.teacher is not None else recorded)
         if self.base is not None:
             self.base.check(config, task, recorded)
