@@ -52,7 +52,6 @@ class Finding:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the findings. Returns the exit code."""
     text = "Says what this machine can run, and what is missing."
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.check", description=text)
     parser.add_argument("--json", action="store_true", help="as JSON, with versions, for a bug report")

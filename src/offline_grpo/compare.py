@@ -10,7 +10,6 @@ from offline_grpo.run.compare import HELP, asked_for, run_comparison
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Read the words, run the modes, print the summaries and the table."""
     parser = argparse.ArgumentParser(
         prog="python -m offline_grpo.compare",
         description=__doc__,

@@ -121,7 +121,6 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
 
 
 def main() -> None:
-    """The command."""
     cli.run_command(run)
 
 

@@ -36,7 +36,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Export, and say what was written."""
     options = parser().parse_args(arguments)
     print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds

@@ -37,7 +37,6 @@ COMMON = (
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Look and print."""
     options = parser().parse_args(arguments)
     print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds

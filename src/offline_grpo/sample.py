@@ -43,7 +43,6 @@ def chat_template_kwargs(text: str) -> dict[str, Any]:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Sample and print."""
     options = parser().parse_args(arguments)
     require(options.n > 0, "-n", options.n, "must be at least 1")
     is_number = 0 <= options.temperature < math.inf  # nan is neither

@@ -254,7 +254,6 @@ class Rollout:
     def of_one_turn(
         cls, prompt_ids: Sequence[int], completion: Completion, *, temperature: float, text: str, score: Score
     ) -> Rollout:
-        """A prompt and one completion of it."""
         blank = len(prompt_ids)
         return cls(
             token_ids=(*prompt_ids, *completion.token_ids),
@@ -432,7 +431,6 @@ class TokenBatch:
         return replace(self, **{name: values.to(device, non_blocking=True) for name, values in tensors.items()})
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Those with an element per token."""
         names = (field.name for field in fields(self) if field.name not in ("sequence_lengths", "completion_index"))
         return {name: values for name in names if (values := getattr(self, name)) is not None}
 

@@ -70,7 +70,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
     return next(reversed(list_checkpoints(folder)), None)
 
 

@@ -48,7 +48,6 @@ class ModelSource:
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """The resolved configuration of the run that wrote the checkpoint."""
         return None if self.state is None else self.state.config
 
     @property

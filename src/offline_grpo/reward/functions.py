@@ -36,12 +36,9 @@ TOLERANCE = 1e-9
 class RewardFunction:
     """A function of one completion, or of a group, sync or async. It gets by keyword what its parameters name: see
     `GIVEN`; `**fields` gets the rest.
-
-    Args:
-        key: the setting that names it, `task.reward` or `task.group_reward`.
     """
 
-    key: str
+    key: str  # the setting that names it, `task.reward` or `task.group_reward`
     path: str
     weight: float
     function: Callable[..., Any]
@@ -59,10 +56,8 @@ class RewardFunction:
         for name in self.required:
             if name not in given and name not in problem.fields:
                 known = ", ".join([*given, *problem.fields])
-                about = f"{self.key}={self.path}: there is no value for its parameter {name!r}"
-                raise ConfigError(
-                    f"{about} in problem {problem.problem_id}; parameters are given by name, from {known}"
-                )
+                about = f"there is no value for its parameter {name!r} in problem {problem.problem_id}"
+                raise ConfigError(f"{self.key}={self.path}: {about}; parameters are given by name, from {known}")
 
     def __call__(self, problem: Problem, text: str | Sequence[str]) -> Any:
         """What the function returns for a completion, or for those of a group, to be awaited where it is async."""
@@ -81,9 +76,7 @@ class RewardFunction:
 
     def parts(self, value: Any) -> dict[str, float]:
         """What the function returned as weighted parts of the reward: NAME, or NAME/KEY for a dict; none for None.
-
-        Raises:
-            ScoreError: it is no number, or not a finite one, or an empty dict.
+        Raises ScoreError for what is no finite number, and for an empty dict.
         """
         is_dict = isinstance(value, Mapping) and len(value) > 0
         values = {f"{self.name}/{key}": number for key, number in value.items()} if is_dict else {self.name: value}
@@ -123,10 +116,8 @@ class Rewards:
             function.check(problem)
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
-        """The score of a completion, to be awaited if one of the functions is async.
-
-        Raises:
-            ScoreError: a function returned something else than numbers. What it raises is raised.
+        """The score of a completion, to be awaited if one of the functions is async. Raises what they raise, and
+        ScoreError for what is no number.
         """
         return self._finished([function(problem, text) for function in self.functions], self._sum)
 
@@ -161,10 +152,7 @@ class Rewards:
 
 def load_rewards(setting: Any, threshold: float, key: str = REWARD) -> Rewards:
     """The functions that `task.reward` or `task.group_reward` names: `my_module:my_function`, or a list of such names
-    and of `{fn: NAME, weight: NUMBER}`.
-
-    Raises:
-        ConfigError: the setting has another form, or names what cannot be imported or called.
+    and of `{fn: NAME, weight: NUMBER}`. Raises ConfigError for another form, and for what cannot be imported or called.
     """
     items = setting if isinstance(setting, list) else [setting]
     functions = tuple(_load(item, key) for item in items)

@@ -56,7 +56,6 @@ def run_command(main: Callable[[], None]) -> NoReturn:
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
-    """For commands that load a model."""
     about = "execute Python code that comes with the model"
     parser.add_argument("--trust-remote-code", action="store_true", help=about)
 

@@ -75,7 +75,6 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """Of the modes."""
         return self.modes.split(",")
 
 
@@ -92,7 +91,6 @@ those with adapters.
 
 
 def asked_for(words: Sequence[str]) -> Comparison:
-    """Read and check the words of the command line."""
     names = [each.name for each in fields(Comparison) if each.name != "overrides"]
     own = [word for word in words if "=" in word and word.partition("=")[0] in names]
     settings = OmegaConf.merge(OmegaConf.structured(Comparison), OmegaConf.from_dotlist(own))
@@ -103,12 +101,8 @@ def asked_for(words: Sequence[str]) -> Comparison:
 
 
 def run_comparison(asked: Comparison) -> None:
-    """Run all modes, then print the summaries and the table.
-
-    Raises:
-        ConfigError: what cannot be run; nothing has been started.
-        GrpoError: some modes failed. The others are in the table.
-        StopRequested: a signal came; what was measured is in the table.
+    """Run all modes, then print the summaries and the table, also where some fail or a signal comes. Raises ConfigError
+    before anything is started, GrpoError where modes failed, StopRequested.
     """
     import torch
 
@@ -154,28 +148,25 @@ def run_comparison(asked: Comparison) -> None:
 
 
 class Runs:
-    """The runs of the modes. `states` says of each what became of it.
-
-    Args:
-        commands: mode -> command line of its run.
-        slots: GPUs of the runs at the same time; None is all of the machine.
+    """The runs of the modes. `states` says of each what became of it. `slots`: GPUs of the runs at the same time; None
+    is all of the machine.
     """
 
     def __init__(self, commands: Mapping[str, list[str]], slots: Sequence[list[int] | None], out: Path) -> None:
         self.states = dict.fromkeys(commands, "not started")
         self._waiting, self._free, self._out = dict(commands), [*slots], out
+        self._logs = {name: out / f"trainer_{name}.log" for name in commands}
         self._running: dict[str, tuple[ServerProcess, list[int] | None]] = {}
         self._noted = set[str]()
 
     def run(self) -> None:
-        """Start all, and wait until they have ended."""
         while self._waiting or self._running:
             while self._waiting and self._free:
                 name, gpus = next(iter(self._waiting)), self._free.pop(0)
                 env = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)})}
-                process = ServerProcess(self._waiting.pop(name), env=env, log_path=self._log(name))
+                process = ServerProcess(self._waiting.pop(name), env=env, log_path=self._logs[name])
                 self._running[name], self.states[name] = (process, gpus), "stopped"
-                self._say(name, f"starts, see {self._log(name)}")
+                self._say(name, f"starts, see {self._logs[name]}")
             time.sleep(POLL_S)
             for name, (process, gpus) in [*self._running.items()]:
                 if name not in self._noted and (children := psutil.Process(process.pid).children()):
@@ -186,18 +177,14 @@ class Runs:
                     process.stop()
                     del self._running[name]
                     self._free.append(gpus)
-                    failure = f"failed with exit code {code}; {last_lines(self._log(name), count=1)}"
+                    failure = f"failed with exit code {code}; {last_lines(self._logs[name], count=1)}"
                     self.states[name] = DONE if code == 0 else failure
                     self._say(name, self.states[name])
 
     def stop(self) -> None:
-        """End those that still run."""
         with ThreadPoolExecutor() as pool:
             for process, _ in self._running.values():
                 pool.submit(process.stop)
-
-    def _log(self, name: str) -> Path:
-        return self._out / f"trainer_{name}.log"
 
     def _say(self, name: str, text: str) -> None:
         say(output_console(), [f"{name:<14}{text}"])

@@ -47,7 +47,6 @@ class EngineSpec:
 
     @property
     def client_class(self) -> Any:
-        """The rollout client's class. Raises ConfigError if there is none."""
         target = resolve(self.client_node, self.key)
         if not hasattr(target, "engine_name"):
             fix = "is no RolloutClient (see offline_grpo/interfaces.py), whose class has an engine_name"
@@ -146,7 +145,6 @@ def num_shards(server_args: Mapping[str, Any]) -> int:
 
 
 def urls_of(value: str | Sequence[str] | None) -> list[str]:
-    """The URLs that a setting names: none, one, or a list."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 

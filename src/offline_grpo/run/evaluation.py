@@ -80,7 +80,6 @@ class Results:
     is_complete: bool = False
 
     def as_plain(self) -> dict[str, Any]:
-        """For results.json."""
         compared = [{"model": m, "set": name, **asdict(result)} for (m, name), result in self.comparisons.items()]
         metrics = [{"model": model, "set": name, **found} for (model, name), found in self.metrics.items()]
         return {"is_complete": self.is_complete, "metrics": metrics, "compared_with_the_first": compared}

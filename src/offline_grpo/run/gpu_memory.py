@@ -123,7 +123,6 @@ class MemoryRequest:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model computes in it."""
         return torch_dtype(self.plan.config.train.precision)
 
     @property
@@ -376,7 +375,6 @@ def _gathered_bytes(request: MemoryRequest) -> int:
 
 
 def _sampling_bytes(request: MemoryRequest) -> int:
-    """Of sampling in process."""
     plan, itemsize = request.plan, request.dtype.itemsize
     if plan.engine.needs_server:
         return 0
@@ -403,10 +401,8 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
     share_frac = args.get(key) or DEFAULT_SHARE
     who = "server" if num_servers == 1 else f"{num_servers} servers"
-    rest = int(num_servers * total_bytes * share_frac) - weights
-    sizes = {"weights": weights, "KV cache and the rest": rest, "CUDA context": num_servers * CONTEXT_BYTES}
-    first, second, third = (Part(f"{who}: {name}", size) for name, size in sizes.items())
-    return first, second, third
+    rest = Part(f"{who}: KV cache and the rest", int(num_servers * total_bytes * share_frac) - weights)
+    return Part(f"{who}: weights", weights), rest, Part(f"{who}: CUDA context", num_servers * CONTEXT_BYTES)
 
 
 def _sequence_tokens(request: MemoryRequest, max_new_tokens: int) -> int:

@@ -54,7 +54,6 @@ class Plan:
 
     @property
     def lora_rank(self) -> int | None:
-        """Of the policy's adapters; None where it has none."""
         lora = self.config.model.lora
         return None if lora is None else lora.r
 
@@ -65,7 +64,6 @@ class Plan:
         return corrects or self.config.model.quantization is not None  # the server computes with the same 4 bits
 
     def devices(self, num_processes: int) -> Devices:
-        """The input of placement."""
         from offline_grpo.placement.devices import Devices
 
         needs = self.weight_sync.requires

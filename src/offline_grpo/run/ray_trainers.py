@@ -112,7 +112,6 @@ class TrainingActor:
         return code if code >= 0 else 128 - code
 
     async def interrupt(self, number: int) -> None:
-        """Send a signal to the process."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
@@ -151,9 +150,7 @@ def _start(actors: Sequence[Any], folder: Path) -> list[Any]:
 
 
 def _wait(actors: Sequence[Any], stop: StopSignal) -> int:
-    """Print what the processes print, and pass a signal on, until they have ended. Returns 0, or the exit code of the
-    first that failed.
-    """
+    """Print what the processes print, and pass a signal on, until they have ended. Returns the first failure's code."""
     import ray
     from ray.exceptions import RayActorError
 

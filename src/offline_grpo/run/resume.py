@@ -151,12 +151,10 @@ def merged(stored: Any, before: Any, now: Any, named: Collection[str], prefix: s
 
 
 def _plain(cfg: DictConfig) -> Any:
-    """Nested dicts with their interpolations."""
     return OmegaConf.to_container(cfg, resolve=False)
 
 
 def _value(key: str, typed: Sequence[str]) -> str | None:
-    """The value of a key on the command line."""
     word = next((word for word in reversed(typed) if word.startswith(f"{key}=")), f"{key}=null")
     value = OverridesParser.create().parse_override(word).value()
     return None if value is None else str(value)
@@ -204,7 +202,6 @@ def _planned_end(point: ResumePoint, config: RunConfig) -> int:
 
 
 def describe(point: ResumePoint, config: RunConfig) -> list[str]:
-    """The lines about a resumed run."""
     lines = [f"going on after iteration {point.num_done} of {config.train.iterations}, from {point.checkpoint}"]
     if point.changes:
         lines.append("changed: " + ", ".join(f"{key}={new} (was {old})" for key, (old, new) in point.changes.items()))

@@ -87,7 +87,6 @@ class ResumePoint:
 
     @property
     def num_done(self) -> int:
-        """Complete iterations."""
         return self.state.iteration + 1
 
     @property
@@ -182,7 +181,6 @@ def discard_after(run: RunDir, iteration: int) -> None:
 
 
 def copy_metrics(point: ResumePoint) -> None:
-    """Copy metrics up to the checkpoint from its run to the new folder."""
     for number, path in point.source.records():
         if number <= point.state.iteration and path.parent.name == "metrics":
             shutil.copy2(path, point.run_dir.metrics / path.name)
@@ -243,7 +241,6 @@ def take(folder: Path, key: str) -> None:
 
 
 def release(folder: Path) -> None:
-    """Unlock a folder, if this process has locked it."""
     if (descriptor := _held.pop(folder.resolve(), None)) is not None:
         with suppress(OSError):  # the folder may be gone
             (folder / LOCK).unlink()

@@ -61,7 +61,6 @@ class StopSignal:
 
     @classmethod
     def current(cls) -> StopSignal | None:
-        """The handler that this process has, if it has one."""
         return cls._listening
 
     @classmethod

@@ -90,7 +90,6 @@ def _lock(folder: Path, key: str) -> None:
 
 
 def record_failure(exit_code: int) -> None:
-    """Record that the current job of a sweep has failed."""
     config = HydraConfig.get()
     folder = Path(config.sweep.dir) / FAILED
     folder.mkdir(parents=True, exist_ok=True)

@@ -115,7 +115,6 @@ class TaskEnvironment(BaseEnv):
         return config, [server]  # not in a list, a server would be one of a cluster
 
     async def setup(self) -> None:
-        """Build the task and choose its problems, as a run does."""
         self._run = run = run_config(self.config.task, self.config.task_overrides)
         use_template(self.tokenizer, run.model.chat_template)
         self._codec = codec_of(run, self.tokenizer, generation_config_of(str(self.config.tokenizer_name)))
@@ -178,7 +177,6 @@ class TaskEnvironment(BaseEnv):
         return group, []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """One completion of every held-out problem."""
         started = time.time()
         temperature = self.config.eval_temperature
 

@@ -65,7 +65,6 @@ class Countdown:
         return self._splits[split]
 
     def score(self, problem: Problem, text: str) -> Score:
-        """See the table of the class."""
         block = last_tagged(text, "answer")
         result = None if block is None else evaluate(block.content.partition("=")[0])
         numbers, target = problem.fields["numbers"], problem.fields["target"]

@@ -50,7 +50,6 @@ class Episodes:
 
     @cached_property
     def rules(self) -> Rules:
-        """Of all episodes."""
         limits = self.max_turns, self.max_turn_tokens, self.max_environment_tokens, self.episode_timeout_s
         return Rules(*limits, self.tools, self.has_address)
 

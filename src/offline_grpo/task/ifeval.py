@@ -55,7 +55,6 @@ class IFEval(RowTask):
         return Problem(problem_id, messages, json.dumps(_instructions(row)))
 
     def score(self, problem: Problem, text: str) -> Score:
-        """Score the response by the table above."""
         instructions = json.loads(problem.answer)
         blocks = {tag: tagged_blocks(text, tag) for tag in ("think", self.answer_tag or "answer")}
         answers = blocks[self.answer_tag or "answer"]

@@ -84,7 +84,6 @@ class Mixture:
         return any(getattr(task, "rewards_groups", False) for task in self.tasks.values())
 
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[Score] | Awaitable[list[Score]]:
-        """What the problem's task says, if it rewards groups."""
         task, own = self._own(problem)
         if not getattr(task, "rewards_groups", False):
             return [Score.unscored()] * len(texts)

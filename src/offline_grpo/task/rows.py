@@ -110,7 +110,6 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
 
 
 def field(row: Row, name: str, key: str) -> Any:
-    """A field of a row, which must be an object that has it."""
     if not isinstance(row.value, Mapping):
         raise ConfigError(f"{row.where} is not a JSON object: {shown(row.value)}")
     if name not in row.value:
@@ -120,7 +119,6 @@ def field(row: Row, name: str, key: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, for error messages."""
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
@@ -172,7 +170,6 @@ def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
 
 
 def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """The place and the value of each row of a file."""
     number, rows = 0, _csv_rows(file) if file.suffix == ".csv" else _json_rows(file)
     try:
         if file.suffix == ".parquet":

@@ -48,7 +48,6 @@ class Formula:
 
     @classmethod
     def from_dimacs(cls, text: str) -> Formula:
-        """The inverse of `to_dimacs`."""
         header, *lines = text.splitlines()
         clauses = tuple(tuple(int(word) for word in line.split()[:-1]) for line in lines)
         return cls(num_variables=int(header.split()[2]), clauses=clauses)
@@ -102,7 +101,6 @@ class SAT:
         return LazyProblems(partial(self._problem, "" if split is Split.TRAIN else "eval-"), range(MANY))
 
     def score(self, problem: Problem, text: str) -> Score:
-        """Score the assignment in `text` by the reward table above."""
         parts = _reward_parts(Formula.from_dimacs(problem.answer), text)
         return Score(reward=sum(parts.values()), is_correct=parts["correctness"] == 1.0, parts=parts)
 

@@ -68,7 +68,6 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 
 
 def opening(data: Any) -> list[Any]:
-    """The first messages of a task."""
     own = data.prompt if isinstance(data.prompt, list) else [vf.UserMessage(content=data.prompt or "")]
     return [*([vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []), *own]
 
