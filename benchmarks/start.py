@@ -60,7 +60,7 @@ def main() -> None:
     args.iterations, args.share, work = 1, "0.35", args.work.resolve()
     if not (work / "model").exists():
         save(work, args.shape, "float32" if args.small else "bfloat16")
-    caches = {"XDG_CACHE_HOME": str(work / "cache"), "TRITON_HOME": str(work / "cache")}
+    caches = {name: f"{work}/{name}" for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     env = {**os.environ, **caches, "PYTHONPATH": f"{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"}
     folders = [work / args.name / str(number) for number in range(args.starts)]
     for folder in folders:

@@ -38,9 +38,9 @@ PREFIX = "offline-grpo-"
 LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
 """Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
 COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
-"""Where a server keeps what it compiles: variable, and folder in the user's cache."""
+"""Where a run and its servers keep what they compile: variable, and folder in the user's cache."""
 OF_THE_SHELL = {name: os.environ[name] for name in COMPILED if name in os.environ}
-"""Read before torch sets the second one in a process that compiles, which later servers would inherit."""
+"""Read before torch and transformers set them to folders in /tmp, which later servers would inherit."""
 
 
 def usable_cores() -> int:
@@ -182,5 +182,9 @@ def temporary_folder(scratch: Path) -> dict[str, str]:
     if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:  # on a machine without /dev/shm
         return {}
     folder.mkdir(exist_ok=True)
-    compiled = {name: OF_THE_SHELL.get(name) or str(user_cache(kept)) for name, kept in COMPILED.items()}
-    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), **compiled}
+    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), **kept_compiled()}
+
+
+def kept_compiled() -> dict[str, str]:
+    """Environment of a process whose compiled kernels stay."""
+    return {name: OF_THE_SHELL.get(name) or str(user_cache(kept)) for name, kept in COMPILED.items()}

@@ -8,7 +8,6 @@ symbols in it, so that batches of other sizes compile nothing anew; a pass witho
 from __future__ import annotations
 
 import logging
-import os
 import re
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from offline_grpo.disk import user_cache
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.logits import decoder_of, output_embeddings
 
@@ -95,15 +93,13 @@ def is_compiled(requested: bool | str, device: torch.device) -> bool:
 
 
 def compile_blocks(model: Any) -> None:
-    """Compile every block of a transformers model when it first runs, in place: names and state stay as they are. What
-    is compiled is kept for later runs of this user.
+    """Compile every block of a transformers model when it first runs, in place: names and state stay as they are.
 
     Raises:
         ConfigError: no blocks are found.
     """
     import torch._dynamo.config as dynamo  # which takes a second
 
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("torchinductor")))  # else in /tmp
     dynamo.recompile_limit = MAX_GRAPHS
     dynamo.specialize_float = True  # or blocks make tensors of norms' epsilons and adapters' scales whenever they run
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from io import StringIO
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from offline_grpo import progress
 from offline_grpo.disk import sweep
+from offline_grpo.engine.process import kept_compiled
 from offline_grpo.errors import ConfigError, GrpoError, OutOfMemory, StopRequested, reason_of
 from offline_grpo.interfaces import RunListener
 from offline_grpo.run import launch, resume
@@ -91,6 +93,7 @@ def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys:
     config, plain = typed(cfg), as_plain(cfg)
     if launch.is_main():
         print("offline-grpo: loading ...", flush=True)
+    os.environ.update(kept_compiled())
     with importing():
         plan = make_plan(config)
         from offline_grpo.run.problems import idle_overrides

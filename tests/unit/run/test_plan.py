@@ -2,10 +2,13 @@
 behind.
 """
 
+import os
+
 import pytest
 from factories import compose_config
 from recorded import write_store
 
+from offline_grpo.engine import process
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.run import app, assemble
 from offline_grpo.run.config import typed
@@ -110,6 +113,17 @@ def test_the_command_line_is_looked_at(output_dir):
     words = ("weight_sync=reload", "engine.port=8000", "model.train_id=/no/such")
     with pytest.raises(EngineError, match="no healthy server answers"):
         app.run(compose_config(*FOUND.split(), *words), output_dir)
+
+
+def test_what_a_run_compiles_is_kept_for_the_next(tmp_path, monkeypatch):
+    """By then transformers has named a folder in /tmp."""
+    monkeypatch.setattr(process, "OF_THE_SHELL", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", "/of/the/user")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/torch's")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torch's")
+    with pytest.raises(ConfigError):
+        app.run(compose_config("generation.top_p=0.9"), tmp_path / "run")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user/offline-grpo/torchinductor"
 
 
 def test_settings_that_rarely_fit_are_named():
