@@ -16,8 +16,9 @@ import pytest
 from children import metrics_of
 from engines import CPU, engine, preloaded_python, processes_naming, save_model
 from factories import compose_config
-from ray_machines import machines, wait_until
+from ray_machines import machines
 from served_runs import assert_same, five, own_server, run
+from waiting import wait_until
 
 from offline_grpo.engine.ray_server import ServerActor
 from offline_grpo.errors import ConfigError
@@ -25,6 +26,7 @@ from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
 
 TWO = ("weight_sync=reload", "placement.num_engines=2")
+THREE = "train.iterations=3"
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +71,12 @@ def test_a_machine_is_lost_and_another_one_is_found(cluster: Any, model: Path, t
     import ray
 
     expected, folder = tmp_path / "expected", tmp_path / "run"
-    run(expected, model, *own_server(preloaded_python(tmp_path)), "weight_sync=reload")
+    run(expected, model, *own_server(preloaded_python(tmp_path)), "weight_sync=reload", THREE)
     mishaps = {("generate", 1): partial(lose_a_machine, cluster, folder)}
-    run(folder, model, *in_cluster(cluster, tmp_path), mishaps=mishaps)
+    run(folder, model, *in_cluster(cluster, tmp_path), THREE, mishaps=mishaps)
     found = metrics_of(folder)
-    trained = [found[f"train_iter_{i:03d}.json"] for i in range(5)]
-    assert [metrics["engines/num_serving"] for metrics in trained] == [2] * 5
+    trained = [found[f"train_iter_{i:03d}.json"] for i in range(3)]
+    assert [metrics["engines/num_serving"] for metrics in trained] == [2] * 3
     assert {metrics["sync/num_recoveries"] for metrics in trained} == {0}
     assert_same(
         {name: {k: v for k, v in of.items() if not k.startswith("engines/")} for name, of in found.items()},

@@ -17,10 +17,13 @@ import psutil
 import pytest
 from children import SMALL, metrics_of, printed, run_command, run_in_child
 from engines import processes_naming
-from ray_machines import machines, wait_until
+from ray_machines import machines
+from waiting import wait_until
 
 SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
 LONG = "train.iterations=1000"
+STEADY = (LONG, "train.schedule=constant", "eval.enabled=false")
+"""Of any length, the first iterations are the same."""
 
 
 @pytest.fixture(scope="module")
@@ -51,28 +54,16 @@ def wait_for_iterations(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_processes_of_a_cluster_train_as_one_does(cluster: Any, tmp_path: Path) -> None:
-    alone, folder = tmp_path / "alone", tmp_path / "run"
-    assert run_in_child(alone, *SMALL, f"cache_dir={tmp_path}/cache") == 0, printed(alone)
-    run = start(cluster, folder)
-    out, err = run.communicate(timeout=120)
-    assert run.returncode == 0, out + err
-    assert [line for line in out.splitlines() if line.startswith("run folder:")] == [f"run folder: {folder}"]
-    expected, found = metrics_of(alone), metrics_of(folder)
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert found[name] == pytest.approx(expected[name], abs=1e-6, rel=1e-5), name
-    assert not processes_naming(str(tmp_path))
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_the_printed_line_goes_on(cluster: Any, tmp_path: Path) -> None:
+def test_they_train_as_one_does_also_when_a_ctrl_c_stops_them_and_the_printed_line_goes_on(
+    cluster: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    run = start(cluster, folder, LONG)
+    run = start(cluster, folder, *STEADY)
     wait_for_iterations(folder)
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert run.returncode == 130, out + err
+    assert [line for line in out.splitlines() if line.startswith("run folder:")] == [f"run folder: {folder}"]
     assert err.startswith("Ctrl-C: stopping after the training processes have saved;")
     [line] = [line for line in out.splitlines() if "go on with: " in line]
     assert line.endswith(f"run_grpo.py resume={folder.relative_to(tmp_path)}")
@@ -89,6 +80,12 @@ def test_ctrl_c_saves_and_the_printed_line_goes_on(cluster: Any, tmp_path: Path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"going on after iteration {num_done} of {num_done + 1}" in again.stdout
     assert not processes_naming(str(tmp_path))
+    alone, words = tmp_path / "alone", (*SMALL, *STEADY, f"train.iterations={num_done + 1}")
+    assert run_in_child(alone, *words, f"cache_dir={tmp_path}/cache") == 0, printed(alone)
+    expected, found = metrics_of(alone), metrics_of(folder)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name] == pytest.approx(expected[name], abs=1e-6, rel=1e-5), name
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ import pytest
 from children import metrics_of
 from engines import save_model
 from factories import compose_config
-from ray_machines import machines, wait_until
+from ray_machines import machines
 from served_runs import assert_same, run
+from waiting import wait_until
 
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.scoring.pool import IsolatedTask
