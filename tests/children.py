@@ -318,3 +318,20 @@ def metrics_of(run_dir: Path) -> dict[str, dict[str, float]]:
 def weights_of(run_dir: Path) -> dict[str, bytes]:
     """Checkpoint -> the bytes of its model file."""
     return {path.parent.name: path.read_bytes() for path in sorted(run_dir.glob("checkpoints/iter_*/*.safetensors"))}
+
+
+def assert_alike(run: Path, expected: Path) -> None:
+    """The metrics of both are the same but for rounding."""
+    ours, theirs = metrics_of(run), metrics_of(expected)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-6, rel=1e-5), name
+
+
+def alone_and_together(folder: Path, *overrides: str) -> tuple[Path, Path]:
+    """A run of one process and one of two, which must be alike."""
+    alone, together = folder / "alone", folder / "together"
+    assert run_in_child(alone, *overrides) == 0, printed(alone)
+    assert run_in_children(2, together, *overrides) == [0, 0], printed(together)
+    assert_alike(together, alone)
+    return alone, together

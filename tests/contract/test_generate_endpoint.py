@@ -32,6 +32,7 @@ from engines import (
 )
 from factories import complete_in_order
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopPLogitsWarper
+from waiting import wait_until
 
 from offline_grpo.engine.server import Server
 from offline_grpo.model.policy import Policy
@@ -127,13 +128,6 @@ def test_what_cannot_be_answered_is_one_line(server: Server) -> None:
         assert "\n" not in answer.text
     assert httpx.get(f"{server.base_url}/generate").status_code == 405
     assert generated(server, prompt=IDS, max_tokens=2, ignore_eos=True)["finish_reasons"] == ["length"]
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_who_hangs_up_is_not_worked_for(server: Server) -> None:

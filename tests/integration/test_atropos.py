@@ -16,6 +16,7 @@ from atropos_world import Groups
 from children import SMALL, metrics_of, start_command
 from engines import preloaded_python, writers
 from served_runs import own_server, run
+from waiting import wait_until
 
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import StopRequested
@@ -23,14 +24,6 @@ from offline_grpo.errors import StopRequested
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-
-
-def wait_for(condition, timeout_s=300.0):
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-    return result
 
 
 def free_url():
@@ -50,9 +43,7 @@ def named(trainer, text):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """`run_grpo.py experiment=atropos_shared`, whose run-api was killed, then its environment, and after five
-    iterations the run itself.
-    """
+    """`run_grpo.py experiment=atropos_shared`, whose run-api was killed, and after three iterations the run itself."""
     folder = tmp_path_factory.mktemp("killed")
     words = (*SMALL, *own_server(preloaded_python(folder)), f"hydra.run.dir={folder}/run", "rollouts.poll_s=0.2")
     words += ("experiment=atropos_shared", f"rollouts.url={free_url()}", "model.tiny.hidden_size=128")
@@ -65,18 +56,14 @@ def killed(tmp_path_factory):
         assert child.is_alive(), (folder / "out").read_text() + (folder / "err").read_text()
         return path.exists()
 
-    wait_for(lambda: metrics(0))
+    wait_until(lambda: metrics(0))
     [environment] = named(trainer, "task_environment")
     environ = environment.environ()
     [api] = named(trainer, "run_api")
     api.kill()
-    wait_for(lambda: (folder / "run" / "env_1.log").exists())  # with a new API comes a new environment
-    wait_for(lambda: metrics(2))
-    [environment] = wait_for(lambda: named(trainer, "task_environment"))
-    environment.kill()
-    wait_for(lambda: (folder / "run" / "env_2.log").exists())
-    wait_for(lambda: metrics(4))
-    wait_for(lambda: named(trainer, "task_environment"))  # its log is there before it is
+    wait_until(lambda: (folder / "run" / "env_1.log").exists())  # with a new API comes a new environment
+    wait_until(lambda: metrics(2))
+    wait_until(lambda: named(trainer, "task_environment"))  # its log is there before it is
     below = {*trainer.children(recursive=True), *writers(folder / "run" / "server_0.log")}
     trainer.kill()
     killed_at = time.monotonic()
@@ -89,8 +76,8 @@ def killed(tmp_path_factory):
 
 
 def test_a_run_trains_from_run_api_fed_by_its_own_environment_and_pushes_its_weights(killed):
-    found = [metrics_of(killed.folder)[f"train_iter_{i:03d}.json"] for i in range(5)]
-    assert [each["sync/version"] for each in found] == [1, 2, 3, 4, 5]
+    found = [metrics_of(killed.folder)[f"train_iter_{i:03d}.json"] for i in range(3)]
+    assert [each["sync/version"] for each in found] == [1, 2, 3]
     assert all(0 <= each["reward_mean"] <= 1.5 for each in found)
     assert found[0]["mismatch/ratio_mean"] == pytest.approx(1, abs=1e-3)
     assert found[0]["ratio_mean"] == pytest.approx(1, abs=1e-3)
@@ -103,10 +90,9 @@ def test_a_run_trains_from_run_api_fed_by_its_own_environment_and_pushes_its_wei
 
 def test_what_was_killed_was_started_again_and_left_its_log(killed):
     names = {path.name for path in killed.folder.glob("*.log")}
-    assert names >= {"run.log", "api.log", "api_1.log", "server_0.log", "env_0.log", "env_1.log", "env_2.log"}
+    assert names >= {"run.log", "api.log", "api_1.log", "server_0.log", "env_0.log", "env_1.log"}
     told = (killed.folder / "run.log").read_text()
     assert "the Atropos API (run-api) has ended (signal 9)" in told
-    assert "rollouts.environment=python -m offline_grpo.run.task_environment serve has ended" in told
 
 
 def test_the_servers_key_is_in_no_file_of_the_run(killed):

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from children import SMALL, Kill, metrics_of, printed, run_in_child, run_in_children, weights_of
+from children import SMALL, Kill, alone_and_together, metrics_of, printed, run_in_child, weights_of
 
 RUN = (*SMALL, "train.precision=bf16", "train.grad_clip=0.05")
 OFFLOAD = "train.optimizer.offload=true"
@@ -30,11 +30,4 @@ def test_a_killed_and_resumed_run_with_offload_ends_as_one_without(tmp_path: Pat
 
 @pytest.mark.slow
 def test_two_processes_with_offload_follow_one(tmp_path: Path) -> None:
-    alone, together = tmp_path / "alone", tmp_path / "together"
-    overrides = [*SMALL, OFFLOAD, f"cache_dir={tmp_path}/cache", "model/lora=default"]
-    assert run_in_child(alone, *overrides) == 0, printed(alone)
-    assert run_in_children(2, together, *overrides) == [0, 0], printed(together)
-    expected, found = metrics_of(alone), metrics_of(together)
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert found[name] == pytest.approx(expected[name], abs=1e-6, rel=1e-5), name
+    alone_and_together(tmp_path, *SMALL, OFFLOAD, f"cache_dir={tmp_path}/cache", "model/lora=default")

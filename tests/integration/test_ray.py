@@ -15,15 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from children import metrics_of
 from engines import CPU, engine, preloaded_python, processes_naming, save_model
-from factories import compose_config
 from ray_machines import machines
-from served_runs import assert_same, five, own_server, run
+from served_runs import assert_same, own_server, run
 from waiting import wait_until
 
 from offline_grpo.engine.ray_server import ServerActor
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
 
 TWO = ("weight_sync=reload", "placement.num_engines=2")
 THREE = "train.iterations=3"
@@ -110,22 +107,6 @@ def test_a_cluster_that_is_not_there_is_refused_in_time(
     with pytest.raises(ConfigError, match=message):
         run(tmp_path / "run", model, *own_server(sys.executable), *TWO, "placement=ray", *words)
     assert time.monotonic() - began < 15
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["+placement.ray_init.num_cpus=2"], "placement.ray_init={'num_cpus': 2}: acts with placement=ray alone"),
-        (
-            ["placement=ray", "weight_sync=shared_vllm"],
-            "placement.address=auto: weight_sync=shared_vllm needs a server on the trainer's",
-        ),
-    ],
-)
-def test_what_cannot_be_on_another_machine_is_refused(words: list[str], message: str, model: Path) -> None:
-    with pytest.raises(ConfigError) as refused:
-        make_plan(typed(compose_config(*five(model), *own_server(sys.executable), "weight_sync=reload", *words)))
-    assert str(refused.value).startswith(message)
 
 
 def test_a_machine_without_vllm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from children import SMALL, metrics_of, printed, run_command, run_in_child
+from children import SMALL, assert_alike, printed, run_command, run_in_child
 from engines import processes_naming
 from ray_machines import machines
 from waiting import wait_until
@@ -82,10 +82,7 @@ def test_they_train_as_one_does_also_when_a_ctrl_c_stops_them_and_the_printed_li
     assert not processes_naming(str(tmp_path))
     alone, words = tmp_path / "alone", (*SMALL, *STEADY, f"train.iterations={num_done + 1}")
     assert run_in_child(alone, *words, f"cache_dir={tmp_path}/cache") == 0, printed(alone)
-    expected, found = metrics_of(alone), metrics_of(folder)
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert found[name] == pytest.approx(expected[name], abs=1e-6, rel=1e-5), name
+    assert_alike(folder, alone)
 
 
 @pytest.mark.slow
@@ -123,8 +120,6 @@ def test_whatever_dies_nothing_is_left_running(cluster: Any, tmp_path: Path) -> 
 
 
 REFUSED = {
-    "placement.trainer=ray": "placement.trainer=ray: add placement=ray",
-    "placement.num_trainers=2": "placement.num_trainers=2: at least 1, and more with placement.trainer=ray alone",
     "placement=ray placement.trainer=ray placement.address=local": "placement.address=local: would end with this",
     "placement=ray placement.trainer=ray --multirun seed=1,2": "placement.trainer=ray: starts the processes of one run",
 }

@@ -131,13 +131,7 @@ def drawn(folder: Path) -> list[Any]:
 
 
 def test_what_would_not_be_scored_there_is_refused(tmp_path: Path) -> None:
-    there = "placement.score_on_cluster=true"
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}?", "answer": "1"}}\n' for i in range(40)))
-    data = ["task=dataset", f"task.path={tmp_path / 'rows.jsonl'}", "data.num_train_seeds=null", "scoring.workers=0"]
-    for words, message in (
-        ([there], "placement.score_on_cluster=True: acts with placement=ray alone"),
-        (["placement=ray", there], "placement.score_on_cluster=true: this task's scores are computed"),
-        (["placement=ray", there, *data], "scoring.workers=0: placement.score"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{message}"):
-            make_plan(typed(compose_config(*words)))
+    words = ["placement=ray", "placement.score_on_cluster=true", "data.num_train_seeds=null", "scoring.workers=0"]
+    with pytest.raises(ConfigError, match=r"^scoring.workers=0: placement.score"):
+        make_plan(typed(compose_config(*words, "task=dataset", f"task.path={tmp_path / 'rows.jsonl'}")))

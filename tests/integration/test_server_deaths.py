@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -17,6 +16,7 @@ import pytest
 from children import metrics_of, printed, start_in_child
 from engines import kill_engine, preloaded_python, processes_naming, save_model, writers
 from served_runs import assert_same, at, five, own_server, run
+from waiting import wait_until
 
 ITERATIONS = 3
 """Those that the victim finishes."""
@@ -57,7 +57,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     process = start_in_child(folder / "run", *five(model), *server, mishaps=mishaps)
     try:
         assert process.pid is not None
-        wait_for(lambda: is_stopped(process, folder / "run"), 900, "the run to stand still")
+        wait_until(lambda: is_stopped(process, folder / "run"), 900)
         yield Victim(process, folder / "run", model, leftovers)
     finally:
         process.kill()
@@ -105,14 +105,7 @@ def assert_nothing_left(folder: Path, model: Path, leftovers: frozenset[str]) ->
         )
         return set(ownerless()) <= leftovers and not servers
 
-    wait_for(is_so, 20, "the end of servers and files")
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.2)
+    wait_until(is_so, 20)
 
 
 def ownerless() -> list[str]:

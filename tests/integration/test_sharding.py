@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from architectures import ZOO
-from children import SMALL, Kill, in_group, metrics_of, printed, run_in_child, run_in_children
+from children import SMALL, Kill, assert_alike, in_group, metrics_of, printed, run_in_child, run_in_children
 from engines import CPU, make_server, preloaded_python, running, save_model
 from served_runs import at, five
 from sharded import LOSSES, follow
@@ -64,20 +64,13 @@ def test_every_loss_and_several_architectures_on_four_processes(tmp_path: Path) 
     )
 
 
-def same_trajectory(found: Path, expected: Path) -> None:
-    ours, theirs = metrics_of(found), metrics_of(expected)
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        assert ours[name] == pytest.approx(theirs[name], abs=1e-6, rel=1e-5), name
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) -> None:
     """Two that share, one alone, and four: from a checkpoint of any of them, and bit for bit with the same number."""
     alone, two = tmp_path / "alone", tmp_path / "two"
     assert run_in_child(alone, *RUN, cache) == 0, printed(alone)
     assert run_in_children(2, two, *RUN, cache, SHARDED) == [0, 0], printed(two)
-    same_trajectory(two, alone)
+    assert_alike(two, alone)
     saved = "checkpoints/iter_001/model.safetensors"
     whole, config = (AutoModelForCausalLM.from_pretrained(run / "checkpoints/iter_001") for run in (two, alone))
     for ours, theirs in zip(whole.parameters(), config.parameters(), strict=True):
@@ -91,7 +84,7 @@ def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) 
             run_in_children(count, tmp_path / "start", *run) if count > 1 else [run_in_child(tmp_path / "start", *run)]
         )
         assert codes == [0] * count, printed(tmp_path / "start")
-        same_trajectory(again, source)
+        assert_alike(again, source)
     assert (tmp_path / "two_by_2" / saved).read_bytes() == (two / saved).read_bytes()
 
 
@@ -124,14 +117,14 @@ def test_parts_are_written_by_all_and_read_by_any_number(cache: str, tmp_path: P
             else [run_in_child(tmp_path / "start", *goes_on)]
         )
         assert codes == [0] * count, printed(tmp_path / "start")
-        same_trajectory(again, two)
+        assert_alike(again, two)
     killed = tmp_path / "killed"
     kill = Kill("offline_grpo.checkpoint.checkpointer:Checkpointer._write_into", 2)
     assert -9 in run_in_children(2, killed, *run, kill=kill)
     [hidden] = killed.glob("checkpoints/.writing_*")
     assert len(list(hidden.rglob("part_*"))) == 2
     assert run_in_children(2, tmp_path / "start", *run, f"resume={killed}") == [0, 0], printed(tmp_path / "start")
-    same_trajectory(killed, two)
+    assert_alike(killed, two)
 
 
 @pytest.fixture(scope="module")

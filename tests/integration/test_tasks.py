@@ -8,7 +8,13 @@ from statistics import fmean
 
 import pyarrow.parquet as pq
 import pytest
-from children import SMALL, draw_nothing, metrics_of, printed, run_in_child, run_in_children, weights_of
+from children import (
+    SMALL,
+    alone_and_together,
+    draw_nothing,
+    metrics_of,
+    weights_of,
+)
 from factories import compose_config, make_qwen2
 from laboratory import ROWS
 
@@ -93,15 +99,9 @@ def test_two_processes_with_workers_that_score_follow_the_trajectory_of_one(mode
     task = ("task=dataset", f"task.path={ROWS}", "task.eval_frac=0.5", "task.reward=bad_rewards:vowels")
     words = (*BRIEF, "model=hf", model, *task, "task.correct_threshold=0.2", "scoring.workers=2")
     words += ("data.problems_per_iteration=2", "eval.num_ids=2")
-    alone, together = tmp_path / "alone", tmp_path / "together"
-    assert run_in_child(alone, *words) == 0, printed(alone)
-    assert run_in_children(2, together, *words) == [0, 0], printed(together)
-    expected, found = metrics_of(alone), metrics_of(together)
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert found[name] == pytest.approx(expected[name], abs=1e-6, rel=1e-5), name
-        assert found[name]["scoring/num_failed"] == 0
-    assert expected["train_iter_001.json"]["reward_std"] > 0
+    alone, together = alone_and_together(tmp_path, *words)
+    assert not any(found["scoring/num_failed"] for found in metrics_of(alone).values())
+    assert metrics_of(alone)["train_iter_001.json"]["reward_std"] > 0
     files = [run / "rollouts" / "iter_001.parquet" for run in (alone, together)]
     rewards = [pq.read_table(file, columns=["text", "reward"]) for file in files]
     assert rewards[0] == rewards[1]

@@ -10,15 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from engines import forking_python, preloaded_python, processes_naming, save_model, writers
 from served_runs import five, own_server
+from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 UNFINISHED = ("*.unfinished", ".writing_*", ".tiny-*", "*.tmp", ".lock")
@@ -56,14 +54,6 @@ def start(folder: Path, python: str, *overrides: str) -> subprocess.Popen[bytes]
         return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def wait_for(condition: Callable[[], Any], folder: Path, timeout_s: float = 400) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, (folder / "out.txt").read_text()
-        time.sleep(0.1)
-    return found
-
-
 def server_of(folder: Path) -> psutil.Process:
     """The server itself, below its guardian."""
     [port] = re.findall(r"--port (\d+)", (folder / "run" / "server_0.log").read_text().splitlines()[0])
@@ -95,7 +85,7 @@ def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
     python = {"SIGINT": first_forking}.get(ending, forking_python)
     process = start(tmp_path, python(tmp_path), "train.iterations=500", *loggers.get(ending, []))
     try:
-        wait_for((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, tmp_path)
+        wait_until((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, 400, (tmp_path / "out.txt").read_text)
         server = server_of(tmp_path)
         environment = server.environ()
         key, scratch = environment["OFFLINE_GRPO_API_KEY"], environment["TMPDIR"]
@@ -105,14 +95,22 @@ def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
         assert list(Path(scratch).iterdir()), "the sockets of the server"
         if ending == "SIGINT":
             server.kill()
-            wait_for(lambda: num_recoveries(tmp_path / "run") == 1, tmp_path)
+            wait_until(lambda: num_recoveries(tmp_path / "run") == 1, 400, (tmp_path / "out.txt").read_text)
         process.send_signal(getattr(signal, ending))
         code = process.wait(300)
     finally:
         process.kill()
     assert code == {"SIGKILL": -9, "SIGINT": 130}[ending], (tmp_path / "out.txt").read_text()
-    wait_for(lambda: not any(map(psutil.pid_exists, everything)) and not processes_naming(str(tmp_path)), tmp_path, 30)
-    wait_for(lambda: not {name for name in shared_memory() - before if f"-{process.pid}-" in name}, tmp_path, 15)
+    wait_until(
+        lambda: not any(map(psutil.pid_exists, everything)) and not processes_naming(str(tmp_path)),
+        30,
+        (tmp_path / "out.txt").read_text,
+    )
+    wait_until(
+        lambda: not {name for name in shared_memory() - before if f"-{process.pid}-" in name},
+        15,
+        (tmp_path / "out.txt").read_text,
+    )
     assert [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor_")] == []
     if ending != "SIGKILL":
         assert unfinished(tmp_path) == []
@@ -126,7 +124,7 @@ def test_no_engine_is_left_where_run_and_guardian_are_killed_at_once(tmp_path: P
     """As after `pkill -9 python`, which does not find the engine: that has a title of its own."""
     process = start(tmp_path, forking_python(tmp_path), "train.iterations=500")
     try:
-        wait_for((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, tmp_path)
+        wait_until((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, 400, (tmp_path / "out.txt").read_text)
         server = server_of(tmp_path)
         everything = [server.pid, *(p.pid for p in server.children(recursive=True))]
         assert len(everything) > 1
@@ -135,7 +133,7 @@ def test_no_engine_is_left_where_run_and_guardian_are_killed_at_once(tmp_path: P
         process.wait(60)
     finally:
         process.kill()
-    wait_for(lambda: not any(map(psutil.pid_exists, everything)), tmp_path, 30)
+    wait_until(lambda: not any(map(psutil.pid_exists, everything)), 30)
 
 
 def files_with(key: str, folder: Path) -> list[str]:

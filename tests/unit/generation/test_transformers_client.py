@@ -84,14 +84,6 @@ def test_a_cache_of_fixed_size_draws_the_same(
     torch.testing.assert_close(logprobs(fixed), logprobs(growing), rtol=0, atol=1e-5)
 
 
-def test_completion_j_has_seed_plus_j(model, tokenizer) -> None:
-    client = TransformersClient(model, tokenizer, batch_size=8)
-    (group,) = generate(client, [PROMPTS[2]], SAMPLING, group_size=4, seeds=[40])
-    singles = generate(client, [PROMPTS[2]] * 4, SAMPLING, group_size=1, seeds=[40, 41, 42, 43])
-    assert tokens([group]) == [[single[0].token_ids for single in singles]]
-    assert len({completion.token_ids for completion in group}) == 4
-
-
 def test_eos_is_kept_and_ends_a_row_at_once(model, tokenizer) -> None:
     groups = sample(model, tokenizer, replace(SAMPLING, max_new_tokens=40))
     completions = [completion for group in groups for completion in group]

@@ -72,18 +72,6 @@ def test_the_settings_of_evaluations_come_before_those_of_training(tmp_path: Pat
     assert (client.batch_size, client.timeout_s, client.max_retries) == (3, 9, 2)
 
 
-def test_clients_that_cannot_sample_evaluations_are_refused() -> None:
-    for overrides, start in (
-        ("eval.backend=pigeon", "eval.backend=pigeon: "),
-        ("eval.backend=vllm_server", "eval.backend=vllm_server: training samples from elsewhere"),
-        (f"eval.base_url={DEAD}", f"eval.base_url={DEAD}: name the kind of server too"),
-        ("eval.backend={_target_:builtins.dict}", "eval.backend._target_=builtins.dict: is no RolloutClient"),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            make_plan(typed(compose_config(*overrides.split())))
-        assert str(refused.value).startswith(start)
-
-
 def test_what_training_samples_from_is_shared(tmp_path: Path) -> None:
     plan = make_plan(typed(compose_config(*SERVED.split(), f"eval.base_url={DEAD}/v1/")))
     ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value, on_main=lambda act: act())

@@ -181,9 +181,3 @@ def test_what_a_record_does_not_have_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="gdpo: adds up"):
         words = ("rollouts=replay", f"rollouts.path={path}", "train/advantage=gdpo")
         make_plan(typed(compose_config(*words)))
-
-
-def test_it_is_refused_before_a_model_is_loaded():
-    words = ("train/advantage=gdpo", "train.advantage.weights={correct:2,none:1}")
-    with pytest.raises(ConfigError, match=r"^train\.advantage\.weights=.*: the reward's parts are correct, format$"):
-        make_plan(typed(compose_config(*words)))

@@ -97,23 +97,6 @@ def test_fp16_scales_its_loss_and_the_others_do_not(tmp_path, token_batch):
     assert applied[0]["grad_norm"] == pytest.approx(expected, rel=0.2)
 
 
-def test_state_resumes_the_next_update_exactly(tmp_path, token_batch):
-    one = make_updater(tmp_path)
-    for iteration in range(2):
-        one.run(token_batch, iteration=iteration)
-    other = make_updater(tmp_path)
-    other.policy.model.load_state_dict(one.policy.model.state_dict())
-    other.load_state_dict(torch.load(_saved(one, tmp_path), weights_only=True), one.counters)
-    assert other.run(token_batch, iteration=2) == one.run(token_batch, iteration=2)
-    for name, p in one.policy.masters.parameters.items():
-        assert torch.equal(p, other.policy.masters.parameters[name]), name
-
-
-def _saved(updater, tmp_path):
-    torch.save(updater.state_dict(), tmp_path / "state.pt")
-    return tmp_path / "state.pt"
-
-
 class EveryProcessMakes(Replicas):
     """Asks for passes beyond this process's own, as a sharding does whose passes need all processes."""
 
