@@ -112,7 +112,7 @@ class ServedWeights:
 class SamplingRequest:
     """Ask for completions of one prompt; the j-th is drawn with `seed + j`, so batching never changes a result.
     `max_new_tokens` goes before that of `SamplingParams`. Requests of one `episode` begin alike: a server that answered
-    one has most of the next in its cache.
+    one has most of the next in its cache. One that `is_urgent` is computed before others that wait in a vLLM server.
     """
 
     prompt_ids: tuple[int, ...]
@@ -120,6 +120,7 @@ class SamplingRequest:
     seed: int
     max_new_tokens: int | None = None
     episode: int | None = None
+    is_urgent: bool = False
 
     def __post_init__(self) -> None:
         if self.num_completions < 1:

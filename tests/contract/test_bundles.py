@@ -162,3 +162,60 @@ def test_it_is_the_scheduler_that_vllm_would_take(module: ModuleType) -> None:
             assert module.os.environ == module.IN_ONE_PIECE
         assert type(scheduler) is chosen
         assert (scheduler.vllm_config, scheduler.log_stats) == (config, True)
+
+
+def test_urgent_requests_go_first(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before those that a pause has interrupted, and that wait when the urgent one comes."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+
+    class Queue:
+        """Has places for two at once, and takes up what waits."""
+
+        def __init__(self) -> None:
+            self.requests: dict[str, Any] = {}
+            self.policy, self.running = SchedulingPolicy.FCFS, list[Any]()
+            self.waiting = create_request_queue(self.policy)
+
+        def add_request(self, request: Any) -> None:
+            self.requests[request.request_id] = request
+            self.waiting.add_request(request)
+
+        def set_pause_state(self, _: Any) -> None: ...
+
+        def schedule(self) -> list[str]:
+            while self.waiting and len(self.running) < 2:
+                self.running.append(self.waiting.pop_request())
+            return [one.request_id for one in self.running]
+
+    def add(name: str, priority: int = 0) -> Any:
+        one = SimpleNamespace(request_id=name, priority=priority)
+        scheduler.add_request(type("Request", (SimpleNamespace,), {"__hash__": object.__hash__})(**vars(one)))
+
+    def end(name: str) -> None:
+        scheduler.running = [one for one in scheduler.running if one.request_id != name]
+        del scheduler.requests[name]
+
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    scheduler: Any = type("Scheduler", (module.Bundling, Queue), {})()
+    for name in ("a", "b", "c"):
+        add(name)
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert scheduler.schedule() == []  # an urgent one may come
+    add("first", -1)
+    add("second", -1)
+    add("third", -1)
+    assert scheduler.schedule() == ["first", "second"]
+    assert [one.request_id for one in scheduler.waiting] == ["third", "a", "b", "c"]
+    end("first")
+    assert scheduler.schedule() == ["second", "third"]
+    end("second")
+    assert scheduler.schedule() == ["third"]
+    end("third")
+    assert scheduler.schedule() == ["a", "b"]
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    end("a")
+    assert scheduler.schedule() == ["b"]
+    now += 1  # none has come
+    assert scheduler.schedule() == ["b", "c"]

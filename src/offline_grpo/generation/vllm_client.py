@@ -36,8 +36,9 @@ class VllmClient(ServerClient):
         """
         prompt = list(request.prompt_ids)
         stock = {"prompt": prompt, "logprobs": 0, "return_token_ids": True}  # logprobs of the sampled token alone
+        own = {"prompt": {"prompt_token_ids": prompt}, "urgent": request.is_urgent}
         return {
-            **({"prompt": {"prompt_token_ids": prompt}} if self.path == TOKENS else stock),
+            **(own if self.path == TOKENS else stock),
             "model": weights.name or None,  # None is the base model
             "n": 1 if sampling.temperature == 0 else request.num_completions,
             "seed": request.seed,

@@ -198,7 +198,7 @@ def sample_probe(client: Any, prompts: Sequence[Sequence[int]], temperature: flo
 
     The whole softmax at the run's temperature: greedy completions have the logprobs of temperature 1.
     """
-    requests = [SamplingRequest(tuple(prompt), 1, seed) for seed, prompt in enumerate(prompts)]
+    requests = [SamplingRequest(tuple(prompt), 1, seed, is_urgent=True) for seed, prompt in enumerate(prompts)]
     sampling, unscored = SamplingParams(PROBE_TOKENS, temperature or 1.0), Score(0.0, False, {})
     completions = client.generate_now(requests, sampling)
     return [

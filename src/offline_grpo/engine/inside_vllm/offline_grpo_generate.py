@@ -58,8 +58,9 @@ class Generate:
     A request to /generate has `prompt`, a string or `{"prompt_token_ids": [...]}`, and any of vLLM's sampling
     parameters. `logprobs` is 0 where it is not given: that of the chosen token alone. `model` names an adapter, or the
     base model; without it the adapter that was loaded last is sampled from, so that callers need not know that weights
-    are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`. A request to /generate_tokens has the
-    same, but for `stream`, and without `model` it asks the base model.
+    are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`; `urgent: true` is computed before
+    others that wait. A request to /generate_tokens has the same, but for `stream`, and without `model` it asks the base
+    model.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -120,10 +121,11 @@ class Request:
         self._tokenizer = state.engine_client.tokenizer
         vocab_size = state.engine_client.model_config.get_vocab_size()
         self._prompt_ids, self._prompt = self._read_prompt(fields.pop("prompt", None), vocab_size)
+        self._priority = -1 if fields.pop("urgent", False) else 0
         name, models = fields.pop("model", None), state.openai_serving_models
         self._adapter = None if name is None and of_tokens else adapter_named(name, models)
         if unknown := fields.keys() - SAMPLING:
-            known = ", ".join(["prompt", "model", "stream", *sorted(SAMPLING)])
+            known = ", ".join(["prompt", "model", "stream", "urgent", *sorted(SAMPLING)])
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a request may have {known}")
         msgspec.msgpack.encode(fields)  # integers beyond 64 bits would be the engine's death
         if fields.get("logprobs") is None:
@@ -215,7 +217,11 @@ class Request:
 
     async def _outputs(self, engine: Any) -> AsyncGenerator[Any]:
         generating = engine.generate(
-            tokens_input(self._prompt_ids), self._params, f"generate-{uuid.uuid4().hex}", lora_request=self._adapter
+            tokens_input(self._prompt_ids),
+            self._params,
+            f"generate-{uuid.uuid4().hex}",
+            lora_request=self._adapter,
+            priority=self._priority,
         )
         refused = {"error"} if self._of_tokens else {"abort", "error"}
         try:

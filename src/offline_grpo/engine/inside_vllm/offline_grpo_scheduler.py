@@ -1,14 +1,20 @@
-"""vLLM's scheduler, which hands tokens to the HTTP server in bundles where nobody reads them one by one.
+"""vLLM's scheduler, which hands tokens to the HTTP server in bundles where nobody reads them one by one, and computes
+urgent requests before others that wait.
 
 vLLM loads it by `--scheduler-cls`. Its engine sends every token, with its logprob, to the process that answers
 requests, as soon as it is drawn. For a completion that is answered in one piece this is work for nothing: three arrays
 to encode and to decode for each token. The engine is one Python process, for which the GPU waits if the model is small.
+
+Requests that a pause has interrupted wait when it ends, because all of their keys and values are computed again, which
+takes seconds for a large model. The probe of a push, which a trainer waits for, goes before them.
+
 Like its neighbours, the module stands alone; all that it uses of vLLM is alike in all versions that are supported.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -16,12 +22,17 @@ from typing import Any
 import numpy as np
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 
 BUNDLE_TOKENS = 32
 """More would save little, and keep the HTTP server idle until all completions end at once."""
+
+HEAD_START_S = 0.05
+"""After a pause, what waits is held back for an urgent request that may come. Our probe comes within 10 ms."""
 
 IN_ONE_PIECE = {"VLLM_MSGPACK_ZERO_COPY_THRESHOLD": str(2**30)}
 """vLLM sends arrays from 256 bytes on, such as those of a bundle, in parts of a message of their own. It then asks zmq
@@ -106,11 +117,46 @@ class Bundling:
     of an aborted one are dropped, as vLLM drops what it has sent of it."""
 
     requests: dict[str, Any]
+    waiting: Any
+    policy: Any
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._held: dict[str, Held] = {}
         self._num_begun = 0
+        self._urgent: set[str] = set()
+        self._head_start_until = 0.0
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        if request.priority < 0:
+            self._urgent.add(request.request_id)
+            self._head_start_until = 0.0
+
+    def set_pause_state(self, pause_state: Any) -> None:
+        if pause_state is PauseState.UNPAUSED:
+            self._head_start_until = time.monotonic() + HEAD_START_S
+        super().set_pause_state(pause_state)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **options: Any) -> Any:
+        """See `Scheduler.schedule`. While there are urgent requests, others that wait are hidden; running ones continue
+        beside them, so that memory and places become free.
+        """
+        if self._urgent:
+            self._urgent &= self.requests.keys()
+        if not (self._urgent or time.monotonic() < self._head_start_until):
+            return super().schedule(*args, **options)  # type: ignore[misc]
+        others, self.waiting = self.waiting, create_request_queue(self.policy)
+        first = [request for request in others if request.request_id in self._urgent]
+        others.remove_requests(first)
+        for request in first:
+            self.waiting.add_request(request)
+        try:
+            return super().schedule(*args, **options)  # type: ignore[misc]
+        finally:
+            for request in reversed([*self.waiting]):  # which found no place, or lost it
+                others.prepend_request(request)
+            self.waiting = others
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See `Scheduler.update_from_output`: the outputs of a step, {client: outputs}."""
