@@ -62,7 +62,7 @@ def main() -> None:
         save(work, args.shape, "float32" if args.small else "bfloat16")
     caches = {name: f"{work}/{name}" for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     env = {**os.environ, **caches, "PYTHONPATH": f"{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"}
-    folders = [work / args.name / str(number) for number in range(args.starts)]
+    folders = [work / args.name / f"{datetime.now():%H%M%S}_{number}" for number in range(args.starts)]
     for folder in folders:
         command = our_command(work, args, "ours", ("weight_sync=shared_vllm", f"hydra.run.dir={folder}"))
         subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True, timeout=600)
