@@ -122,10 +122,6 @@ class SamplingRequest:
     episode: int | None = None
     is_urgent: bool = False
 
-    def __post_init__(self) -> None:
-        if self.num_completions < 1:
-            raise ValueError(f"num_completions={self.num_completions}: must be at least 1")
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:
