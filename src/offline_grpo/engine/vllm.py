@@ -48,13 +48,7 @@ WAIT_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class VllmLauncher(Launcher):
-    """The command line and environment of a vLLM managed server. See `Launcher`.
-
-    Args:
-        blackwell_workaround: switch programmatic dependent launch (PDL, also called GDC) off in the server's LoRA
-            kernels, which are known to fail with it on SM100 GPUs. Sets VLLM_LORA_DISABLE_PDL for the server and
-            nothing else.
-    """
+    """The command line and environment of a vLLM managed server. See `Launcher`."""
 
     blackwell_workaround: bool
 

@@ -52,15 +52,7 @@ in range.
 
 @dataclass(frozen=True, kw_only=True)
 class TiledHead:
-    """The head described above, a `LossHead`.
-
-    Args:
-        tile_width: how many tokens v of the vocabulary a tile covers; None chooses it from the device and N, so
-            that a tile has 8 MiB on the CPU and 256 MiB on a GPU, or 512 MiB where tiles are kept. It changes speed and
-            memory only.
-        kept_gib: GiB that a GPU keeps from the forward to the backward pass, so that less is computed again. For
-            bfloat16 without an entropy bonus.
-    """
+    """The head described above, a `LossHead`."""
 
     tile_width: int | None
     kept_gib: float = 3.0

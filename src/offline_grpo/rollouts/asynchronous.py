@@ -47,10 +47,6 @@ class Asynchronous(OnPolicy):
     """Samples ahead. See `OnPolicy` for what is drawn.
 
     Args:
-        max_staleness: how many versions (updates) older than the trained weights those may be that drew a token.
-        buffer_size: groups, of all processes, that are sampled or being sampled and not trained on yet; in whole
-            iterations. None: as many as `max_staleness` allows.
-        in_flight: what a push of weights does to requests that run; weight sync carries it out.
         trainer_version: how many updates the trained weights carry now.
         updates_per_iteration: the trainer makes at most.
     """

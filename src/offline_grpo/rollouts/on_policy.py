@@ -27,16 +27,9 @@ def permutation(length: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(kw_only=True)
 class OnPolicy(Source):
-    """Samples `group_size` completions of `problems_per_iteration` problems in `next`, and scores them.
-
-    Args:
-        shuffle: visit the problems in a new order on each pass over them.
-        resample_zero_signal: replace groups without signal, as `advantage` says, by groups of other problems (dynamic
-            sampling, DAPO, arXiv 2503.14476), at most `max_resamples` times each.
-        soft_overlong_tokens: see `overlong_penalty`; None: no penalty.
-        penalize_length_if_solved: groups whose completions are all right get `overlong_penalty` from half of the
-            token limit on.
-        rank, world_size: process `rank` of `world_size` samples every `world_size`-th problem.
+    """Samples `group_size` completions of `problems_per_iteration` problems in `next`, and scores them. Process `rank` of
+    `world_size` samples every `world_size`-th problem. `resample_zero_signal` is DAPO's dynamic sampling (arXiv
+    2503.14476).
     """
 
     problems_per_iteration: int

@@ -43,10 +43,6 @@ Records = list[dict[str, Any]]
 class SharedVllm(PausingSync):
     """See the module. The policy must be loaded on the CPU; `attach` takes it to the server's device without a second
     copy there.
-
-    Args:
-        bridge_config: the `vllm_bridge_config.json` of an external server; null asks the server itself, and writes
-            the file into the run folder.
     """
 
     bridge_config: str | None

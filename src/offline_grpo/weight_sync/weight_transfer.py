@@ -144,11 +144,6 @@ class Nccl(WeightTransfer):
 
     The first push to a server goes through vLLM's own loader. If its proof finds all weights there bit for bit, where
     `inside_vllm/offline_grpo_layout.py` says, later ones are written there.
-
-    Args:
-        bucket_mib: of one broadcast. A server needs memory for two, beside its own.
-        master_address: of the trainer's machine, as the server's workers reach it; None: from which it reaches the
-            server.
     """
 
     master_address: str | None
