@@ -27,9 +27,8 @@ def permutation(length: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(kw_only=True)
 class OnPolicy(Source):
-    """Samples `group_size` completions of `problems_per_iteration` problems in `next`, and scores them. Process `rank` of
-    `world_size` samples every `world_size`-th problem. `resample_zero_signal` is DAPO's dynamic sampling (arXiv
-    2503.14476).
+    """Samples `group_size` completions of `problems_per_iteration` problems in `next`, and scores them. Process `rank`
+    of `world_size` samples every `world_size`-th problem. `resample_zero_signal`: DAPO, arXiv 2503.14476.
     """
 
     problems_per_iteration: int
