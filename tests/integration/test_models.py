@@ -40,7 +40,7 @@ def train(name: str, tmp_path: Path, *, max_new_tokens: int = 6) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "lfm2", "llama4", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "llama4", "gemma4"])
 def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
     train(name, tmp_path)
     for iteration in range(2):
@@ -49,9 +49,9 @@ def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
         assert found["num_updates"] == 2
 
 
-@pytest.mark.parametrize("name", ["doge", "minimax", "zamba2"])
+@pytest.mark.parametrize("name", ["doge", "zamba2"])
 def test_it_is_refused_before_the_first_iteration(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.train_id=.*ForCausalLM (is not causal|(cannot be|is) sampled in)"):
+    with pytest.raises(ConfigError, match=r"model.train_id=.*ForCausalLM (is not causal|is sampled in process)"):
         train(name, tmp_path, max_new_tokens=20)
     assert not list(tmp_path.glob("run/metrics/*"))
 
