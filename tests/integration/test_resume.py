@@ -4,7 +4,6 @@ import json
 import re
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,10 @@ ROOT = Path(__file__).parents[2]
 STEP, SCORE = "torch.optim:AdamW.step", "offline_grpo.task.arithmetic:Arithmetic.score"
 KILLS = {
     "building the model": Kill("offline_grpo.model.tiny:TinyModel.prepare", 1),
-    "evaluating before training": ("eval", -1),
-    "writing the second checkpoint": Kill("offline_grpo.checkpoint.checkpointer:torch.save", 2, "after"),
     "before the checkpoint counts": Kill("offline_grpo.checkpoint.checkpointer:Checkpointer.commit", 1),
     "drawing the report": Kill("matplotlib.figure:Figure.savefig", 1),
 }
-"""A call that is not made, or the beginning of an iteration's phase. test_random_kills.py has other moments."""
+"""A call that is not made. test_random_kills.py has other moments."""
 QUICK = {"before the checkpoint counts", "in the second update of the third"}
 """Those of `KILLS` and `STOPS` that are no slow tests."""
 
@@ -79,11 +76,8 @@ def test_killed_and_resumed_ends_with_the_same_files(phase, uninterrupted, cache
     cache = f"cache_dir={tmp_path}/cache" if phase == "building the model" else cache
     day = tmp_path / "outputs" / "2026-01-01"
     killed, fresh = day / "00-00-00-000000", day / "00-01-00-000000"
-    kill = KILLS[phase]
-    mishaps = {} if isinstance(kill, Kill) else {kill: partial(signal.raise_signal, signal.SIGKILL)}
     draws = phase == "drawing the report"
-    at_call = kill if isinstance(kill, Kill) else None
-    code = run_in_child(killed, cache, *SMALL, kill=at_call, mishaps=mishaps, draws=draws)
+    code = run_in_child(killed, cache, *SMALL, kill=KILLS[phase], draws=draws)
     assert code == -signal.SIGKILL, printed(killed)
     assert run_in_child(fresh, cache, "resume=auto", *SMALL, draws=draws) == 0, printed(fresh)
     had_checkpoint = not fresh.exists()

@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+from waiting import wait_until
 
 from offline_grpo.run import sweeps
 
@@ -39,29 +39,18 @@ def runs(sweep: Path) -> set[str]:
     return {path.parent.parent.name for path in sweep.glob("*/metrics/train_iter_000.json")}
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 240) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "seeds"), [("joblib", "0,1"), ("submitit_local", "0"), ("ray", "0")])
-def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(
-    tmp_path: Path, launcher: str, seeds: str
-) -> None:
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(tmp_path: Path, launcher: str) -> None:
     cluster = TWO_CORES if launcher == "ray" else ()
-    done, sweep = multirun(
-        tmp_path, f"hydra/launcher={launcher}", *cluster, "experiment=smoke", f"seed={seeds}", "train.lr=1e-3,-1"
-    )
+    done, sweep = multirun(tmp_path, f"hydra/launcher={launcher}", *cluster, "experiment=smoke", "train.lr=1e-3,-1")
     assert done.returncode == 2, done.stderr
-    assert runs(sweep) == ({"0", "2"} if launcher == "joblib" else {"0"})
+    assert runs(sweep) == {"0"}
     assert not (sweep / sweeps.FAILED).exists()
-    assert f"1 configuration, {'2 runs' if launcher == 'joblib' else '1 run'}" in done.stdout
+    assert "1 configuration, 1 run" in done.stdout
     if launcher == "joblib":
         assert re.search(r"^\[0\] run folder: ", done.stdout, re.MULTILINE)
-        assert re.search(r"^\[3\] error in job 3 of the sweep: train.lr=-1.0: ", done.stderr, re.MULTILINE)
+        assert re.search(r"^\[1\] error in job 1 of the sweep: train.lr=-1.0: ", done.stderr, re.MULTILINE)
         assert not re.search(r"^run folder: ", done.stdout, re.MULTILINE)
 
 
@@ -113,15 +102,12 @@ def are_saved(sweep: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)])
-def test_a_signal_lets_jobs_side_by_side_save(
-    send: Callable[[int, int], None], number: signal.Signals, side_by_side: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    """A Ctrl-C, which a terminal sends to all, and what a scheduler sends to the process that it has started."""
-    send(side_by_side.pid, number)
-    assert side_by_side.wait(timeout=120) == 128 + number
+def test_a_ctrl_c_lets_jobs_side_by_side_save(side_by_side: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Which a terminal sends to all."""
+    os.killpg(side_by_side.pid, signal.SIGINT)
+    assert side_by_side.wait(timeout=120) == 130
     printed = (tmp_path / "printed").read_text()
-    line = rf"^stopped by {number.name}; continue the sweep with: uv run run_grpo.py resume=sweep$"
+    line = r"^stopped by SIGINT; continue the sweep with: uv run run_grpo.py resume=sweep$"
     assert re.search(line, printed, re.MULTILINE)
     assert "Traceback" not in printed
     assert "before the run began" not in printed
@@ -151,14 +137,14 @@ def test_a_cluster_for_a_sweep_that_is_not_there_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_optuna_searches_for_the_best_pass_at_1(tmp_path: Path) -> None:
-    done, sweep = multirun(tmp_path, "experiment=[smoke,search]", "hydra.sweeper.n_trials=2")
+    done, sweep = multirun(tmp_path, "experiment=[smoke,search]", "hydra.sweeper.n_trials=1")
     assert done.returncode == 0, done.stderr
-    assert runs(sweep) == {"0", "1"}
+    assert runs(sweep) == {"0"}
     best = yaml.safe_load((sweep / "optimization_results.yaml").read_text())
     assert best["best_params"].keys() == {"train.lr", "data.rollouts_per_problem"}
-    assert "2 configurations, 2 runs" in done.stdout
-    command = [sys.executable, str(ROOT / "run_grpo.py"), f"resume={sweep}", "hydra.sweeper.n_trials=3"]
+    assert "1 configuration, 1 run" in done.stdout
+    command = [sys.executable, str(ROOT / "run_grpo.py"), f"resume={sweep}", "hydra.sweeper.n_trials=2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(f"run {number} of the sweep is finished" in done.stdout for number in (0, 1))
-    assert "3 configurations, 3 runs" in done.stdout
+    assert "run 0 of the sweep is finished" in done.stdout
+    assert "2 configurations, 2 runs" in done.stdout
