@@ -8,6 +8,7 @@ import argparse
 import gc
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -22,6 +23,9 @@ from offline_grpo.run.signals import StopSignal, ignore_from_now_on
 
 SHOWS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """Whether the user has asked for them, before `exit_with` sets the variable for Hydra."""
+
+FIRST_SAYS_IT_S = 5.0
+"""For which other processes wait with an error that all have: torchrun stops the first one as soon as another ends."""
 
 EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException)
 """Exceptions that `leave` reports as one line."""
@@ -71,6 +75,8 @@ def leave(error: BaseException) -> NoReturn:
         sys.exit(130)
     if isinstance(error, GrpoError) and error.of_one_process and not launch.is_main():
         print(f"error in process {os.environ['RANK']}: {error}", file=sys.stderr)
+    elif not launch.is_main():
+        time.sleep(FIRST_SAYS_IT_S)
     if SHOWS_TRACEBACKS and launch.is_main():
         traceback.print_exception(error)
     say(f"error: {error if isinstance(error, GrpoError) else explain(error)}")
