@@ -29,17 +29,8 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher(ABC):
-    """Settings of a server that the run starts, and the command line that they make.
-
-    Args:
-        python: interpreter that has the server's package; null is the one that runs the trainer.
-        host: address to listen on; any other than this machine's own needs an api_key.
-        port: null takes a free one.
-        api_key: what requests must carry, the control endpoints included; null asks for none (a run makes one up,
-            see `EngineSpec`).
-        start_timeout_s: from the start until /health answers.
-        args: options of the server, underscores for dashes. null leaves an option out, true gives it without a value.
-        env: further environment variables.
+    """Settings of a server that the run starts, and the command line that they make. Without `api_key` it asks for
+    none; a run makes one up, see `training_engine`.
     """
 
     python: str | None

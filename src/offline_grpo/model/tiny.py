@@ -63,11 +63,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A Llama of this shape in fp32 with tied embeddings and a tokenizer of characters, and how it is warm-started.
-
-    Raises:
-        ConfigError: a value is out of range, or the sizes do not divide each other.
-    """
+    """A Llama of this shape in fp32 with tied embeddings and a tokenizer of characters, and how it is warm-started."""
 
     hidden_size: int
     intermediate_size: int

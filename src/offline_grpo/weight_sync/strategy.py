@@ -158,14 +158,7 @@ class WeightSync(ABC):
 
 @dataclass(kw_only=True)
 class ServerSync(WeightSync):
-    """A `WeightSync` to servers. Subclasses say how the weights travel, in `staged` and `deliver`.
-
-    Args:
-        interval: push at every N-th opportunity, and always before an evaluation. In between the server samples
-            from an older policy.
-        tolerance_nats: largest mean difference |trainer - server| of the probe's logprobs; above it the run stops.
-        server_args: options that the server needs for this strategy, added to `engine.args`.
-    """
+    """A `WeightSync` to servers. Subclasses say how the weights travel, in `staged` and `deliver`."""
 
     interval: int
     tolerance_nats: float
@@ -226,12 +219,8 @@ def foreign_write(url: str, found: str) -> EngineError:
 
 @dataclass(kw_only=True)
 class PausingSync(ServerSync):
-    """A strategy that stops the server's sampling while weights change.
-
-    Args:
-        pause_mode: what happens to requests in flight during a push: "keep" continues them under the new
-            weights, their KV cache computed again; "wait" lets them end first; "abort" ends them, and the client sends
-            them again.
+    """A strategy that stops the server's sampling while weights change. With the pause mode "keep", the KV cache of
+    requests in flight is computed again.
     """
 
     pause_mode: str

@@ -45,9 +45,6 @@ class StagedWeights(Staged):
 class WeightTransfer(PausingSync):
     """A `WeightSync` through /init_weight_transfer_engine, /start_weight_update, /update_weights and
     /finish_weight_update.
-
-    Args:
-        bucket_mib: parameters sent in one update, in MiB.
     """
 
     bucket_mib: int
