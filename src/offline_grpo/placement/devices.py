@@ -15,29 +15,17 @@ KEY = "placement.engine_devices"
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The devices that a configuration asks for.
+    """The devices that a configuration asks for."""
 
-    Args:
-        trainer: `model.device`.
-        reference: `model.ref_device`, None for the trainer's.
-        num_processes: that train.
-        num_servers: that the run starts.
-        gpus_per_server: over which each splits its model.
-        engine_devices: `placement.engine_devices`.
-        strategy: the option of `weight_sync`, for messages.
-        rule: "same" where weights never leave the trainer's GPU, "other" where they must, "any".
-        needs_gpu: the strategy moves weights from GPU to GPU alone.
-    """
-
-    trainer: str
-    reference: str | None
-    num_processes: int
-    num_servers: int
-    gpus_per_server: int
-    engine_devices: Sequence[int] | None
-    strategy: str
-    rule: str
-    needs_gpu: bool
+    trainer: str  # `model.device`
+    reference: str | None  # `model.ref_device`, None for the trainer's
+    num_processes: int  # that train
+    num_servers: int  # that the run starts
+    gpus_per_server: int  # over which each splits its model
+    engine_devices: Sequence[int] | None  # `placement.engine_devices`
+    strategy: str  # the option of `weight_sync`, for messages
+    rule: str  # "same" where weights never leave the trainer's GPU, "other" where they must, "any"
+    needs_gpu: bool  # the strategy moves weights from GPU to GPU alone
 
 
 def check_devices(devices: Devices) -> None:

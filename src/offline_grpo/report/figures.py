@@ -22,23 +22,15 @@ LONG_RUN = 80  # with this many points or more, a line is drawn pale under its r
 
 @dataclass(frozen=True)
 class Figure:
-    """Curves over completed iterations.
+    """Curves over completed iterations."""
 
-    Args:
-        section: of the page: learning, speed or engine.
-        unit: of the y axis; one that begins with "share" is written in percent.
-        curves: metric, such as `train/reward_mean` -> its name in the legend.
-        from_zero: zero is on the y axis, so that noise does not look like a trend.
-        stacked: the curves are parts of a whole.
-    """
-
-    section: str
+    section: str  # of the page: learning, speed or engine
     title: str
-    unit: str
-    curves: Mapping[str, str]
+    unit: str  # of the y axis; one that begins with "share" is written in percent
+    curves: Mapping[str, str]  # metric, such as `train/reward_mean` -> its name in the legend
     colors: Sequence[str] = COLORS
-    from_zero: bool = True
-    stacked: bool = False
+    from_zero: bool = True  # zero is on the y axis, so that noise does not look like a trend
+    stacked: bool = False  # the curves are parts of a whole
 
     def split(self) -> list[Figure]:
         """A figure for each curve; a stacked one stays whole."""

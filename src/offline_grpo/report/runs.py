@@ -24,18 +24,13 @@ MIN_SEEDS = 3
 
 @dataclass(frozen=True)
 class Run:
-    """A run with its results, which are None where they were not measured.
-
-    Args:
-        overrides, settings: see `run_files`, with what was changed on the way.
-        status: `done`, `stopped at 3/10`, or `no metrics` for a run that never finished an iteration.
-    """
+    """A run with its results, which are None where they were not measured."""
 
     name: str
     history: History
-    overrides: Mapping[str, str]
-    settings: Mapping[str, str]
-    status: str
+    overrides: Mapping[str, str]  # see `run_files`, with what was changed on the way
+    settings: Mapping[str, str]  # the same
+    status: str  # `done`, `stopped at 3/10`, or `no metrics` for a run that never finished an iteration
 
     @property
     def is_done(self) -> bool:

@@ -16,21 +16,14 @@ class LrSchedule:
     fall towards 0, which they would reach at update `num_updates`.
 
     Example: kind="linear", num_updates=4, warmup_steps=2: 0.5, 1, 1, 0.5.
-
-    Args:
-        kind: constant | linear | cosine.
-        num_updates: that the whole run plans, counted from its beginning.
-        first: the update at which this schedule begins; above 0 if the run was given another one when it was resumed.
-        scale: of the whole curve: where the earlier schedule was at `first`.
-        warms_up: whether the warm-up comes first; not where it continues an earlier schedule.
     """
 
-    kind: str
-    num_updates: int
+    kind: str  # constant | linear | cosine
+    num_updates: int  # that the whole run plans, counted from its beginning
     warmup_steps: int
-    first: int = 0
-    scale: float = 1.0
-    warms_up: bool = True
+    first: int = 0  # the update at which it begins; above 0 if the run was given another one when it was resumed
+    scale: float = 1.0  # of the whole curve: where the earlier schedule was at `first`
+    warms_up: bool = True  # whether the warm-up comes first; not where it continues an earlier schedule
 
     def __call__(self, update: int) -> float:
         """The factor at `update`, 0 being the run's first; above 0 at every update up to `num_updates`."""

@@ -66,18 +66,12 @@ class SyncRequirements:
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """The weights that a push delivers to every engine; a strategy's own class adds where they are: a folder, buffers.
+    """The weights that a push delivers to every engine; a strategy's own class adds where they are."""
 
-    Args:
-        version: that the engines serve afterwards.
-        name: of the weights in requests ("": the engine's base model).
-        num_bytes: copied to an engine, or written once for all of them.
-    """
-
-    version: int
-    name: str = ""
+    version: int  # that the engines serve afterwards
+    name: str = ""  # of the weights in requests ("": the engine's base model)
     num_tensors: int
-    num_bytes: int
+    num_bytes: int  # copied to an engine, or written once for all of them
 
 
 class WeightSync(ABC):

@@ -49,20 +49,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of the processes that score.
+    """The settings of the processes that score."""
 
-    Args:
-        make_task: pickled; makes the task in a worker. Only workers import what it needs.
-        preload: modules that are imported once for all workers; none of a user's own.
-        printed: the file that gets what foreign code prints; None: nothing is kept.
-    """
-
-    make_task: bytes
-    preload: tuple[str, ...]
+    make_task: bytes  # pickled; makes the task in a worker. Only workers import what it needs
+    preload: tuple[str, ...]  # modules that are imported once for all workers; none of a user's own
     num_workers: int
     timeout_s: float
     memory_bytes: int
-    printed: Path | None
+    printed: Path | None  # the file that gets what foreign code prints; None: nothing is kept
 
 
 @dataclass(frozen=True)

@@ -53,20 +53,13 @@ _VALIDATOR = TypeAdapter(_Group)
 
 @dataclass(frozen=True, kw_only=True)
 class GroupReader:
-    """Makes a `RolloutGroup` of a group's parsed JSON.
-
-    Args:
-        decode: token ids -> text.
-        max_members: sequences of a group.
-        max_token_len: tokens of a sequence.
-        correct_threshold: the least score of a correct sequence; None: any score above 0 is.
-    """
+    """Makes a `RolloutGroup` of a group's parsed JSON."""
 
     decode: Callable[[Sequence[int]], str]
     vocab_size: int
-    max_members: int
-    max_token_len: int
-    correct_threshold: float | None = None
+    max_members: int  # sequences of a group
+    max_token_len: int  # tokens of a sequence
+    correct_threshold: float | None = None  # the least score of a correct sequence; None: any score above 0 is
 
     def __call__(self, raw: Any) -> RolloutGroup:
         """The group; its text is that of the sampled tokens. Raises UnusableGroup if nothing can be learnt from it, and

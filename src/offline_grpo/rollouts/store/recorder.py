@@ -29,24 +29,14 @@ _SHAPE = ("model_type", "vocab_size", *_LAYERS)
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rollouts come from.
+    """Where rollouts come from."""
 
-    Args:
-        model: what the run trained.
-        architecture: hash of its kind and sizes, which every version of its weights has.
-        tokenizer: hash of what each token id means.
-        config: of the run, resolved, without secrets.
-        version: how many updates the trainer's weights carried when this was recorded. The rows say the same of
-            those that drew a token.
-        weights: fingerprint of those weights, of the trained ones where others are frozen.
-    """
-
-    model: str
-    architecture: str
-    tokenizer: str
-    config: dict[str, Any]
-    version: int = 0
-    weights: str = ""
+    model: str  # what the run trained
+    architecture: str  # hash of its kind and sizes, which every version of its weights has
+    tokenizer: str  # hash of what each token id means
+    config: dict[str, Any]  # of the run, resolved, without secrets
+    version: int = 0  # updates in the trainer's weights when this was recorded; rows have those that drew a token
+    weights: str = ""  # fingerprint of those weights, of the trained ones where others are frozen
     format: int = FORMAT
 
     def to_metadata(self) -> dict[str, str]:
