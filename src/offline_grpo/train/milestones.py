@@ -13,13 +13,9 @@ from offline_grpo.settings import StopWhenConfig
 
 @dataclass
 class Watch:
-    """Follows one evaluation metric. The first of several equal values is the best.
+    """Follows one evaluation metric. The first of several equal values is the best."""
 
-    Args:
-        metric: its name; with a leading minus, lower is better.
-    """
-
-    metric: str
+    metric: str  # its name; with a leading minus, lower is better
     best: float | None = None
     best_iteration: int | None = None
     last: float | None = None  # after training began
@@ -48,11 +44,7 @@ class Watch:
 
 
 class Milestones:
-    """Sees every evaluation of a run; a checkpoint holds its state.
-
-    Args:
-        keep_best: the metric whose best checkpoint is kept, None for none (see `Watch`).
-    """
+    """Sees every evaluation of a run; a checkpoint holds its state. `keep_best`: see `Watch`; None for none."""
 
     def __init__(self, keep_best: str | None, stop_when: StopWhenConfig) -> None:
         self._stop_when = stop_when

@@ -30,38 +30,24 @@ STARTED_ANEW = "the server was started anew and has none of the weights pushed t
 
 @dataclass(frozen=True, kw_only=True)
 class SyncRequirements:
-    """What a strategy needs of the rest of a run.
+    """What a strategy needs of the rest of a run."""
 
-    Args:
-        engines: the `engine_name` of every kind of server that it can update; empty: the client must sample from
-            the trained module.
-        refused: kinds of server that its present settings rule out, each with the key, its value and what to do.
-        moves: "full" for all weights of the model, "lora" for adapters alone; "any" where trainer and engine share
-            them; "nothing" where the engine keeps the weights that it has.
-        max_lora_rank: of the adapters that a server which the run starts makes room for; None where no adapters move.
-        own_server: the run must have started the server.
-        one_engine: it cannot serve several engines at once.
-        gpu: weights travel from GPU to GPU alone.
-        placement: GPUs of a server that the run starts: the "same" as the first training process's, any "other"
-            than the training processes', or "any".
-        server_args, env: what the server needs on its command line and in its environment.
-        in_flight: of "keep", "wait" and "abort" that which a push does to requests that run; empty: there must be none.
-        shares_weights: the policy's parameters become the server's memory: the policy is loaded on the CPU, and
-            moved by `attach`.
-    """
-
+    # the `engine_name` of every kind of server that it can update; empty: the client samples from the trained module
     engines: tuple[str, ...]
+    # kinds of server that its present settings rule out, each with the key, its value and what to do
     refused: Mapping[str, tuple[str, object, str]] = field(default_factory=dict)
+    # all weights, or adapters; "any" where trainer and engine share them; "nothing" where the engine keeps its own
     moves: Literal["full", "lora", "any", "nothing"] = "full"
-    max_lora_rank: int | None = None
-    own_server: bool = False
-    one_engine: bool = False
-    gpu: bool = False
+    max_lora_rank: int | None = None  # that a server of the run makes room for; None where no adapters move
+    own_server: bool = False  # the run must have started the server
+    one_engine: bool = False  # it cannot serve several engines at once
+    gpu: bool = False  # weights travel from GPU to GPU alone
+    # GPUs of a server of the run: the same as the first training process's, or others than all of theirs
     placement: Literal["same", "other", "any"] = "any"
-    server_args: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
-    in_flight: tuple[str, ...] = ()
-    shares_weights: bool = False
+    server_args: Mapping[str, Any] = field(default_factory=dict)  # on the server's command line
+    env: Mapping[str, str] = field(default_factory=dict)  # in its environment
+    in_flight: tuple[str, ...] = ()  # what a push can do to requests that run; empty: there must be none
+    shares_weights: bool = False  # the policy is loaded on the CPU, and moved into the server's memory by `attach`
 
 
 @dataclass(frozen=True, kw_only=True)
