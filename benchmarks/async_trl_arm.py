@@ -81,6 +81,7 @@ def right_kernel() -> Callable[..., Any]:
 def train(work: Path, args: SimpleNamespace) -> None:
     """Writes WORK/trl.json."""
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import async_grpo_trainer, packing
     from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
@@ -106,7 +107,8 @@ def train(work: Path, args: SimpleNamespace) -> None:
     config = AsyncGRPOConfig(f"{work}/trl_out", **sizes, **how)
     if args.small:
         setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)  # noqa: B010  # TRL's asks CUDA
-    make, data = async_grpo_trainer.AsyncGRPOTrainer, Dataset.from_list(rows)
+    # a fingerprint is given, for which dill would pickle pyarrow wherever that is no part of site-packages
+    make, data = async_grpo_trainer.AsyncGRPOTrainer, Dataset(InMemoryTable.from_pylist(rows), fingerprint="rows")
     trainer: Any = make(f"{work}/model", reward, config, data, tokenizer)
     prompts: dict[int, list[int]] = {}
     take = trainer.rollout_queue.get
