@@ -19,7 +19,11 @@ if TYPE_CHECKING:  # with xdist one process only hands out the tests: it needs n
     from offline_grpo.types import TokenBatch
 
 ONE_SERVER = "tests/contract/"
-"""Tests that share a server, and so a process."""
+"""Tests that share a server, and so a process; but for those of the next line, which start servers of their own."""
+OF_THEIR_OWN = tuple(
+    f"{ONE_SERVER}test_{name}.py"
+    for name in ("smollm2", "restarted_models", "served_architectures", "served_composites")
+)
 LONGEST_FIRST = (
     ONE_SERVER,
     "tests/integration/test_server_deaths.py",
@@ -82,14 +86,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, with all files of `ONE_SERVER` as one."""
+    """`--dist loadfile`, with the files of `ONE_SERVER` as one."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class LoadFileOrServer(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return ONE_SERVER if nodeid.startswith(ONE_SERVER) else super()._split_scope(nodeid)
+            is_shared = nodeid.startswith(ONE_SERVER) and not nodeid.startswith(OF_THEIR_OWN)
+            return ONE_SERVER if is_shared else super()._split_scope(nodeid)
 
     return LoadFileOrServer(config, log)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +25,7 @@ from scripted_server import Reply, Request, ScriptedServer
 from served_runs import assert_same, at, five, own_server, run
 
 from offline_grpo import evaluate
+from offline_grpo.engine.background import in_background
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmControl
 from offline_grpo.errors import ConfigError
@@ -35,7 +33,6 @@ from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import assemble
 from offline_grpo.types import Completion, FinishReason, Rollout
 
-ROOT = Path(__file__).parents[2]
 LORA = ("model/lora=default", "train.lr=1e-2")
 
 pytestmark = pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], indirect=True, scope="session")
@@ -63,14 +60,14 @@ def test_strategies_follow_one_trajectory(server: Server, model_folder: Path, tm
     assert all(found["alignment/diff_abs_mean"] < 1e-4 for name, found in reload.items() if name.startswith("train"))
 
 
-@pytest.mark.slow  # four starts of a server
+@pytest.mark.slow  # three starts of a server
 def test_restarted_servers_follow_it_too(lora_server: Server, model_folder: Path, tmp_path: Path) -> None:
     serve_again(lora_server, model_folder, CPU)
-    words = ("train.iterations=3", "eval.interval=3", *LORA)
+    words = ("train.iterations=2", "eval.interval=2", *LORA)
     undisturbed = run(tmp_path / "quick", model_folder, *at(lora_server), "weight_sync=lora_hotswap", *words)
     own = own_server(preloaded_python(tmp_path))
     restarted = run(tmp_path / "restarting", model_folder, *own, "weight_sync=lora_restart", *words)
-    assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(3)}) > 1
+    assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(2)}) > 1
     assert_same(undisturbed, restarted)
 
 
@@ -185,30 +182,20 @@ def distance_of(policy: Any, rollouts: list[Rollout]) -> float:
     return distance(policy, completions, [prompt_of(rollout) for rollout in rollouts])
 
 
-def start_two(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    """The run in two processes, started as the README says; what they print goes to `folder`.txt."""
-    accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "2"]
-    command = [*accelerate, str(ROOT / "run_grpo.py"), *overrides, f"hydra.run.dir={folder}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    with Path(f"{folder}.txt").open("wb") as output:
-        return subprocess.Popen(command, cwd=folder.parent, env=environment, stdout=output, stderr=subprocess.STDOUT)
-
-
 @pytest.mark.slow
 def test_two_processes_share_a_server_and_its_recovery(server: Server, model_folder: Path, tmp_path: Path) -> None:
     """The engine is killed in the run; the second process did not start it and learns of its death too."""
-    twelve = ("weight_sync=shared_vllm", "train.iterations=12", "eval.interval=12")
-    alone = run(tmp_path / "alone", model_folder, *at(server), *twelve)
-    together = start_two(tmp_path / "together", *five(model_folder), *own_server(preloaded_python(tmp_path)), *twelve)
-    try:
-        await_file(tmp_path / "together" / "metrics" / "train_iter_001.json", together)
-        kill_engine(tmp_path / "together")
-        assert together.wait(timeout=240) == 0, printed(tmp_path / "together")
-    finally:
-        together.terminate()
-        together.wait()
-    found = metrics_of(tmp_path / "together")
-    assert found["train_iter_011.json"]["sync/num_recoveries"] == 1
+    words, folder = ("weight_sync=shared_vllm", "train.iterations=6", "eval.interval=6"), tmp_path / "together"
+    alone = run(tmp_path / "alone", model_folder, *at(server), *words)
+    own = own_server(preloaded_python(tmp_path))
+    together = in_background(lambda: run_in_children(2, folder, *five(model_folder), *own, *words))
+    while not (folder / "metrics" / "train_iter_000.json").exists():
+        assert not together.done(), printed(folder)
+        time.sleep(0.02)
+    kill_engine(folder)
+    assert together.result() == [0, 0], printed(folder)
+    found = metrics_of(folder)
+    assert found["train_iter_005.json"]["sync/num_recoveries"] == 1
     assert_same(alone, found)
 
 
@@ -225,14 +212,6 @@ def test_spread_weights_are_pushed_whole(server: Server, model_folder: Path, tmp
     found = metrics_of(tmp_path / "together")
     assert [found[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(3)] == [2, 4, 6]
     assert_same(alone, found)
-
-
-def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 240
-    while not path.exists():
-        assert process.poll() is None, printed(path.parents[1])
-        assert time.monotonic() < deadline, printed(path.parents[1])
-        time.sleep(0.05)
 
 
 def test_evaluate_asks_a_server_what_it_asks_the_module(server: Server, model_folder: Path, tmp_path: Path) -> None:

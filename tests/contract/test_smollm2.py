@@ -17,32 +17,23 @@ from offline_grpo.run import app
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 SMALL = (
-    *("train.iterations=2", "data.problems_per_iteration=2", "data.rollouts_per_problem=4", "data.num_train_seeds=8"),
+    *("train.iterations=1", "data.problems_per_iteration=2", "data.rollouts_per_problem=4", "data.num_train_seeds=8"),
     *("generation.max_new_tokens=16", "train.drop_zero_signal_groups=false", "eval.enabled=false"),
     *("checkpoint.enabled=false", "model.device=cpu", "num_threads=1", "engine.args.max_model_len=512"),
 )
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["reload", "lora_hotswap"])
-def test_smollm2_is_trained_on_what_a_server_samples(
-    sync: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smollm2_is_trained_on_what_a_server_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "save_report", draw_nothing)
-    adapted = ("model/lora=default", "train.lr=1e-3") if sync == "lora_hotswap" else ()
-    own = own_server(preloaded_python(tmp_path))
-    words = ("experiment=ifeval_smollm2", *own, f"weight_sync={sync}", *adapted, *SMALL, f"cache_dir={cache}")
+    own, cache = own_server(preloaded_python(tmp_path)), tmp_path / "cache"
+    words = ("experiment=ifeval_smollm2", *own, "weight_sync=reload", *SMALL, f"cache_dir={cache}")
     app.run(compose_config(*words), tmp_path / "run")
-    found = [metrics_of(tmp_path / "run")[f"train_iter_{i:03d}.json"] for i in range(2)]
-    assert [each["sync/version"] for each in found] == [1, 2]
-    assert max(each["grad_norm"] for each in found) > 0
-    assert 0 < max(each["alignment/diff_abs_mean"] for each in found) < 1e-4
+    found = metrics_of(tmp_path / "run")["train_iter_000.json"]
+    assert (found["sync/version"], found["grad_norm"] > 0) == (1, True)
+    assert 0 < found["alignment/diff_abs_mean"] < 1e-4
+    assert 0 < found["sync/probe_diff_abs_mean"] < 1e-4, "of the weights that were trained"
     [folder] = cache.iterdir()
-    rows = pq.read_table(tmp_path / "run" / "rollouts" / "iter_001.parquet").to_pylist()
+    rows = pq.read_table(tmp_path / "run" / "rollouts" / "iter_000.parquet").to_pylist()
     assert len(rows) == 8
     assert all(AutoTokenizer.from_pretrained(folder).decode(row["prompt_ids"]).startswith(SYSTEM) for row in rows)
