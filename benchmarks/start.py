@@ -23,7 +23,7 @@ from common import Target, write_result
 from iteration_gpu import PROMPTS, ROOT, TOKENS, our_command
 from random_model import save
 
-MARKS = {  # words of vLLM 0.32
+MARKS = {  # words of vLLM 0.32; it records CUDA graphs twice, the first time to measure their memory
     "imported": "non-default args",
     "engine": "Initializing a V1 LLM engine",
     "model": "Model loading took",
@@ -40,8 +40,8 @@ def times(folder: Path) -> dict[str, float]:
     log, of_server = ((folder / name).read_text() for name in ("run.log", "server_0.log"))
     [began] = re.findall(r"^(\S+ \S+),\d+ .*starting vLLM", log, re.MULTILINE)
     print(*re.findall(r"(?:ready after|while the server).*", log), sep="\n", flush=True)
-    marks = {name: re.search(rf"(\d\d-\d\d \d\d:\d\d:\d\d).*{words}", of_server) for name, words in MARKS.items()}
-    at = {name: datetime.fromisoformat(f"{began[:4]}-{mark[1]}") for name, mark in marks.items() if mark}
+    marks = {name: re.findall(rf"(\d\d-\d\d \d\d:\d\d:\d\d).*{words}", of_server) for name, words in MARKS.items()}
+    at = {name: datetime.fromisoformat(f"{began[:4]}-{found[-1]}") for name, found in marks.items() if found}
     server = {f"server/{name}_s": (when - datetime.fromisoformat(began)).total_seconds() for name, when in at.items()}
     return {key: value for key, value in record.items() if key.startswith("time/start")} | server
 
