@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,7 +251,7 @@ def main() -> None:
                 for rollout in group.rollouts
             ]
         arms = {name: arm(name) for name in names}
-        timings = alternate(arms, rounds=arguments.rounds, settle=dict.fromkeys(arms, control.reset_prefix_cache))
+        timings = alternate(arms, rounds=arguments.rounds, settle=dict.fromkeys(arms, partial(control.post, "/reset_prefix_cache")))
         command = [sys.executable, "-m", "offline_grpo", *words, *tasks["environment"]]
         command += [f"generation.base_url={server.base_url}", f"generation.api_key={server.api_key}"]
         command += [f"train.iterations={arguments.iterations}", f"hydra.run.dir={work}/run"]

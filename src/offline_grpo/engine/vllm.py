@@ -148,12 +148,16 @@ class VllmControl(ServerControl):
         """Stop generating, and clear KV caches. A server that a failed push has left paused is paused already.
 
         Args:
-            mode: for requests in flight: "keep" continues them after `resume`, "wait" lets them end first, "abort" ends
-                them with what they have.
+            mode: for requests in flight: "keep" continues them after `resume` and computes their keys and values again,
+                "keep_cache" continues with those that they have, "wait" lets them end first, "abort" ends them with
+                what they have. With "keep_cache" requests that begin after the pause do not find what others cached
+                before it, if they come to `offline_grpo_generate`.
         """
         if not self.is_paused:
             timeout_s = WAIT_TIMEOUT_S if mode == "wait" else TIMEOUT_S
-            self.post("/pause", params={"mode": mode, "clear_cache": "true"}, timeout_s=timeout_s)
+            clears = mode != "keep_cache"
+            params = {"mode": mode if clears else "keep", "clear_cache": str(clears).lower()}
+            self.post("/pause", params=params, timeout_s=timeout_s)
             self.is_paused = True
 
     def resume(self) -> None:

@@ -55,7 +55,7 @@ class Asynchronous(OnPolicy):
 
     max_staleness: int
     buffer_size: int | None
-    in_flight: Literal["keep", "wait", "abort"]
+    in_flight: Literal["keep", "keep_cache", "wait", "abort"]
 
     trainer_version: Callable[[], int]
     updates_per_iteration: int

@@ -24,7 +24,7 @@ from offline_grpo.weight_sync.proof import (
 )
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 
-PAUSE_MODES = ("keep", "wait", "abort")
+PAUSE_MODES = ("keep", "keep_cache", "wait", "abort")
 STARTED_ANEW = "the server was started anew and has none of the weights pushed to it."
 
 

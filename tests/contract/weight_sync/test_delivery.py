@@ -262,6 +262,26 @@ def test_no_completion_is_torn(
         assert lengths == [where.long] * len(PROMPTS)
 
 
+@ON_CPU
+@pytest.mark.slow
+def test_kept_caches_are_of_old_weights_for_requests_in_flight_alone(
+    connect: Callable[..., Any], where: Where, model_folder: Path
+) -> None:
+    sync, policy, client = connect("reload", "weight_sync.pause_mode=keep_cache")
+    sync.push(policy, version=1)  # whose probe leaves in the cache what the next one must not find
+    old = load(model_folder, where)
+    completions = sample_during(lambda: push_other_weights(sync, policy), "pause", sync, client, where)
+    for completion, prompt in zip(completions, PROMPTS, strict=True):
+        theirs = torch.tensor(completion.logprobs)
+        from_old, from_new = (
+            (theirs - score(one, [completion], [prompt])[0]).abs() < 5 * where.tolerance_nats for one in (old, policy)
+        )
+        switch = int((~from_old).int().argmax())
+        assert 0 < switch < where.long == len(theirs)
+        assert not from_new[switch:].all()
+    assert distance(policy, sample(client)) < where.tolerance_nats
+
+
 def test_requests_in_flight_finish_on_their_adapter(
     connect: Callable[..., Any], where: Where, model_folder: Path
 ) -> None:

@@ -27,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 PATH = "/generate"
 TOKENS_PATH = "/generate_tokens"
+PAUSE_PATH = "/pause"
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent; vLLM's own endpoints use the same number."""
 CONTEXT_TOKENS = 8
@@ -65,8 +66,11 @@ class Generate:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._num_pauses = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # keys and values of other weights may stay in the cache, where the salt hides them
+        self._num_pauses += scope["type"] == "http" and scope["path"] == PAUSE_PATH
         if scope["type"] != "http" or scope["path"] not in (PATH, TOKENS_PATH):
             await self._app(scope, receive, send)
             return
@@ -86,7 +90,7 @@ class Generate:
         state = scope["app"].state
         try:
             body = await HttpRequest(scope, receive).body()
-            request = Request(body, state, of_tokens=scope["path"] == TOKENS_PATH)
+            request = Request(body, state, salt=str(self._num_pauses), of_tokens=scope["path"] == TOKENS_PATH)
         except ClientDisconnect:
             return None
         except OF_REQUEST as error:
@@ -108,13 +112,14 @@ class Request:
 
     Args:
         state: of vLLM's application.
+        salt: requests with other salts share no cache.
         of_tokens: of POST /generate_tokens. Only stop strings have tokens turned into text, and a token has one
             logprob, its own. An aborted completion is handed out, for it is the client that knows whether to ask again.
     """
 
-    def __init__(self, body: bytes, state: Any, *, of_tokens: bool) -> None:
+    def __init__(self, body: bytes, state: Any, *, salt: str, of_tokens: bool) -> None:
         fields = msgspec.json.decode(body, type=dict[str, Any])
-        self._of_tokens = of_tokens
+        self._salt, self._of_tokens = salt, of_tokens
         self.is_stream = bool(fields.pop("stream", False))
         if self.is_stream and of_tokens:
             raise ValueError(f"stream: only {PATH} answers in parts")
@@ -217,7 +222,7 @@ class Request:
 
     async def _outputs(self, engine: Any) -> AsyncGenerator[Any]:
         generating = engine.generate(
-            tokens_input(self._prompt_ids),
+            tokens_input(self._prompt_ids, cache_salt=self._salt),
             self._params,
             f"generate-{uuid.uuid4().hex}",
             lora_request=self._adapter,
