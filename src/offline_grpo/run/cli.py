@@ -24,7 +24,7 @@ from offline_grpo.run.signals import StopSignal, ignore_from_now_on
 SHOWS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """Whether the user has asked for them, before `exit_with` sets the variable for Hydra."""
 
-FIRST_SAYS_IT_S = 5.0
+FIRST_SAYS_IT_S = 3.0
 """For which other processes wait with an error that all have: torchrun stops the first one as soon as another ends."""
 
 EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException)
