@@ -53,16 +53,20 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
     go = tmp_path / "go"
     before = {process.pid for process in hosts()}
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    import ray
+
     task = bad_rewards.on_cluster(cluster.address, "bad_rewards:where", timeout_s=100.0)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], "Ray lets them be"
     try:
         assert len(set(scored(task, ["any"] * 24))) == 2
         under_way = [bad_rewards.judge(task, str(go)) for _ in range(12)]
+        num_nodes = sum(node["Alive"] for node in ray.nodes())
         cluster.remove_node(cluster.machines.pop(), allow_graceful=False)
         wait_until(lambda: any("has gone" in line for line in caplog.messages))
         go.touch()  # not before: until then the lost machine might still answer
         assert len({each.result().reward for each in under_way}) == 1, "the other one answers all"
         assert sum("has gone" in line for line in caplog.messages) == 1
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == num_nodes - 1)
         cluster.machines.append(cluster.add_node(num_cpus=1))
         monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
         wait_until(lambda: len(set(scored(task, ["any"] * 24))) == 2)

@@ -79,7 +79,7 @@ class ClusterScorers:
 
     async def answer(self, problem: Problem, text: str | tuple[str, ...]) -> dict[str, Any]:
         """See `Scorers.answer`. Raises ScoreError as there, also if no machine is left."""
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
         for _ in range(MAX_LOST):
             node, machine = self._least_busy()
@@ -88,7 +88,7 @@ class ClusterScorers:
                 return await machine.actor.answer.remote(problem, text)
             except RayTaskError as error:
                 raise error.cause from None
-            except RayActorError:
+            except (RayActorError, ActorUnschedulableError):  # the second: before Ray knows that the machine has gone
                 if self._machines.get(node) is machine and not self._is_closed:
                     del self._machines[node]
                     self._looked_s = time.monotonic()
