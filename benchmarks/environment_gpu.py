@@ -251,7 +251,9 @@ def main() -> None:
                 for rollout in group.rollouts
             ]
         arms = {name: arm(name) for name in names}
-        timings = alternate(arms, rounds=arguments.rounds, settle=dict.fromkeys(arms, partial(control.post, "/reset_prefix_cache")))
+        timings = alternate(
+            arms, rounds=arguments.rounds, settle=dict.fromkeys(arms, partial(control.post, "/reset_prefix_cache"))
+        )
         command = [sys.executable, "-m", "offline_grpo", *words, *tasks["environment"]]
         command += [f"generation.base_url={server.base_url}", f"generation.api_key={server.api_key}"]
         command += [f"train.iterations={arguments.iterations}", f"hydra.run.dir={work}/run"]
