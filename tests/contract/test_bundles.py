@@ -4,6 +4,7 @@ once.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
@@ -219,3 +220,17 @@ def test_urgent_requests_go_first(module: ModuleType, monkeypatch: pytest.Monkey
     assert scheduler.schedule() == ["b"]
     now += 1  # none has come
     assert scheduler.schedule() == ["b", "c"]
+
+
+def test_the_cache_is_another_one_from_the_end_of_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes while vLLM begins to pause may still be computed with the old weights."""
+    monkeypatch.syspath_prepend(str(EXTENSION_FOLDER))
+    seen: list[int] = []
+
+    async def app(*_: Any) -> None:
+        seen.append(generate._num_pauses)
+
+    generate: Any = importlib.import_module("offline_grpo_generate").Generate(app)
+    for path in ("/health", "/pause", "/resume"):
+        asyncio.run(generate({"type": "http", "path": path}, None, None))
+    assert [*seen, generate._num_pauses] == [0, 0, 1, 1]

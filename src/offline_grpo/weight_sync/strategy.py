@@ -109,8 +109,8 @@ class WeightSync(ABC):
     def deliver(self, engines: Sequence[Any], staged: Any) -> float:
         """Give all engines what was staged, at the same time. Idempotent.
 
-        Each pauses, which flushes its prefix cache, writes the weights, waits until its device has them, notes version
-        and run (the tag), and resumes.
+        Each pauses, which flushes its prefix cache or hides it, writes the weights, waits until its device has them,
+        notes version and run (the tag), and resumes.
 
         Returns the longest pause of any engine, in seconds.
         """

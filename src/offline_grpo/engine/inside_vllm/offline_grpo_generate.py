@@ -69,10 +69,12 @@ class Generate:
         self._num_pauses = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # keys and values of other weights may stay in the cache, where the salt hides them
-        self._num_pauses += scope["type"] == "http" and scope["path"] == PAUSE_PATH
-        if scope["type"] != "http" or scope["path"] not in (PATH, TOKENS_PATH):
+        path = scope["path"] if scope["type"] == "http" else None
+        if path not in (PATH, TOKENS_PATH):
             await self._app(scope, receive, send)
+            # keys and values of the old weights may stay in the cache, where the salt hides them. Only now: what has
+            # come during the pause's beginning may have been computed with them
+            self._num_pauses += path == PAUSE_PATH
             return
         try:
             answer = await self._answer(scope, receive, send)
