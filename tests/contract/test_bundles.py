@@ -157,6 +157,7 @@ def test_it_is_the_scheduler_that_vllm_would_take(module: ModuleType) -> None:
     for chosen, is_async in ((module.AsyncBundling, True), (module.SyncBundling, False)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module.os, "environ", {})
+            patch.setattr(module, "look_further_ahead", lambda: None)
             patch.setattr(chosen, "__init__", lambda self, **arguments: vars(self).update(arguments))
             config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
             scheduler = module.bundling_scheduler(vllm_config=config, log_stats=True)
@@ -234,3 +235,53 @@ def test_the_cache_is_another_one_from_the_end_of_a_pause(monkeypatch: pytest.Mo
     for path in ("/health", "/pause", "/resume"):
         asyncio.run(generate({"type": "http", "path": path}, None, None))
     assert [*seen, generate._num_pauses] == [0, 0, 1, 1]
+
+
+def test_blocks_are_looked_for_where_the_last_one_is_full(module: ModuleType) -> None:
+    from vllm.v1.request import RequestStatus
+
+    asked = []
+    manager = SimpleNamespace(req_to_blocks={"a": ["one", "two"]}, block_size=16)
+
+    def slots(status: Any, computed: int, **options: Any) -> Any:
+        running = SimpleNamespace(request_id="a", status=status, num_computed_tokens=computed)
+        options = {"num_lookahead_tokens": 0, **options}
+        return module._allocate(
+            lambda *a, **k: asked.append((a, k)) or "theirs", manager, "none", running, 1, **options
+        )
+
+    assert [slots(RequestStatus.RUNNING, computed) for computed in (30, 31, 32)] == ["none", "none", "theirs"]
+    assert slots(RequestStatus.WAITING, 30) == slots(RequestStatus.RUNNING, 30, delay_cache_blocks=True) == "theirs"
+    assert [options.keys() - {"num_lookahead_tokens"} for _, options in asked] == [set(), set(), {"delay_cache_blocks"}]
+
+
+@pytest.mark.parametrize(
+    ("is_async", "is_v2", "stages", "extension", "steps"),
+    [
+        (True, True, 1, "offline_grpo_worker.WorkerExtension", 3),
+        (True, True, 1, "", 2),  # whose worker has buffers for two
+        (True, True, 2, "offline_grpo_worker.WorkerExtension", 3),
+        (True, False, 1, "offline_grpo_worker.WorkerExtension", 2),
+        (False, True, 1, "offline_grpo_worker.WorkerExtension", 1),
+        (False, True, 2, "offline_grpo_worker.WorkerExtension", 2),
+    ],
+)
+def test_steps_under_way(
+    module: ModuleType, is_async: bool, is_v2: bool, stages: int, extension: str, steps: int
+) -> None:
+    from vllm.config import VllmConfig
+
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages, worker_extension_cls=extension),
+        use_v2_model_runner=is_v2,
+        speculative_config=None,
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(is_hybrid=False),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VllmConfig, "max_concurrent_batches", VllmConfig.max_concurrent_batches)
+        module.look_further_ahead()
+        module.look_further_ahead()  # scheduler and worker may be one process
+        changed: Any = VllmConfig.max_concurrent_batches
+    assert changed.fget(config) == steps

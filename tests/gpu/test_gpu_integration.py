@@ -43,6 +43,7 @@ def test_end_to_end(tmp_path: Path) -> None:
         "eval.interval=2",
         "train.iterations=4",
         "checkpoint.save_interval=2",
+        "train.drop_zero_signal_groups=false",  # every iteration pushes
     )
     memory = SMALL_SERVER[1:]
     app.run(

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import nn
 
 from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer
 from offline_grpo.checkpoint.files import TrainerState
+from offline_grpo.engine.server import Server
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source, TextCodec
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
-from offline_grpo.model.device import resolve_device, torch_dtype
+from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.load import context_length, load_policy, load_reference
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
@@ -42,6 +45,9 @@ from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 from offline_grpo.weight_sync.in_process import prove_sampling
 
+BESIDE_BYTES = 4 * 2**30
+"""On the GPU beside a copy of the weights: for short sequences, their gradients, and the compiler's trials."""
+
 
 def assemble(
     start: Start, begun: Begun, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack
@@ -64,14 +70,15 @@ def assemble(
     sharding = _sharding(config.train.sharding, ranks)
     sharding.prepare(policy)
     is_shared = plan.weight_sync.requires.shares_weights and ranks.is_main  # else `load_policy` has settled it
+    is_settled = is_shared and _moves_beside(servers, policy)  # while the server records its CUDA graphs
+    if is_settled:
+        _settle(policy, plan)
     training, evaluation = deployments(plan, servers, policy, sharding, folder, ranks)
     for deployment in dict.fromkeys((training, evaluation)):
         stack.callback(deployment.close)
         deployment.connect(policy)
-    if is_shared:
-        with progress.phase("layout and compile"):
-            settle_layout(policy.scoring, plan.layout, policy.compute_device)
-            settle_compile(policy.scoring, config.model.compile, policy.compute_device)
+    if is_shared and not is_settled:
+        _settle(policy, plan)
     with progress.phase("proof"):
         longest = min(max(16, prompt_tokens[1] + plan.sampling.max_new_tokens), LONGEST[policy.compute_device.type])
         check_causality(policy.scoring, longest, policy.compute_device)
@@ -128,6 +135,27 @@ def assemble(
         fills_updates=config.data.resample_zero_signal,
     )
     return loop, plan.data, checkpointer.restore(checkpoint) if checkpoint is not None else None
+
+
+def _moves_beside(servers: Sequence[Server], policy: Policy) -> bool:
+    """Move weights that will be a server's memory, and are on the CPU still, to its device, if a copy has room there
+    for as long as the server starts. Not before the server has taken its memory.
+    """
+    device, model = policy.compute_device, cast(nn.Module, policy.model)
+    if device.type == "cuda":
+        for server in servers:
+            server.wait_for_memory()
+        if torch.cuda.mem_get_info(device)[0] < BESIDE_BYTES + sum(p.nbytes for p in model.parameters()):
+            return False
+        make_current(device)
+    model.to(device)
+    return True
+
+
+def _settle(policy: Policy, plan: Plan) -> None:
+    with progress.phase("layout and compile"):
+        settle_layout(policy.scoring, plan.layout, policy.compute_device)
+        settle_compile(policy.scoring, plan.config.model.compile, policy.compute_device)
 
 
 def _sharding(name: str, ranks: Ranks) -> Sharding:

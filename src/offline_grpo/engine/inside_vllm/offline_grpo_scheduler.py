@@ -16,17 +16,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
 
 BUNDLE_TOKENS = 32
 """More would save little, and keep the HTTP server idle until all completions end at once."""
@@ -57,6 +61,7 @@ def bundling_scheduler(vllm_config: Any, **others: Any) -> Any:
     sends outputs.
     """
     os.environ.update(IN_ONE_PIECE)
+    look_further_ahead()
     kind = AsyncBundling if vllm_config.scheduler_config.async_scheduling else SyncBundling
     return kind(vllm_config=vllm_config, **others)
 
@@ -197,6 +202,52 @@ class SyncBundling(Bundling, Scheduler):
 
 class AsyncBundling(Bundling, AsyncScheduler):
     """`AsyncScheduler`, see `Bundling`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        slots, managers = self.kv_cache_manager, self.kv_cache_manager.coordinator.single_type_managers
+        if [type(manager) for manager in managers] == [FullAttentionManager]:
+            slots.allocate_slots = partial(  # type: ignore[method-assign]
+                _allocate, slots.allocate_slots, managers[0], slots.empty_kv_cache_blocks
+            )
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if scheduler_output.has_structured_output_requests:
+            # the grammar's mask for a token needs the one before: at most one step may be under way in between
+            eligible = self.current_step + self.vllm_config.max_concurrent_batches - 1
+            for request in map(self.requests.__getitem__, scheduler_output.num_scheduled_tokens):
+                if request.use_structured_output:
+                    request.next_decode_eligible_step = max(request.next_decode_eligible_step, eligible)
+
+
+def _allocate(allocate: Any, manager: Any, nothing: Any, request: Any, num_tokens: int, **options: Any) -> Any:
+    """`KVCacheManager.allocate_slots`, which takes half of the scheduler's time, where a running request's last block
+    is full. Else there is nothing to do: once the tokens are there, the scheduler caches the blocks that they fill.
+    """
+    if options.keys() == {"num_lookahead_tokens"} and request.status is RequestStatus.RUNNING:
+        needed = request.num_computed_tokens + num_tokens + options["num_lookahead_tokens"]
+        if needed <= len(manager.req_to_blocks.get(request.request_id, ())) * manager.block_size:
+            return nothing
+    return allocate(request, num_tokens, **options)
+
+
+def look_further_ahead() -> None:
+    """vLLM schedules a step while the one before it is computed. For a small model it takes longer than that until the
+    results are with the scheduler and the next step is with the worker, so that the GPU waits. With one more step under
+    way it does not. Both processes must know, before they make their queues and buffers.
+    """
+    steps: Any = VllmConfig.max_concurrent_batches.fget
+
+    def further(config: VllmConfig) -> int:
+        own = steps(config)
+        is_one_stage = own == 2 and config.scheduler_config.async_scheduling  # of a pipeline
+        others = config.speculative_config or config.kv_transfer_config or config.model_config.is_hybrid
+        if not (is_one_stage and config.use_v2_model_runner) or others:
+            return own
+        return own + str(config.parallel_config.worker_extension_cls).startswith("offline_grpo_worker.")
+
+    VllmConfig.max_concurrent_batches = property(further)  # type: ignore[misc, method-assign, assignment]
 
 
 def _may_wait(request: Any) -> bool:

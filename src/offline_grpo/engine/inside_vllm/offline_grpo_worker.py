@@ -34,7 +34,11 @@ def prepare_process() -> None:
     """Runs when the worker imports this module, before it loads the model."""
     if "OFFLINE_GRPO_GUARDIAN" in os.environ:
         _end_with(int(os.environ["OFFLINE_GRPO_GUARDIAN"]))
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        from offline_grpo_scheduler import look_further_ahead
+
+        look_further_ahead()
+    else:
         _keep_cpu_weights_plain()
         _pack_cpu_experts_at_every_load()
     if os.environ.get("OFFLINE_GRPO_NEEDS_RAY") == "1":
