@@ -3,6 +3,8 @@
 
 The vocabulary is walked in tiles of [N, v] logits. Tiles split the vocabulary and not the tokens because the weight
 gradient is then written once, row block by row block; splitting tokens would add into all of [V, H] once per chunk.
+Only where N is so large that v would be small, and the [N, H] gradient of the hidden states added to for every few
+columns, does a tile have parts: some of the rows each, whose weight gradients are summed before they are written.
 
 Inside a tile, log-probabilities are in bits (log2) relative to the row's largest logit: 2^x is cheaper than e^x, and a
 difference of two logits keeps its precision however large both are. With z the logits, T the temperature, S the sum
@@ -42,6 +44,7 @@ CPU_TILE_BYTES = 8 * 2**20  # a tile and its scratch copy stay in the last-level
 GPU_TILE_BYTES = 256 * 2**20  # large enough that the matrix products run at full speed
 KEPT_TILE_BYTES = 512 * 2**20
 MIN_TILE_WIDTH = 256
+MIN_GPU_WIDTH = 8192
 MAX_KEPT_WIDTH = 16384
 """The kernel holds a row of a tile in registers."""
 MIN_SHIFT = -60.0
@@ -76,31 +79,38 @@ class TiledHead:
         """See `LossHead`. Logprobs of targets outside [0, V) are NaN. Logits are float32, or float64 if `hidden` is."""
         is_kept = self.kept_gib > 0 and not entropy_requires_grad and hidden.dtype == torch.bfloat16
         if is_kept and is_compiled_by_default(hidden.device):
-            width = min(self._width(KEPT_TILE_BYTES, len(hidden), 4), MAX_KEPT_WIDTH, len(weight))
+            height, width = self._shape(KEPT_TILE_BYTES // 4, MIN_GPU_WIDTH, hidden, weight)
             kept_bytes = int(self.kept_gib * 2**30)
-            return KeptHead.apply(hidden, weight, bias, targets, temperature, softcap, width, kept_bytes)
-        budget = CPU_TILE_BYTES if hidden.device.type == "cpu" else GPU_TILE_BYTES
-        width = min(self._width(budget, len(hidden), _stats_dtype(hidden).itemsize), len(weight))
-        return _TiledHead.apply(hidden, weight, bias, targets, temperature, softcap, width, entropy_requires_grad)
+            shape = height, min(width, MAX_KEPT_WIDTH)
+            return KeptHead.apply(hidden, weight, bias, targets, temperature, softcap, shape, kept_bytes)
+        on_cpu = hidden.device.type == "cpu"
+        num_logits = (CPU_TILE_BYTES if on_cpu else GPU_TILE_BYTES) // _stats_dtype(hidden).itemsize
+        shape = self._shape(num_logits, MIN_TILE_WIDTH if on_cpu else MIN_GPU_WIDTH, hidden, weight)
+        return _TiledHead.apply(hidden, weight, bias, targets, temperature, softcap, shape, entropy_requires_grad)
 
-    def _width(self, tile_bytes: int, num_tokens: int, bytes_per_logit: int) -> int:
+    def _shape(self, num_logits: int, min_width: int, hidden: Tensor, weight: Tensor) -> tuple[int, int]:
+        """Rows and columns of a part of a tile."""
+        num_tokens, vocab_size = max(len(hidden), 1), len(weight)
         if self.tile_width is not None:
-            return self.tile_width
-        width = tile_bytes // (max(num_tokens, 1) * bytes_per_logit)
-        return max(width // MIN_TILE_WIDTH * MIN_TILE_WIDTH, MIN_TILE_WIDTH)
+            return num_tokens, min(self.tile_width, vocab_size)
+        height = min(num_tokens, num_logits // min_width)
+        return height, min(num_logits // height // MIN_TILE_WIDTH * MIN_TILE_WIDTH, vocab_size)
 
 
 class TileStats(NamedTuple):
-    """Of each row of a tile, or of a whole row, [N] each. bits = log2(e) (z - peak) / T."""
+    """Of each row of a part, or of a whole row, [N] each. bits = log2(e) (z - peak) / T."""
 
     peak: Tensor  # the largest logit
     power_sum: Tensor  # sum(2^bits)
     bits_sum: Tensor  # sum(2^bits * bits)
 
 
-def _tiles_of(vocab_size: int, width: int) -> Iterator[slice]:
-    """The columns of each tile; the last one may be narrower."""
-    return (slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width))
+def _parts_of(hidden: Tensor, weight: Tensor, shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
+    """Columns and rows of each part, tile by tile; the last ones may be smaller. No tokens are one part, too."""
+    height, width = shape
+    for left in range(0, len(weight), width):
+        for top in range(0, max(len(hidden), 1), height):
+            yield slice(left, min(left + width, len(weight))), slice(top, min(top + height, len(hidden)))
 
 
 def _locate(targets: Tensor, tile: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -111,9 +121,9 @@ def _locate(targets: Tensor, tile: slice) -> tuple[tuple[Tensor, Tensor], Tensor
     return index, (local >= 0) & (local < width)
 
 
-def _merge(tiles: Sequence[TileStats], bits_per_logit: Tensor) -> tuple[TileStats, Tensor]:
+def _merge(parts: Sequence[TileStats], num_tiles: int, bits_per_logit: Tensor) -> tuple[TileStats, Tensor]:
     """Of whole rows; and by how many bits each tile's peak lies below the row's, [tiles, N], <= 0."""
-    peaks, power_sums, bits_sums = (torch.stack(values) for values in zip(*tiles, strict=True))  # [tiles, N]
+    peaks, power_sums, bits_sums = (torch.cat(values).view(num_tiles, -1) for values in zip(*parts, strict=True))
     peak = peaks.amax(0)
     shifts = (peaks - peak) * bits_per_logit
     factor = torch.exp2(shifts)
@@ -121,20 +131,20 @@ def _merge(tiles: Sequence[TileStats], bits_per_logit: Tensor) -> tuple[TileStat
 
 
 def _tiles(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, width: int
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Of each tile its columns, weights [v, H], logits [N, v] before the temperature, and scratch [N, v]. The next tile
-    overwrites the last two.
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, shape: tuple[int, int]
+) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+    """Of each part its columns, rows, weights [v, H], logits [N, v] before the temperature, and scratch [N, v]. The
+    next part overwrites the last two.
     """
-    buffers = torch.empty(2, len(hidden) * width, dtype=_stats_dtype(hidden), device=hidden.device)
-    for columns in _tiles_of(len(weight), width):
+    buffers = torch.empty(2, math.prod(shape), dtype=_stats_dtype(hidden), device=hidden.device)
+    for columns, rows in _parts_of(hidden, weight, shape):
         tile_weight = weight[columns].to(hidden.dtype)
-        logits = _logits(buffers[0], hidden, tile_weight)
+        logits = _logits(buffers[0], hidden[rows], tile_weight)
         if bias is not None:
             logits.add_(bias[columns])
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
-        yield columns, tile_weight, logits, buffers[1, : logits.numel()].view_as(logits)
+        yield columns, rows, tile_weight, logits, buffers[1, : logits.numel()].view_as(logits)
 
 
 class _TiledHead(torch.autograd.Function):
@@ -147,26 +157,26 @@ class _TiledHead(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor,
         softcap: float | None,
-        width: int,
+        shape: tuple[int, int],
         entropy_requires_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = _stats_dtype(hidden)
         bits_per_logit = 1 / (math.log(2) * temperature.to(dtype))  # [N]
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
-        tile_stats: list[TileStats] = []
-        for columns, _, logits, scratch in _tiles(_matmul_input(hidden), weight, bias, softcap, width):
-            index, inside = _locate(targets, columns)
-            target_logits = torch.where(inside, logits[index], target_logits)
+        stats: list[TileStats] = []
+        for columns, rows, _, logits, scratch in _tiles(_matmul_input(hidden), weight, bias, softcap, shape):
+            index, inside = _locate(targets[rows], columns)
+            target_logits[rows] = torch.where(inside, logits[index], target_logits[rows])
             peak = logits.amax(-1)  # [N]
-            bits = logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v], <= 0
+            bits = logits.sub_(peak[:, None]).mul_(bits_per_logit[rows, None])  # [N, v], <= 0
             powers = torch.exp2(bits, out=scratch)
-            tile_stats.append(TileStats(peak, powers.sum(-1), powers.mul_(bits).sum(-1)))
+            stats.append(TileStats(peak, powers.sum(-1), powers.mul_(bits).sum(-1)))
 
-        (peak, power_sum, bits_sum), _ = _merge(tile_stats, bits_per_logit)
+        (peak, power_sum, bits_sum), _ = _merge(stats, math.ceil(len(weight) / shape[1]), bits_per_logit)
         logprobs = (target_logits - peak) / temperature - power_sum.log()
         entropy = power_sum.log() - math.log(2) * bits_sum / power_sum
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, bits_per_logit, peak, power_sum, entropy)
-        ctx.softcap, ctx.width = softcap, width
+        ctx.softcap, ctx.shape = softcap, shape
         ctx.set_materialize_grads(False)
         if not entropy_requires_grad:
             ctx.mark_non_differentiable(entropy)
@@ -180,8 +190,8 @@ class _TiledHead(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # a sum over tiles, [N, H]
         grad_hidden = torch.zeros_like(hidden, dtype=_stats_dtype(hidden)) if needs_hidden else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None  # [V, H]
-        grad_bias = torch.empty_like(bias) if needs_bias else None  # [V]
+        grad_weight = _Summed(weight, len(hidden)) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=_stats_dtype(hidden)) if needs_bias else None  # [V]
 
         # grad_logits = 2^bits * (offset + slope * bits), plus target_grad at the target
         target_grad = torch.zeros_like(peak) if grad_logprobs is None else grad_logprobs / temperature  # [N]
@@ -191,28 +201,30 @@ class _TiledHead(torch.autograd.Function):
             offset, slope = offset - entropy_grad * (entropy - power_sum.log()), -math.log(2) * entropy_grad
 
         inputs = _matmul_input(hidden)
-        for columns, tile_weight, logits, scratch in _tiles(inputs, weight, bias, ctx.softcap, ctx.width):
+        for columns, rows, tile_weight, logits, scratch in _tiles(inputs, weight, bias, ctx.softcap, ctx.shape):
             slope_of_cap = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square_()  # [N, v]
-            bits = logits.sub_(peak[:, None]).mul_(bits_per_logit[:, None])  # [N, v]
+            bits = logits.sub_(peak[rows, None]).mul_(bits_per_logit[rows, None])  # [N, v]
             grad_logits = torch.exp2(bits, out=scratch)  # [N, v]
-            grad_logits.mul_(offset[:, None] if slope is None else bits.mul_(slope[:, None]).add_(offset[:, None]))
-            index, inside = _locate(targets, columns)
-            grad_logits[index] += torch.where(inside, target_grad, 0)  # one element per row: no two writes meet
+            by = offset[rows, None]
+            grad_logits.mul_(by if slope is None else bits.mul_(slope[rows, None]).add_(by))
+            index, inside = _locate(targets[rows], columns)
+            grad_logits[index] += torch.where(inside, target_grad[rows], 0)  # one element per row: no two writes meet
             if slope_of_cap is not None:
                 grad_logits.mul_(slope_of_cap)
             if grad_bias is not None:
-                grad_bias[columns] = grad_logits.sum(0)
+                grad_bias[columns] += grad_logits.sum(0)
             grad_logits = grad_logits.to(inputs.dtype)
             if grad_hidden is not None:
-                _add_matmul_to(grad_hidden, grad_logits, tile_weight)
+                _add_matmul_to(grad_hidden[rows], grad_logits, tile_weight)
             if grad_weight is not None:
-                _matmul_into(grad_weight[columns], grad_logits.T, inputs)
+                grad_weight.add(columns, rows, grad_logits.T, inputs[rows])
         grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, *[None] * 5
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight and grad_weight.whole, grad_bias, *[None] * 5
 
 
 class KeptHead(torch.autograd.Function):
-    """See `LossHead`; the entropy carries no gradient. Tiles beyond `kept_bytes` are computed again."""
+    """See `LossHead`; the entropy carries no gradient. Parts beyond `kept_bytes` are computed again."""
 
     @staticmethod
     def forward(
@@ -223,33 +235,33 @@ class KeptHead(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor,
         softcap: float | None,
-        width: int,
+        shape: tuple[int, int],
         kept_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         bits_per_logit = 1 / (math.log(2) * temperature.float())  # [N]
         keeps = any(ctx.needs_input_grad[:3])
-        limit = kept_bytes // (2 * max(len(hidden), 1) * width) if keeps else 0  # tiles
+        limit = kept_bytes // (2 * math.prod(shape)) if keeps else 0  # parts
         kept: list[Tensor | None] = []
         stats: list[TileStats] = []
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
-        buffer = hidden.new_empty(len(hidden) * width, dtype=torch.float32)
-        for columns in _tiles_of(len(weight), width):
-            logits = _logits(buffer, hidden, weight[columns])  # [N, v]
+        buffer = hidden.new_empty(math.prod(shape), dtype=torch.float32)
+        for columns, rows in _parts_of(hidden, weight, shape):
+            logits = _logits(buffer, hidden[rows], weight[columns])  # [N, v]
             tile_bias = None if bias is None else bias[columns]
-            index, inside = _locate(targets, columns)
-            here = _capped(logits[index], None if bias is None else bias[targets], softcap)
-            target_logits = torch.where(inside, here, target_logits)
-            found, powers = _stats_and_powers(logits, tile_bias, softcap, bits_per_logit, keep=len(kept) < limit)
+            index, inside = _locate(targets[rows], columns)
+            here = _capped(logits[index], None if bias is None else bias[targets[rows]], softcap)
+            target_logits[rows] = torch.where(inside, here, target_logits[rows])
+            found, powers = _stats_and_powers(logits, tile_bias, softcap, bits_per_logit[rows], keep=len(kept) < limit)
             stats.append(found)
             kept.append(powers)
-        merged, shifts = _merge(stats, bits_per_logit)
+        merged, shifts = _merge(stats, math.ceil(len(weight) / shape[1]), bits_per_logit)
         logprobs = (target_logits - merged.peak) / temperature - merged.power_sum.log()
         entropy = merged.power_sum.log() - math.log(2) * merged.bits_sum / merged.power_sum
         ctx.mark_non_differentiable(entropy)
         if keeps:
             inputs = hidden, weight, bias, targets, temperature
             ctx.save_for_backward(*inputs, bits_per_logit, target_logits, logprobs, merged.power_sum, shifts)
-            ctx.kept, ctx.softcap, ctx.width = kept, softcap, width
+            ctx.kept, ctx.softcap, ctx.shape = kept, softcap, shape
         return logprobs, entropy
 
     @staticmethod
@@ -260,33 +272,55 @@ class KeptHead(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # a sum over tiles, [N, H]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        grad_bias = torch.empty_like(bias) if needs_bias else None
+        grad_weight = _Summed(weight, len(hidden)) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         slope = grad_outputs[0] / temperature  # [N], of the target's logit
         slope_of_cap = 1.0 if ctx.softcap is None else 1 - (target_logits / ctx.softcap).square()
         target = torch.expm1(logprobs) * power_sum * slope_of_cap  # [N], (p - 1) S
         buffer = None
-        for number, columns in enumerate(_tiles_of(len(weight), ctx.width)):
+        for number, (columns, rows) in enumerate(_parts_of(hidden, weight, ctx.shape)):
             powers, ctx.kept[number] = ctx.kept[number], None  # [N, v]
             if powers is None:
                 if buffer is None:
-                    buffer = hidden.new_empty(len(hidden) * ctx.width, dtype=torch.float32)
-                logits = _logits(buffer, hidden, weight[columns])
+                    buffer = hidden.new_empty(math.prod(ctx.shape), dtype=torch.float32)
+                logits = _logits(buffer, hidden[rows], weight[columns])
                 tile_bias = None if bias is None else bias[columns]
-                _, powers = _stats_and_powers(logits, tile_bias, ctx.softcap, bits_per_logit, keep=True)
+                _, powers = _stats_and_powers(logits, tile_bias, ctx.softcap, bits_per_logit[rows], keep=True)
                 assert powers is not None
-            shift = shifts[number].clamp(min=MIN_SHIFT)  # [N]
-            index, inside = _locate(targets, columns)
-            powers[index] = torch.where(inside, target * torch.exp2(-shift), powers[index].float()).to(powers.dtype)
-            factor = -slope * torch.exp2(shift) / power_sum  # [N]: grad_logits = factor * powers
+            shift = shifts[columns.start // ctx.shape[1], rows].clamp(min=MIN_SHIFT)  # [N]
+            index, inside = _locate(targets[rows], columns)
+            of_target = target[rows] * torch.exp2(-shift)
+            powers[index] = torch.where(inside, of_target, powers[index].float()).to(powers.dtype)
+            factor = -slope[rows] * torch.exp2(shift) / power_sum[rows]  # [N]: grad_logits = factor * powers
             if grad_bias is not None:
-                grad_bias[columns] = _product(powers.T, factor[:, None].to(powers.dtype))[:, 0]
+                grad_bias[columns] += _product(powers.T, factor[:, None].to(powers.dtype))[:, 0]
             if grad_hidden is not None:
-                grad_hidden.addcmul_(_product(powers, weight[columns]), factor[:, None])
+                grad_hidden[rows].addcmul_(_product(powers, weight[columns]), factor[:, None])
             if grad_weight is not None:
-                torch.mm(powers.T, (hidden * factor[:, None]).to(hidden.dtype), out=grad_weight[columns])
+                grad_weight.add(columns, rows, powers.T, (hidden[rows] * factor[:, None]).to(hidden.dtype))
         grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, *[None] * 5
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight and grad_weight.whole, grad_bias, *[None] * 5
+
+
+class _Summed:
+    """The gradient of the weights, [V, H]: of each tile the sum over its parts, rounded once."""
+
+    def __init__(self, weight: Tensor, num_tokens: int) -> None:
+        self.whole, self.num_tokens = torch.empty_like(weight), num_tokens
+        self.tile: Tensor | None = None  # [v, H], of the parts before
+
+    def add(self, columns: slice, rows: slice, a: Tensor, b: Tensor) -> None:
+        is_last = rows.stop == self.num_tokens
+        if self.tile is None and is_last:
+            _matmul_into(self.whole[columns], a, b)
+            return
+        if self.tile is None:
+            self.tile = _product(a, b)
+        else:
+            _add_matmul_to(self.tile, a, b)
+        if is_last:
+            self.whole[columns], self.tile = self.tile, None
 
 
 def _stats_dtype(hidden: Tensor) -> torch.dtype:
@@ -306,8 +340,8 @@ def _logits(buffer: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32."""
-    out = a.new_empty(len(a), b.shape[1], dtype=torch.float32)
+    """a @ b in float32 or wider."""
+    out = a.new_empty(len(a), b.shape[1], dtype=_stats_dtype(a))
     _matmul_into(out, a, b)
     return out
 
@@ -326,10 +360,10 @@ def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _add_matmul_to(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b in `out`'s dtype: a product rounded to 16 bits before every addition would bias the sum."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b)
-    else:
+    if a.dtype != out.dtype and a.is_cuda:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
 
 
 def _capped(logits: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:

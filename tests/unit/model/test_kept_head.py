@@ -49,13 +49,15 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("has_bias", "softcap"), [(False, None), (True, 3.0)])
-@pytest.mark.parametrize(("width", "kept_bytes"), [(V, EVERYTHING), (7, 2 * N * 7 * 3), (7, 0)])
-def test_values_and_gradients(width: int, kept_bytes: int, has_bias: bool, softcap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("shape", "kept_bytes"), [((N, V), EVERYTHING), ((N, 7), 2 * N * 7 * 3), ((5, 7), 2 * 5 * 7 * 4), ((N, 7), 0)]
+)
+def test_values_and_gradients(shape: tuple[int, int], kept_bytes: int, has_bias: bool, softcap: float | None) -> None:
     hidden, weight, bias = leaf(N, H, seed=0), leaf(V, H, seed=1), leaf(V, seed=2) if has_bias else None
     targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(3))
     temperature = torch.linspace(0.3, 3, N)
     expected = oracle(hidden, weight, bias, targets, temperature, softcap)
-    logprobs, entropy = KeptHead.apply(hidden, weight, bias, targets, temperature, softcap, width, kept_bytes)
+    logprobs, entropy = KeptHead.apply(hidden, weight, bias, targets, temperature, softcap, shape, kept_bytes)
     assert not entropy.requires_grad
     found = torch.autograd.grad(logprobs.double() @ coefs(), [t for t in (hidden, weight, bias) if t is not None])
     for value, right in zip((logprobs, entropy), expected[:2], strict=True):
@@ -64,8 +66,8 @@ def test_values_and_gradients(width: int, kept_bytes: int, has_bias: bool, softc
         assert relative(gradient, right) < 0.006, "bfloat16 has 8 bits"
 
 
-@pytest.mark.parametrize("width", [V, 7])
-def test_a_target_that_is_all_but_certain_keeps_its_small_gradient(width: int) -> None:
+@pytest.mark.parametrize("shape", [(N, V), (5, 7)])
+def test_a_target_that_is_all_but_certain_keeps_its_small_gradient(shape: tuple[int, int]) -> None:
     """1 - p is 1e-4: the difference of two bfloat16 numbers would be 0, or tens of times too large."""
     hidden, weight = leaf(N, H, seed=0, scale=0.05), leaf(V, H, seed=1, scale=0.05)
     temperature = torch.ones(N)
@@ -74,7 +76,7 @@ def test_a_target_that_is_all_but_certain_keeps_its_small_gradient(width: int) -
     targets = torch.full((N,), 5)
     expected = oracle(hidden, weight, bias.bfloat16(), targets, temperature, None)
     assert float(expected[0].max()) > -2e-4
-    logprobs, _ = KeptHead.apply(hidden, weight, bias.bfloat16(), targets, temperature, None, width, EVERYTHING)
+    logprobs, _ = KeptHead.apply(hidden, weight, bias.bfloat16(), targets, temperature, None, shape, EVERYTHING)
     found = torch.autograd.grad(logprobs.double() @ coefs(), [hidden, weight])
     for gradient, right in zip(found, expected[2:4], strict=True):
         assert relative(gradient, right) < 0.01
@@ -87,7 +89,7 @@ def test_a_target_in_a_tile_far_below_the_peak_keeps_its_gradient() -> None:
     bias[40:] = 200.0
     targets = torch.arange(N)
     expected = oracle(hidden, weight, bias.bfloat16(), targets, torch.ones(N), None)
-    logprobs, _ = KeptHead.apply(hidden, weight, bias.bfloat16(), targets, torch.ones(N), None, 10, EVERYTHING)
+    logprobs, _ = KeptHead.apply(hidden, weight, bias.bfloat16(), targets, torch.ones(N), None, (N, 10), EVERYTHING)
     found = torch.autograd.grad(logprobs.double() @ coefs(), [hidden, weight])
     assert all(torch.isfinite(gradient).all() for gradient in found)
     for gradient, right in zip(found, expected[2:4], strict=True):

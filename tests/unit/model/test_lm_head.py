@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offline_grpo.model import lm_head
 from offline_grpo.model.lm_head import TiledHead
 
 NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 50
@@ -62,6 +63,23 @@ def test_values_and_gradients_are_those_of_materialised_logits(tile_width: int |
     actual = TiledHead(tile_width=tile_width)(**inputs, softcap=softcap, entropy_requires_grad=True)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(gradients(actual, leaves), gradients(expected, leaves), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_many_tokens_are_split_too(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of 5 rows and 16 columns; the gradient of the weights is rounded once all the same."""
+    inputs, tile_bytes = make_inputs(dtype), 5 * 16 * (8 if dtype == torch.float64 else 4)
+    leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
+    whole = TiledHead(tile_width=16)(**inputs, entropy_requires_grad=True)
+    monkeypatch.setattr(lm_head, "CPU_TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(lm_head, "MIN_TILE_WIDTH", 16)
+    parts = TiledHead(tile_width=None)(**inputs, entropy_requires_grad=True)
+    assert parts[0].grad_fn is not None
+    assert parts[0].grad_fn.shape == (5, 16)  # pyright: ignore[reportAttributeAccessIssue]
+    torch.testing.assert_close(parts, whole)
+    for found, expected in zip(gradients(parts, leaves), gradients(whole, leaves), strict=True):
+        assert (found != expected).double().mean() <= (0.05 if dtype == torch.bfloat16 else 1)
+        torch.testing.assert_close(found, expected)
 
 
 def test_two_tokens_by_hand() -> None:
