@@ -226,15 +226,21 @@ def test_urgent_requests_go_first(module: ModuleType, monkeypatch: pytest.Monkey
 def test_the_cache_is_another_one_from_the_end_of_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes while vLLM begins to pause may still be computed with the old weights."""
     monkeypatch.syspath_prepend(str(EXTENSION_FOLDER))
-    seen: list[int] = []
+    seen: list[Any] = []
 
-    async def app(*_: Any) -> None:
-        seen.append(generate._num_pauses)
+    async def pause(**how: Any) -> None:
+        seen.append((generate._num_pauses, how))
 
-    generate: Any = importlib.import_module("offline_grpo_generate").Generate(app)
-    for path in ("/health", "/pause", "/resume"):
-        asyncio.run(generate({"type": "http", "path": path}, None, None))
-    assert [*seen, generate._num_pauses] == [0, 0, 1, 1]
+    async def send(message: Any) -> None:
+        seen.append(message.get("status") or message["body"])
+
+    engine = SimpleNamespace(engine_core=SimpleNamespace(pause_scheduler_async=pause))
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    generate: Any = importlib.import_module("offline_grpo_generate").Generate(None)
+    scope = {"type": "http", "path": "/pause", "app": app, "query_string": b"mode=keep&clear_cache=false"}
+    asyncio.run(generate(scope, None, send))
+    assert seen == [(0, {"mode": "keep", "clear_cache": False}), 200, b'{"status":"paused"}']
+    assert generate._num_pauses == 1
 
 
 def test_blocks_are_looked_for_where_the_last_one_is_full(module: ModuleType) -> None:

@@ -299,7 +299,7 @@ class KeptHead(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight.add(columns, rows, powers.T, (hidden[rows] * factor[:, None]).to(hidden.dtype))
         grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight and grad_weight.whole, grad_bias, *[None] * 5
 
 

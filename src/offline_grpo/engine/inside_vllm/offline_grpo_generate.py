@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
+from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -70,20 +71,31 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else None
-        if path not in (PATH, TOKENS_PATH):
+        if path not in (PATH, TOKENS_PATH, PAUSE_PATH):
             await self._app(scope, receive, send)
-            # keys and values of the old weights may stay in the cache, where the salt hides them. Only now: what has
-            # come during the pause's beginning may have been computed with them
-            self._num_pauses += path == PAUSE_PATH
             return
         try:
-            answer = await self._answer(scope, receive, send)
+            answer = await (self._pause(scope) if path == PAUSE_PATH else self._answer(scope, receive, send))
             status = 200
         except Refusal as refusal:
             answer, status = {"error": " ".join(str(refusal).split())}, refusal.status
         if answer is not None:
             response = Response(msgspec.json.encode(answer), status, media_type="application/json")
             await response(scope, receive, send)
+
+    async def _pause(self, scope: Scope) -> dict[str, Any]:
+        """As vLLM's endpoint, which sleeps 20 ms at the end so that outputs come to its caller before its answer."""
+        engine, query = scope["app"].state.engine_client, QueryParams(scope["query_string"])
+        clears = query.get("clear_cache") != "false"
+        if clears:
+            await engine.renderer.clear_mm_cache_async()
+        core = engine.engine_core
+        pause = getattr(core, "pause_generation_async", None) or core.pause_scheduler_async  # of 0.33; of earlier ones
+        await pause(mode=query.get("mode", "abort"), clear_cache=clears)
+        # keys and values of the old weights may stay in the cache, where the salt hides them. Only now: what has come
+        # during the pause's beginning may have been computed with them
+        self._num_pauses += 1
+        return {"status": "paused"}
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> dict[str, Any] | None:
         """None if it was sent in parts, or the client has gone. Raises Refusal, as long as nothing was sent."""
