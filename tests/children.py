@@ -211,7 +211,9 @@ def run_command(
 
 
 def start_command(folder: Path, script: Path, *words: str, outputs: Path) -> BaseProcess:
-    """See `run_command`. Does not wait; what is printed goes to the files `out` and `err` in `outputs`."""
+    """See `run_command`. Does not wait; what is printed goes to the files `out` and `err` in `outputs`. As started by
+    a shell, it leads a process group of its own.
+    """
     process = child_process(_command, str(folder), str(script), list(words), str(outputs), False)
     process.start()
     return process
@@ -220,6 +222,7 @@ def start_command(folder: Path, script: Path, *words: str, outputs: Path) -> Bas
 def _command(folder: str, script: str, words: list[str], outputs: str, draws: bool) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.setpgid(0, 0)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     os.chdir(folder)
     os.environ["HF_HUB_OFFLINE"] = "1"
