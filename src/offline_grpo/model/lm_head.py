@@ -44,7 +44,7 @@ CPU_TILE_BYTES = 8 * 2**20  # a tile and its scratch copy stay in the last-level
 GPU_TILE_BYTES = 256 * 2**20  # large enough that the matrix products run at full speed
 KEPT_TILE_BYTES = 512 * 2**20
 MIN_TILE_WIDTH = 256
-MIN_GPU_WIDTH = 8192
+MIN_GPU_WIDTH = 8192  # narrower, it costs too much to add to the gradient of the hidden states
 MAX_KEPT_WIDTH = 16384
 """The kernel holds a row of a tile in registers."""
 MIN_SHIFT = -60.0
