@@ -24,8 +24,11 @@ OF_THEIR_OWN = tuple(
     f"{ONE_SERVER}test_{name}.py"
     for name in ("smollm2", "restarted_models", "served_architectures", "served_composites")
 )
+ON_RAY = tuple(f"tests/integration/test_{name}.py" for name in ("ray", "ray_trainers", "scoring_on_cluster"))
+"""Tests that share a cluster."""
 LONGEST_FIRST = (
     ONE_SERVER,
+    *ON_RAY,
     "tests/integration/test_server_deaths.py",
     "tests/robustness/test_leftovers.py",
     "tests/integration/",
@@ -86,15 +89,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, with the files of `ONE_SERVER` as one."""
+    """`--dist loadfile`, with the files of `ONE_SERVER` as one, and those of `ON_RAY`."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class LoadFileOrServer(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            is_shared = nodeid.startswith(ONE_SERVER) and not nodeid.startswith(OF_THEIR_OWN)
-            return ONE_SERVER if is_shared else super()._split_scope(nodeid)
+            if nodeid.startswith(ONE_SERVER) and not nodeid.startswith(OF_THEIR_OWN):
+                return ONE_SERVER
+            return ON_RAY[0] if nodeid.startswith(ON_RAY) else super()._split_scope(nodeid)
 
     return LoadFileOrServer(config, log)
 

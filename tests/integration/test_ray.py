@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from children import metrics_of
 from engines import CPU, engine, preloaded_python, processes_naming, save_model
-from ray_machines import machines
 from served_runs import assert_same, own_server, run
 from waiting import wait_until
 
@@ -29,12 +27,6 @@ THREE = "train.iterations=3"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "model")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with machines(2) as found:
-        yield found
 
 
 def in_cluster(cluster: Any, folder: Path) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import pytest
 from children import metrics_of
 from engines import save_model
 from factories import compose_config
-from ray_machines import machines
 from served_runs import assert_same, run
 from waiting import wait_until
 
@@ -28,12 +27,6 @@ from offline_grpo.run.config import typed
 from offline_grpo.run.plan import make_plan
 
 HOST = "offline_grpo.generation.scoring.worker"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with machines(2) as found:
-        yield found
 
 
 def scored(task: IsolatedTask, kinds: Sequence[str]) -> list[Any]:
