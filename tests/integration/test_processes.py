@@ -63,9 +63,6 @@ def test_the_readmes_command_starts_two_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n  lr: 1.0e-05\n") == 2
     assert list(tmp_path.iterdir()) == []
-    command[-3:] = ["train.batch_size=null", f"hydra.run.dir={tmp_path}/run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stderr.count("error: train.batch_size=None: ") == 1
 
 
 def test_what_the_first_process_alone_can_refuse_ends_all(tmp_path: Path) -> None:
