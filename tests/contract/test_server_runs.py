@@ -200,18 +200,26 @@ def test_two_processes_share_a_server_and_its_recovery(server: Server, model_fol
 
 
 @pytest.mark.slow
-def test_spread_weights_are_pushed_whole(server: Server, model_folder: Path, tmp_path: Path) -> None:
-    """Two processes that have a part of each weight push as one that has all. Every push is proven by logprobs, which
-    both compute.
+@pytest.mark.parametrize(
+    "mode", [("weight_sync.interval=2",), ("mode=async", "rollouts.max_staleness=0")], ids=["interval", "async"]
+)
+def test_four_that_have_a_part_of_each_weight_are_one(
+    mode: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path
+) -> None:
+    """Served weights older than the policy's, which four processes keep in parts, and sampling in a thread beside
+    collectives. Every push is proven by logprobs, which all compute.
     """
-    words = (*at(server), "weight_sync=reload", "train.iterations=3", "eval.interval=3")
+    words, four = (*at(server), "weight_sync=reload", "train.iterations=4", *mode), tmp_path / "four"
     alone = run(tmp_path / "alone", model_folder, *words)
     serve_again(server, model_folder, CPU)
-    words = (*five(model_folder), *words, "train.sharding=fsdp2")
-    assert run_in_children(2, tmp_path / "together", *words) == [0, 0], printed(tmp_path / "together")
-    found = metrics_of(tmp_path / "together")
-    assert [found[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(3)] == [2, 4, 6]
-    assert_same(alone, found)
+    assert run_in_children(4, four, *five(model_folder), *words, "train.sharding=fsdp2") == [0] * 4, printed(four)
+    assert alone["train_iter_003.json"]["grad_norm"] > 0
+    found = metrics_of(four)
+    for name, expected in alone.items():
+        for key, value in expected.items():
+            if not key.startswith(("async/", "sync/probe")):  # how long somebody waited, and roundings themselves
+                # The server rounds as requests happen to meet in a batch: gradient norms have differed by 1e-5.
+                assert found[name][key] == pytest.approx(value, abs=5e-5, rel=5e-5), (name, key)
 
 
 def test_evaluate_asks_a_server_what_it_asks_the_module(server: Server, model_folder: Path, tmp_path: Path) -> None:

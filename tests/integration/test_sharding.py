@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from architectures import ZOO
-from children import SMALL, Kill, assert_alike, in_group, metrics_of, printed, run_in_child, run_in_children
-from engines import CPU, make_server, preloaded_python, running, save_model
-from served_runs import at, five
+from children import SMALL, Kill, assert_alike, in_group, printed, run_in_child, run_in_children
 from sharded import LOSSES, follow
 from transformers import AutoModelForCausalLM
-
-from offline_grpo.engine.server import Server
 
 SHARDED = "train.sharding=fsdp2"
 RUN = (
@@ -125,35 +120,3 @@ def test_parts_are_written_by_all_and_read_by_any_number(cache: str, tmp_path: P
     assert len(list(hidden.rglob("part_*"))) == 2
     assert run_in_children(2, tmp_path / "start", *run, f"resume={killed}") == [0, 0], printed(tmp_path / "start")
     assert_alike(killed, two)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Server]]:
-    """A random model, and a server that nobody owns."""
-    folder = tmp_path_factory.mktemp("server")
-    model = save_model(folder / "model")
-    with running(make_server(CPU, folder, api_key="ours", python=preloaded_python(folder)), model) as found:
-        yield model, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [("weight_sync.interval=2",), ("mode=async", "rollouts.max_staleness=0")])
-def test_four_that_sample_from_a_server_are_one(
-    mode: tuple[str, ...], server: tuple[Path, Server], tmp_path: Path
-) -> None:
-    """Served weights older than the policy's, which four processes keep in parts, and sampling in a thread beside
-    collectives.
-    """
-    model, found = server
-    shared = (*five(model), *at(found), "generation.api_key=ours", "weight_sync=reload", "train.iterations=4", *mode)
-    alone, four = tmp_path / "alone", tmp_path / "four"
-    assert run_in_child(alone, *shared) == 0, printed(alone)
-    assert run_in_children(4, four, *shared, SHARDED) == [0] * 4, printed(four)
-    trained = metrics_of(alone)["train_iter_003.json"]
-    assert trained["grad_norm"] > 0
-    for name, expected in metrics_of(alone).items():
-        ours = metrics_of(four)[name]
-        for key, value in expected.items():
-            if not key.startswith(("async/", "sync/probe")):  # how long somebody waited, and roundings themselves
-                # The server rounds as requests happen to meet in a batch: gradient norms have differed by 1e-5.
-                assert ours[key] == pytest.approx(value, abs=5e-5, rel=5e-5), (name, key)
