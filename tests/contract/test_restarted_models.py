@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from architectures import ZOO
-from children import metrics_of
+from children import draw_nothing, metrics_of
 from composites import SERVED, save_composite, save_served, with_names_of_the_hub
 from engines import preloaded_python
 from factories import compose_config
 from served_runs import five, own_server
 
 from offline_grpo.model.tiny import build_char_tokenizer
+from offline_grpo.report import plots
 from offline_grpo.run import app
 
 pytestmark = pytest.mark.slow  # starts of servers
@@ -36,7 +37,10 @@ def saved(name: str, folder: Path) -> Path:
     ("name", "option"),
     [("qwen2_5_vl", "lora_restart"), ("qwen2_audio", "restart"), ("qwen2_moe", "restart"), ("gpt_oss", "restart")],
 )
-def test_a_restarted_server_has_what_was_trained(name: str, option: str, tmp_path: Path) -> None:
+def test_a_restarted_server_has_what_was_trained(
+    name: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "save_report", draw_nothing)
     folder = saved(name, tmp_path / "model")
     words = [*five(folder), *own_server(preloaded_python(tmp_path)), f"weight_sync={option}"]
     words += ["weight_sync.tolerance_nats=1e-5", "train.iterations=1", "eval.enabled=false"]
