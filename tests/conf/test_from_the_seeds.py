@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from factories import compose_config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
@@ -104,13 +105,12 @@ def test_column_holds_nothing_but_keys_overrides_and_commands():
 
 
 def test_keys_exist_and_overrides_compose_and_fit():
-    config.register()
-    cfg = config.composed([])
+    cfg = compose_config()
     assert [
         key for key in KEYS if key.split(".")[-1] not in (OmegaConf.select(cfg, key.rpartition(".")[0]) or cfg)
     ] == []
     for together in compatible(OVERRIDES):
-        cfg = config.composed(together)
+        cfg = compose_config(*together)
         config.typed(cfg)
         check_components(cfg)
 
