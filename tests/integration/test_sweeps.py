@@ -63,10 +63,11 @@ def test_a_launcher_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(tmp_pat
 def test_a_signal_stops_the_runs_on_a_cluster_where_nothing_is_lost(tmp_path: Path) -> None:
     """Of three jobs: the last is refused, which the sweep has on record, and none of the others for that."""
     sweep = endless(tmp_path, "train.lr=1e-3,1e-4,-1", "hydra/launcher=ray", *TWO_CORES, "hydra.launcher.num_cpus=0.5")
-    failed = tmp_path / "sweep" / sweeps.FAILED
+    failed = tmp_path / "sweep" / sweeps.FAILED / "2"
     try:
-        wait_until(lambda: runs(tmp_path / "sweep") == {"0", "1"} and failed.exists(), told=lambda: printed(tmp_path))
-        assert [(path.name, path.read_text()) for path in failed.iterdir()] == [("2", "2")]
+        wait_until(lambda: runs(tmp_path / "sweep") == {"0", "1"}, told=lambda: printed(tmp_path))
+        wait_until(lambda: failed.exists() and failed.read_text() == "2", told=lambda: printed(tmp_path))
+        assert list(failed.parent.iterdir()) == [failed]
         sweep.terminate()
         sweep.join(120)
     finally:
