@@ -53,11 +53,12 @@ def started(folder: Path, name: str, *words: str) -> Iterator[Command]:
     command = Command(start_command(folder.parent, SCRIPT, *words, outputs=outputs), outputs)
     try:
         wait_until(lambda: len(trained(folder) - before) >= 2, told=lambda: (outputs / "err").read_text())
+        below = processes_naming(str(folder.parent))  # one that dies has no name any more, and its lock still
         yield command
     finally:
         command.process.kill()
         command.process.join()
-    wait_until(lambda: not processes_naming(str(folder.parent)), seconds=30)
+    wait_until(lambda: not processes_naming(str(folder.parent)) and not any(map(psutil.pid_exists, below)), seconds=30)
 
 
 @pytest.mark.slow
