@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-QUICKLY = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 5}
+QUICKLY = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 5}
 """How soon Ray sees that a machine is lost."""
 
 
