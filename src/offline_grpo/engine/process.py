@@ -32,6 +32,8 @@ TAIL_BYTES = 2**20
 EXCEPTION = re.compile(r"(\b[\w.]*(Error|Exception)|\berror): \S.*", re.ASCII)
 POINTER = re.compile(r"see (stack trace|root cause)", re.IGNORECASE)
 """In exceptions that point at another one."""
+PREFIXED = re.compile(r"^\(.*? pid=\d+\) ?")
+"""Of vLLM's lines."""
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "offline-grpo-"
@@ -159,8 +161,13 @@ def last_lines(path: Path, *, count: int = 2) -> str:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("$ ")]  # the command
-    searched = (EXCEPTION.search(line) for line in lines if " WARNING " not in line)  # those speak of what may come
-    exceptions = list(dict.fromkeys(found[0].strip() for found in searched if found))
+    exceptions = []
+    for number, line in enumerate(lines):
+        if (found := EXCEPTION.search(line)) and " WARNING " not in line:  # those speak of what may come
+            more = [PREFIXED.sub("", each).partition(" [type=")[0] for each in lines[number + 1 : number + 3]]
+            more = [each.strip() for each in more if "errors.pydantic.dev" not in each]
+            exceptions.append(": ".join([found[0].strip(), *(more if "validation error" in line else [])]))
+    exceptions = list(dict.fromkeys(exceptions))
     causes = [text for text in exceptions if not POINTER.search(text)]
     chosen = (causes or exceptions or lines)[-count:]
     words = " | ".join(line.strip()[:300].rstrip(".") for line in chosen)

@@ -61,7 +61,10 @@ def _reward_parts(histories: Sequence[History]) -> Figure:
     keys = {key for history in histories for key in history.keys("train") if key.startswith("reward/")}
     size = {key: max(abs(history.series("train", key).values).max(initial=0) for history in histories) for key in keys}
     largest = sorted(keys, key=lambda key: (-size[key], key))[: len(COLORS)]
-    names = {f"train/{key}": short(key.removeprefix("reward/"), MAX_NAME) for key in largest}
+    names = {f"train/{key}": key.removeprefix("reward/") for key in largest}
+    names = {
+        key: name if len(name) <= MAX_NAME else short(name.rpartition("/")[2], MAX_NAME) for key, name in names.items()
+    }
     return Figure("learning", "Parts of the reward", "reward", names)
 
 

@@ -90,7 +90,10 @@ def _failures(history: History) -> Iterator[Finding]:
         yield Finding("eval/pass@1", text, advice)
     updates = values("num_updates")
     if len(updates) > 0 and updates.sum() == 0 and refused == 0:
-        why, advice = "the rewards of each group are equal", "see in samples/ what the reward pays for; other problems"
+        why, advice = (
+            "no completion has an advantage, as when rewards of a group are equal",
+            "see in samples/ what the reward pays for; other problems",
+        )
         if values("num_groups_masked").sum() > 0:
             why = "all completions with different rewards were cut off"
             advice = "a larger generation.max_new_tokens"

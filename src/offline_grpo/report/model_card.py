@@ -13,6 +13,13 @@ from offline_grpo.redaction import redacted
 from offline_grpo.report.history import History, count
 from offline_grpo.report.tables import Table, with_interval
 
+LOADS_NF4 = """```python
+# the base as it was trained beside
+nf4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+base = transformers.AutoModelForCausalLM.from_pretrained(BASE, quantization_config=nf4, dtype="auto")
+model = peft.PeftModel.from_pretrained(base, FOLDER)
+```"""
+
 
 def model_card(
     title: str,
@@ -51,6 +58,7 @@ def model_card(
             f"{'A LoRA adapter for' if is_adapter else 'Trained from'} {model} with Group Relative Policy Optimization "
             f"(GRPO) by offline-grpo: {count(state['iteration'] + 1, 'iteration')}, "
             f"{count(state['counters']['num_updates'], 'update')}{beside}.",
+            *([LOADS_NF4] if beside and is_adapter else []),
             "## Data",
             f"Task `{config['task']['_target_'].rpartition('.')[2]}`, {data['problems_per_iteration']} problems per "
             f"iteration with {data['rollouts_per_problem']} completions each:\n\n{_yaml(config['task'])}",

@@ -95,6 +95,9 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
     if config.model.trust_remote_code:  # the server loads the same model
         engine = {**engine, "args": {**engine["args"], "trust_remote_code": True}}
     if config.model.quantization is not None:
+        typed = engine["args"].get("quantization", "bitsandbytes")
+        fix = "the server rounds its base as model.quantization=nf4 does, by bitsandbytes; leave it out"
+        require(typed == "bitsandbytes", "engine.args.quantization", typed, fix)
         engine = {**engine, "args": {**engine["args"], "quantization": "bitsandbytes"}}
     launcher: Launcher = build(engine, key="engine")
     of_iteration = -(-config.data.problems_per_iteration // num_engines)

@@ -111,7 +111,8 @@ def empty_group(key: str, words: Sequence[str]) -> str | None:
     """The hint about a setting below a group of which neither the defaults nor the command line choose an option; None
     for any other.
     """
-    chosen = {*defaults(folder()), *map(key_of, words)}
+    typed = {*map(key_of, words)}
+    chosen = {*defaults(folder()), *typed, *(["engine"] if "generation" in typed else [])}  # which chooses it
     for group, options in groups(folder()).items():
         if group not in chosen and group != "experiment" and key.startswith(prefix_of(group)):
             return f"{key}: {group} is empty here; add {' or '.join(f'{group}={option}' for option in options)}"
@@ -130,6 +131,8 @@ def no_such_key(key: str) -> str:
         fix = f"no such key; the setting is {renamed}; {OF_OTHERS}"
     elif key in known:
         fix = f"the chosen options have no such key; `--help {key}` names those that have it"
+    elif key.startswith(("engine.args.", "engine.env.")):
+        fix = f"no such key here; +{key}=... passes it to the server"
     elif similar:
         fix = f"no such key; did you mean {similar[0]}?"
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +17,6 @@ from offline_grpo.run.hints import empty_group
 from offline_grpo.run.run_dir import discard_fresh
 from offline_grpo.run.signals import StopSignal
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns about kernels that are not used
 config.register()  # at import, because processes that a sweep's launcher starts import this module for `job`
 
 _has_begun = False

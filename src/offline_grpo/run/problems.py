@@ -154,10 +154,12 @@ def idle_overrides(overrides: Sequence[str], rollouts: DictConfig, plan: Plan) -
     if engine.launcher is None:
         uses_cluster = placement.score_on_cluster or placement.trainer == "ray"
         found = f"the server at generation.base_url={engine.base_url} runs already"
-        where = found if engine.base_urls else "the run starts no server"
+        where, fix = "the run starts no server", "use generation=vllm_server"
+        if engine.base_urls:
+            where, fix = found, "set generation.base_url=null"
         for setting in (override.lstrip("+~") for override in overrides):
             if setting.startswith(OF_OWN_SERVER if uses_cluster else (*OF_OWN_SERVER, *OF_CLUSTER)):
-                yield f"{setting}: {where}, so this would do nothing; leave it out, or set generation.base_url=null"
+                yield f"{setting}: {where}, so this would do nothing; leave it out, or {fix}"
     if plan.data.train is None and rollouts.get("environment") is None:  # an environment of the run's reads `data`
         read = OmegaConf.to_yaml(rollouts, resolve=False)
         for override in overrides:

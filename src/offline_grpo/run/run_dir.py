@@ -23,7 +23,7 @@ from offline_grpo.checkpoint.files import TrainerState, latest_checkpoint, lates
 from offline_grpo.disk import matching
 from offline_grpo.errors import CheckpointError, ConfigError, require
 from offline_grpo.redaction import flat, redacted
-from offline_grpo.report.run_files import WITHOUT_EFFECT
+from offline_grpo.report.run_files import WITHOUT_EFFECT, read_yaml
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import early_stop_reason
 from offline_grpo.train.schedule import LrSchedule
@@ -157,13 +157,20 @@ def _newest_in(run: Path, key: str) -> ResumePoint:
     return ResumePoint(RunDir(run), *newest_sound(run / "checkpoints"))
 
 
+def _began_as_another(run: Path) -> bool:
+    """Whether it began at another run's checkpoint, and with other settings than that run's."""
+    starts = run / ".hydra" / "starts.yaml"
+    first, *_ = (read_yaml(starts) if starts.exists() else None) or [{}]
+    return bool(first.get("changes"))
+
+
 def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
     """The newest match in `outputs`, for outputs/DATE/TIME; other folders only resume themselves."""
     if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.path.parent.name):
         return None
     for run in sorted(matching(fresh.path.parent.parent, "*/*"), reverse=True):
         latest = latest_state(run / "checkpoints") if run != fresh.path else None
-        if latest is None or changed_keys(latest.config, config):
+        if latest is None or changed_keys(latest.config, config) or _began_as_another(run):
             continue
         try:
             return _newest_in(run, "resume=auto")

@@ -122,6 +122,8 @@ time.sleep(100)
     [
         ("", "it was silent."),
         ("KeyError: 0\nIOError: 1\n at\n(pid=7) t.A_Error: 2\nbye", "its last words: IOError: 1 | t.A_Error: 2."),
+        ("(A pid=1) p.XError: 1 validation error for C\n(A pid=1)   Bad b. [type=x]\n(A pid=1)  errors.pydantic.dev",
+         "its last words: p.XError: 1 validation error for C: Bad b."),
         (" WARNING this may raise ValueError: 1\nbye", "its last words: WARNING this may raise ValueError: 1 | bye."),
     ],
 )  # fmt: skip

@@ -102,7 +102,9 @@ def test_a_reward_that_rises_alone_and_a_model_that_gets_worse() -> None:
 def test_that_nothing_was_trained_is_said_of_the_shortest_run() -> None:
     nothing = {"num_updates": (0.0, 0.0)}
     text = "no update was made in 2 iterations"
-    assert observations(history(nothing, iterations=2)) == [f"{text}: the rewards of each group are equal"]
+    assert observations(history(nothing, iterations=2)) == [
+        f"{text}: no completion has an advantage, as when rewards of a group are equal"
+    ]
     cut = history(nothing | {"num_groups_masked": (2.0, 2.0)}, iterations=2)
     assert observations(cut) == [f"{text}: all completions with different rewards were cut off"]
     assert find(history({"num_updates": (1.0, 1.0)}, iterations=2)) == []

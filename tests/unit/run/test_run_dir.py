@@ -48,6 +48,10 @@ def test_auto_takes_the_newest_run_of_the_same_configuration(fresh):
     make_run(day / "09-00-00-000000", 5)
     make_run(day / "10-00-00-000000", 3)
     make_run(day / "11-30-00-000000", 3, {**CONFIG, "seed": 1})
+    branch = day / "10-30-00-000000"  # the first iterations of another configuration
+    make_run(branch, 4)
+    (branch / ".hydra").mkdir()
+    (branch / ".hydra" / "starts.yaml").write_text("- changes: {train.lr: [0.1, 0.2]}\n- changes: {}\n")
     assert found("auto", fresh) == ("10-00-00-000000", "iter_003")
     make_run(day / "11-00-00-000000", 9)  # finished: a command that is repeated trains nothing more
     assert found("auto", fresh) == ("11-00-00-000000", "iter_009")
