@@ -14,6 +14,8 @@ from offline_grpo.report.history import History, count
 from offline_grpo.report.tables import Table, with_interval
 
 LOADS_NF4 = """```python
+import peft, transformers
+
 # the base as it was trained beside
 nf4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 base = transformers.AutoModelForCausalLM.from_pretrained(BASE, quantization_config=nf4, dtype="auto")
