@@ -164,9 +164,9 @@ def last_lines(path: Path, *, count: int = 2) -> str:
     exceptions = []
     for number, line in enumerate(lines):
         if (found := EXCEPTION.search(line)) and " WARNING " not in line:  # those speak of what may come
-            more = [PREFIXED.sub("", each).partition(" [type=")[0] for each in lines[number + 1 : number + 3]]
-            more = [each.strip() for each in more if "errors.pydantic.dev" not in each]
-            exceptions.append(": ".join([found[0].strip(), *(more if "validation error" in line else [])]))
+            more = lines[number + 1 : number + 3] if "validation error" in line else []
+            more = [PREFIXED.sub("", each).partition(" [type=")[0] for each in more if "pydantic.dev" not in each]
+            exceptions.append(": ".join(map(str.strip, [found[0], *more])))
     exceptions = list(dict.fromkeys(exceptions))
     causes = [text for text in exceptions if not POINTER.search(text)]
     chosen = (causes or exceptions or lines)[-count:]

@@ -36,11 +36,16 @@ def choices_of(run_dir: Path) -> dict[str, str]:
     return {str(group): str(option) for group, option in choices.items() if not str(group).startswith("hydra/")}
 
 
+def starts_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What `run/resume.py` records of each start, in order."""
+    path = run_dir / ".hydra" / "starts.yaml"
+    return (read_yaml(path) if path.is_file() else None) or []
+
+
 def changes_of(run_dir: Path) -> dict[str, str]:
     """Dotted key -> `0.001, then 0.0001`, of what a resume changed; not of keys that follow others."""
-    path, settings = run_dir / ".hydra" / "starts.yaml", settings_of(run_dir)
-    found: dict[str, str] = {}
-    for start in (read_yaml(path) if path.is_file() else None) or []:
+    settings, found = settings_of(run_dir), dict[str, str]()
+    for start in starts_of(run_dir):
         for key, (old, new) in start.get("changes", {}).items():
             found[key] = f"{found.get(key, old)}, then {new}"
     return {key: change for key, change in found.items() if "${" not in settings.get(key, "")}

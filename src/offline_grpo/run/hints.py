@@ -125,16 +125,17 @@ def no_such_key(key: str) -> str:
     ends = (".".join(words[place:]) for place in range(len(words)))
     renamed = next((OF_OTHER_TRAINERS[end] for end in ends if end in OF_OTHER_TRAINERS), None)
     similar = difflib.get_close_matches(key, [k for k in known if not key.startswith(f"{k}.")], n=1, cutoff=0.7)
+    is_passed_on = key.startswith(("engine.args.", "engine.env."))
     if words[-1] in NOT_SERVED:
         fix = NOT_SERVED[words[-1]]
     elif renamed is not None:
         fix = f"no such key; the setting is {renamed}; {OF_OTHERS}"
     elif key in known:
         fix = f"the chosen options have no such key; `--help {key}` names those that have it"
-    elif key.startswith(("engine.args.", "engine.env.")):
-        fix = f"no such key here; +{key}=... passes it to the server"
     elif similar:
-        fix = f"no such key; did you mean {similar[0]}?"
+        fix = f"no such key; did you mean {similar[0]}?" + is_passed_on * f" +{key}=... passes another on to the server"
+    elif is_passed_on:
+        fix = f"no such key here; +{key}=... passes it to the server"
     else:
         fix = f"no such key; `--help` lists all, `--help GROUP` some; {OF_OTHERS}"
     return f"{key}: {fix}"

@@ -23,7 +23,7 @@ from offline_grpo.checkpoint.files import TrainerState, latest_checkpoint, lates
 from offline_grpo.disk import matching
 from offline_grpo.errors import CheckpointError, ConfigError, require
 from offline_grpo.redaction import flat, redacted
-from offline_grpo.report.run_files import WITHOUT_EFFECT, read_yaml
+from offline_grpo.report.run_files import WITHOUT_EFFECT, starts_of
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import early_stop_reason
 from offline_grpo.train.schedule import LrSchedule
@@ -159,9 +159,7 @@ def _newest_in(run: Path, key: str) -> ResumePoint:
 
 def _began_as_another(run: Path) -> bool:
     """Whether it began at another run's checkpoint, and with other settings than that run's."""
-    starts = run / ".hydra" / "starts.yaml"
-    first, *_ = (read_yaml(starts) if starts.exists() else None) or [{}]
-    return bool(first.get("changes"))
+    return any(start.get("changes") for start in starts_of(run)[:1])
 
 
 def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:

@@ -64,8 +64,12 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("model.lora.r=32", r"model\.lora\.r: model/lora is empty here; add model/lora=default"),
         ("engine.args.max_model_len=9", r"engine\.args\..*: engine is empty here; add engine=sglang or engine=vllm"),
         (
-            "generation=vllm_server engine.args.x=9",
-            r"engine\.args\.x: no such key here; \+engine\.args\.x=\.\.\. passes .*",
+            "generation=vllm_server engine.args.quantization=fp8",
+            r"engine\.args\.quantization: no such key; did you mean .*\? \+engine\.args\.quantization=\.\.\. passes .*",
+        ),
+        (
+            "generation=vllm_server engine.env.MY_VARIABLE=9",
+            r"engine\.env\.MY_VARIABLE: no such key here; \+engine\.env\.MY_VARIABLE=\.\.\. passes .*",
         ),
         ("model=hf model.tiny.hidden_size=3", r"model\.tiny\.hidden_size: the chosen options have no such key; .*"),
         ("logger=[json,consol]", r"logger=consol: no such option; choose one of console, json, tensorboard, wandb"),
