@@ -40,6 +40,8 @@ from typing import Any
 from common import Target, write_result
 from random_model import save, sevens
 
+from offline_grpo.engine.ports import choose_port
+
 ROOT = Path(__file__).parents[1]
 OURS = ("ours", "lora", "distill", "async", "two")
 ARMS = (*OURS, "trl")
@@ -249,6 +251,7 @@ def main() -> None:
             os.environ
             | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
             | ({"CUDA_VISIBLE_DEVICES": args.gpus[i]} if args.gpus else {})
+            | {"MASTER_PORT": str(choose_port("127.0.0.1", None, key="MASTER_PORT"))}  # TRL opens it
         )
         with (work / f"{arm}.log").open("w") as log:
             processes[arm] = subprocess.Popen(commands[arm], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=work)
