@@ -28,7 +28,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -43,6 +42,7 @@ import learning_tasks
 import numpy as np
 from common import Target, write_result
 
+from offline_grpo.engine.ports import choose_port
 from offline_grpo.eval.intervals import mean_interval, t_975
 from offline_grpo.report.history import load_history
 
@@ -119,9 +119,8 @@ class Worker:
         words = ["taskset", "-c", ",".join(map(str, self.cores)), *command] if self.cores else command
         paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
         env = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": self.card, "PYTHONPATH": os.pathsep.join(paths)}
-        with socket.socket() as free:  # each of TRL's runs opens it, though it has a single process
-            free.bind(("127.0.0.1", 0))
-            env["MASTER_PORT"] = str(free.getsockname()[1])
+        # each of TRL's runs opens it, though it has a single process
+        env["MASTER_PORT"] = str(choose_port("127.0.0.1", None, key="MASTER_PORT"))
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
             return subprocess.Popen(

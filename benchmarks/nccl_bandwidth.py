@@ -6,7 +6,6 @@ python benchmarks/nccl_bandwidth.py [BYTES]
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import sys
 import time
@@ -14,6 +13,8 @@ import time
 import torch
 from torch import distributed, multiprocessing
 from torch.multiprocessing.spawn import spawn
+
+from offline_grpo.engine.ports import choose_port
 
 ROUNDS = 10
 
@@ -39,8 +40,7 @@ def _broadcast(rank: int, num_bytes: int, port: int, results: multiprocessing.Qu
 
 def broadcast_gb_s(num_bytes: int) -> float:
     """In 10^9 bytes per second, median of `ROUNDS`; one tensor of `num_bytes` in each of two new processes."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = choose_port("127.0.0.1", None, key="MASTER_PORT")
     results: multiprocessing.Queue = multiprocessing.get_context("spawn").Queue()
     spawn(_broadcast, args=(num_bytes, port, results), nprocs=2)
     return results.get(timeout=60)
