@@ -91,7 +91,7 @@ def main() -> None:
     store = args.folder.resolve() / "store"
     if not store.exists():  # of a run whose last checkpoint is a teacher too
         run(args.root, "default", store, args.folder, "checkpoint.enabled=true")
-        write_sums(args.folder.resolve() / "sums.jsonl", 300, 20)
+        write_sums(args.folder.resolve() / "sums.jsonl", 600, 20)
     is_same = True
     for name in args.scenarios or SCENARIOS:
         began = time.monotonic()

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint.files import list_checkpoints
-from offline_grpo.run import app, assemble
+from offline_grpo.model import load
+from offline_grpo.run import app
 
 ROOT = Path(__file__).parents[2]
 ONE_ITERATION = (*SMALL, "train.iterations=1", "eval.eval_first=false", "model.device=cpu")
@@ -136,8 +137,9 @@ def test_lora_saves_adapters_and_leaves_the_base_as_it_was(
     tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policies: list[Any] = []
-    load = assemble.load_policy
-    monkeypatch.setattr(assemble, "load_policy", lambda *w, **how: policies.append(load(*w, **how)) or policies[-1])
+    load_policy = load.load_policy
+    keep = lambda *w, **how: policies.append(load_policy(*w, **how)) or policies[-1]  # noqa: E731
+    monkeypatch.setattr(load, "load_policy", keep)
     run_dir = tmp_path / "run"
     overrides = (cache, "model/lora=default", "train.schedule=constant")
     app.run(compose_config(*SMALL, *overrides), run_dir)
@@ -185,7 +187,7 @@ def test_bf16_steps_on_masters_that_its_checkpoints_hold(tmp_path: Path, cache: 
 
 
 def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "load_reference", None)
+    monkeypatch.setattr(load, "load_reference", None)
     app.run(compose_config(cache, *ONE_ITERATION, "train.kl_coef=0"), tmp_path / "without")
     without = metrics_of(tmp_path / "without")["train_iter_000.json"]
     assert without["grad_norm"] > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "offline_grpo"
 FILES = sorted(SOURCE.rglob("*.py"))
-ROOT_MODULES = {"types", "interfaces", "errors", "settings", "seeding", "progress", "redaction", "hub", "disk"}
+ROOT_MODULES = {"types", "loop", "interfaces", "errors", "settings", "seeding", "progress", "redaction", "hub", "disk"}
 COMMANDS = {"__main__", "check", "compare", "evaluate", "export", "model_info", "sample"}
 """`python -m offline_grpo.COMMAND`: reads its words; the work is in a room."""
 KNOWS_HYDRA = ("run/",)

@@ -1,4 +1,4 @@
-"""One run: configuration in, trained model and files out."""
+"""One run: configuration in, trained model and files out. `run` is its life, from top to bottom."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -18,13 +17,12 @@ from offline_grpo import progress
 from offline_grpo.disk import sweep
 from offline_grpo.engine.process import kept_compiled
 from offline_grpo.errors import ConfigError, GrpoError, OutOfMemory, StopRequested, reason_of
-from offline_grpo.interfaces import RunListener
 from offline_grpo.run import launch, resume
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, warnings
 from offline_grpo.run.environment import record_start
 from offline_grpo.run.log_outputs import hide_progress_bars, kept_for_log, log_to
-from offline_grpo.run.plan import Start, listeners, make_plan
+from offline_grpo.run.plan import Plan, listeners, make_plan
 from offline_grpo.run.run_dir import (
     ResumePoint,
     RunDir,
@@ -36,10 +34,7 @@ from offline_grpo.run.run_dir import (
     released_at_end,
 )
 from offline_grpo.run.signals import StopSignal
-
-if TYPE_CHECKING:
-    from offline_grpo.model.policy import Policy
-    from offline_grpo.run.task_data import TaskData
+from offline_grpo.run.state import Run
 
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 """In a RuntimeError of CUDA, cuBLAS, or torch's allocator for the host."""
@@ -54,7 +49,8 @@ def run(
     cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = (), typed_keys: Collection[str] = ()
 ) -> float | None:
     """One run, from the composed configuration to the report. Returns the last pass@1, None where nothing was
-    evaluated.
+    evaluated. The order of the steps is the design: what a user may have typed wrong is refused before torch is
+    imported, servers start before transformers is imported, and weights come after servers have taken their memory.
 
     Args:
         output_dir: the folder that Hydra made for this start; a resumed run works in its own.
@@ -62,47 +58,81 @@ def run(
         typed_keys: those that are new in this start of a resumed run.
     """
     fresh = RunDir(output_dir.resolve())
-    with ExitStack() as stack:
-        stop = stack.enter_context(StopSignal.listening())
-        stack.enter_context(released_at_end())
-        stack.callback(discard_fresh, fresh.path)  # of a start that was refused, or that resumes another folder
-        stack.enter_context(progress.followed())
-        stack.enter_context(kept_for_log())
-        start = _start(cfg, fresh, overrides, typed_keys)
+    with ExitStack() as outer:
+        # From here on signals are heard, and a start that is refused, or resumes another folder, leaves none behind.
+        stop = outer.enter_context(StopSignal.listening())
+        outer.enter_context(released_at_end())
+        outer.callback(discard_fresh, fresh.path)
+        outer.enter_context(progress.followed())
+        outer.enter_context(kept_for_log())
+        run = Run(stop, ExitStack())
+
+        # 1. Settings, and the parts that need no model. Most mistakes are refused here, before torch is imported.
+        if launch.is_main():
+            print("offline-grpo: loading ...", flush=True)
+        os.environ.update(kept_compiled())
+        run.config, run.plain = typed(cfg), as_plain(cfg)
+        with importing():
+            run.plan = make_plan(run.config)
+            refuse_idle_overrides(overrides, cfg, run.plan)
+        take_folder(run, fresh, typed_keys)
+
+        # The folder is this run's, so its log begins, and from here on errors are in it.
         from offline_grpo.placement.ranks import told_if_abandoned
 
-        run_dir, is_main = start.run_dir, start.ranks.is_main
-        stack.enter_context(told_if_abandoned())
-        stack.enter_context(log_to(run_dir.path, is_main=is_main))
-        if start.resume is not None and is_finished(start.resume.source, start.resume.state, start.plain):
-            log.info(resume.describe_finished(start.resume, start.plan.config))
-            return report(run_dir) if is_main else None
-        try:
-            return _run(start, cfg, stop, overrides)
-        except StopRequested as signal:
-            log.warning("stopped by %s; %s", signal.signal_name, resume.where(run_dir))
-            signal.is_reported = True
-            raise
-        except Exception as error:
-            log.error("%s", error, exc_info=not isinstance(error, GrpoError), extra=progress.LOG_ALONE)
-            raise
+        outer.enter_context(told_if_abandoned())
+        outer.enter_context(log_to(run.folder.path, is_main=run.ranks.is_main))
+        if run.resume is not None and is_finished(run.resume.source, run.resume.state, run.plain):
+            log.info(resume.describe_finished(run.resume, run.config))
+            return report(run.folder) if run.ranks.is_main else None
+        outer.enter_context(errors_in_log(run.folder))
+        outer.enter_context(run.stack)
+        outer.enter_context(ended_whole(stop))
+        with importing():
+            from offline_grpo.run import begin
+        open_records(run, cfg, overrides)
+        outer.enter_context(told_if_out_of_memory(run.folder))
+
+        # 2. Servers take longest, so they start before transformers is imported and prompts are looked at.
+        begin.servers(run)
+
+        # 3. The model: its files are checked first, and its weights are read once servers have taken their memory.
+        with importing():
+            from offline_grpo import loop
+            from offline_grpo.run import assemble
+
+            hide_progress_bars()
+        assemble.check_model(run)
+        assemble.load_policy(run)
+        assemble.connect_engines(run)
+        assemble.prove_model(run)
+        assemble.prepare_training(run)
+
+        # 4. Nothing more can be refused: the run is on record, and trains.
+        record_and_describe(run, cfg, overrides)
+        with stop.held("this iteration"):
+            loop.train(run)
+            stop.hold("the report")
+            run.stack.close()  # engines end before the report is drawn
+            return report(run.folder) if run.ranks.is_main else None
 
 
-def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys: Collection[str]) -> Start:
-    """Everything that can be refused before a model is loaded: the plan, and the checkpoint to resume from."""
-    config, plain = typed(cfg), as_plain(cfg)
-    if launch.is_main():
-        print("offline-grpo: loading ...", flush=True)
-    os.environ.update(kept_compiled())
-    with importing():
-        plan = make_plan(config)
-        from offline_grpo.run.problems import idle_overrides
+def refuse_idle_overrides(overrides: Sequence[str], cfg: DictConfig, plan: Plan) -> None:
+    """Raise ConfigError for an override that would do nothing in this run."""
+    from offline_grpo.run.problems import idle_overrides
+
     for problem in idle_overrides(overrides, cfg.rollouts, plan):
         raise ConfigError(problem)
 
+
+def take_folder(run: Run, fresh: RunDir, typed_keys: Collection[str]) -> None:
+    """Find the checkpoint to go on from, if there is one, and lock the folder to work in, which is its run's or the
+    fresh one; join the run's other processes.
+    """
+
     def find() -> tuple[ResumePoint | None, RunDir]:
-        point = find_resume_point(config.resume, fresh, plain)  # locks the run's folder
-        point = None if point is None else resume.checked(point, config, plain, typed_keys)
+        point = find_resume_point(run.config.resume, fresh, run.plain)
+        point = None if point is None else resume.checked(point, run.config, run.plain, typed_keys)
         return point, fresh if point is None else point.run_dir
 
     found = find() if launch.num_processes() == 1 else None  # a refusal needs no torch
@@ -112,73 +142,48 @@ def _start(cfg: DictConfig, fresh: RunDir, overrides: Sequence[str], typed_keys:
         from offline_grpo.model.device import resolve_device
         from offline_grpo.placement.ranks import Ranks
 
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        ranks = Ranks(use_cpu=resolve_device(config.model.device).type == "cpu")
-    point, run_dir = found or ranks.on_main(find)  # in the group, so that a refusal ends all processes
-    return Start(plan, plain, run_dir, point, ranks)
+        if run.config.num_threads is not None:
+            torch.set_num_threads(run.config.num_threads)
+        run.ranks = Ranks(use_cpu=resolve_device(run.config.model.device).type == "cpu")
+    run.resume, run.folder = found or run.ranks.on_main(find)  # in the group, so that a refusal ends all processes
 
 
-def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[str]) -> float | None:
-    with importing():
-        from offline_grpo.run.begin import begin
-
-    config, run_dir, ranks = start.plan.config, start.run_dir, start.ranks
-    with ExitStack() as stack, ended_whole(stop):
-        if ranks.is_main:
-            sweep(run_dir.path)
-            stack.callback(sweep, run_dir.path)
-            if not (run_dir.path / ".hydra").exists():
-                resume.write_configuration(run_dir, cfg, overrides)
-        told: list[RunListener] = []
-        ranks.on_main(lambda: told.extend(listeners(config, run_dir.path)))
-        for listener in told:
-            stack.callback(listener.close)
-        progress.tell(told)
-        stack.enter_context(told_if_out_of_memory(run_dir))
-        begun = begin(start, stack)
-        with importing():
-            from offline_grpo.run.assemble import assemble
-
-            hide_progress_bars()
-        loop, data, restored = assemble(start, begun, stop, told, stack)
-        if ranks.is_main:
-            run_dir.create()
-            record_start(run_dir.path)
-            _describe(start, data, loop.policy)
-            if start.resume is not None and start.resume.source != run_dir:
-                copy_metrics(start.resume)
-            elif start.resume is not None and start.resume.changes:
-                discard_after(run_dir, start.resume.state.iteration)
-            resume.record(run_dir, cfg, overrides, start.resume)
-        for listener in loop.listeners:
-            listener.start(start.plain, config.train.iterations)
-        with stop.held("this iteration"):
-            if restored is None:
-                loop.run(0, None)
-            else:
-                evaluates_first = ranks.on_main(lambda: run_dir.misses_evaluation(restored))
-                loop.run(restored.iteration + 1, restored.source, evaluates_first=evaluates_first)
-            stop.hold("the report")
-            stack.close()
-            return report(run_dir) if ranks.is_main else None
+def open_records(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Write the run's configuration, and make its listeners, which follow the start already."""
+    folder = run.folder.path
+    if run.ranks.is_main:
+        sweep(folder)
+        run.stack.callback(sweep, folder)
+        if not (folder / ".hydra").exists():
+            resume.write_configuration(run.folder, cfg, overrides)
+    run.ranks.on_main(lambda: run.listeners.extend(listeners(run.config, folder)))
+    for listener in run.listeners:
+        run.stack.callback(listener.close)
+    progress.tell(list(run.listeners))
 
 
-def _describe(start: Start, data: TaskData, policy: Policy) -> None:
-    """Log where the run is, what it does, and what may be unexpected about it."""
-    plan, config = start.plan, start.plan.config
-    lines = [
-        f"run folder: {start.run_dir.path}",
-        *describe_data(data, config.data.problems_per_iteration),
-        *describe_batches(plan),
-        f"training {policy.num_trainable:,} of {policy.num_weights:,} parameters",
-    ]
-    for line in lines:
-        log.info("%s", line)
-    for warning in warnings(plan):
-        log.warning("%s", warning)
-    for line in [] if start.resume is None else resume.describe(start.resume, config):
-        log.info("%s", line)
+def record_and_describe(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Record this start in the run's folder; log where the run is, what it does, and what may be unexpected."""
+    if run.ranks.is_main:
+        run.folder.create()
+        record_start(run.folder.path)
+        data = run.plan.data
+        log.info("run folder: %s", run.folder.path)
+        for line in (*describe_data(data, run.config.data.problems_per_iteration), *describe_batches(run.plan)):
+            log.info("%s", line)
+        log.info("training %s of %s parameters", f"{run.policy.num_trainable:,}", f"{run.policy.num_weights:,}")
+        for warning in warnings(run.plan):
+            log.warning("%s", warning)
+        for line in [] if run.resume is None else resume.describe(run.resume, run.config):
+            log.info("%s", line)
+        # metrics of iterations that this start repeats, or that another run has made, are those of this run
+        if run.resume is not None and run.resume.source != run.folder:
+            copy_metrics(run.resume)
+        elif run.resume is not None and run.resume.changes:
+            discard_after(run.folder, run.resume.state.iteration)
+        resume.record(run.folder, cfg, overrides, run.resume)
+    for listener in run.listeners:
+        listener.start(run.plain, run.config.train.iterations)
 
 
 @contextmanager
@@ -193,6 +198,20 @@ def importing() -> Iterator[None]:
 
 
 @contextmanager
+def errors_in_log(folder: RunDir) -> Iterator[None]:
+    """Write in the log why the run ends before its time: a signal, or an error."""
+    try:
+        yield
+    except StopRequested as signal:
+        log.warning("stopped by %s; %s", signal.signal_name, resume.where(folder))
+        signal.is_reported = True
+        raise
+    except Exception as error:
+        log.error("%s", error, exc_info=not isinstance(error, GrpoError), extra=progress.LOG_ALONE)
+        raise
+
+
+@contextmanager
 def ended_whole(stop: StopSignal) -> Iterator[None]:
     """After an error, a signal waits until what the run has started has ended, so that the error is reported."""
     try:
@@ -203,7 +222,7 @@ def ended_whole(stop: StopSignal) -> Iterator[None]:
 
 
 @contextmanager
-def told_if_out_of_memory(run_dir: RunDir) -> Iterator[None]:
+def told_if_out_of_memory(folder: RunDir) -> Iterator[None]:
     """Raise OutOfMemory, in one line, for an allocation that fails."""
     try:
         yield
@@ -211,18 +230,18 @@ def told_if_out_of_memory(run_dir: RunDir) -> Iterator[None]:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         phase = progress.phase_of(error) or "the start"
-        fix = f"to need less, lower {LESS_MEMORY}; {resume.where(run_dir)}"
+        fix = f"to need less, lower {LESS_MEMORY}; {resume.where(folder)}"
         raise OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}") from error
 
 
-def report(run_dir: RunDir) -> float | None:
+def report(folder: RunDir) -> float | None:
     """Draw report.png and print the summary from the recorded metrics. Returns the last pass@1."""
     from offline_grpo.logger import output_console
     from offline_grpo.report.history import load_history
     from offline_grpo.report.plots import save_report
     from offline_grpo.report.summary import print_summary
 
-    history = load_history(run_dir.path)
+    history = load_history(folder.path)
     if not history.train:
         log.warning("no metrics were recorded (logger=json was left out), so there is no report")
         return None

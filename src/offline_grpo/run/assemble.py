@@ -1,9 +1,10 @@
-"""Loads what a run needs and connects the parts. The only module that knows all of them."""
+"""Loads the model of a run, and connects it with engines, data and optimizer: the steps of `app.run` that need
+transformers, in their order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
@@ -12,32 +13,28 @@ from torch import nn
 
 from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer
-from offline_grpo.checkpoint.files import TrainerState
 from offline_grpo.engine.server import Server
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.interfaces import Deployment, RolloutClient, RunListener, Sharding, Source, TextCodec
+from offline_grpo.interfaces import Sharding, Source
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
+from offline_grpo.model import load
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
-from offline_grpo.model.load import context_length, load_policy, load_reference
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
 from offline_grpo.rollouts.store.recorder import Origin, Recorder, architecture_hash, tokenizer_hash
-from offline_grpo.run.begin import Begun
+from offline_grpo.run import prompts, serving
 from offline_grpo.run.build import build
 from offline_grpo.run.config import fresh_schedule
 from offline_grpo.run.gpu_memory import check_memory
-from offline_grpo.run.plan import Plan, Start
-from offline_grpo.run.prompts import check_model, codec_of
-from offline_grpo.run.serving import deployments, loads_onto_servers_gpu
-from offline_grpo.run.signals import StopSignal
-from offline_grpo.run.task_data import TaskData, records, source_node
+from offline_grpo.run.plan import Plan
+from offline_grpo.run.state import Run
+from offline_grpo.run.task_data import records, source_node
 from offline_grpo.run.teacher import load_teacher
 from offline_grpo.seeding import derive_seed
-from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.offload import OffloadedAdamW
 from offline_grpo.train.optimizer import is_offloaded
@@ -49,138 +46,122 @@ BESIDE_BYTES = 4 * 2**30
 """On the GPU beside a copy of the weights: for short sequences, their gradients, and the compiler's trials."""
 
 
-def assemble(
-    start: Start, begun: Begun, stop: StopSignal, listeners: Sequence[RunListener], stack: ExitStack
-) -> tuple[Loop, TaskData, TrainerState | None]:
-    """The loop, its problems, and what the checkpoint said, None for a new run. `stack` ends what has to end."""
-    ranks, config, folder = start.ranks, start.plan.config, start.run_dir.path
-    plan, devices, model_id, servers = begun
-    checkpoint = start.resume.checkpoint if start.resume is not None else None
-    plan, prompt_tokens = check_model(plan, model_id)
-    recompute = check_memory(plan, model_id, prompt_tokens=prompt_tokens, num_processes=ranks.world_size)
-    if servers:
-        device, dtype = resolve_device(config.model.device, ranks.local_rank), torch_dtype(config.train.precision)
+def check_model(run: Run) -> None:
+    """The model's config and tokenizer, the prompts in its tokens, and the memory plan, before any weight is read."""
+    run.prompt_tokens = prompts.check_model(run.plan, run.model_id)
+    how = {"prompt_tokens": run.prompt_tokens, "num_processes": run.ranks.world_size}
+    run.recompute = check_memory(run.plan, run.model_id, **how)
+
+
+def load_policy(run: Run) -> None:
+    """Read the policy's weights. Onto a GPU that a server shares not before the server has taken its memory: vLLM
+    measures what is free when it starts.
+    """
+    plan, config, ranks = run.plan, run.config, run.ranks
+    device = resolve_device(config.model.device, ranks.local_rank)
+    if run.servers:  # while they start
         with progress.phase("imports and data"):
-            import_ahead(plan.layout, config.model.compile, device, dtype)
-    if loads_onto_servers_gpu(plan.weight_sync, devices):
-        for server in servers:
+            import_ahead(plan.layout, config.model.compile, device, torch_dtype(config.train.precision))
+    if serving.loads_onto_servers_gpu(plan.weight_sync, run.devices):
+        for server in run.servers:
             ranks.on_main(server.wait_for_memory)
-    with progress.step("load model", f"loading the model {checkpoint or model_id}"):
-        policy = _policy(plan, model_id, checkpoint, ranks, recompute)
-    sharding = _sharding(config.train.sharding, ranks)
-    sharding.prepare(policy)
-    is_shared = plan.weight_sync.requires.shares_weights and ranks.is_main  # else `load_policy` has settled it
-    is_settled = is_shared and _moves_beside(servers, policy)  # while the server records its CUDA graphs
+    with progress.step("load model", f"loading the model {run.checkpoint or run.model_id}"):
+        torch.manual_seed(derive_seed(config.seed, "adapters"))  # LoRA draws its first weights
+        run.policy = load.load_policy(
+            config.model,
+            run.model_id,
+            layout=plan.layout,
+            head=plan.head,
+            device=device,
+            precision=config.train.precision,
+            train_layer_indices=config.train.train_layer_indices,
+            gradient_checkpointing=run.recompute,
+            checkpoint=run.checkpoint,
+            shares_weights=_shares_weights(run),
+        )
+    run.sharding = _sharding(config.train.sharding, ranks)
+    run.sharding.prepare(run.policy)
+
+
+def connect_engines(run: Run) -> None:
+    """Wait for the servers, or start those that need the policy, and open the way of its weights to them."""
+    # Where a server's memory becomes the policy's, layout and compiler are tried while it records its CUDA graphs.
+    is_settled = _shares_weights(run) and _moves_beside(run.servers, run.policy)
     if is_settled:
-        _settle(policy, plan)
-    training, evaluation = deployments(plan, servers, policy, sharding, folder, ranks)
-    for deployment in dict.fromkeys((training, evaluation)):
-        stack.callback(deployment.close)
-        deployment.connect(policy)
-    if is_shared and not is_settled:
-        _settle(policy, plan)
+        _settle(run)
+    where = run.policy, run.sharding, run.folder.path, run.ranks
+    run.training, run.evaluation = serving.deployments(run.plan, run.servers, *where)
+    for deployment in dict.fromkeys((run.training, run.evaluation)):
+        run.stack.callback(deployment.close)
+        deployment.connect(run.policy)
+    if _shares_weights(run) and not is_settled:  # elsewhere `load_policy` has settled it
+        _settle(run)
+
+
+def prove_model(run: Run) -> None:
+    """Raise ConfigError unless this model attends to the past alone, and the sampler in this process draws from the
+    distribution that training computes.
+    """
     with progress.phase("proof"):
-        longest = min(max(16, prompt_tokens[1] + plan.sampling.max_new_tokens), LONGEST[policy.compute_device.type])
-        check_causality(policy.scoring, longest, policy.compute_device)
-        if not plan.engine.needs_server and (plan.data.train is not None or config.eval.enabled):
-            with sharding.gathered(policy):
-                prove_sampling(training.client, policy, longest)
+        device = run.policy.compute_device
+        longest = min(max(16, run.prompt_tokens[1] + run.plan.sampling.max_new_tokens), LONGEST[device.type])
+        check_causality(run.policy.scoring, longest, device)
+        samples = run.plan.data.train is not None or run.config.eval.enabled
+        if samples and not run.plan.engine.needs_server:
+            with run.sharding.gathered(run.policy):
+                prove_sampling(run.training.client, run.policy, longest)
+
+
+def prepare_training(run: Run) -> None:
+    """Masters and optimizer, the source of rollouts, the evaluator, the checkpoint's state, and who follows the run."""
+    plan, config, policy, ranks, folder = run.plan, run.config, run.policy, run.ranks, run.folder.path
     with progress.phase("masters"):
         masters = policy.make_masters(offload=is_offloaded(plan.optimizer))
-        if config.train.dither_masters and checkpoint is None:  # which has its own
+        if config.train.dither_masters and run.checkpoint is None:  # which has its own
             masters.dither(config.seed)
-    updater = make_updater(plan, policy, model_id, folder, ranks, sharding)
-    if start.resume is not None and start.resume.lr_schedule is not None:
-        updater.lr_schedule = start.resume.lr_schedule
-    public = redacted(start.plain)
+    run.updater = make_updater(plan, policy, run.model_id, folder, ranks, run.sharding)
+    if run.resume is not None and run.resume.lr_schedule is not None:
+        run.updater.lr_schedule = run.resume.lr_schedule
+
+    # The record of rollouts says what model sampled them, and under which settings.
+    public = redacted(run.plain)
     about = {key: value for key, value in public.items() if key not in WITHOUT_EFFECT}
-    origin = Origin(model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
-    codec = codec_of(config, policy.tokenizer, policy.causal_lm.generation_config)
-    source = _source(plan, policy, codec, training.client, updater, folder, origin)
-    stack.callback(source.close)
-    milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
+    origin = Origin(run.model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
+    run.codec = prompts.codec_of(config, policy.tokenizer, policy.causal_lm.generation_config)
+    run.source = _source(run, origin)
+    run.stack.callback(run.source.close)
+    if config.eval.enabled:
+        run.evaluator = PassAtKEvaluator.of(
+            config.eval,
+            task=plan.data.task,
+            problems=plan.data.held_out,
+            codec=run.codec,
+            sampling=plan.eval_sampling,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+
+    run.milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     checkpointer = Checkpointer(
         policy=policy,
-        updater=updater,
-        source=source,
-        milestones=milestones,
-        folder=start.run_dir.checkpoints,
+        updater=run.updater,
+        source=run.source,
+        milestones=run.milestones,
+        folder=run.folder.checkpoints,
         ranks=ranks,
         config=public,
         keep_last_k=config.checkpoint.num_kept,
         format=config.checkpoint.format,
     )
-    if ranks.is_main and records(config):  # before all other listeners
-        recorder = Recorder(folder, origin, lambda: (updater.counters.version, policy.trained_here()))
-        stack.callback(recorder.close)
-        listeners = [recorder, *listeners]
-    listeners = [*listeners, FirstLook(codec.tokenizer, codec.end_ids)]
-    last, save_interval = config.train.iterations - 1, config.checkpoint.save_interval
-    loop = Loop(
-        policy=policy,
-        updater=updater,
-        source=source,
-        milestones=milestones,
-        config=config.train,
-        deployment=training,
-        push_interval=plan.weight_sync.interval,
-        evaluation=_evaluation(plan, codec, evaluation, ranks) if config.eval.enabled else None,
-        checkpointer=checkpointer if config.checkpoint.enabled else None,
-        save_due=lambda i: i == last or (save_interval > 0 and (i + 1) % save_interval == 0),
-        listeners=listeners,
-        ranks=ranks,
-        stop=stop,
-        on_failure=config.scoring.on_failure,
-        stop_at_failed_frac=config.scoring.stop_at_failed_frac,
-        fills_updates=config.data.resample_zero_signal,
-    )
-    return loop, plan.data, checkpointer.restore(checkpoint) if checkpoint is not None else None
+    run.checkpointer = checkpointer if config.checkpoint.enabled else None
+    if run.checkpoint is not None:
+        run.restored = checkpointer.restore(run.checkpoint)
 
-
-def _moves_beside(servers: Sequence[Server], policy: Policy) -> bool:
-    """Move weights that will be a server's memory, and are on the CPU still, to its device, if a copy has room there
-    for as long as the server starts. Not before the server has taken its memory.
-    """
-    device, model = policy.compute_device, cast(nn.Module, policy.model)
-    if device.type == "cuda":
-        for server in servers:
-            server.wait_for_memory()
-        if torch.cuda.mem_get_info(device)[0] < BESIDE_BYTES + sum(p.nbytes for p in model.parameters()):
-            return False
-        make_current(device)
-    model.to(device)
-    return True
-
-
-def _settle(policy: Policy, plan: Plan) -> None:
-    with progress.phase("layout and compile"):
-        settle_layout(policy.scoring, plan.layout, policy.compute_device)
-        settle_compile(policy.scoring, plan.config.model.compile, policy.compute_device)
-
-
-def _sharding(name: str, ranks: Ranks) -> Sharding:
-    if name == "none" or ranks.world_size == 1:  # a single process has nobody to share with
-        return Replicas(ranks)
-    from offline_grpo.train.fsdp2 import FullyShardedPolicy  # which takes a second
-
-    return FullyShardedPolicy(ranks)
-
-
-def _policy(plan: Plan, model_id: str, checkpoint: Path | None, ranks: Ranks, recompute: float) -> Policy:
-    config = plan.config
-    torch.manual_seed(derive_seed(config.seed, "adapters"))  # LoRA draws its first weights
-    return load_policy(
-        config.model,
-        model_id,
-        layout=plan.layout,
-        head=plan.head,
-        device=resolve_device(config.model.device, ranks.local_rank),
-        precision=config.train.precision,
-        train_layer_indices=config.train.train_layer_indices,
-        gradient_checkpointing=recompute,
-        checkpoint=checkpoint,
-        shares_weights=plan.weight_sync.requires.shares_weights and ranks.is_main,
-    )
+    if ranks.is_main and records(config):
+        recorder = Recorder(folder, origin, lambda: (run.updater.counters.version, policy.trained_here()))
+        run.stack.callback(recorder.close)
+        run.listeners.insert(0, recorder)  # the others may look at what it has written
+    run.listeners.append(FirstLook(run.codec.tokenizer, run.codec.end_ids))
 
 
 def make_updater(
@@ -191,7 +172,7 @@ def make_updater(
     if plan.loss.kl_coef > 0:
         with progress.phase("load reference"):
             model = plan.config.model
-            reference = load_reference(model, model_id, policy, layout=plan.layout, precision=train.precision)
+            reference = load.load_reference(model, model_id, policy, layout=plan.layout, precision=train.precision)
             sharding.prepare_reference(reference)
     teacher = load_teacher(plan, policy, sharding)
     optimizer = plan.optimizer.create(policy.masters.parameters.values())
@@ -214,53 +195,60 @@ def make_updater(
     )
 
 
-def _source(
-    plan: Plan,
-    policy: Policy,
-    codec: TextCodec,
-    client: RolloutClient,
-    updater: Updater,
-    run_folder: Path,
-    origin: Origin,
-) -> Source:
+def _shares_weights(run: Run) -> bool:
+    """Whether a server's weights are the memory of this process's policy."""
+    return run.plan.weight_sync.requires.shares_weights and run.ranks.is_main
+
+
+def _moves_beside(servers: Sequence[Server], policy: Policy) -> bool:
+    """Move weights that will be a server's memory, and are on the CPU still, to its device, if a copy has room there
+    for as long as the server starts. Not before the server has taken its memory.
+    """
+    device, model = policy.compute_device, cast(nn.Module, policy.model)
+    if device.type == "cuda":
+        for server in servers:
+            server.wait_for_memory()
+        if torch.cuda.mem_get_info(device)[0] < BESIDE_BYTES + sum(p.nbytes for p in model.parameters()):
+            return False
+        make_current(device)
+    model.to(device)
+    return True
+
+
+def _settle(run: Run) -> None:
+    with progress.phase("layout and compile"):
+        settle_layout(run.policy.scoring, run.plan.layout, run.policy.compute_device)
+        settle_compile(run.policy.scoring, run.config.model.compile, run.policy.compute_device)
+
+
+def _sharding(name: str, ranks: Ranks) -> Sharding:
+    if name == "none" or ranks.world_size == 1:  # a single process has nobody to share with
+        return Replicas(ranks)
+    from offline_grpo.train.fsdp2 import FullyShardedPolicy  # which takes a second
+
+    return FullyShardedPolicy(ranks)
+
+
+def _source(run: Run, origin: Origin) -> Source:
     """The component of the group `rollouts`, connected to the client that it samples from."""
+    plan, config, policy, updater = run.plan, run.config, run.policy, run.updater
     runtime = {
-        "client": client,
+        "client": run.training.client,
         "task": plan.data.task,
-        "codec": codec,
+        "codec": run.codec,
         "vocab_size": policy.vocab_size,
-        "context": context_length(policy.causal_lm.config),
+        "context": load.context_length(policy.causal_lm.config),
         "sampling": plan.sampling,
         "advantage": plan.advantage,
-        "on_failure": plan.config.scoring.on_failure,
-        "run_folder": run_folder,
+        "on_failure": config.scoring.on_failure,
+        "run_folder": run.folder.path,
         "model_id": origin.model,
         "origin": origin,
-        "rank": updater.ranks.rank,
-        "world_size": updater.ranks.world_size,
+        "rank": run.ranks.rank,
+        "world_size": run.ranks.world_size,
         "trainer_version": lambda: updater.counters.version,
-        "updates_per_iteration": plan.config.planned_updates,
-        "num_iterations": plan.config.train.iterations,
+        "updates_per_iteration": config.planned_updates,
+        "num_iterations": config.train.iterations,
         **({} if plan.data.train is None else {"problems": plan.data.train}),
     }
-    return build(source_node(plan.config), key="rollouts", protocol=Source, **runtime)
-
-
-def _evaluation(plan: Plan, codec: TextCodec, deployment: Deployment, ranks: Ranks) -> Evaluation:
-    """The evaluator of held-out problems, which asks `deployment`, and when it does."""
-    settings, last = plan.config.eval, plan.config.train.iterations - 1
-    evaluator = PassAtKEvaluator.of(
-        settings,
-        task=plan.data.task,
-        problems=plan.data.held_out,
-        codec=codec,
-        sampling=plan.eval_sampling,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-    )
-    return Evaluation(
-        evaluator=evaluator,
-        deployment=deployment,
-        before_training=settings.eval_first,
-        is_due=lambda i: i == last or (i + 1) % settings.interval == 0,
-    )
+    return build(source_node(config), key="rollouts", protocol=Source, **runtime)

@@ -1,76 +1,60 @@
-"""What a run starts before it imports the rest and looks at its prompts: the servers, which take longest."""
+"""What a run starts before it imports transformers and looks at its prompts: the servers, which take longest."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from offline_grpo.checkpoint.files import check_model_folder
-from offline_grpo.engine.server import Server, next_to_start
+from offline_grpo.engine.server import next_to_start
 from offline_grpo.errors import require
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.model import nf4
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.gguf import convert
-from offline_grpo.placement.devices import Devices, check_devices, server_gpus
-from offline_grpo.placement.ranks import Ranks
+from offline_grpo.placement.devices import check_devices, server_gpus
 from offline_grpo.run.build import build
 from offline_grpo.run.log_outputs import hide_progress_bars
-from offline_grpo.run.plan import Plan, Start
 from offline_grpo.run.serving import check_found_servers, starts_before_the_policy, training_servers
+from offline_grpo.run.state import Run
 from offline_grpo.run.task_data import isolated
 
 
-class Begun(NamedTuple):
-    """The plan, with a task that scores in processes of its own, where it computes, the model to train, and the servers
-    that training samples from.
+def servers(run: Run) -> None:
+    """Look at the machine, and start the servers on it, unless they need the policy. The processes that score start
+    too.
     """
-
-    plan: Plan
-    devices: Devices
-    model_id: str
-    servers: list[Server]
-
-
-def begin(start: Start, stack: ExitStack) -> Begun:
-    """Start the servers, unless they need the policy.
-
-    Args:
-        stack: gets what has to be let go of on every way out.
-    """
-    ranks, config, folder = start.ranks, start.plan.config, start.run_dir.path
+    ranks, plan, config, folder = run.ranks, run.plan, run.config, run.folder.path
+    # Completions are scored in processes of their own, which are forked while this one is small.
     how = {"num_processes": ranks.world_size, "on_cluster": config.placement.score_on_cluster}
-    task = isolated(start.plan.data.task, config, folder, stack, **how)
-    plan = replace(start.plan, data=replace(start.plan.data, task=task))
-    if (
-        plan.engine.launcher is not None and config.placement.address is None
-    ):  # each machine of a cluster checks its own
+    plan.data = replace(plan.data, task=isolated(plan.data.task, config, folder, run.stack, **how))
+
+    # Refuse what this machine lacks: vLLM, GPUs, a layout's kernels, the model's files, running servers.
+    if plan.engine.launcher is not None and config.placement.address is None:  # machines of a cluster check their own
         plan.engine.launcher.check_installed()
-    devices = plan.devices(ranks.world_size)
-    check_devices(devices)
+    run.devices = plan.devices(ranks.world_size)
+    check_devices(run.devices)
     if plan.layout is not None:  # to choose one starts CUDA, which takes a second
         plan.layout.check(resolve_device(config.model.device), torch_dtype(config.train.precision))
     if config.model.quantization is not None:
         nf4.check_device(resolve_device(config.model.device, ranks.local_rank))
-    model_id = _model_id(plan, ranks)
-    ranks.on_main(lambda: check_found_servers(plan, model_id))
-    checkpoint = start.resume.checkpoint if start.resume is not None else None
-    servers = training_servers(plan, server_gpus(devices), folder, ranks, stack)
-    if starts_before_the_policy(plan.engine, plan.weight_sync, devices):
+    run.model_id = _model_id(run)
+    ranks.on_main(lambda: check_found_servers(plan, run.model_id))
+
+    # A resumed run's server begins with the checkpoint's weights, unless only an adapter moves.
+    run.servers = training_servers(plan, server_gpus(run.devices), folder, ranks, run.stack)
+    if starts_before_the_policy(plan.engine, plan.weight_sync, run.devices):
         moves_all = plan.lora_rank is None and plan.weight_sync.requires.moves != "nothing"
-        served = str(checkpoint) if checkpoint is not None and moves_all else model_id
-        for server in next_to_start(servers):
+        served = str(run.checkpoint) if run.checkpoint is not None and moves_all else run.model_id
+        for server in next_to_start(run.servers):
             ranks.on_main(lambda server=server: server.begin(served))
-    return Begun(plan, devices, model_id, servers)
 
 
-def _model_id(plan: Plan, ranks: Ranks) -> str:
+def _model_id(run: Run) -> str:
     """The model to train: a folder, a hub id, or a folder in the cache with the model of a GGUF file or the tiny model,
     which the first process builds if it is missing.
     """
-    config = plan.config
+    plan, config, ranks = run.plan, run.config, run.ranks
     named = {"model.train_id": config.model.train_id, "model.ref_id": config.model.ref_id, KEY: plan.advantage.teacher}
     for key, name in named.items():
         if name is not None:

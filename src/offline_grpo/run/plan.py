@@ -23,17 +23,15 @@ from offline_grpo.types import SamplingParams
 
 if TYPE_CHECKING:
     from offline_grpo.placement.devices import Devices
-    from offline_grpo.placement.ranks import Ranks
-    from offline_grpo.run.run_dir import ResumePoint, RunDir
     from offline_grpo.weight_sync.strategy import WeightSync
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """A run's checked ingredients: plain settings and those components that need no model."""
 
     config: RunConfig
-    data: TaskData
+    data: TaskData  # the start isolates its task, and leaves out problems whose prompts are too long
     sampling: SamplingParams
     eval_sampling: SamplingParams
     engine: EngineSpec
@@ -78,19 +76,6 @@ class Plan:
             rule=needs.placement,
             needs_gpu=needs.gpu,
         )
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a run starts from: its plan, the configuration as nested dicts, its folder, the checkpoint to resume from,
-    and this process among the others.
-    """
-
-    plan: Plan
-    plain: Mapping[str, Any]
-    run_dir: RunDir
-    resume: ResumePoint | None
-    ranks: Ranks
 
 
 def make_plan(config: RunConfig) -> Plan:

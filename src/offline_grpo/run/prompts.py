@@ -35,9 +35,9 @@ def codec_of(
     return TokenizerCodec(tokenizer, end_ids(generation_config, tokenizer), kwargs, prefix)
 
 
-def check_model(plan: Plan, model_id: str) -> tuple[Plan, tuple[int, int]]:
-    """config.json and the tokenizer of the model against the settings. Returns the plan without the problems that
-    `data.max_prompt_tokens` leaves out, and what `check_prompts` does; raises the same.
+def check_model(plan: Plan, model_id: str) -> tuple[int, int]:
+    """config.json and the tokenizer of the model against the settings. Takes the problems out of the plan that
+    `data.max_prompt_tokens` skips; returns what `check_prompts` does, and raises the same.
     """
     config = plan.config.model
     if config.trust_remote_code:
@@ -53,12 +53,11 @@ def check_model(plan: Plan, model_id: str) -> tuple[Plan, tuple[int, int]]:
     codec = codec_of(plan.config, tokenizer, generation_config_of(model_id))
     settings, data = plan.config.data, plan.data
     train = None if data.train is None else without_long(data.train, codec, settings, "training")
-    data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
-    check_episodes(codec, [*(data.train or ()), *data.held_out])
-    plan = replace(plan, data=data)
+    plan.data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
+    check_episodes(codec, [*(train or ()), *plan.data.held_out])
     prompt_tokens = check_prompts(plan, model_id, codec, model_config)
     check_teacher(plan, model_config, tokenizer, prompt_tokens[1])
-    return plan, prompt_tokens
+    return prompt_tokens
 
 
 def check_episodes(codec: TokenizerCodec, problems: Sequence[Problem]) -> None:

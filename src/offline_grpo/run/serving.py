@@ -17,7 +17,7 @@ from offline_grpo.engine.launcher import flags
 from offline_grpo.engine.ray_server import RayCluster
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.interfaces import Deployment, RolloutClient, Sharding
+from offline_grpo.interfaces import RolloutClient, Sharding
 from offline_grpo.model.device import TORCH_NAMES
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import end_ids
@@ -27,8 +27,7 @@ from offline_grpo.run.build import build
 from offline_grpo.run.engine_spec import EngineSpec, num_shards
 from offline_grpo.run.plan import Plan
 from offline_grpo.types import SamplingParams
-from offline_grpo.weight_sync.deployment import Deployment as OneDeployment
-from offline_grpo.weight_sync.deployment import RankZeroDeployment
+from offline_grpo.weight_sync.deployment import Deployment, RankZeroDeployment
 from offline_grpo.weight_sync.lora import LoraRestart, room_for
 from offline_grpo.weight_sync.strategy import WeightSync
 
@@ -171,7 +170,7 @@ def deployments(
         engines = [Engine(client, sampling, is_corrected=is_corrected) for client in clients]
         if servers and ranks.world_size > 1:
             return RankZeroDeployment(engines, sync, sharding.full_weights, ranks, sharding.lead)
-        return OneDeployment(engines, sync, sharding.full_weights)
+        return Deployment(engines, sync, sharding.full_weights)
 
     training = deployment(plan.engine, servers, plan.weight_sync, plan.sampling)
     if plan.eval_engine is None:

@@ -10,7 +10,8 @@ from recorded import write_store
 
 from offline_grpo.engine import process
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.run import app, assemble
+from offline_grpo.model import load
+from offline_grpo.run import app
 from offline_grpo.run.config import typed
 from offline_grpo.run.describe import describe_batches, warnings
 from offline_grpo.run.plan import make_plan
@@ -94,7 +95,7 @@ def test_bad_input_is_refused_and_leaves_nothing(overrides, output_dir, tmp_path
     def no_model(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(assemble, "load_policy", no_model)
+    monkeypatch.setattr(load, "load_policy", no_model)
     with pytest.raises(ConfigError) as caught:
         app.run(
             compose_config(f"cache_dir={tmp_path}/cache", "model.tiny.warm_start_steps=1", *overrides.split()),

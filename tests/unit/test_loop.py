@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.loop import Loop, train
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.signals import StopSignal
 from offline_grpo.settings import StopWhenConfig
-from offline_grpo.train.loop import Evaluation, Loop
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.types import SyncReport
 
-POLICY = SimpleNamespace(compute_device=torch.device("cpu"))
 GROUP: Any = SimpleNamespace(rollouts=(), with_failures=lambda _: GROUP)
 
 
@@ -56,33 +55,32 @@ class Engine:
         return {}
 
 
-def make_loop(engine: Engine, evaluation: Evaluation | None = None, **parts: Any) -> Loop:
+def make_run(engine: Engine, *, interval: int = 1, iterations: int = 1, **parts: Any) -> Any:
     source = SimpleNamespace(
         weights_changed=lambda version: engine.calls.append(("changed", version)),
         weights_lost=lambda: None,
         samples_ahead=False,
         start=lambda *_: [],
-        sampled=lambda *_: None,
     )
     values: dict[str, Any] = {
-        "config": None,
-        "policy": POLICY,
+        "config": SimpleNamespace(
+            train=SimpleNamespace(iterations=iterations), scoring=SimpleNamespace(stop_at_failed_frac=None)
+        ),
+        "plan": SimpleNamespace(weight_sync=SimpleNamespace(interval=interval)),
+        "policy": SimpleNamespace(compute_device=torch.device("cpu")),
         "source": source,
         "updater": SimpleNamespace(counters=SimpleNamespace(version=7)),
-        "deployment": engine,
-        "push_interval": 1,
-        "evaluation": evaluation,
+        "training": engine,
         "milestones": Milestones(None, StopWhenConfig("pass@1", None, None)),
-        "checkpointer": None,
-        "save_due": lambda _: False,
         "listeners": [],
         "ranks": Ranks(use_cpu=True),
         "stop": StopSignal(),
-        "on_failure": "exclude",
-        "stop_at_failed_frac": None,
-        "fills_updates": False,
     }
-    return Loop(**(values | parts))
+    return SimpleNamespace(**(values | parts))
+
+
+def make_loop(engine: Engine, **parts: Any) -> Loop:
+    return Loop(make_run(engine, **parts))
 
 
 PUSH, RECOVER, CHANGED = ("push", 7), ("recover", 7), ("changed", 7)
@@ -91,15 +89,15 @@ PUSH, RECOVER, CHANGED = ("push", 7), ("recover", 7), ("changed", 7)
 def test_a_death_is_recovered_from_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(1)
     loop = make_loop(engine)
-    assert loop._push(force=False)["sync/num_recoveries"] == 1
+    assert loop.push(force=False)["sync/num_recoveries"] == 1
     assert engine.calls == [PUSH, RECOVER, CHANGED, PUSH, CHANGED]
     assert caplog.messages == ["the server has ended (exit code 1). Serving the weights again."]
     engine.calls.clear()  # another one, later in the run
-    assert loop._push(force=False)["sync/num_recoveries"] == 2
+    assert loop.push(force=False)["sync/num_recoveries"] == 2
 
 
 def sampled(loop: Loop, engine: Engine, share: Callable[[], list[Any]]) -> list[Any]:
-    return loop._sample(engine, share)  # type: ignore[arg-type]
+    return loop.sample(engine, share)  # type: ignore[arg-type]
 
 
 def test_samples_of_an_engine_that_died_or_lost_the_weights_are_drawn_again() -> None:
@@ -119,22 +117,17 @@ def test_samples_of_an_engine_that_died_or_lost_the_weights_are_drawn_again() ->
     drawn = iter([["of the base model"], ["groups"]])
     assert sampled(loop, engine, lambda: next(drawn)) == ["groups"]
     assert engine.calls == ["check_served", RECOVER, CHANGED, "check_served"]
-    assert loop._num_recoveries == 2
-
-
-def evaluation_of(engine: Engine, sample: Callable[[], Any] = lambda: [GROUP]) -> Evaluation:
-    evaluator: Any = SimpleNamespace(sample=lambda *_, **__: sample(), metrics=lambda *_, **__: {"pass@1": 0.5})
-    return Evaluation(evaluator=evaluator, deployment=engine, before_training=False, is_due=lambda _: True)  # type: ignore[arg-type]
+    assert loop.num_recoveries == 2
 
 
 def test_a_second_death_or_other_weights_end_the_run() -> None:
     engine = Engine(2)
     with pytest.raises(EngineDied):
-        make_loop(engine)._push(force=False)
+        make_loop(engine).push(force=False)
     assert engine.calls == [PUSH, RECOVER, CHANGED, PUSH]
     engine = Engine(1, EngineError)
     with pytest.raises(EngineError):
-        make_loop(engine)._push(force=False)
+        make_loop(engine).push(force=False)
     assert engine.calls == [PUSH]
     engine = Engine()
     engine.losses = [EngineError("something else pushes")]
@@ -145,9 +138,9 @@ def test_a_second_death_or_other_weights_end_the_run() -> None:
 
 def test_every_third_opportunity_to_push_is_taken_and_an_evaluation_begins_anew() -> None:
     engine = Engine()
-    loop = make_loop(engine, push_interval=3)
+    loop = make_loop(engine, interval=3)
     for force in (False, False, False, True, False, False, False):
-        loop._push(force=force)
+        loop.push(force=force)
         engine.calls.append("iteration")
     assert [call for call in engine.calls if call[0] != "changed"] == [
         *("iteration", "iteration", PUSH, "iteration", PUSH, "iteration", "iteration", "iteration", PUSH, "iteration"),
@@ -184,14 +177,18 @@ class Saved:
 def test_an_evaluation_that_was_cut_short_comes_first_and_may_end_the_run(iterations: int, mark: float | None) -> None:
     """It has the mark then, as the iteration before it was logged without."""
     engine, listener, saved = Engine(), Listener(), Saved()
-    loop = make_loop(
+    run = make_run(
         engine,
-        evaluation_of(engine),
-        config=SimpleNamespace(iterations=iterations),
+        iterations=iterations,
+        evaluation=engine,
+        evaluator=SimpleNamespace(sample=lambda *_, **__: [GROUP], metrics=lambda *_, **__: {"pass@1": 0.5}),
         milestones=Milestones(None, StopWhenConfig("pass@1", 0.5, None)),
         listeners=[listener],
         checkpointer=saved,
+        folder=SimpleNamespace(misses_evaluation=lambda _: True),
+        restored=SimpleNamespace(iteration=0, source={}),
     )
-    loop.run(1, {}, evaluates_first=True)
+    run.config.eval = SimpleNamespace(eval_first=False)
+    train(run)
     assert listener.logged == [("eval", 0, mark)]
     assert saved.commits == [0]
