@@ -29,7 +29,7 @@ from offline_grpo.engine.background import in_background
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmControl
 from offline_grpo.errors import ConfigError
-from offline_grpo.model import load
+from offline_grpo.model import load as loading
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.types import Completion, FinishReason, Rollout
 
@@ -130,7 +130,7 @@ def test_a_stock_server_is_refused_before_a_model_is_loaded(
     stock: ScriptedServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, overrides, lack = "generation.base_url", ("weight_sync=lora_hotswap", *LORA), "does not load adapters"
-    monkeypatch.setattr(load, "load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(loading, "load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(
         ConfigError, match=rf"^{key}={stock.base_url}: that server {lack}.* Start one that has it: [^\n]*$"
     ) as refused:
