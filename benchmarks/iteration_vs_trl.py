@@ -22,7 +22,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,15 @@ from trl_arm import WARMUP_BLOCKS, Interleave, MethodTimes, make_trainer
 
 from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import RunListener
+from offline_grpo.loop import Loop
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run.assemble import assemble
-from offline_grpo.run.begin import begin
+from offline_grpo.run import assemble, begin
 from offline_grpo.run.config import as_plain, register, typed
-from offline_grpo.run.plan import Plan, Start, make_plan
+from offline_grpo.run.plan import Plan, make_plan
 from offline_grpo.run.run_dir import RunDir
 from offline_grpo.run.signals import StopSignal
-from offline_grpo.train.loop import Loop
+from offline_grpo.run.state import Run
 from offline_grpo.types import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -77,18 +77,26 @@ class OurArm:
         register()
         with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
             cfg = compose("config", overrides=[*TRAINING_ONLY, *overrides])
-        self.plan: Plan = make_plan(typed(cfg))
         self.recorder = Recorder()
-        ranks = Ranks(use_cpu=True)
-        self.loop: Loop
-        start = Start(self.plan, as_plain(cfg), RunDir(scratch), None, ranks)
-        nothing = ExitStack()  # to let go of: it samples in process
-        self.loop, *_ = assemble(start, begin(start, nothing), StopSignal(), [self.recorder], nothing)
+        run = Run(StopSignal(), ExitStack())  # nothing to let go of: it samples in process
+        run.config, run.plain = typed(cfg), as_plain(cfg)
+        run.plan, run.folder, run.resume = make_plan(run.config), RunDir(scratch), None
+        run.ranks, run.listeners = Ranks(use_cpu=True), [self.recorder]
+        begin.servers(run)
+        assemble.check_model(run)
+        assemble.load_policy(run)
+        assemble.connect_engines(run)
+        assemble.prepare_training(run)
+        self.plan: Plan = run.plan
+        self.policy, self.loop = run.policy, Loop(run)
+        self.loop.push_now()
+        run.source.start(0, None)
 
     def run(self, num_iterations: int) -> None:
         first = len(self.recorder.records)
-        self.loop.config = replace(self.loop.config, iterations=first + num_iterations)
-        self.loop.run(first, None)
+        self.loop.run.config.train.iterations = first + num_iterations
+        for iteration in range(first, first + num_iterations):
+            self.loop.iterate(iteration)
 
 
 def trl_settings(plan: Plan) -> dict[str, Any]:
@@ -118,7 +126,7 @@ def trl_settings(plan: Plan) -> dict[str, Any]:
 
 
 def trl_trainer(ours: OurArm, callbacks: list[Any], **settings: Any) -> Any:
-    plan, policy = ours.plan, ours.loop.policy
+    plan, policy = ours.plan, ours.policy
     assert plan.data.train is not None
     train, task = plan.data.train, plan.data.task
     problems = {problem.problem_id: problem for problem in train}

@@ -47,11 +47,12 @@ def train(run: Run) -> None:
         run.ranks.gather_results(lambda: [run.source.start(first, None if restored is None else restored.source)])
 
     # The evaluation before any training, or the one that a stop cut short.
-    is_due = run.config.eval.eval_first
-    if restored is not None:
-        is_due = run.ranks.on_main(lambda: run.folder.misses_evaluation(restored))
-    if run.evaluator is not None and is_due:
-        loop.evaluate_first(first - 1)
+    if run.evaluator is not None:
+        is_due = run.config.eval.eval_first
+        if restored is not None:
+            is_due = run.ranks.on_main(lambda: run.folder.misses_evaluation(restored))
+        if is_due:
+            loop.evaluate_first(first - 1)
 
     loop.start_metrics = progress.start_metrics()
     for line in progress.describe_start():
