@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from offline_grpo.checkpoint.files import check_model_folder
 from offline_grpo.engine.server import Server, next_to_start
-from offline_grpo.errors import require
+from offline_grpo.errors import ScoreError, require
+from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.model import nf4
 from offline_grpo.model.device import resolve_device, torch_dtype
@@ -21,6 +22,7 @@ from offline_grpo.run.log_outputs import hide_progress_bars
 from offline_grpo.run.plan import Plan, Start
 from offline_grpo.run.serving import check_found_servers, starts_before_the_policy, training_servers
 from offline_grpo.run.task_data import isolated
+from offline_grpo.train.advantage.gdpo import GDPO
 
 
 class Begun(NamedTuple):
@@ -44,6 +46,9 @@ def begin(start: Start, stack: ExitStack) -> Begun:
     how = {"num_processes": ranks.world_size, "on_cluster": config.placement.score_on_cluster}
     task = isolated(start.plan.data.task, config, folder, stack, **how)
     plan = replace(start.plan, data=replace(start.plan.data, task=task))
+    if isinstance(plan.advantage, GDPO) and plan.data.train and plan.advantage.needs_score(config):
+        with suppress(ScoreError):  # of an empty answer, which the model may never give
+            plan.advantage.check_score(scores_of(list(judging(task, plan.data.train[0], [""])), 1)[0])
     if (
         plan.engine.launcher is not None and config.placement.address is None
     ):  # each machine of a cluster checks its own
