@@ -77,6 +77,14 @@ def write_store(run_folder: Path, *, iterations: int = 4, origin: Origin = ORIGI
     return run_folder
 
 
+def write_groups(run_folder: Path, groups: list[RolloutGroup]) -> str:
+    """The folder of a run that sampled these groups in its first iteration."""
+    recorder = Recorder(run_folder, ORIGIN, lambda: (0, [torch.ones(1)]))
+    recorder.rollouts("train", groups, advantages=[[0.0] * len(each.rollouts) for each in groups], iteration=0)
+    recorder.close()
+    return str(run_folder)
+
+
 def make_replay(path: object, *words: str, **given: Any) -> Replay:
     """The source, as a run makes it."""
     config = typed(compose_config("rollouts=replay", f"rollouts.path={path}", *words))

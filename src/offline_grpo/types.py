@@ -277,7 +277,7 @@ class RolloutGroup:
     advantages: tuple[tuple[float, ...], ...] | None = None  # [G][N], in place of those computed from the rewards
     num_replaced: int = 0  # groups without signal that were thrown away in favour of this one
     num_discarded_tokens: int = 0  # that were sampled for those
-    discarded: tuple[tuple[str, int, int], ...] = ()  # of each of those: problem id, right answers, scored completions
+    discarded: tuple[tuple[str, int, int], ...] = ()  # of each: `problem_key`, right answers, scored completions
 
     def __post_init__(self) -> None:
         if not self.rollouts:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from offline_grpo.checkpoint.files import check_model_folder
 from offline_grpo.engine.server import next_to_start
-from offline_grpo.errors import require
+from offline_grpo.errors import ScoreError, require
+from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.model import nf4
 from offline_grpo.model.device import resolve_device, torch_dtype
@@ -18,6 +20,7 @@ from offline_grpo.run.log_outputs import hide_progress_bars
 from offline_grpo.run.serving import check_found_servers, starts_before_the_policy, training_servers
 from offline_grpo.run.state import Run
 from offline_grpo.run.task_data import isolated
+from offline_grpo.train.advantage.gdpo import GDPO
 
 
 def servers(run: Run) -> None:
@@ -28,6 +31,12 @@ def servers(run: Run) -> None:
     # Completions are scored in processes of their own, which are forked while this one is small.
     how = {"num_processes": ranks.world_size, "on_cluster": config.placement.score_on_cluster}
     plan.data = replace(plan.data, task=isolated(plan.data.task, config, folder, run.stack, **how))
+
+    # Whether a reward of the user's own has the several parts that gdpo adds up, one score tells.
+    if isinstance(plan.advantage, GDPO) and plan.data.train and plan.advantage.needs_score(config):
+        with suppress(ScoreError):  # of an empty answer, which the model may never give
+            judgements = list(judging(plan.data.task, plan.data.train[0], [""]))
+            plan.advantage.check_score(scores_of(judgements, 1)[0])
 
     # Refuse what this machine lacks: vLLM, GPUs, a layout's kernels, the model's files, running servers.
     if plan.engine.launcher is not None and config.placement.address is None:  # machines of a cluster check their own

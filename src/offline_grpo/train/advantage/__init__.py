@@ -18,6 +18,9 @@ Scale = Literal["group", "batch", "none"]
 STD_EPS = 1e-4
 """Added to a standard deviation before dividing by it; TRL's value. Bounds advantages of nearly constant groups."""
 
+LARGE_REWARD = 1e6
+"""Means of larger rewards are rounded by an amount that is not far below `EQUAL_REWARDS`."""
+
 
 class GroupStd(Advantage):
     """`(reward - mean of its group) / (std of its group + 1e-4)`: GRPO."""
@@ -75,7 +78,10 @@ def group_advantages(rewards: Sequence[Sequence[float]], *, scale: Scale) -> lis
     # [S], as what follows: loops over groups take longer
     flat = np.array([reward for group in rewards for reward in group], np.float64)
     starts = np.cumsum(sizes) - sizes
-    centred = flat - np.repeat(np.add.reduceat(flat, starts) / sizes, sizes)
+    first = np.repeat(flat[starts], sizes)
+    # Large ones are measured from the first of their group: the mean of equal numbers is rounded.
+    values = np.where(np.abs(first) > LARGE_REWARD, flat - first, flat)
+    centred = values - np.repeat(np.add.reduceat(values, starts) / sizes, sizes)
     group_std = np.repeat(np.sqrt(np.add.reduceat(centred**2, starts) / np.maximum(sizes - 1, 1)), sizes)
     batch_std = flat.std(ddof=1) if len(flat) > 1 else 0.0
     divisor = {"group": group_std + STD_EPS, "batch": batch_std + STD_EPS, "none": 1.0}[scale]
