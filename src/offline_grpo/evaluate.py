@@ -23,7 +23,7 @@ from offline_grpo.disk import require_new
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.run import cli
-from offline_grpo.run.config import key_of
+from offline_grpo.run.config import key_of, readable
 from offline_grpo.run.log_outputs import ToTerminal
 
 EPILOG = """
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Evaluate, print the table, and leave results.json and a file of records for each model and set."""
     options = parser().parse_intermixed_args(arguments)
     names = [word for word in options.words if "=" not in word or os.path.exists(word)]
-    words = [word for word in options.words if word not in names]
+    words = readable([word for word in options.words if word not in names])
     if not 0 < len(names) <= len(ascii_uppercase):
         fix = "name 1 to 26: a checkpoint, a run, a model folder or a Hugging Face id"
         raise ConfigError(f"MODEL: {len(names)} are named; {fix}")

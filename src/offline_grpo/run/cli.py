@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested, ending_with_reader
 from offline_grpo.run import config, launch
+from offline_grpo.run.help import groups
 from offline_grpo.run.hints import empty_group, no_such_key
 from offline_grpo.run.signals import StopSignal, ignore_from_now_on
 
@@ -95,6 +97,10 @@ def explain(error: BaseException) -> str:
         return f"{error.override}: is not an override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE"
     if isinstance(error, MissingConfigException):
         return _no_such_option(error)
+    if several := re.match("Ambiguous value for argument '(.*)'\n", str(error)):
+        key, _, value = several[1].partition("=")
+        text = f'"{key}={config.quoted(value)}"'
+        return f"{several[1]}: add --multirun for a run with each value; a list is {key}=[{value}], one text {text}"
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
@@ -114,7 +120,9 @@ def _no_such_option(error: MissingConfigException) -> str:
         model = name.removeprefix("model/")
         return f"model={model}: no such option; for a model of the Hugging Face Hub, model=hf model.train_id={model}"
     group, _, option = name.rpartition("/")
-    options = [path.stem for path in sorted((config.folder() / group).glob("[!_]*.yaml"))]
-    if not group or not options:
+    known = groups(config.folder())
+    if group not in known:
         return " ".join(str(error).split())
-    return f"{group}={option}: no such option; choose one of {', '.join(options)}"
+    elsewhere = [f"{other}={option}" for other, options in known.items() if option in {*options} - {"default"}]
+    meant = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else f"choose one of {', '.join(known[group])}"
+    return f"{group}={option}: no such option; {meant}"

@@ -31,7 +31,7 @@ from offline_grpo.redaction import redacted_text
 from offline_grpo.report.comparison import DONE, print_comparison, save_comparison
 from offline_grpo.report.tables import say
 from offline_grpo.run import config as conf
-from offline_grpo.run.config import key_of, quoted
+from offline_grpo.run.config import key_of, quoted, readable
 from offline_grpo.run.environment import this_start
 from offline_grpo.run.signals import StopSignal
 
@@ -94,7 +94,7 @@ def asked_for(words: Sequence[str]) -> Comparison:
     names = [each.name for each in fields(Comparison) if each.name != "overrides"]
     own = [word for word in words if "=" in word and word.partition("=")[0] in names]
     settings = OmegaConf.merge(OmegaConf.structured(Comparison), OmegaConf.from_dotlist(own))
-    settings.overrides = [word for word in words if word not in own]
+    settings.overrides = readable([word for word in words if word not in own])
     asked = OmegaConf.to_object(settings)
     assert isinstance(asked, Comparison)
     return asked

@@ -17,15 +17,19 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.device import TORCH_NAMES
 from offline_grpo.redaction import flat
+from offline_grpo.run.help import groups
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.schedule import LrSchedule
 
 MAY_BE_INFINITE = ("train.grad_clip",)
+PART = re.compile(r"""'[^']*'|"[^"]*"|[^\s,{}'":[\]](?:[^,{}'":[\]]|:(?!\s))*""")
+"""A text in the value of an override, between the marks of lists, dicts and sweeps."""
 
 
 def folder() -> Path:
@@ -88,7 +92,39 @@ def quoted(path: Path | str) -> str:
     is_plain = re.fullmatch(r"[\w/.:+@%-]+", text, re.ASCII) is not None
     if is_plain and OverridesParser.create().parse_override(f"key={text}").value() == text:
         return text
+    return in_quotes(text)
+
+
+def in_quotes(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
+
+
+def readable(words: Sequence[str]) -> list[str]:
+    """The overrides of a command line as Hydra can read them: text that its parser does not take, such as `=`, `#` or a
+    letter that is not in ASCII, gets quotes. Raises ConfigError for GROUP=null, and for a dot in place of its slash.
+    """
+    parser, options = OverridesParser.create(), groups(folder())
+    nested = {group.replace("/", "."): group for group in (*options, "hydra/sweeper") if "/" in group}
+
+    def is_read(value: str) -> bool:
+        try:
+            parser.parse_override(f"key={value}")
+        except HydraException:
+            return False
+        return True
+
+    found = []
+    for word in words:
+        key, sign, value = word.partition("=")
+        name = key.lstrip("+")
+        if name in nested and re.match(r"(?!null$)[^{$]", value):
+            raise ConfigError(f"{word}: is an option of a group; choose it with {nested[name]}={value}")
+        if name in options and value == "null":
+            raise ConfigError(f"{word}: a group needs an option; choose one of {', '.join(options[name])}")
+        # first each part of a list or a sweep, then the whole
+        parts = PART.sub(lambda part: part[0] if is_read(part[0]) else in_quotes(part[0]), value)
+        found.append(f"{key}{sign}{next(filter(is_read, (value, parts, in_quotes(value))), value)}")
+    return found
 
 
 def sweep_hint(key: str, value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from traceback import extract_tb
 from typing import NoReturn
 
 import hydra
@@ -13,7 +14,7 @@ from omegaconf import DictConfig
 
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
 from offline_grpo.run import cli, config, launch, resume, sweeps
-from offline_grpo.run.hints import empty_group
+from offline_grpo.run.hints import check_options, empty_group
 from offline_grpo.run.run_dir import discard_fresh
 from offline_grpo.run.signals import StopSignal
 
@@ -96,15 +97,18 @@ def _compose_and_run() -> int:
     launch.start_missing_processes()
     if {"-m", "--multirun"} & set(sys.argv) and (stop := StopSignal.current()) is not None:
         stop.hold("this step of the sweep")
+    check_options(sys.argv[1:])
     sys.argv[1:] = resume.arguments(sys.argv[1:])
     try:
         hydra.main(version_base="1.3", config_path=str(config.folder()), config_name="config")(job)()
     except (AssertionError, ValueError) as error:  # Hydra's, for GROUP=null and for a key below one that is null
-        if _has_begun:
+        if _has_begun and "optuna" not in extract_tb(error.__traceback__)[-1].filename:  # whose trials have all failed
             raise
-        hints = (empty_group(config.key_of(word), sys.argv[1:]) for word in sys.argv[1:])
-        raise ConfigError(next(filter(None, hints), f"{' '.join(sys.argv[1:])}: {error}")) from error
-    if failed := len(sweeps.exit_codes):
-        jobs = "1 job" if failed == 1 else f"{failed} jobs"
+        if not _has_begun:
+            hints = (empty_group(config.key_of(word), sys.argv[1:]) for word in sys.argv[1:])
+            raise ConfigError(next(filter(None, hints), f"{' '.join(sys.argv[1:])}: {error}")) from error
+    codes = sweeps.take_failures()
+    if codes:
+        jobs = "1 job" if len(codes) == 1 else f"{len(codes)} jobs"
         cli.say(f"{jobs} of the sweep failed, with an error above; a refused one has no row")
-    return max(sweeps.exit_codes, default=0)
+    return max(codes, default=0)

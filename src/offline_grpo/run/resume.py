@@ -29,7 +29,7 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.redaction import flat
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.run import launch, sweeps
-from offline_grpo.run.config import fresh_schedule, key_of, quoted
+from offline_grpo.run.config import fresh_schedule, key_of, quoted, readable
 from offline_grpo.run.run_dir import NO_CHECKPOINT, ResumePoint, RunDir, changed_keys, is_finished, local_path, run_of
 from offline_grpo.settings import RunConfig, planned_updates
 from offline_grpo.train.milestones import early_stop_reason
@@ -57,8 +57,8 @@ SCHEDULE = {*PEAK, "train.schedule", "train.warmup_steps"}
 
 def arguments(words: Sequence[str]) -> list[str]:
     """The command line, options last, with what it needs of the run or sweep that is resumed."""
-    typed = [word for word in words if OVERRIDE.match(word)]
-    options = [word for word in words if word not in typed]
+    typed = readable([word for word in words if OVERRIDE.match(word)])
+    options = [word for word in words if not OVERRIDE.match(word)]
     launch.typed[:] = [*typed, *options]  # argparse needs all overrides in one place
     is_sweep = not {"-m", "--multirun"}.isdisjoint(options)
     named, beside = _value("resume", typed), [] if launch.is_main() else ["hydra.run.dir=."]  # makes no folder

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,7 +39,7 @@ FAILED = ".failed_jobs"
 LOCAL = "hydra_plugins.offline_grpo_launchers.LocalLauncher"
 """Replaces the launcher `joblib` here, because no YAML file can: Hydra's plugin has registered the name."""
 
-exit_codes: list[int] = []  # of the failed jobs of the sweeps that this process has ended
+folders: list[Path] = []  # of the sweeps that this process has begun
 
 
 class RunCallback(Callback):
@@ -54,7 +54,9 @@ class RunCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._folder, self._process = Path(config.hydra.sweep.dir).resolve(), os.getpid()
+        _refuse(lambda: check_search(config))
         _lock(self._folder, f"hydra.sweep.dir={config.hydra.sweep.dir}")
+        folders.append(self._folder)
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)  # of a start that was interrupted
         OmegaConf.save(config, self._folder / RECORD)  # Hydra's sweeper of a grid does, and Optuna's does not
         atexit.register(self._print_table)  # an interrupted sweep has one too, of the runs so far
@@ -65,10 +67,6 @@ class RunCallback(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self._print_table)
         self._print_table()
-        exit_codes.extend(int(path.read_text()) for path in (self._folder / FAILED).glob("*"))
-        shutil.rmtree(self._folder / FAILED, ignore_errors=True)
-        if exit_codes:
-            discard_fresh(self._folder)
 
     def _print_table(self) -> None:
         if os.getpid() != self._process:  # forked by a launcher
@@ -81,12 +79,40 @@ class RunCallback(Callback):
 
 
 def _lock(folder: Path, key: str) -> None:
-    """Hydra makes warnings of a callback's exceptions. Processes beside the first have no folders."""
+    """Processes beside the first have no folders."""
     if launch.is_main():
-        try:
-            take(folder, key)
-        except GrpoError as error:
-            cli.leave(error)
+        _refuse(lambda: take(folder, key))
+
+
+def _refuse(check: Callable[[], None]) -> None:
+    """Hydra makes warnings of a callback's exceptions."""
+    try:
+        check()
+    except GrpoError as error:
+        cli.leave(error)
+
+
+def check_search(config: DictConfig) -> None:
+    """Raise ConfigError where the runs of a search would have no value, or one that it makes worse."""
+    if config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+        return
+    value = "a search looks for the highest last pass@1 of its runs"
+    require(config.eval.enabled, "eval.enabled", "false", f"{value}; leave it out")
+    require(1 in config.eval.ks, "eval.ks", config.eval.ks, f"{value}; name 1 too")
+    loggers = [*(config.logger or {})]
+    require("json" in loggers, "logger", loggers, f"{value}, and json alone keeps it; name json too")
+    direction = str(config.hydra.sweeper.get("direction", "maximize")).rpartition(".")[2]
+    require(direction == "maximize", "hydra.sweeper.direction", direction, f"{value}; use maximize")
+
+
+def take_failures() -> list[int]:
+    """The exit codes of the failed jobs of all sweeps, once."""
+    paths = [path for folder in folders for path in (folder / FAILED).glob("*")]
+    codes = [int(path.read_text()) for path in paths]
+    for folder in {path.parent for path in paths}:
+        shutil.rmtree(folder)
+        discard_fresh(folder.parent)
+    return codes
 
 
 def record_failure(exit_code: int) -> None:

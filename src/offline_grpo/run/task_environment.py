@@ -235,7 +235,7 @@ def run_config(task: str | None, task_overrides: str) -> RunConfig:
         assert isinstance(base, DictConfig)
         base.merge_with_dotlist(words)
         return conf.typed(base)
-    return conf.typed(conf.composed([f"task={task or 'arithmetic'}", *words]))
+    return conf.typed(conf.composed([f"task={task or 'arithmetic'}", *conf.readable(words)]))
 
 
 async def wait_for(url: str) -> None:

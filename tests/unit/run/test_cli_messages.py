@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +14,16 @@ from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from offline_grpo.run import cli
+from offline_grpo.run.config import folder, readable
+from offline_grpo.run.help import groups
 from offline_grpo.run.hints import OF_OTHER_TRAINERS, known_keys
 from offline_grpo.run.main import main
 
 ROOT = Path(__file__).parents[3]
+NESTED = [(group, names[0]) for group, names in groups(folder()).items() if "/" in group]
 Command = Callable[..., tuple[int, str]]
 
 
@@ -57,7 +62,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("+model.lora.rank=1 model/lora=default", r"model\.lora\.rank: no such key; .*"),
         ("epsilon=0.1", r"epsilon: no such key; the setting is train\.loss\.clip_low; docs/from_the_seeds.md .*"),
         ("optimizer.lr=1", r"optimizer\.lr: no such key; the setting is train\.lr; docs/from_the_seeds.md .*"),
-        ("env.repeats=1", r"env\.repeats: no such key; `--help` .*; docs/from_the_seeds.md .*"),
+        ("algorithm.gamma=1", r"algorithm\.gamma: no such key; `--help` .*; docs/from_the_seeds.md .*"),
         ("actor_rollout_ref.rollout.n=4", r".*rollout\.n: no such key; the setting is data\.rollouts_per_problem; .*"),
         ("model.lora.use_dora=true model/lora=default", r"model\.lora\.use_dora: vLLM serves no DoRA; .*"),
         ("+model.lora.modules_to_save=[a] model/lora=default", r"model\.lora\.modules_to_save: no server loads .*"),
@@ -91,9 +96,69 @@ def test_a_refusal_is_one_line_and_leaves_nothing(command: Command, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["afile"]
 
 
+@pytest.mark.parametrize(
+    ("words", "key", "fix"),
+    [
+        # a dot for the slash of a group, an option of another group, and a group without one
+        *((f"{group.replace('/', '.')}={name}", group.replace("/", "."), f"{group}={name}") for group, name in NESTED),
+        ("hydra.sweeper=optuna", "hydra.sweeper", "hydra/sweeper=optuna"),
+        ("train=dapo", "train", "train/loss=dapo"),
+        ("advantage=rloo", "advantage", "train/advantage"),
+        ("weight_sync.nccl=true", "weight_sync.nccl", "weight_sync=nccl"),
+        ("weight_sync.x=1", "weight_sync.x", "--help weight_sync"),
+        ("task.path=x", "task.path", "task=dataset"),
+        ("temperature=1", "temperature", "eval.temperature or generation.temperature"),
+        ("logger=null", "logger", "json"),
+        # as other trainers have it
+        ("generation.n=4", "generation.n", "data.rollouts_per_problem"),
+        ("data.train_files=x.parquet", "data.train_files", "task.path"),
+        ("--learning_rate 1e-5", "--learning_rate", "train.lr"),
+        ("--num-generations=8", "--num_generations", "data.rollouts_per_problem"),
+        ("--train.lr 1e-5", "--train.lr", "train.lr=..."),
+        # text that Hydra's parser takes for something else
+        ("task=dataset task.path=zeilenü.jsonl", "task.path", "zeilenü.jsonl does not exist"),
+        ("task=dataset task.path=a,b.jsonl", "task.path", "\"task.path='a,b.jsonl'\""),
+        ("eval.ks=[1,2", "eval.ks", "[1,2"),
+        # searches
+        ("--multirun experiment=search eval.enabled=false", "eval.enabled", "leave it out"),
+        ("--multirun experiment=search eval.ks=[4]", "eval.ks", "name 1"),
+        ("--multirun experiment=search logger=console", "logger", "json"),
+        ("--multirun hydra/sweeper=optuna train.lr=interval(0,1)", "hydra.sweeper.direction", "maximize"),
+    ],
+)
+def test_a_refusal_names_the_key_and_what_to_type(
+    command: Command, tmp_path: Path, words: str, key: str, fix: str
+) -> None:
+    code, err = command(*shlex.split(words))
+    assert code == 2
+    assert re.match(rf"error: {re.escape(key)}[=:]", err), err
+    assert fix in err.splitlines()[0]
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["afile"]
+
+
 def test_every_key_that_a_hint_names_exists() -> None:
-    known = [*known_keys(), "hydra.run.dir"]
+    known = [*known_keys(), "hydra.run.dir", "+engine.args.tensor_parallel_size"]
     assert not set(OF_OTHER_TRAINERS.values()) - set(known)
+
+
+def test_text_that_hydra_cannot_read_gets_quotes() -> None:
+    words = ["train.lr=1e-3,1e-4", "eval.ks=[1,4]", "+a={b: [x, 'y z']}", "a='ü'", "a=${oc.env:HOME}", "~a", "a=b c"]
+    assert readable(words) == words
+    for name in (
+        "日本.jsonl",
+        "a b",
+        "a=b",
+        "a[1].jsonl",
+        "(1).jsonl",
+        "{a}.jsonl",
+        "a#b",
+        "~/a",
+        "it's",
+        'a"b',
+    ):
+        assert OverridesParser.create().parse_override(readable([f"a={name}"])[0]).value() == name
+    assert readable(["a=[ü,b,1]", "a=ü,1", "a={b: ü}"]) == ["a=['ü',b,1]", "a='ü',1", "a={b: 'ü'}"]
 
 
 def test_a_reader_that_has_ended_ends_the_command_quietly(

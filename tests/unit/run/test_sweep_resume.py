@@ -18,7 +18,7 @@ BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 def make_sweep(folder: Path, done: list[int], *, words: list[str] = WORDS, target: str = BASIC) -> Path:
     """A sweep of which the job N has `done[N]` of two iterations."""
     hydra = {
-        "overrides": {"task": words, "hydra": ["hydra.mode=MULTIRUN", "hydra.launcher=x"]},
+        "overrides": {"task": words, "hydra": ["hydra.mode=MULTIRUN", "hydra.launcher.n_jobs=2"]},
         "sweeper": {"_target_": target, "params": None},
         "runtime": {
             "cwd": str(folder.parent),
@@ -49,10 +49,10 @@ def test_auto_takes_the_newest_sweep_with_the_same_overrides_finished_or_not(day
     right = make_sweep(day / "10-00-00", [2, 2, 2, 2])
     make_sweep(day / "12-00-00", [1], words=[*WORDS, "train.iterations=5"])
     make_sweep(day / "13-00-00", [1], words=[WORDS[0], WORDS[2], WORDS[1]])  # other numbers
-    typed = ["seed=7", *WORDS, "resume=auto", "hydra.launcher=x"][1:]
+    typed = ["seed=7", *WORDS, "resume=auto", "hydra.launcher.n_jobs=2"][1:]
     assert sweeps.newest_alike(typed) == right
     words = resume.arguments(["-m", *typed])
-    assert words[:4] == [*WORDS, "hydra.launcher=x"]
+    assert words[:4] == [*WORDS, "hydra.launcher.n_jobs=2"]
     assert words[-3:] == ["resume=auto", f"hydra.sweep.dir={right}", "-m"]
     assert resume.arguments(typed) == typed, "no sweep"
     by_hand = resume.arguments(["-m", *typed, f"hydra.sweep.dir={day / '09-00-00'}"])
@@ -64,7 +64,7 @@ def test_auto_takes_the_newest_sweep_with_the_same_overrides_finished_or_not(day
 def test_a_folder_goes_on_with_its_overrides_and_what_is_typed_on_top(day: Path) -> None:
     sweep = make_sweep(day / "10-00-00", [2, 1])
     words = resume.arguments(["train.iterations=4", f"resume={sweep}", "seed=0,1", "experiment=other"])
-    own = ["train.lr=1e-3,1e-4", "seed=0,1", "hydra.launcher=x", "train.iterations=4", "experiment=other"]
+    own = ["train.lr=1e-3,1e-4", "seed=0,1", "hydra.launcher.n_jobs=2", "train.iterations=4", "experiment=other"]
     assert words == [*own, "hydra.searchpath=[file:///my]", "resume=auto", f"hydra.sweep.dir={sweep}", "--multirun"]
 
 
