@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -115,6 +116,8 @@ def assemble(
         stack.callback(recorder.close)
         listeners = [recorder, *listeners]
     listeners = [*listeners, FirstLook(codec.tokenizer, codec.end_ids)]
+    for listener in listeners:
+        listener.loaded(partial(codec.decode, skip_special_tokens=False))
     last, save_interval = config.train.iterations - 1, config.checkpoint.save_interval
     loop = Loop(
         policy=policy,

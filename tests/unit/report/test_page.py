@@ -38,7 +38,8 @@ def test_a_run(tmp_path: Path) -> None:
     assert (finding["where"], finding["observation"]) == ("", "50% of the completions are cut off at last")
     [line] = data["curves"]["eval/pass@1"]
     assert (line["x"], line["y"], line["high"]) == ([0, 12], [0, 0.75], [0.01, 0.76])
-    assert (data["samples"][0]["text"], data["samples"][0]["advantage"]) == ("four 0", 0.7)
+    assert data["samples"][0]["rendered"] == [["user", "2+2= four"], ["policy", "four 0"]]
+    assert data["samples"][0]["advantage"] == 0.7
     assert {sample["iteration"] for sample in data["samples"]} == set(range(1, 13))
     assert data["settings"] is data["paired"] is None
 
@@ -118,7 +119,8 @@ def test_tasks_of_a_mixture_have_results_and_curves(tmp_path: Path) -> None:
 def test_hostile_text_is_data(tmp_path: Path) -> None:
     data = data_of(make_run(tmp_path / "run", text=HOSTILE))
     page = (tmp_path / "page.html").read_text()
-    assert "alert(1)" in data["samples"][0]["text"]
-    assert "letters left out" in data["samples"][0]["text"]
+    [_, (_, text)] = data["samples"][0]["rendered"]
+    assert "alert(1)" in text
+    assert "letters left out" in text
     assert "<script>alert" not in page
     assert len(page) < 5_000_000
