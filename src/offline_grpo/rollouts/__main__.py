@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.rollouts", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
-        "show": "what the model saw: the best and the worst completion of each group, green for advantages above 0, red below",
+        "show": "what the model saw: best and worst completion of each group; green for advantages above 0, red below",
         "stats": "rewards, lengths, repetitions and how completions ended, by iteration and by length",
         "export": "write them for other tools",
     }
