@@ -72,6 +72,20 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
     assert not any("low" in curve for curve in data["curves"]["train/reward_mean"]), "two seeds are drawn themselves"
 
 
+def test_runs_of_different_tasks_are_not_ranked(tmp_path: Path) -> None:
+    """Weights of the reward change neither the problems nor which answers are right."""
+    tasks = [("sat", 0.1, 1), ("sums", 0.1, 3), ("sums", 0.2, 4), ("sat", 0.1, 2)]
+    for number, (task, weight, solved) in enumerate(tasks):
+        run = make_run(tmp_path / str(number), solved=solved, loss=f"loss{number}")
+        config = run / ".hydra" / "config.yaml"
+        config.write_text(config.read_text() + f"task: {{_target_: {task}, format_weight: {weight}}}\n")
+    data = data_of(tmp_path)
+    assert data["groups"] == ["loss=loss3", "loss=loss0", "loss=loss2", "loss=loss1"]
+    best = "0.500 [0.490, 0.510], of loss=loss3; 1.000 [0.990, 1.010], of loss=loss2."
+    assert data["verdict"].endswith(f"The highest pass@1 at the end of each evaluation: {best}")
+    assert [row[0] for row in data["paired"]["rows"]] == ["loss=loss3"]
+
+
 @pytest.mark.parametrize("num_runs", [1, 2])
 def test_the_parts_of_an_iteration_add_up(num_runs: int, tmp_path: Path) -> None:
     """However seldom a part is there."""
