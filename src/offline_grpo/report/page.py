@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -101,9 +102,10 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
             "settings": None,
         }
     took = duration(sum(run.history.total_s for run in runs))
-    measured = sorted(reversed(groups), key=lambda each: each.pass_at_1 or 0.0)
-    best = {tuple(each.evaluation): each for each in measured if each.pass_at_1 is not None}
-    scores = [f"{with_interval(each.pass_at_1, each.interval)}, of {each.name}" for each in best.values()]
+    scores = []  # the best of each evaluation, whose configurations stand together
+    for _, alike in groupby((each for each in groups if each.pass_at_1 is not None), lambda each: each.evaluation):
+        best = max(alike, key=lambda each: each.pass_at_1 or 0.0)
+        scores.append(f"{with_interval(best.pass_at_1, best.interval)}, of {best.name}")
     verdict = "No run has evaluated held-out problems."
     if len(scores) == 1:
         verdict = f"The highest pass@1 on held-out problems at the end is {scores[0]}."
