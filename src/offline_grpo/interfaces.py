@@ -375,6 +375,9 @@ class RunListener(Protocol):
     called from the main thread of the first process.
     """
 
+    def loaded(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Called once, when the model is loaded: `decode` gives the text of token ids, with special tokens."""
+
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         """Called once, with the resolved configuration; before it come the phases of loading alone."""
 

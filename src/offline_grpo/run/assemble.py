@@ -5,6 +5,7 @@ transformers, in their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -162,6 +163,8 @@ def prepare_training(run: Run) -> None:
         run.stack.callback(recorder.close)
         run.listeners.insert(0, recorder)  # the others may look at what it has written
     run.listeners.append(FirstLook(run.codec.tokenizer, run.codec.end_ids))
+    for listener in run.listeners:
+        listener.loaded(partial(run.codec.decode, skip_special_tokens=False))
 
 
 def make_updater(
