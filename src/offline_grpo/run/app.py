@@ -22,7 +22,7 @@ from offline_grpo.interfaces import RunListener
 from offline_grpo.run import launch, resume
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, warnings
-from offline_grpo.run.environment import record_start
+from offline_grpo.run.environment import newer_than_tested, record_start
 from offline_grpo.run.log_outputs import hide_progress_bars, kept_for_log, log_to
 from offline_grpo.run.plan import Start, listeners, make_plan
 from offline_grpo.run.run_dir import (
@@ -136,6 +136,8 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
             stack.callback(listener.close)
         progress.tell(told)
         stack.enter_context(told_if_out_of_memory(run_dir))
+        if ranks.is_main and (newer := newer_than_tested()) is not None:
+            log.warning("%s", newer)
         begun = begin(start, stack)
         with importing():
             from offline_grpo.run.assemble import assemble
