@@ -134,9 +134,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     import httpx
-    from client_overhead import CPU_ARGS, CPU_ENV
     from common import Target, alternate, write_result
-    from generation_arms import Served
+    from generation_arms import CPU_ARGS, CPU_ENV, Served
     from random_model import save
 
     from offline_grpo.engine.vllm import VllmControl

@@ -26,7 +26,7 @@ from offline_grpo.engine.process import usable_cores
 from offline_grpo.engine.sglang import SglangControl
 from offline_grpo.engine.vllm import VllmControl
 from offline_grpo.errors import ending_with_reader
-from offline_grpo.run.environment import this_start
+from offline_grpo.run.environment import newer_than_tested, this_start
 
 GIB = 2**30
 MARKS = {"ok": "ok", "missing": "--", "error": "!!"}
@@ -100,6 +100,8 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     found = _version("bitsandbytes")
     text = found or "not installed: no adamw_8bit, no model.quantization"
     yield finding("bitsandbytes", found is not None, text, "Linux only")
+    if (newer := newer_than_tested()) is not None:
+        yield Finding("versions", "missing", newer, "uv sync installs tested ones")
     if (shm := Path("/dev/shm")).is_dir():
         total, _, free = (size / GIB for size in shutil.disk_usage(shm))
         fix = "docker run --shm-size=16g ..., for servers"

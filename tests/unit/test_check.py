@@ -66,6 +66,8 @@ def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(check, "_version", {"vllm": "0.19.1"}.get)
     assert (found("vLLM").state, found("vLLM").text) == ("missing", "0.19.1 (0.25 to 0.33 is supported)")
     assert found("torch").state == "error"
+    monkeypatch.setattr(check, "newer_than_tested", lambda: "newer than tested: torch 3")
+    assert (found("versions").state, found("versions").text) == ("missing", "newer than tested: torch 3")
     monkeypatch.setattr(sys, "version_info", Version(3, 10, 1))
     assert found("Python").state == "error"
 

