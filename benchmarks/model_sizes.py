@@ -42,6 +42,9 @@ from rich.table import Table
 from shapes import SIZES
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from offline_grpo.config.compose import register, typed
+from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import prepare
@@ -50,10 +53,8 @@ from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run.assemble import make_updater
-from offline_grpo.run.config import register, typed
-from offline_grpo.run.gpu_memory import GIB, MemoryRequest, check, choose_share, describe, predict
-from offline_grpo.run.plan import Plan, make_plan
+from offline_grpo.start.memory import GIB, MemoryRequest, check, choose_share, describe, predict
+from offline_grpo.start.model import make_updater
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch

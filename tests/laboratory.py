@@ -20,7 +20,7 @@ from offline_grpo.errors import GrpoError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.model import load
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 ROWS = Path(__file__).with_name("four_rows.jsonl")
 TWO_ITERATIONS = (
@@ -75,7 +75,7 @@ class Laboratory:
         with pytest.MonkeyPatch.context() as patch:
             watch(patch, trace)
             try:
-                app.run(compose_config(*TWO_ITERATIONS, f"cache_dir={self.root}/cache", *words), run_dir)
+                train(compose_config(*TWO_ITERATIONS, f"cache_dir={self.root}/cache", *words), run_dir)
             except GrpoError as error:
                 trace.error = str(error)
         if run_dir.exists():

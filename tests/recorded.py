@@ -10,12 +10,12 @@ import torch
 from factories import compose_config, make_completion
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import as_plain, typed
+from offline_grpo.config.problems import source_node
 from offline_grpo.interfaces import Source
 from offline_grpo.rollouts.replay import Replay
 from offline_grpo.rollouts.store.recorder import Origin, Recorder
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.task_data import source_node
 from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
 
 ORIGIN = Origin("first/model", "a" * 64, "b" * 64, {"seed": 0}, 0, "c" * 64)

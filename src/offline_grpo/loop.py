@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from offline_grpo import progress
 from offline_grpo.errors import EngineDied, StopRequested
-from offline_grpo.run.state import Run
+from offline_grpo.state import Run
 from offline_grpo.train.experience import check_groups, check_scored, prepare_batch, rollout_metrics, score_metrics
 from offline_grpo.train.resources import card_bytes, gpu_memory, time_metrics, update_flops, utilisation
 from offline_grpo.types import Metrics, RolloutGroup, SyncReport

@@ -2,8 +2,8 @@
 ones.
 
 Every value comes from YAML. Groups that configure a component (`task`, `generation`, `train.loss`, ...) are `Any` here:
-`run/build.py` checks them against the signature of the class that `_target_` names. This module imports neither torch
-nor Hydra.
+`config/build.py` checks them against the signature of the class that `_target_` names. This module imports neither
+torch nor Hydra.
 
 Hydra merges YAML into these very classes, and launchers of sweeps pickle them. So they are plain and not frozen, of
 which OmegaConf would make read-only nodes. Nothing assigns to their fields.

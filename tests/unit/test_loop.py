@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.history.signals import StopSignal
 from offline_grpo.loop import Loop, train
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run.signals import StopSignal
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.types import SyncReport

@@ -11,10 +11,11 @@ import pytest
 from factories import compose_config
 from transformers import Qwen2Config
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
-from offline_grpo.run import gpu_memory
-from offline_grpo.run.config import typed
-from offline_grpo.run.gpu_memory import (
+from offline_grpo.start import memory as gpu_memory
+from offline_grpo.start.memory import (
     GIB,
     DevicePlan,
     MemoryRequest,
@@ -24,7 +25,6 @@ from offline_grpo.run.gpu_memory import (
     needs_reference_copy,
     predict,
 )
-from offline_grpo.run.plan import make_plan
 
 # 10 million weights: 20480 x 256 shared by embedding and head, and 4 blocks of about 1.2 million
 MODEL = Qwen2Config(

@@ -14,10 +14,10 @@ from players import CODEC, SAMPLING, Server, problem_of
 from waiting import wait_until
 from worlds import environment
 
+from offline_grpo.config.compose import typed
 from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.rollouts.asynchronous import Asynchronous
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run.config import typed
 from offline_grpo.train.advantage import GroupStd
 from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score, ServedWeights
 

@@ -14,12 +14,12 @@ import yaml
 from factories import CONF, compose_config, make_rollout
 from recorded import write_store
 
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Advantage
 from offline_grpo.rollouts.replay import Replay
-from offline_grpo.run.build import build
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
 from offline_grpo.train.advantage.distill import Distill
 from offline_grpo.train.advantage.gdpo import GDPO
 from offline_grpo.train.advantage.maxrl import MaxRL
