@@ -181,6 +181,7 @@ class Reply:
     is_cut: bool = False  # it stopped at a limit, and no further turn is possible
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    num_malformed: int = 0  # calls that could not be read
 
     @property
     def message(self) -> Message:
