@@ -143,8 +143,8 @@ LOSS = {
 }
 
 
-def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, offload=False, **settings) -> Updater:
-    policy = make_policy(make_qwen2().to(dtype))
+def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, offload=False, model=None, **settings) -> Updater:
+    policy = make_policy(make_qwen2().to(dtype) if model is None else model)
     config = TrainConfig(**{**SETTINGS, **settings})
     masters = policy.make_masters(offload=offload)
     factory = AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, offload=offload)

@@ -204,8 +204,7 @@ class Advantage(Protocol):
         Args:
             groups: of all processes, none dropped yet, with those rollouts alone that have a score: its reward (with
                 `train.loss.kl_placement=reward`, less the KL penalty), and its `parts`.
-            batch: the same rollouts as sequences, in the order of the groups. `completion_mask` says what is trained;
-                completions that `train.mask_truncated` leaves out have logprobs too.
+            batch: the same rollouts as sequences, all with logprobs; `completion_mask` says what is trained.
         """
         ...
 

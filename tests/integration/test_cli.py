@@ -141,7 +141,7 @@ def test_lora_saves_adapters_and_leaves_the_base_as_it_was(
     keep = lambda *w, **how: policies.append(load_policy(*w, **how)) or policies[-1]  # noqa: E731
     monkeypatch.setattr(load, "load_policy", keep)
     run_dir = tmp_path / "run"
-    overrides = (cache, "model/lora=default", "train.schedule=constant")
+    overrides = (cache, "model/lora=default", "model.lora.dropout=0.2", "train.schedule=constant")
     train(compose_config(*SMALL, *overrides), run_dir)
     checkpoint = run_dir / "checkpoints" / "iter_003"
     assert {"adapter_model.safetensors", "adapter_config.json"} < {path.name for path in checkpoint.iterdir()}

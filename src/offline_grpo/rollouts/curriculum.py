@@ -77,8 +77,7 @@ class Curriculum:
             num_kept = sum(self.keeps(index, iteration) for index in range(len(self.problems)))
             fix = f"none of the {known:,} problems has a pass rate in it; widen it"
             require(num_kept > 0, "data.pass_rate", self.band, fix)
-            words = "data.pass_rate=%s: %d are left, with those that have none; on record are %s"
-            log.info(words, self.band, num_kept, found)
+            log.info("data.pass_rate=%s leaves %d, with those not on record, which has %s", self.band, num_kept, found)
 
     def choose(self, iteration: int) -> list[int]:
         """The problems of an iteration; the same however often it is asked. Where fewer than needed are in the band,
@@ -97,8 +96,7 @@ class Curriculum:
                     (inside if self.keeps(index, iteration) else outside).append(index)
             walked = [*inside, *outside]
             indices = [walked[i % len(walked)] for i in range(self.count)]
-            in_band = {*inside}
-            num_outside = sum(index not in in_band for index in indices)
+            num_outside = sum(i % len(walked) >= len(inside) for i in range(self.count))
             if num_outside and not self.metrics.get("curriculum/num_outside"):
                 fix = "curriculum/num_outside counts those that fill up"
                 words = "data.pass_rate=%s: only %d problems of iteration %d are in it; %s"

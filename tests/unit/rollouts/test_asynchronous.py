@@ -278,7 +278,7 @@ def served():
         ({"engine": None}, "rollouts=async: generation samples in this process"),
         (
             {"train.epochs": 2},
-            "rollouts.max_staleness=1: an iteration makes up to 2 versions .* at least 2; 0 samples as",
+            "rollouts.max_staleness=1: an iteration makes up to 2 versions .*; rollouts.max_staleness=2 samples ahead",
         ),
         ({"train.loss.importance_correction": "none"}, "train.loss.importance_correction=none: corrects nothing"),
         ({"train.loss.importance_correction": "none", "train.loss.ratio_reference": "rollout"}, None),

@@ -82,7 +82,7 @@ def test_a_problem_has_its_own_pass_rate_wherever_its_row_stands(
     caplog.set_level("INFO")
     one.start(0, None)
     assert [one.keeps(index, 0) for index in range(6)] == [False, True, True, True, False, True]
-    assert "4 are left, with those that have none; on record are 5 of the 6 training problems, by" in caplog.text
+    assert "leaves 4, with those not on record, which has 5 of the 6 training problems, by prompt and" in caplog.text
     other_answer = [replace(each, answer="?") for each in rows[:4]]
     curriculum([*rows[3:], *other_answer[:3]], store=store).start(0, None)
     with pytest.raises(ConfigError, match=r"^data\.pass_rate_from=.*: has 2 of the 5 training problems, by .*8 others"):

@@ -18,9 +18,6 @@ Scale = Literal["group", "batch", "none"]
 STD_EPS = 1e-4
 """Added to a standard deviation before dividing by it; TRL's value. Bounds advantages of nearly constant groups."""
 
-LARGE_REWARD = 1e6
-"""Means of larger rewards are rounded by an amount that is not far below `EQUAL_REWARDS`."""
-
 
 class GroupStd(Advantage):
     """`(reward - mean of its group) / (std of its group + 1e-4)`: GRPO."""
@@ -79,8 +76,8 @@ def group_advantages(rewards: Sequence[Sequence[float]], *, scale: Scale) -> lis
     flat = np.array([reward for group in rewards for reward in group], np.float64)
     starts = np.cumsum(sizes) - sizes
     first = np.repeat(flat[starts], sizes)
-    # Large ones are measured from the first of their group: the mean of equal numbers is rounded.
-    values = np.where(np.abs(first) > LARGE_REWARD, flat - first, flat)
+    # Measured from the first of their group where the mean of equal ones may be rounded by more than EQUAL_REWARDS.
+    values = np.where(np.abs(first) > 1e6, flat - first, flat)
     centred = values - np.repeat(np.add.reduceat(values, starts) / sizes, sizes)
     group_std = np.repeat(np.sqrt(np.add.reduceat(centred**2, starts) / np.maximum(sizes - 1, 1)), sizes)
     batch_std = flat.std(ddof=1) if len(flat) > 1 else 0.0

@@ -3,9 +3,8 @@
 
     s_i = sum_k w_k (r_ik - mean(r_k)) / (std(r_k) + 1e-4)          A_i = (s_i - mean(s)) / (std(s) + 1e-4)
 
-The first mean and std are of the group, the second of all rollouts of the iteration, whose mean is 0, as that of each
-group is; sample std. The formula is that of TRL 1.16, `multi_objective_aggregation="normalize_then_sum"`; verl's second
-step is over tokens.
+The first mean and std are of the group, the second of all rollouts of the iteration, whose mean is 0; sample std. As in
+TRL 1.16, `multi_objective_aggregation="normalize_then_sum"`; verl's second step is over tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +21,13 @@ from offline_grpo.interfaces import Advantage, Task
 from offline_grpo.train.advantage import STD_EPS, like, normalised
 from offline_grpo.types import RolloutGroup, Score, Split, TokenBatch
 
-PENALTIES = {"soft_overlong_tokens": "overlong", "penalize_length_if_solved": "length"}
-"""Settings of sources, and the part of the reward that each adds."""
-
 log = logging.getLogger(__name__)
+
+
+def _penalties(config: Any) -> set[str]:
+    """The parts that the source adds to every reward."""
+    settings = {"overlong": "soft_overlong_tokens", "length": "penalize_length_if_solved"}
+    return {part for part, name in settings.items() if config.rollouts.get(name)}
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,8 @@ class GDPO(Advantage):
     def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:
         names = {name for group in groups for rollout in group.rollouts for name in rollout.score.parts}
         weights, sums = self.weights or {}, np.zeros(batch.num_sequences)
-        if not self._known and (len(names) < 2 or not weights.keys() <= names):
-            about = "so far the reward has the parts %s; gdpo is for several, and weights of others do nothing"
-            log.warning(f"train/advantage=gdpo: {about}", ", ".join(sorted(names)) or "none")
+        if not self._known and (len(names) < 2 or weights.keys() - names):
+            log.warning("train/advantage=gdpo: the reward has no other parts than %s so far", ", ".join(sorted(names)))
         self._known.update(names)
         for own, parts in zip(like(sums, groups), map(_parts, groups), strict=True):
             for name, values in parts.items():
@@ -71,9 +72,8 @@ class GDPO(Advantage):
 
     def needs_score(self, config: Any) -> bool:
         """Whether all that is rewarded is a function of the user's own, which may return several parts, or a number."""
-        settings = filter(None, (config.task.get("reward"), config.task.get("group_reward")))
-        functions = [each for value in settings for each in (value if isinstance(value, list) else [value])]
-        return len(functions) == 1 and not _penalties(config)
+        named = [config.task.get(name) or [] for name in ("reward", "group_reward")]
+        return sum(len(each) if isinstance(each, list) else 1 for each in named) == 1 and not _penalties(config)
 
     def check_score(self, score: Score) -> None:
         """Raise ConfigError if the function of `needs_score` has returned a number."""
@@ -85,10 +85,6 @@ class GDPO(Advantage):
         fix = f"adds up several parts of the reward, which has {found}; use group_std"
         require(len(names) > 1, "train/advantage", "gdpo", fix)
         require(not unknown, "train.advantage.weights", self.weights, f"the reward's parts are {found}")
-
-
-def _penalties(config: Any) -> set[str]:
-    return {part for name, part in PENALTIES.items() if config.rollouts.get(name)}
 
 
 def _parts(group: RolloutGroup) -> dict[str, np.ndarray]:
