@@ -15,9 +15,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from offline_grpo import progress
-from offline_grpo.disk import sweep
+from offline_grpo.checkpoint.files import latest_checkpoint
+from offline_grpo.disk import is_full, sweep
 from offline_grpo.engine.process import kept_compiled
-from offline_grpo.errors import ConfigError, GrpoError, OutOfMemory, StopRequested, reason_of
+from offline_grpo.errors import ConfigError, DiskFull, GrpoError, OutOfMemory, StopRequested, reason_of
 from offline_grpo.interfaces import RunListener
 from offline_grpo.run import launch, resume
 from offline_grpo.run.config import as_plain, typed
@@ -124,7 +125,7 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
         from offline_grpo.run.begin import begin
 
     config, run_dir, ranks = start.plan.config, start.run_dir, start.ranks
-    with ExitStack() as stack, ended_whole(stop):
+    with shortage_in_a_line(run_dir), ExitStack() as stack, ended_whole(stop):
         if ranks.is_main:
             sweep(run_dir.path)
             stack.callback(sweep, run_dir.path)
@@ -135,7 +136,6 @@ def _run(start: Start, cfg: DictConfig, stop: StopSignal, overrides: Sequence[st
         for listener in told:
             stack.callback(listener.close)
         progress.tell(told)
-        stack.enter_context(told_if_out_of_memory(run_dir))
         begun = begin(start, stack)
         with importing():
             from offline_grpo.run.assemble import assemble
@@ -203,16 +203,23 @@ def ended_whole(stop: StopSignal) -> Iterator[None]:
 
 
 @contextmanager
-def told_if_out_of_memory(run_dir: RunDir) -> Iterator[None]:
-    """Raise OutOfMemory, in one line, for an allocation that fails."""
+def shortage_in_a_line(run_dir: RunDir) -> Iterator[None]:
+    """Raise OutOfMemory, in one line, for an allocation that fails, and DiskFull for a file that finds no room."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
-            raise
+    except Exception as error:
         phase = progress.phase_of(error) or "the start"
-        fix = f"to need less, lower {LESS_MEMORY}; {resume.where(run_dir)}"
-        raise OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}") from error
+        if is_full(error):
+            place = getattr(error, "filename", None) or run_dir.path
+            kept = "" if (last := latest_checkpoint(run_dir.checkpoints)) is None else f"{last.name} is whole; "
+            fix = f"make room there; {kept}{resume.where(run_dir)}"
+            raise DiskFull(
+                f"no room on the disk of {place}, in the phase {phase} ({reason_of(error)}); {fix}"
+            ) from error
+        if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+            fix = f"to need less, lower {LESS_MEMORY}; {resume.where(run_dir)}"
+            raise OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}") from error
+        raise
 
 
 def report(run_dir: RunDir) -> float | None:

@@ -17,7 +17,8 @@ from typing import NoReturn
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from offline_grpo.errors import ConfigError, GrpoError, StopRequested, ending_with_reader
+from offline_grpo.disk import is_full
+from offline_grpo.errors import ConfigError, DiskFull, GrpoError, StopRequested, ending_with_reader, reason_of
 from offline_grpo.run import config, launch
 from offline_grpo.run.help import groups
 from offline_grpo.run.hints import empty_group, no_such_key
@@ -58,6 +59,10 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             main()
     except EXPECTED as error:
         leave(error)
+    except Exception as error:
+        if not is_full(error):
+            raise
+        leave(DiskFull(f"no room on the disk ({reason_of(error)}); make room there, or write elsewhere"))
     sys.exit(0)
 
 
