@@ -14,13 +14,14 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from offline_grpo import progress
+from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.config.compose import as_plain, typed
 from offline_grpo.config.describe import describe_batches, describe_data, warnings
 from offline_grpo.config.parts import listeners, make_plan
 from offline_grpo.config.plan import Plan
-from offline_grpo.disk import sweep
+from offline_grpo.disk import is_full, sweep
 from offline_grpo.engine.process import kept_compiled
-from offline_grpo.errors import ConfigError, GrpoError, OutOfMemory, StopRequested, reason_of
+from offline_grpo.errors import ConfigError, DiskFull, GrpoError, OutOfMemory, StopRequested, reason_of
 from offline_grpo.history import launch, resume
 from offline_grpo.history.folder import (
     ResumePoint,
@@ -87,12 +88,12 @@ def train(
             log.info(resume.describe_finished(run.resume, run.config))
             return report(run.folder) if run.ranks.is_main else None
         outer.enter_context(errors_in_log(run.folder))
+        outer.enter_context(shortage_in_a_line(run.folder))
         outer.enter_context(run.stack)
         outer.enter_context(ended_whole(stop))
         with importing():
             from offline_grpo.start import servers
         open_records(run, cfg, overrides)
-        outer.enter_context(told_if_out_of_memory(run.folder))
 
         # 2. Servers take longest, so they start before transformers is imported and prompts are looked at.
         servers.begin(run)
@@ -225,16 +226,23 @@ def ended_whole(stop: StopSignal) -> Iterator[None]:
 
 
 @contextmanager
-def told_if_out_of_memory(folder: RunDir) -> Iterator[None]:
-    """Raise OutOfMemory, in one line, for an allocation that fails."""
+def shortage_in_a_line(folder: RunDir) -> Iterator[None]:
+    """Raise OutOfMemory, in one line, for an allocation that fails, and DiskFull for a file that finds no room."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
-            raise
+    except Exception as error:
         phase = progress.phase_of(error) or "the start"
-        fix = f"to need less, lower {LESS_MEMORY}; {resume.where(folder)}"
-        raise OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}") from error
+        if is_full(error):
+            place = getattr(error, "filename", None) or folder.path
+            kept = "" if (last := latest_checkpoint(folder.checkpoints)) is None else f"{last.name} is whole; "
+            fix = f"make room there; {kept}{resume.where(folder)}"
+            raise DiskFull(
+                f"no room on the disk of {place}, in the phase {phase} ({reason_of(error)}); {fix}"
+            ) from error
+        if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+            fix = f"to need less, lower {LESS_MEMORY}; {resume.where(folder)}"
+            raise OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}") from error
+        raise
 
 
 def report(folder: RunDir) -> float | None:

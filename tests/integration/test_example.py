@@ -10,7 +10,7 @@ from statistics import fmean
 
 from factories import compose_config
 
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_in_one_file.py"
 SMALLER = {"hidden_size": 64, "intermediate_size": 128, "warm_start_batch_size": 64}
@@ -38,7 +38,7 @@ def test_the_products_loop_learns(cache: str, tmp_path: Path) -> None:
     model = (f"model.tiny.{name}={value}" for name, value in {**SMALLER, "warm_start_steps": STEPS}.items())
     words = ("data.num_train_seeds=16", "data.problems_per_iteration=16", "train.iterations=12", "train.lr=1e-3")
     short = ("eval.enabled=false", "checkpoint.enabled=false", "num_threads=1", "model.device=cpu")
-    app.run(compose_config(cache, *model, *words, *short), tmp_path / "run")
+    train(compose_config(cache, *model, *words, *short), tmp_path / "run")
     records = [json.loads(path.read_text()) for path in sorted((tmp_path / "run" / "metrics").glob("train_*"))]
     rewards = [record["reward_mean"] for record in records]
     assert len(rewards) == 12

@@ -20,7 +20,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from offline_grpo.config import compose
 from offline_grpo.config.help import groups
 from offline_grpo.config.hints import empty_group, no_such_key
-from offline_grpo.errors import ConfigError, GrpoError, StopRequested, ending_with_reader
+from offline_grpo.disk import is_full
+from offline_grpo.errors import ConfigError, DiskFull, GrpoError, StopRequested, ending_with_reader, reason_of
 from offline_grpo.history import launch
 from offline_grpo.history.signals import StopSignal, ignore_from_now_on
 
@@ -59,6 +60,10 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             main()
     except EXPECTED as error:
         leave(error)
+    except Exception as error:
+        if not is_full(error):
+            raise
+        leave(DiskFull(f"no room on the disk ({reason_of(error)}); make room there, or write elsewhere"))
     sys.exit(0)
 
 

@@ -99,8 +99,9 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
     """The checkpoint that `resume` refers to, or None to start a new run. Locks the folder that the run will write to.
 
     Args:
-        resume: a run folder: its newest intact checkpoint; a checkpoint: if not the newest, a new run starts in
-        `fresh`; "auto": `fresh` if it has a checkpoint, else the newest run with this configuration; or None.
+        resume: a run folder: its newest intact checkpoint, or if it has none its beginning; a checkpoint: if not the
+        newest, a new run starts in `fresh`; "auto": `fresh` if it has a checkpoint, else the newest run with this
+        configuration; or None.
         fresh: this launch's folder.
 
     Raises ConfigError where there is no checkpoint, another process writes, or a new run would mix with an older one;
@@ -112,6 +113,8 @@ def find_resume_point(resume: str | None, fresh: RunDir, config: Mapping[str, An
     run = run_of(path)
     if resume == "auto" and run is None:
         return _newest_alike(fresh, config) or _begin(fresh, may_repeat=True)
+    if run is None and path == fresh.path:  # see `resume.was_cut_short`
+        return _begin(fresh, may_repeat=True)
     if run is None:
         raise ConfigError(f"resume={resume}: {NO_CHECKPOINT}")
     if path == run:
@@ -149,6 +152,7 @@ def _begin(fresh: RunDir, *, may_repeat: bool = False) -> None:
     fix = "this folder has a run; continue it with resume=auto, or choose another folder"
     require(is_new, "hydra.run.dir", fresh.path, fix)
     discard_after(fresh, -2)
+    shutil.rmtree(fresh.path / ".hydra", ignore_errors=True)  # it may have other settings now
 
 
 def _newest_in(run: Path, key: str) -> ResumePoint:

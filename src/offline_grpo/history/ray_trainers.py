@@ -166,7 +166,9 @@ def _wait(actors: Sequence[Any], stop: StopSignal) -> int:
                 read: Any = ray.get(reference)
             except RayActorError as error:
                 fix = "go on with resume=auto, which takes any number of processes"
-                raise GrpoError(f"the machine of training process {rank} was lost; {fix}") from error
+                is_alive = "worker process has died" in str(error)  # else its machine has, or does not answer
+                lost = "Ray's process around" if is_alive else "the machine of"
+                raise GrpoError(f"{lost} training process {rank} was lost; {fix}") from error
             if isinstance(read, bytes):
                 os.write(1, read)
                 reading[actors[rank].read.remote()] = rank

@@ -87,6 +87,10 @@ def arguments(words: Sequence[str]) -> list[str]:
         return [*beside, *own, *folders, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}", *options]
     require(not is_sweep, "resume", named, "is one run, whose folder all jobs of --multirun would share; leave it out")
     run, path = run_of(Path(named)), Path(named).expanduser().resolve()
+    if run is None and was_cut_short(path):
+        run = path
+        if launch.is_main():
+            print(f"resume={named}: has no checkpoint yet; it starts from the beginning, in that folder", flush=True)
     if run is None:
         raise ConfigError(f"resume={named}: {NO_CHECKPOINT}")
     typed = [word for word in typed if key_of(word) != "resume"] + [f"resume={quoted(named)}"]
@@ -96,6 +100,13 @@ def arguments(words: Sequence[str]) -> list[str]:
     again = {word.partition("=")[0] for word in typed}
     own = [word for word in own_overrides(run) if word.partition("=")[0] not in again]
     return [*beside, *own, *typed, *options]
+
+
+def was_cut_short(run: Path) -> bool:
+    """Whether the run in this folder was to write checkpoints, and came neither to the first one nor to its end."""
+    stored = run / ".hydra" / "config.yaml"
+    is_open = stored.is_file() and not (run / "report.png").exists() and run_of(run) is None
+    return is_open and read_yaml(stored)["checkpoint"]["enabled"]
 
 
 def own_overrides(run: Path) -> list[str]:

@@ -62,6 +62,7 @@ def log_to(folder: Path, *, is_main: bool) -> Iterator[None]:
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         to_file = logging.FileHandler(folder / "run.log")
+        to_file.handleError = lambda record: None  # a full disk; the terminal has the line
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers = [ToTerminal(), to_file]
     package.removeHandler(_early)

@@ -1,5 +1,7 @@
 """The command line and the configuration of a resumed run."""
 
+import shutil
+
 import pytest
 import yaml
 from checkpoints import make_checkpoint, state_of
@@ -8,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from offline_grpo.config.compose import quoted
 from offline_grpo.errors import ConfigError
 from offline_grpo.history import resume
+from offline_grpo.history.folder import RunDir, find_resume_point, released_at_end
 
 
 @pytest.fixture
@@ -44,6 +47,28 @@ def test_an_older_checkpoint_starts_in_a_new_folder(run):
     make_checkpoint(run / "checkpoints" / "iter_005", state_of(5))
     assert not [word for word in resume.arguments([f"resume='{run}/checkpoints/iter_003'"]) if "run.dir" in word]
     assert f"hydra.run.dir='{run}'" in resume.arguments([f"resume='{run}/checkpoints/iter_005'"])
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_beginning(run, tmp_path, capsys):
+    shutil.rmtree(run / "checkpoints")
+    stored = run / ".hydra" / "config.yaml"
+    stored.write_text("checkpoint: {enabled: true}")
+    words = resume.arguments([f"resume='{run}'", "train.lr=1e-5"])
+    assert words[0] == "task=gsm8k"
+    assert words[-3:] == ["train.lr=1e-5", f"resume='{run}'", f"hydra.run.dir='{run}'"]
+    assert "has no checkpoint yet; it starts from the beginning" in capsys.readouterr().out
+    (run / "metrics").mkdir()
+    (run / "metrics" / "train_iter_000.json").touch()
+    with released_at_end():
+        assert find_resume_point(str(run), RunDir(run), {}) is None
+    assert not any(RunDir(run).records())
+    assert not stored.exists(), "the run writes its new one"
+    for is_enabled, name in ((False, "nothing"), (True, "report.png")):
+        stored.parent.mkdir(exist_ok=True)
+        stored.write_text(yaml.safe_dump({"checkpoint": {"enabled": is_enabled}}))
+        (run / name).touch()
+        with pytest.raises(ConfigError, match=r"no checkpoint found"):
+            resume.arguments([f"resume='{run}'"])
 
 
 def test_auto_in_the_folder_of_a_run_is_its_path(run, tmp_path):
