@@ -81,7 +81,10 @@ PANELS = (
     Panel(
         "A whole iteration, 256 completions",
         "seconds; less is better",
-        (Bar("TRL with vLLM", "iteration_gpu", "trl_s", False), Bar("this trainer", "iteration_gpu", "ours_s")),
+        (
+            Bar("TRL with vLLM", "iteration_gpu_lora", "trl_s", False),
+            Bar("this trainer", "iteration_gpu_lora", "ours_s"),
+        ),
     ),
     Panel(
         "Sampling 256 sequences",

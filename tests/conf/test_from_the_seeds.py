@@ -102,7 +102,7 @@ def check_components(cfg: DictConfig) -> None:
 def test_column_holds_nothing_but_keys_overrides_and_commands():
     known = {*KEYS, *OVERRIDES, "uv sync"}
     assert [span for span in HERE if span not in known and "run_grpo.py" not in span] == []
-    assert len(KEYS) >= 4
+    assert len(KEYS) >= 2
     assert len(OVERRIDES) > 80
     modules = [match[1] for span in spans("Here") if (match := MODULE.match(span))]
     assert len(modules) > 0

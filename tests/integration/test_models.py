@@ -82,7 +82,8 @@ def test_every_preset_is_trained_here_or_differs_in_the_model_alone() -> None:
     of_packages = {"smollm2_135m"}  # trained as it is: tests/contract/test_smollm2.py
     assert presets.keys() == {*PRESETS, *OF_OTHER_SIZE, *of_packages, "hf", "tiny"}
     for preset, other in OF_OTHER_SIZE.items():
-        assert presets[preset] == {**presets[other], "train_id": presets[preset]["train_id"]}
+        own = {key: presets[preset][key] for key in ("train_id", "defaults")}  # the largest offloads
+        assert presets[preset] == {**presets[other], **own}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import runpy
 import statistics
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 MEASURED = BENCHMARKS / "results"
 
 
+@cache
 def plan_of(*overrides):
     return make_plan(typed(compose_config(*overrides)))
 
@@ -126,7 +128,9 @@ def test_the_plan_lies_above_all_that_was_measured_and_by_a_twentieth_at_most():
     found = dict([*ratios_of_compiled_models(), *ratios_of_models_as_they_are()])
     assert len(found) == 12 + 4 + 10
     assert {name: ratio for name, ratio in found.items() if not 1.0 <= ratio <= 1.05} == {}
-    assert statistics.median(found.values()) < 1.01
+    excess = [ratio - 1 for ratio in found.values()]
+    said = f"by {statistics.median(excess):.1%} in the middle and {max(excess):.1%} at most"
+    assert said in (BENCHMARKS / "README.md").read_text()
 
 
 def test_a_trainer_beside_its_server_has_every_part():
