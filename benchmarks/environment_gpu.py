@@ -139,12 +139,12 @@ def main() -> None:
     from random_model import save
 
     from offline_grpo.config.compose import composed, register, typed
+    from offline_grpo.config.problems import build_task, isolated
     from offline_grpo.engine.vllm import VllmControl
     from offline_grpo.generation.sample import sample_in_order
     from offline_grpo.generation.vllm_client import VllmClient
     from offline_grpo.model.load import generation_config_of, load_tokenizer, read_model_config
     from offline_grpo.model.text import TokenizerCodec, end_ids
-    from offline_grpo.config.problems import build_task, isolated
     from offline_grpo.types import SamplingParams, Split
 
     arguments = parse()

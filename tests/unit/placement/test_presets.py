@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from offline_grpo import check
-from offline_grpo.run.config import typed
-from offline_grpo.run.gpu_memory import GIB, MemoryRequest, predict
-from offline_grpo.run.plan import make_plan
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
+from offline_grpo.start.memory import GIB, MemoryRequest, predict
 
 USABLE_GIB = {24: 23.5, 48: 47.4, 80: 79.1, 141: 139.8}
 """GB of cards that are sold: GiB that a process sees of an RTX 4090, an L40S, an H100 and an H200."""
