@@ -166,7 +166,7 @@ NO_FIGURES = [
     r"planned for one GPU of \d+ GB",
     r"95 ?% (?:CI|intervals?|confidence)",
 ]
-"""Targets, which the results have beside what was measured; cards of presets (test_presets.py plans those); intervals."""
+"""Targets, which the results have beside what was measured; cards of presets (in test_presets.py); intervals."""
 
 
 @pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES if page.name != "CHANGELOG.md"])
