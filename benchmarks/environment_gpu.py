@@ -134,18 +134,17 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     import httpx
-    from client_overhead import CPU_ARGS, CPU_ENV
     from common import Target, alternate, write_result
-    from generation_arms import Served
+    from generation_arms import CPU_ARGS, CPU_ENV, Served
     from random_model import save
 
+    from offline_grpo.config.compose import composed, register, typed
+    from offline_grpo.config.problems import build_task, isolated
     from offline_grpo.engine.vllm import VllmControl
     from offline_grpo.generation.sample import sample_in_order
     from offline_grpo.generation.vllm_client import VllmClient
     from offline_grpo.model.load import generation_config_of, load_tokenizer, read_model_config
     from offline_grpo.model.text import TokenizerCodec, end_ids
-    from offline_grpo.run.config import composed, register, typed
-    from offline_grpo.run.task_data import build_task, isolated
     from offline_grpo.types import SamplingParams, Split
 
     arguments = parse()

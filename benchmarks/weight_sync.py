@@ -39,6 +39,8 @@ from omegaconf import OmegaConf
 from shapes import SIZES as LARGER
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import as_plain, register
 from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmControl, VllmLauncher
@@ -51,8 +53,6 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain, register
 from offline_grpo.settings import LoraConfig
 from offline_grpo.train.fsdp2 import FullyShardedPolicy
 from offline_grpo.train.sharding import Replicas

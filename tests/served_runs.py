@@ -14,7 +14,7 @@ from factories import compose_config
 from offline_grpo.engine.server import Server
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.report import plots
-from offline_grpo.run import app
+from offline_grpo.run import train
 from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Problem, SamplingParams, SamplingRequest, Score, ServedWeights
 
@@ -85,7 +85,7 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mishaps, "planned", dict(mishaps or {}))
         patch.setattr(plots, "save_report", draw_nothing)
-        app.run(compose_config(*five(model), *overrides, *([Mishaps.override] if mishaps else [])), folder)
+        train(compose_config(*five(model), *overrides, *([Mishaps.override] if mishaps else [])), folder)
         assert not Mishaps.planned, "planned and did not happen"
     return metrics_of(folder)
 

@@ -44,10 +44,10 @@ class SideBySideLauncher(Launcher):
         self._folder = Path(config.hydra.sweep.dir)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from offline_grpo.commands.main import say_how_to_resume_sweep
         from offline_grpo.errors import GrpoError, StopRequested
-        from offline_grpo.run.main import say_how_to_resume_sweep
-        from offline_grpo.run.run_dir import discard_fresh
-        from offline_grpo.run.signals import StopSignal
+        from offline_grpo.history.folder import discard_fresh
+        from offline_grpo.history.signals import StopSignal
 
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)

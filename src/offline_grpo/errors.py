@@ -26,6 +26,10 @@ class ConfigError(GrpoError):
     exit_code = 2
 
 
+class RequestError(GrpoError):
+    """A request of one program that cannot be answered; the message is a sentence for it."""
+
+
 class EngineError(GrpoError):
     """The sampling engine failed, or its answer does not match the request."""
 

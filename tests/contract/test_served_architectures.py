@@ -31,11 +31,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint.pretrained import find_model
+from offline_grpo.commands.evaluation import check_served_model
 from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.run.evaluation import check_served_model
 from offline_grpo.types import SamplingParams
 
 pytestmark = pytest.mark.slow  # a start of a server each

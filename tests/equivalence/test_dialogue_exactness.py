@@ -17,7 +17,7 @@ import torch
 from dialogues import BUY, NAMES, call_text, codec_of, model_of, nasty_text, split_at_random
 from torch.nn.utils.rnn import pad_sequence
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, RequestError
 from offline_grpo.generation.dialogue import Ask, Dialogue
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model.chat import USER
@@ -131,7 +131,7 @@ def played(name: str, count: int) -> tuple[list[Play], int]:
         for play in plays:
             try:
                 ask = play.ask()
-            except ConfigError:
+            except RequestError:
                 num_refused += 1
                 continue
             if ask is not None:

@@ -10,9 +10,9 @@ import pytest
 from children import SMALL, metrics_of
 from factories import compose_config
 
-from offline_grpo.run import app
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
+from offline_grpo.run import train
 
 FILES = {
     "mine/dense.py": '''
@@ -193,8 +193,8 @@ def search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_they_train_as_the_packages_own_do(search_path: str, cache: str, tmp_path: Path) -> None:
-    app.run(compose_config(*RUN, cache), tmp_path / "built_in")
-    app.run(compose_config(search_path, *RUN, cache, *CHOSEN), tmp_path / "outside")
+    train(compose_config(*RUN, cache), tmp_path / "built_in")
+    train(compose_config(search_path, *RUN, cache, *CHOSEN), tmp_path / "outside")
     from mine import dense, one_by_one  # pyright: ignore[reportMissingImports]
 
     assert len(dense.calls) >= 2  # policy and reference
@@ -206,7 +206,7 @@ def test_they_train_as_the_packages_own_do(search_path: str, cache: str, tmp_pat
 
 def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, cache: str, tmp_path: Path) -> None:
     run = (*RUN, cache, "checkpoint.enabled=true", "train.iterations=2", "train.updates_per_iteration=1")
-    app.run(compose_config(search_path, *run, "rollouts=stored"), tmp_path / "run")
+    train(compose_config(search_path, *run, "rollouts=stored"), tmp_path / "run")
     from mine import stored  # pyright: ignore[reportMissingImports]
 
     assert stored.seen.pop() == [
@@ -234,8 +234,8 @@ COPIES = ("generation=copying", "weight_sync=copying", "train.schedule=constant"
 def test_a_client_and_a_strategy(search_path: str, cache: str, tmp_path: Path) -> None:
     """A copy that gets the weights after every update samples what the trained module itself would."""
     run = (*RUN, cache, "train.iterations=3", "train.schedule=constant", "train.lr=1e-2")
-    app.run(compose_config(*run), tmp_path / "one_copy")
-    app.run(compose_config(search_path, *run, *COPIES), tmp_path / "two_copies")
+    train(compose_config(*run), tmp_path / "one_copy")
+    train(compose_config(search_path, *run, *COPIES), tmp_path / "two_copies")
     expected, actual = metrics_of(tmp_path / "one_copy"), metrics_of(tmp_path / "two_copies")
     for name, metrics in expected.items():
         assert {k: v for k, v in actual[name].items() if not k.startswith("sync/")} == {

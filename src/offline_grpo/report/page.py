@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -101,11 +102,16 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
             "settings": None,
         }
     took = duration(sum(run.history.total_s for run in runs))
+    scores = []  # the best of each evaluation, whose configurations stand together
+    for _, alike in groupby((each for each in groups if each.pass_at_1 is not None), lambda each: each.evaluation):
+        best = max(alike, key=lambda each: each.pass_at_1 or 0.0)
+        scores.append(f"{with_interval(best.pass_at_1, best.interval)}, of {best.name}")
     verdict = "No run has evaluated held-out problems."
-    if measured := [each for each in groups if each.pass_at_1 is not None]:
-        best = max(measured, key=lambda each: each.pass_at_1 or 0.0)
-        score = with_interval(best.pass_at_1, best.interval)
-        verdict = f"The highest pass@1 on held-out problems at the end is {score}, of {best.name}."
+    if len(scores) == 1:
+        verdict = f"The highest pass@1 on held-out problems at the end is {scores[0]}."
+    elif scores:
+        several = "; ".join(scores)
+        verdict = f"The runs differ in what is evaluated. The highest pass@1 at the end of each evaluation: {several}."
     return of_all | {
         "about": f"{count(len(runs), 'run')}, {took} in all",
         "verdict": verdict,
@@ -209,8 +215,8 @@ def _settings(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _paired(groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping[str, Solved]) -> dict[str, Any] | None:
     """Final pass@1 of each configuration less that of the first run's, seed by seed, with Student's t over seeds. One
-    seed in common makes two models, whose interval is over problems, and no p-value. Runs without pass@1 are passed
-    over.
+    seed in common makes two models, whose interval is over problems, and no p-value. Runs without pass@1, and those
+    with another evaluation, are passed over.
 
     Args:
         known: run -> what it solved at the end.
@@ -219,7 +225,7 @@ def _paired(groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping
     base = next((group for group in groups if first in group.runs), groups[0])
     rows, points = [], []
     for number, group in enumerate(groups):
-        pairs = same_seeds(base, group)
+        pairs = same_seeds(base, group) if group.evaluation == base.evaluation else []
         if group is base or not pairs:
             continue
         differences, ends = difference(pairs)

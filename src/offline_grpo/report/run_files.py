@@ -40,7 +40,7 @@ def choices_of(run_dir: Path) -> dict[str, str]:
 
 
 def starts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What `run/resume.py` records of each start, in order."""
+    """What `history/resume.py` records of each start, in order."""
     path = run_dir / ".hydra" / "starts.yaml"
     return (read_yaml(path) if path.is_file() else None) or []
 

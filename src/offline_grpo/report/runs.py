@@ -18,6 +18,11 @@ from offline_grpo.report.run_files import WITHOUT_EFFECT, changes_of, overrides_
 
 NOT_COMPARED = ("seed", *WITHOUT_EFFECT)
 """Keys, and groups, that make no other configuration."""
+EVALUATED = re.compile(
+    r"task\.(?!.*(weights?|bonus|reward)$)"
+    r"|eval\.(num_ids|ids|id_seed_start|replicates|temperature|top_p|top_k|min_p|repetition_penalty|max_new_tokens|stop)"
+)
+"""Keys that say what held-out problems are asked, and how: runs that differ in one are not ranked."""
 MIN_SEEDS = 3
 """Of a band around a curve: with two, Student's t has one degree of freedom, and the band hides all curves."""
 
@@ -114,6 +119,11 @@ class Configuration:
     runs: Sequence[Run]
 
     @property
+    def evaluation(self) -> list[tuple[str, str]]:
+        """What pass@1 is measured on."""
+        return sorted((key, value) for key, value in self.runs[0].settings.items() if EVALUATED.match(key))
+
+    @property
     def best_known(self) -> list[Run]:
         """The runs that means are over: those that are done, or all where none is."""
         return [run for run in self.runs if run.is_done] or list(self.runs)
@@ -146,17 +156,22 @@ class Configuration:
 
 
 def configurations(runs: Sequence[Run]) -> list[Configuration]:
-    """Group runs by all settings but NOT_COMPARED, best pass@1 first; unfinished, then unmeasured ones last."""
+    """Group runs by all settings but NOT_COMPARED. Those with one evaluation stand together, best pass@1 first;
+    unfinished, then unmeasured ones last.
+    """
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in sorted(runs, key=lambda run: by_number(run.name)):
         groups.setdefault(tuple(sorted(_compared(run.settings).items())), []).append(run)
     names = _names([chosen[0] for chosen in groups.values()])
     found = [Configuration(name, tuple(chosen)) for name, chosen in zip(names, groups.values(), strict=True)]
 
-    def rank(each: Configuration) -> tuple[bool, bool, float]:
+    evaluations = [each.evaluation for each in found]
+
+    def rank(each: Configuration) -> tuple[int, bool, bool, float]:
         is_unmeasured = each.pass_at_1 is None
         score = each.mean("reward") if is_unmeasured else each.pass_at_1
-        return is_unmeasured, not any(run.is_done for run in each.runs), -(score or 0.0)
+        place = evaluations.index(each.evaluation)
+        return place, is_unmeasured, not any(run.is_done for run in each.runs), -(score or 0.0)
 
     return sorted(found, key=rank)
 

@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.logger.samples import record
 from offline_grpo.report.history import History
 
 if TYPE_CHECKING:
     from offline_grpo.report.runs import Configuration, Run
     from offline_grpo.rollouts.store.reader import Shard
 
-MAX_SAMPLES, MAX_CHARS = 300, 4000
+MAX_SAMPLES, MAX_CHARS, MIN_CHARS = 300, 8000, 400
 MAX_EVALUATIONS, MAX_PROBLEMS = 100, 200
 Solved = Mapping[tuple[str, ...], Counter[bool]]
 """Held-out problem (id, messages, answer: in two runs `eval-7` may be two problems) -> how many of its answers are
 right, and wrong.
 """
-FACTS = ("problem_id", "answer", "reward", "is_correct", "advantage", "finish_reason")
+FACTS = ("problem_id", "answer", "reward", "is_correct", "advantage", "finish_reason", "num_tokens")
 
 
 def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -59,25 +60,25 @@ def _evenly(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _of_shard(shard: Shard, num_groups: int) -> Iterator[dict[str, Any]]:
-    from offline_grpo.rollouts.store.rows import group_rows, plain_rows
+    from offline_grpo.rollouts.store.rows import group_rows, groups_of
 
     table = shard.table()
-    rewards, rows = np.nan_to_num(table["reward"].to_numpy(), nan=-np.inf), []
+    rewards, advantages = np.nan_to_num(table["reward"].to_numpy(), nan=-np.inf), table["advantage"].to_pylist()
     for members in _evenly(list(group_rows(table).values()), num_groups):
         order = sorted(members, key=lambda row: -rewards[row])
-        rows += dict.fromkeys((order[0], order[-1]))
-    for row in plain_rows(table.take(rows)):
-        prompt = "\n".join(str(message.get("content")) for message in row["messages"] or ())
-        yield {name: row[name] for name in FACTS} | {
-            "iteration": row["iteration"] + 1,
-            "prompt": _shortened(prompt),
-            "num_tokens": len(row["completion_ids"]),
-            "text": _shortened(row["text"]),
-        }
+        rows = list(dict.fromkeys((order[0], order[-1])))
+        [group] = groups_of(table, [rows])
+        for rollout, row in zip(group.rollouts, rows, strict=True):
+            sample = record(group, rollout, advantages[row], shard.decode)
+            # a long episode has many texts: all together are as long as a few
+            longest = max(MAX_CHARS // len(sample["rendered"]), MIN_CHARS)
+            texts = [(who, _shortened(text, longest)) for who, text in sample["rendered"]]
+            facts = {name: sample[name] for name in FACTS} | {"iteration": table["iteration"][row].as_py() + 1}
+            yield facts | {"rendered": texts}
 
 
-def _shortened(text: str) -> str:
-    half, left_out = MAX_CHARS // 2, len(text) - MAX_CHARS
+def _shortened(text: str, longest: int) -> str:
+    half, left_out = longest // 2, len(text) - longest
     return text if left_out <= 0 else f"{text[:half]} … {left_out:,} letters left out … {text[-half:]}"
 
 

@@ -50,6 +50,7 @@ def print_sweep(folders: Sequence[Path], console: Console) -> None:
     found = configurations(runs)
     has_seeds = any(len(each.runs) > 1 for each in found)
     order = f"{'mean ' * has_seeds}final {'pass@1' if any(each.counted for each in found) else 'reward'}"
+    order += " of each evaluation" * any(each.evaluation != found[0].evaluation for each in found)
     say(console, [f"{count(len(found), 'configuration')}, {count(len(runs), 'run')}, best {order} first"])
     if has_seeds:
         say(console, ["means over seeds with 95% intervals (Student's t: they assume a normal spread)"])

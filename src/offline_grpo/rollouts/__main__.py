@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.rollouts", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
-        "show": "the best and the worst completion of each group, in colours: green for advantages above 0, red below",
+        "show": "what the model saw: best and worst completion of each group; green for advantages above 0, red below",
         "stats": "rewards, lengths, repetitions and how completions ended, by iteration and by length",
         "export": "write them for other tools",
     }
@@ -63,7 +63,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     if first is None:
         raise ConfigError(f"PATH={options.path}: has no rollouts of phase {options.phase} that were asked for")
     if options.command == "show":
-        show_groups(output_console(), first[1], options.groups, full=options.full)
+        shard, table = first
+        show_groups(output_console(), table, options.groups, full=options.full, decode=shard.decode)
     elif options.command == "stats":
         print_stats(output_console(), (table for _, table in chain([first], tables)))
     else:

@@ -14,8 +14,8 @@ from offline_grpo.checkpoint import checkpointer as module
 from offline_grpo.checkpoint.checkpointer import Checkpointer
 from offline_grpo.checkpoint.files import list_checkpoints, newest_sound
 from offline_grpo.errors import DiskFull
-from offline_grpo.run.app import shortage_in_a_line
-from offline_grpo.run.run_dir import RunDir
+from offline_grpo.history.folder import RunDir
+from offline_grpo.run import shortage_in_a_line
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import Milestones
 

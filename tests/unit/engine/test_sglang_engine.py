@@ -15,11 +15,11 @@ from fake_sglang import FakeSglang
 from omegaconf import OmegaConf
 from scripted_server import ScriptedServer
 
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import as_plain
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.sglang import SglangControl, SglangLauncher
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain
 
 SETTINGS: dict[str, Any] = {
     **COMMAND_LINE,

@@ -25,6 +25,25 @@ async function drawStale() {  // one at a time, so that the page answers meanwhi
   }
 }
 
+// On paper all of them are drawn, as wide as they have room there, in the colours of the day. A browser does not wait for
+// what is drawn later.
+function drawForPaper() {
+  document.documentElement.classList.add("paper");
+  for (const [plot, toDraw] of charts) {
+    const [traces, layout] = toDraw(), width = plot.clientWidth;
+    if (window.Plotly && width) Plotly.newPlot(plot, traces, { ...layout, width }, { staticPlot: true });
+  }
+}
+
+function backToScreen() {
+  document.documentElement.classList.remove("paper");
+  for (const plot of charts.keys()) window.Plotly?.purge(plot);
+  redraw();
+}
+
+addEventListener("beforeprint", drawForPaper);
+addEventListener("afterprint", backToScreen);
+
 function redraw() {
   for (const plot of charts.keys()) stale.add(plot);
   return drawStale();

@@ -15,6 +15,7 @@ from offline_grpo.interfaces import RunListener
 from offline_grpo.types import Metrics, RolloutGroup
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -101,7 +102,7 @@ def file_name(phase: str, iteration: int) -> str:
     return f"{'eval_' if phase == 'eval' else ''}{'init' if iteration == -1 else f'iter_{iteration:03d}'}.parquet"
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> str:
     """SHA-256 of what each token id means. The same whatever the chat template and the special roles."""
     return json_hash(sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
 

@@ -191,9 +191,9 @@ def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
     """The rows, messages and reward parts as they were before they were recorded."""
     rows = table.to_pylist()
     for row in rows:
-        for name in ("messages", "conversation"):
+        for name in row.keys() & {"messages", "conversation"}:
             row[name] = None if row[name] is None else list(map(_message, row[name]))
-        for name in ("parts", "measured"):
+        for name in row.keys() & {"parts", "measured"}:
             row[name] = None if row[name] is None else dict(row[name])
     return rows
 

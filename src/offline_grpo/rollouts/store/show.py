@@ -4,89 +4,42 @@ numbers, by iteration, by length and by how they ended."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offline_grpo.generation.dialogue import spoken
 from offline_grpo.logger import print_table
-from offline_grpo.logger.samples import visible
-from offline_grpo.rollouts.store.rows import group_rows, plain_rows
+from offline_grpo.logger.samples import Decode, completion_table, prompt_table, record, visible
+from offline_grpo.rollouts.store.rows import group_rows, groups_of
 
 _ROWS, _BINS = 20, 5
 """Of the tables by iteration and by length."""
 
 
-def show_groups(console: Console, table: pa.Table, count: int, *, full: bool) -> None:
+def show_groups(console: Console, table: pa.Table, count: int, *, full: bool, decode: Decode | None = None) -> None:
     """Print the first `count` groups, those with differing rewards first; `full`: whole and all completions."""
-    rewards = table["reward"].to_pylist()
+    rewards, advantages = (table[name].to_pylist() for name in ("reward", "advantage"))
     newest = max(table["iteration"].to_pylist())  # a folder of `datasets` has all
-    groups = [(key, rows) for key, rows in group_rows(table).items() if key[0] == newest]
-    groups.sort(key=lambda group: len({rewards[row] for row in group[1]}) == 1)
-    for (iteration, phase, number), rows in groups[:count]:
-        members = sorted(plain_rows(table.take(rows)), key=lambda row: inf if row["reward"] is None else -row["reward"])
-        first = members[0]
-        name = "" if first["problem_id"] is None else f", problem {visible(first['problem_id'])}"
+    found = [(key, rows) for key, rows in group_rows(table).items() if key[0] == newest]
+    found.sort(key=lambda group: len({rewards[row] for row in group[1]}) == 1)
+    for (iteration, phase, number), rows in found[:count]:
+        # best first; those without a reward last
+        order = sorted(rows, key=lambda row: inf if rewards[row] is None else -rewards[row])
+        [group] = groups_of(table, [order])
+        pairs = zip(group.rollouts, order, strict=True)
+        samples = [record(group, rollout, advantages[row], decode) for rollout, row in pairs]
+        name = "" if group.problem is None else f", problem {visible(group.problem.problem_id)}"
         when = "before training" if iteration == -1 else f"iteration {iteration + 1}"
-        title = f"{phase}, {when}, group {number + 1}{name}: {len(members)} completions"
+        title = f"{phase}, {when}, group {number + 1}{name}: {len(samples)} completions"
         console.rule(Text(title), align="left", style="dim")
-        shown = members if full or len(members) == 1 else [members[0], members[-1]]
-        console.print(Group(*_prompt(first, full=full), *(_answer(row, full=full) for row in shown)))
-
-
-def _prompt(row: Mapping[str, Any], *, full: bool) -> Iterator[Table]:
-    for message in row["messages"] or ():
-        yield _line(message["role"], Text(_printable(message["content"], full=full)))
-    if row["answer"]:
-        yield _line("answer", Text(_printable(row["answer"], full=full)))
-
-
-def _answer(row: Mapping[str, Any], *, full: bool) -> Table:
-    """Reward, advantage and why it ended; then the completion."""
-    facts = ["no reward" if row["reward"] is None else f"reward {row['reward']:.3f}"]
-    parts = row["parts"] or {}
-    facts += [f"{visible(name)} {value:.3g}" for name, value in parts.items() if len(parts) > 1]
-    facts += [] if row["advantage"] is None else [f"advantage {row['advantage']:+.2f}"]
-    facts += [
-        f"{len(row['completion_ids'])} tokens",
-        row["finish_reason"] or "end unknown",
-        f"version {row['version']}",
-    ]
-    facts += [] if row["failure"] is None else [f"not scored: {row['failure']}"]
-    text, colour = Text.assemble(("  ".join(facts) + "\n", "bold")), _colour(row["advantage"] or 0.0)
-    if row["conversation"] is None:
-        text.append(_printable(row["text"], full=full), colour)
-    else:
-        said = next(i for i, message in enumerate(row["conversation"]) if message["role"] == "assistant")
-        for line, is_sampled, is_thinking in spoken(row["conversation"][said:]):
-            style = f"{colour} italic" if is_thinking else colour if is_sampled else "dim"
-            text.append(_printable(line, full=full) + "\n", style.strip())
-    return _line("correct" if row["is_correct"] else "wrong", text)
-
-
-def _printable(text: str, *, full: bool) -> str:
-    return "".join(map(visible, text)) if full else visible(text)  # of a single letter `visible` leaves nothing out
-
-
-def _colour(advantage: float) -> str:
-    """Green above 0, red below, the stronger the further away; the default colour at 0."""
-    strength = round(105 + 150 * min(abs(advantage), 2.0) / 2.0)
-    return "" if advantage == 0 else f"rgb(90,{strength},90)" if advantage > 0 else f"rgb({strength},90,90)"
-
-
-def _line(label: str, text: Text) -> Table:
-    grid = Table.grid(padding=(0, 2), pad_edge=True)
-    grid.add_column(style="dim", no_wrap=True, width=9)
-    grid.add_column(overflow="fold")
-    grid.add_row(visible(label), text)
-    return grid
+        shown = samples if full or len(samples) == 1 else [samples[0], samples[-1]]
+        console.print(prompt_table(samples[0], full=full), *(completion_table(each, full=full) for each in shown))
 
 
 def _facts_of(tables: Iterable[pa.Table]) -> tuple[dict[str, np.ndarray], list[bool]]:
