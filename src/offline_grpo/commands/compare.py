@@ -9,6 +9,7 @@ OUT/  MODE/ (the folder of its run)  trainer_MODE.log  pids.txt  comparison.{jso
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -47,6 +48,7 @@ LINKS = {
     "checkpoints_{}": "checkpoints",
 }
 """What the Atropos scripts call a file, and which one of the run's it is."""
+COMPUTES = re.compile("torch|transformers|vllm.*")  # vLLM for CPUs has another name
 POLL_S = 0.5
 
 
@@ -137,7 +139,7 @@ def run_comparison(asked: Comparison) -> None:
                 "at_once": len(slots),
                 **{name: start[name] for name in ("command", "time", "git", "host", "platform", "python")},
                 "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                **{name: start["packages"].get(name) for name in ("torch", "transformers", "vllm")},
+                **{name: start["packages"][name] for name in start["packages"] if COMPUTES.fullmatch(name)},
             }
             save_comparison(out, about, runs.states)
             print_comparison(out, output_console())

