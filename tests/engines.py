@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -352,6 +353,14 @@ def kill_engine(folder: Path) -> int:
     core = engine_core(max(folder.glob("server_*.log")))
     core.kill()
     return core.pid
+
+
+def stall(folder: Path, seconds: float) -> None:
+    """Let the last server with its log in `folder` stand still for a while."""
+    processes = writers(max(folder.glob("server_*.log")))
+    for process in processes:
+        process.suspend()
+    threading.Timer(seconds, lambda: [process.resume() for process in processes]).start()
 
 
 @dataclass

@@ -29,7 +29,7 @@ class ServedBits:
 
 @dataclass
 class ServerControl(ABC):
-    """Control over a server. Calls raise EngineError, or EngineDied if a server that the run started has ended."""
+    """Control over a server. See `Server.watched` for what calls raise."""
 
     server: Server
 
@@ -39,11 +39,11 @@ class ServerControl(ABC):
 
     def get(self, path: str) -> httpx.Response:
         """GET `path`, see `ServerApi.get`."""
-        return self.server.watched(lambda: self.server.api.get(path))
+        return self.server.watched(lambda: self.server.api.get(path), changes=False)
 
-    def post(self, path: str, body: Any = None, **arguments: Any) -> httpx.Response:
-        """POST `path`, see `ServerApi.post`."""
-        return self.server.watched(lambda: self.server.api.post(path, body, **arguments))
+    def post(self, path: str, body: Any = None, *, changes: bool = True, **arguments: Any) -> httpx.Response:
+        """POST `path`, see `ServerApi.post`. `changes`: it does more than to read."""
+        return self.server.watched(lambda: self.server.api.post(path, body, **arguments), changes=changes)
 
     def check_version(self) -> str:
         """The server's version; raises ConfigError if it is not from `oldest` to `newest`."""

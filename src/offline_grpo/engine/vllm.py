@@ -42,6 +42,8 @@ LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDE
 """Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM
 uses its own.
 """
+READING = {"grpo_tag", "grpo_state", "grpo_sums", "grpo_describe", "grpo_layout"}
+"""Of the worker extension's methods, those that change nothing."""
 WAIT_TIMEOUT_S = 3600.0
 """For a pause that lets all requests end first."""
 
@@ -172,7 +174,8 @@ class VllmControl(ServerControl):
     def call_workers(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> list[Any]:
         """The results of the method of each worker."""
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
-        return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).json()["results"]
+        is_change = method not in READING
+        return self.post("/collective_rpc", body, changes=is_change, timeout_s=timeout_s + 10).json()["results"]
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
         self.pause(pause_mode)

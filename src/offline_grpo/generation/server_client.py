@@ -156,6 +156,7 @@ class ServerClient(Streaming):
             except TimeoutError as error:
                 group = self.server.key.partition(".")[0]
                 fix = f"raise {group}.timeout_s, or look at the server"
+                await asyncio.to_thread(self.server.check_healthy)
                 raise EngineError(f"{self._url}: no answer after {self.timeout_s:g} s; {fix}") from error
             except httpx.HTTPError as error:
                 failure = describe(error)
@@ -167,6 +168,7 @@ class ServerClient(Streaming):
                 await self._look(self.weights)
             return checked(answer)
         await self._look(self.weights)
+        await asyncio.to_thread(self.server.check_healthy)
         fix = f"is the server running, and {self.server.key} its address?"
         raise EngineError(f"{self._url}: {failure}, after {self.max_retries + 1} attempts; {fix}")
 

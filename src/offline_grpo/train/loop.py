@@ -173,7 +173,7 @@ class Loop:
         evaluator, deployment, cycle = evaluation.evaluator, evaluation.deployment, iteration + 1
         with self._phase("eval", iteration), self._interruptible():
             if deployment is not self.deployment:
-                deployment.push(self.policy, version=self._version)
+                self._recovering(deployment, lambda: deployment.push(self.policy, version=self._version))
             groups = self._sample(deployment, lambda: evaluator.sample(deployment.client, cycle=cycle))
             for listener in self.listeners:
                 listener.rollouts("eval", groups, advantages=None, iteration=iteration)

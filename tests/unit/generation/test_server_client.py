@@ -229,6 +229,16 @@ def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab) -> None:
     assert len(lab.server.requests) == 1
 
 
+def test_a_server_of_our_own_that_hangs_has_ended(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        raise EngineDied("the server was unhealthy and was stopped")
+
+    monkeypatch.setattr(lab.handle, "check_healthy", stop)
+    lab.set_script(lambda _: Reply(tokens_answer(TWO), byte_pause_s=0.1))
+    lab.client.timeout_s = 0.2
+    assert "was stopped" in lab.error(EngineDied)
+
+
 GOOD = ([6], [-1.0], "length")
 
 
