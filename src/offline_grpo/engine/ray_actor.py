@@ -145,8 +145,8 @@ def result_of(reference: Any, name: str, *, timeout_s: float) -> Any:
 
 def fate(error: Exception) -> str:
     """Of the machine of an actor that is lost, as Ray knows it."""
-    has_gone = "node has died" in str(error) or "node specified" in str(error)
-    return "has gone" if has_gone else "has lost the process that Ray started there"
+    is_alive = "worker process has died" in str(error)  # else it is lost, or does not answer
+    return "has lost the process that Ray started there" if is_alive else "has gone"
 
 
 def room_for(resources: Mapping[str, float], needs: Mapping[str, float]) -> float:
