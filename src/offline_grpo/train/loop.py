@@ -218,7 +218,7 @@ class Loop:
         """The groups of all processes, each of which samples its `share`, from the weights of the last push alone."""
 
         def sample() -> list[RolloutGroup]:
-            is_own = deployment.client.engine_name is None  # it samples from the policy's module
+            is_own = deployment.client.is_local  # it samples from the policy's module
             with self.updater.sharding.gathered(self.policy) if is_own else nullcontext():
                 groups = self.ranks.gather_interleaved(share)
             deployment.check_served()

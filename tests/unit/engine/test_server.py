@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engines import COMMAND_LINE
+from engines import COMMAND_LINE, make_client
 from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
@@ -23,7 +23,7 @@ from offline_grpo.engine import server as server_module
 from offline_grpo.engine.http import NotFound, Refused, read
 from offline_grpo.engine.process import temporary_folder
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmControl, VllmLauncher
+from offline_grpo.engine.vllm import VllmLauncher
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 
 STAND_IN = """
@@ -175,7 +175,7 @@ def test_a_server_that_breaks_a_call_off_is_stopped(
         server = own(servers, tmp_path / str(changes), Launcher(code=SILENT))
         server.start("model")
         with pytest.raises(EngineDied, match=r"/load: .* and was stopped; its last words"):
-            VllmControl(server).post("/load", changes=changes)
+            make_client(server).post("/load", changes=changes)
         assert server.has_ended
         assert (tmp_path / str(changes) / "server_0.log").read_text().count("asked\n") == asked
 
@@ -186,7 +186,7 @@ def test_a_call_does_not_use_a_connection_that_the_server_may_be_closing(tmp_pat
         return Reply(cut="reset") if is_known else Reply({"version": "0.25"})
 
     with ScriptedServer(script) as web:
-        control = VllmControl(found(web.base_url, tmp_path))
+        control = make_client(found(web.base_url, tmp_path))
         assert [control.version() for _ in range(3)] == ["0.25"] * 3
         control.pause("keep")
         control.resume()
