@@ -16,7 +16,7 @@ Every sequence has exactly `--tokens` tokens after a prompt of 40, in groups of 
 each sequence alone, all arms must return the same tokens. Then they alternate.
 
 Arms:
-    server            VllmClient and a managed server, as `run_grpo.py` uses them
+    server            VllmEngine and a managed server, as `run_grpo.py` uses them
     stock             the same server through /v1/completions, which has to make text
     offline           vLLM's LLM.generate in a process of its own: the sampled token's logprob, no text
     offline_bare      the same without logprobs
@@ -44,7 +44,7 @@ import torch
 from common import RESULTS, Target, Timings, complete_in_order, write_result
 from generation_arms import CPU_ARGS, GROUP, EndlessClient, Group, Offline, Served, requests, save_model
 
-from offline_grpo.generation.vllm_client import STOCK
+from offline_grpo.engine.vllm import STOCK
 from offline_grpo.types import SamplingParams, SamplingRequest
 
 COMMON: dict[str, Any] = {

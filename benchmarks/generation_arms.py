@@ -17,8 +17,7 @@ import psutil
 from common import complete_in_order
 
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmLauncher
-from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
 GROUP = 8
@@ -77,7 +76,7 @@ def requests(num_sequences: int, group: int = GROUP) -> list[SamplingRequest]:
     ]
 
 
-class EndlessClient(VllmClient):
+class EndlessClient(VllmEngine):
     """Ignores the end-of-sequence token, so that every round does the same work."""
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:

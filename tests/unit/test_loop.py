@@ -27,7 +27,7 @@ def report_of(version: int) -> SyncReport:
 class Engine:
     """Dies at the first `num_deaths` pushes."""
 
-    client = SimpleNamespace(engine_name="vLLM")
+    client = SimpleNamespace(is_local=False)
     is_frozen = False
 
     def __init__(self, num_deaths: int = 0, error: type[Exception] = EngineDied) -> None:

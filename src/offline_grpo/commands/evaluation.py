@@ -20,13 +20,11 @@ from transformers.utils.hub import cached_file
 from offline_grpo import progress
 from offline_grpo.checkpoint.pretrained import KEY, ModelSource, export_model
 from offline_grpo.config import compose as conf
-from offline_grpo.config.build import build
 from offline_grpo.config.compose import key_of, quoted
 from offline_grpo.config.engine_spec import EngineSpec, training_engine
 from offline_grpo.config.parts import evaluation_sampling
 from offline_grpo.config.problems import build_task, held_out_problems, isolated
 from offline_grpo.disk import OwnFolder
-from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints, sums
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, require
@@ -255,24 +253,23 @@ def _served(
             dtype = source.trained_dtype or torch_dtype(config.train.precision)
             how = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
             runtime["model"] = source.load(device=resolve_device(config.model.device), **how)
-        client = build(spec.client_node, key="generation", protocol=RolloutClient, **runtime)
-        engine = Engine(client, chosen.sampling)
+        engine = spec.engine(sampling=chosen.sampling, is_corrected=True, **runtime)
         stack.callback(engine.stop)
         engine.start(place, {})
         if engine.found_at is not None:
             check_served_model(source, engine)
-        yield client, codec
+        yield engine, codec
 
 
-def check_served_model(source: ModelSource, engine: Engine) -> None:
+def check_served_model(source: ModelSource, engine: Any) -> None:
     """Compare the server's weights with the model's files, tensor by tensor, where both can be read. Rows and columns
     may be swapped. Raises ConfigError if some differ.
     """
     url = engine.server.base_url
     others: dict[str, str] = {}
     num_compared = 0
-    if engine.control.lacks("full") is None:
-        served = engine.control.served_bits()
+    if engine.lacks("full") is None:
+        served = engine.served_bits()
         folder = Path(cached_file(source.weights, "config.json") or "").parent
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
@@ -281,7 +278,7 @@ def check_served_model(source: ModelSource, engine: Engine) -> None:
                     cast = [file.get_tensor(name).to(torch_dtype(served.dtype))]
                     if fingerprints(cast) != [served.fingerprints[name]]:
                         others |= zip([name], sums(cast), strict=True)
-    if unequal := engine.control.other_numbers(others):
+    if unequal := engine.other_numbers(others):
         about = f"the server has another model than {KEY}={source.name}"
         differ = f"{len(unequal)} of {num_compared} tensors differ, {', '.join(unequal[:3])}"
         fix = "start it from that model, or let the evaluation start one (generation.base_url=null)"

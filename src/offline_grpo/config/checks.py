@@ -57,13 +57,12 @@ def _check_teacher(plan: Plan) -> None:
 
 def _check_weight_sync(plan: Plan) -> None:
     sync, needs, engine, rank = plan.weight_sync, plan.weight_sync.requires, plan.engine, plan.lora_rank
-    name, key = engine.client_class.engine_name, "weight_sync"
-    if name in needs.refused:
-        require(False, *needs.refused[name])
-    fix = "moves no weights, and these samples do not come from the trained module; use reload, or lora_hotswap"
-    require(bool(needs.engines) or name is None, key, sync.name, fix)
-    fix = f"is for a {' or '.join(needs.engines)} server; use another generation, or another weight_sync"
-    require(not needs.engines or name in needs.engines, key, sync.name, fix)
+    kind, key = engine.engine_class, "weight_sync"
+    fix = f"is for {needs.engine.name}, and generation samples from {kind.name}; choose another of either"
+    require(issubclass(kind, needs.engine), key, sync.name, fix)
+    fix = f"{kind.name} loads weights only where no request is in flight; set weight_sync.pause_mode=abort"
+    is_possible = needs.pause_mode is None or needs.pause_mode in kind.pause_modes
+    require(is_possible, "weight_sync.pause_mode", needs.pause_mode, fix)
     fix = "moves all weights, and with model.lora only adapters change; use weight_sync=lora_hotswap"
     require(rank is None or needs.moves != "full", key, sync.name, fix)
     fix = "moves LoRA adapters and the policy has none; add model/lora=default, or choose another"

@@ -9,33 +9,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from offline_grpo.config.build import build, check_settings, resolve
+from offline_grpo.config.compose import folder
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.launcher import Launcher
 from offline_grpo.engine.ports import plain_url
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.settings import EvalConfig, RunConfig, check_url
 
-CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids", "vocab_size")
-"""Names under which a rollout client's constructor may ask for objects that exist only once the model is loaded."""
-
-SERVER_CLIENT_SETTINGS = ("batch_size", "timeout_s", "max_retries")
-EVAL_BACKENDS = {
-    "transformers": ("offline_grpo.generation.transformers_client.TransformersClient", ("batch_size",)),
-    "vllm_server": ("offline_grpo.generation.vllm_client.VllmClient", SERVER_CLIENT_SETTINGS),
-    "sglang_server": ("offline_grpo.generation.sglang_client.SglangClient", SERVER_CLIENT_SETTINGS),
-}
-"""What a name in `eval.backend` stands for: a client's class, and its settings, which are those of the group `eval`."""
+CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids", "vocab_size", "sampling", "is_corrected")
+"""Names under which an engine's constructor may ask for objects that exist only once the model is loaded."""
+OF_BOTH = ("batch_size", "timeout_s", "max_retries")
+"""Settings of engines in `generation` and in `eval`."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A client and its servers, before any of them exists."""
+    """An engine and its servers, before any of them exists."""
 
-    client_node: Mapping[str, Any]  # `_target_` and settings of the rollout client
+    client_node: Mapping[str, Any]  # `_target_` and settings of the engine
     base_urls: Sequence[str]  # of external servers; empty where the run starts them, or needs none
     api_key: str | None = field(repr=False)  # of the servers; managed ones always have one
     launcher: Launcher | None  # starts managed servers; None where none is started
-    key: str  # the group that the client's settings come from
+    key: str  # the group that the engine's settings come from
     num_managed: int = 0  # servers that the run starts
 
     @property
@@ -46,17 +44,20 @@ class EngineSpec:
         return f"[{','.join(self.base_urls)}]"
 
     @property
-    def client_class(self) -> Any:
+    def engine_class(self) -> type[Engine]:
         target = resolve(self.client_node, self.key)
-        if not hasattr(target, "engine_name"):
-            fix = "is no RolloutClient (see offline_grpo/interfaces.py), whose class has an engine_name"
+        if not (isinstance(target, type) and issubclass(target, Engine)):
+            fix = "is no RolloutClient that inherits from LocalEngine or ServerEngine (see offline_grpo/engine/)"
             raise ConfigError(f"{self.key}._target_={self.client_node['_target_']}: {fix}")
         return target
 
     @property
     def needs_server(self) -> bool:
-        """Whether the client asks a server. In this process it samples otherwise."""
-        return self.client_class.engine_name is not None
+        return not self.engine_class.is_local
+
+    def engine(self, **runtime: Any) -> Any:
+        """An `Engine`, with those of these objects (`CLIENT_RUNTIME`) that its constructor asks for."""
+        return build(self.client_node, key=self.key, protocol=Engine, **{**dict.fromkeys(CLIENT_RUNTIME), **runtime})
 
     @property
     def url_key(self) -> str:
@@ -64,9 +65,9 @@ class EngineSpec:
         return f"{self.key.partition('.')[0]}.base_url"
 
     def check_client(self) -> None:
-        """Raise ConfigError if the client's settings do not fit its constructor, or are out of range."""
+        """Raise ConfigError if the engine's settings do not fit its constructor, or are out of range."""
         settings = {name: value for name, value in self.client_node.items() if name != "_target_"}
-        check_settings(self.client_class, settings, self.key, given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
+        check_settings(self.engine_class, settings, self.key, given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
         for name, is_good, rule in (
             ("batch_size", settings.get("batch_size", 1) >= 1, "must be at least 1"),
             ("timeout_s", settings.get("timeout_s", 1) > 0, "must be above 0"),
@@ -114,7 +115,7 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
     """
     url, backend = settings.base_url, settings.backend
     spec = EngineSpec(_evaluation_node(settings, training), urls_of(url), api_key, None, "eval.backend")
-    is_same_client = not isinstance(backend, Mapping) and issubclass(training.client_class, spec.client_class)
+    is_same_client = not isinstance(backend, Mapping) and issubclass(training.engine_class, spec.engine_class)
     is_shared = is_same_client and (url is None or plain_url(url) in map(plain_url, training.base_urls))
     fix = "applies only to a separate evaluation server; set eval.base_url to one, or leave it null"
     is_separate = url is not None and not is_shared
@@ -132,14 +133,15 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
 def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str, Any]:
     backend = settings.backend
     if backend is None:  # training's own settings, but for those that both groups have
-        shared = {name: getattr(settings, name) for name in SERVER_CLIENT_SETTINGS if name in training.client_node}
+        shared = {name: getattr(settings, name) for name in OF_BOTH if name in training.client_node}
         return {**training.client_node, **shared}
     if isinstance(backend, Mapping):
         return backend
-    fix = f"must be null, one of {', '.join(EVAL_BACKENDS)}, or a client of your own with a _target_"
-    require(backend in EVAL_BACKENDS, "eval.backend", backend, fix)
-    target, names = EVAL_BACKENDS[backend]
-    return {"_target_": target, **{name: getattr(settings, name) for name in names}}
+    options = {file.stem: file for file in (folder() / "generation").glob("*.yaml")}
+    fix = f"must be null, one of {', '.join(sorted(options))}, or a client of your own with a _target_"
+    require(backend in options, "eval.backend", backend, fix)
+    option: Any = OmegaConf.load(options[backend])
+    return {"_target_": option["_target_"], **{name: getattr(settings, name) for name in OF_BOTH if name in option}}
 
 
 def num_shards(server_args: Mapping[str, Any]) -> int:

@@ -154,6 +154,8 @@ def _wait(actors: Sequence[Any], stop: StopSignal) -> int:
     import ray
     from ray.exceptions import RayActorError
 
+    from offline_grpo.engine.ray_actor import fate
+
     reading = {actor.read.remote(): rank for rank, actor in enumerate(actors)}
     failed, is_told, deadline = 0, False, math.inf
     while reading and time.monotonic() < deadline:
@@ -166,9 +168,7 @@ def _wait(actors: Sequence[Any], stop: StopSignal) -> int:
                 read: Any = ray.get(reference)
             except RayActorError as error:
                 fix = "go on with resume=auto, which takes any number of processes"
-                is_alive = "worker process has died" in str(error)  # else its machine has, or does not answer
-                lost = "Ray's process around" if is_alive else "the machine of"
-                raise GrpoError(f"{lost} training process {rank} was lost; {fix}") from error
+                raise GrpoError(f"the machine of training process {rank} {fate(error)}; {fix}") from error
             if isinstance(read, bytes):
                 os.write(1, read)
                 reading[actors[rank].read.remote()] = rank

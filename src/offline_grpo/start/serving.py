@@ -12,15 +12,13 @@ from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from offline_grpo.config.build import build
 from offline_grpo.config.engine_spec import EngineSpec, num_shards
 from offline_grpo.config.plan import Plan
-from offline_grpo.engine.engine import Engine
-from offline_grpo.engine.launcher import flags
 from offline_grpo.engine.ray_server import RayCluster
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.interfaces import RolloutClient, Sharding
+from offline_grpo.interfaces import Sharding
 from offline_grpo.model.device import TORCH_NAMES
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import end_ids
@@ -48,14 +46,14 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
     asked += [] if plan.eval_engine is None else [(plan.eval_engine, plan.eval_weight_sync)]
     for spec, weight_sync in asked:
         for server in found_servers(spec, Path()):
-            command = _command(plan, weight_sync, model_id, server, spec.client_class.engine_name)
+            engine = spec.engine(server=server, eos_ids=(), vocab_size=0)
+            command = _command(plan, weight_sync, model_id, engine)
             try:
                 server.start(model_id)
             except EngineError as error:
                 raise EngineError(f"{error}; this starts one: {command}") from error
-            control = spec.client_class.control(server)
-            control.check_version()
-            lack = control.lacks(weight_sync.requires.moves)
+            engine.check_version()
+            lack = engine.lacks(weight_sync.requires.moves)
             asked_by_environments = spec is plan.engine and plan.config.rollouts.get("url") is not None
             if asked_by_environments and not server.api.has("/generate"):
                 lack = "has no POST /generate, which environments call (--middleware offline_grpo_generate.Generate)"
@@ -69,15 +67,12 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
                 raise ConfigError(f"{server.key}={server.base_url}: {fix}")
 
 
-def _command(plan: Plan, weight_sync: WeightSync, model_id: str, server: Server, kind: str | None) -> str:
-    """What starts a server that has what weight sync needs, at the address of `server`."""
+def _command(plan: Plan, weight_sync: WeightSync, model_id: str, engine: ServerEngine) -> str:
+    """What starts a server that has what weight sync needs, at the address of the engine's."""
     needs, room = weight_sync.requires, {} if plan.lora_rank is None else {"max_lora_rank": room_for(plan.lora_rank)}
-    args = {"port": urlsplit(server.base_url).port, "dtype": TORCH_NAMES[plan.config.train.precision]}
+    args = {"port": urlsplit(engine.server.base_url).port, "dtype": TORCH_NAMES[plan.config.train.precision]}
     args |= {} if plan.config.model.quantization is None else {"quantization": "bitsandbytes"}
-    if kind == "SGLang":
-        words = ["sglang.launch_server", "--model-path", model_id, *flags(args), "--enable-deterministic-inference"]
-    else:
-        words = ["offline_grpo.engine.serve", model_id, *flags({**args, **needs.server_args, **room})]
+    words = engine.start_words(model_id, args, {**needs.server_args, **room})
     env = [f"{name}={shlex.quote(value)}" for name, value in needs.env.items()]
     return " ".join([*env, shlex.join(["python", "-m", *words])])
 
@@ -162,12 +157,8 @@ def deployments(
     ) -> Deployment:
         runtime = {"model": policy.model, "tokenizer": policy.tokenizer, "vocab_size": policy.vocab_size}
         runtime["eos_ids"] = end_ids(policy.causal_lm.generation_config, policy.tokenizer)
-        clients = [
-            build(spec.client_node, key=spec.key, protocol=RolloutClient, server=server, **runtime)
-            for server in servers or [None]
-        ]
-        is_corrected = plan.is_corrected or spec is plan.eval_engine
-        engines = [Engine(client, sampling, is_corrected=is_corrected) for client in clients]
+        runtime |= {"sampling": sampling, "is_corrected": plan.is_corrected or spec is plan.eval_engine}
+        engines = [spec.engine(server=server, **runtime) for server in servers or [None]]
         if servers and ranks.world_size > 1:
             return RankZeroDeployment(engines, sync, sharding.full_weights, ranks, sharding.lead)
         return Deployment(engines, sync, sharding.full_weights)

@@ -16,9 +16,9 @@ from scripted_server import Reply, Request, ScriptedServer
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
 from offline_grpo.config.plan import Plan
+from offline_grpo.engine.sglang import SglangEngine
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.generation.sglang_client import SglangClient
-from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.start import serving
@@ -62,14 +62,14 @@ def test_the_settings_of_training_are_passed_on(num_processes: int, tmp_path: Pa
     client, sync = evaluation(chosen, tmp_path, num_processes=num_processes)
     assert isinstance(sync, Reload)
     assert (sync.tolerance_nats, sync.location) == (0.4, "disk")
-    assert isinstance(client, SglangClient)
+    assert isinstance(client, SglangEngine)
     assert (client.timeout_s, client.max_retries) == (7, 0)
 
 
 def test_the_settings_of_evaluations_come_before_those_of_training(tmp_path: Path) -> None:
     own = "eval.batch_size=3 eval.timeout_s=9 eval.max_retries=2"
     client, _ = evaluation(f"{SERVED} {TUNED} eval.base_url={OTHER} {own}", tmp_path)
-    assert isinstance(client, VllmClient)
+    assert isinstance(client, VllmEngine)
     assert (client.batch_size, client.timeout_s, client.max_retries) == (3, 9, 2)
 
 
@@ -171,7 +171,7 @@ def test_a_server_of_the_run_has_a_key_that_nobody_else_knows(kind: str, tmp_pat
     other_rank: Any = SimpleNamespace(is_main=False, world_size=2, on_main=told)
     plan = make_plan(typed(compose_config(*overrides, "eval.enabled=false")))
     training, _ = assembled(plan, make_policy(), tmp_path, other_rank)
-    assert training.engines[0].client.server.api_key == "of rank 0"  # type: ignore[attr-defined]
+    assert training.engines[0].server.api_key == "of rank 0"  # type: ignore[attr-defined]
 
 
 def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:

@@ -16,10 +16,10 @@ import pytest
 from factories import generate
 from scripted_server import Reply, Request, ScriptedServer
 
+from offline_grpo.engine import server_engine
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineDied, EngineError
-from offline_grpo.generation import server_client
-from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
 
 PROMPT = [7, 8, 9]
@@ -54,7 +54,7 @@ class Lab:
 
     server: ScriptedServer
     handle: MortalServer
-    client: VllmClient
+    client: VllmEngine
 
     def set_script(self, script: Script) -> None:
         self.server.script = script
@@ -81,8 +81,8 @@ class Lab:
         return str(raised.value)
 
 
-def make_client(server: Server, *, batch_size: int = 4) -> VllmClient:
-    return VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=batch_size, timeout_s=5.0, max_retries=3)
+def make_client(server: Server, *, batch_size: int = 4) -> VllmEngine:
+    return VllmEngine(server=server, eos_ids=[2], vocab_size=1000, batch_size=batch_size, timeout_s=5.0, max_retries=3)
 
 
 def mortal(base_url: str, tmp_path: Path, api_key: str | None = None) -> MortalServer:
@@ -91,8 +91,8 @@ def mortal(base_url: str, tmp_path: Path, api_key: str | None = None) -> MortalS
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(server_client, "GRACE_S", 0.0)
+    monkeypatch.setattr(server_engine, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(server_engine, "GRACE_S", 0.0)
     with ScriptedServer(lambda _: Reply(tokens_answer(TWO))) as server:
         handle = mortal(server.base_url, tmp_path)
         client = make_client(handle)
@@ -131,7 +131,7 @@ def test_what_a_push_aborts_waits_for_the_push_alone(lab: Lab, monkeypatch: pyte
     """Whatever was in flight comes back at once, from a server that might be ending, and is computed again when the
     push has ended.
     """
-    monkeypatch.setattr(server_client, "GRACE_S", 60.0)
+    monkeypatch.setattr(server_engine, "GRACE_S", 60.0)
     new, all_in_flight = ServedWeights(4), threading.Barrier(8)
 
     def script(_: Request) -> Reply:
@@ -169,7 +169,7 @@ def test_a_stock_server_is_asked_as_stock_servers_are(tmp_path: Path, caplog: py
     """All requests that were in flight find out by themselves; later ones know."""
 
     def script(request: Request) -> Reply:
-        if request.path == VllmClient.path:
+        if request.path == VllmEngine.path:
             server.wait_until(lambda: server.max_active == 4)
             return Reply({"detail": "Not Found"}, status=404)
         choice = {"index": 0, "token_ids": [7], "finish_reason": "stop", "prompt_token_ids": request.body["prompt"]}
@@ -179,7 +179,7 @@ def test_a_stock_server_is_asked_as_stock_servers_are(tmp_path: Path, caplog: py
         client = make_client(mortal(server.base_url, tmp_path))
         assert {index for index, _ in client.generate(requests(9), SAMPLING)} == set(range(9))
         paths = [request.path for request in server.requests]
-        assert (paths.count(VllmClient.path), paths.count("/v1/completions")) == (4, 9)
+        assert (paths.count(VllmEngine.path), paths.count("/v1/completions")) == (4, 9)
         assert caplog.text.count("has no POST /generate_tokens") == 1
         client.close()
 
@@ -229,6 +229,16 @@ def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab) -> None:
     assert len(lab.server.requests) == 1
 
 
+def test_a_server_of_our_own_that_hangs_has_ended(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        raise EngineDied("the server was unhealthy and was stopped")
+
+    monkeypatch.setattr(lab.handle, "check_healthy", stop)
+    lab.set_script(lambda _: Reply(tokens_answer(TWO), byte_pause_s=0.1))
+    lab.client.timeout_s = 0.2
+    assert "was stopped" in lab.error(EngineDied)
+
+
 GOOD = ([6], [-1.0], "length")
 
 
@@ -258,7 +268,7 @@ def test_the_death_of_our_own_server_is_told(lab: Lab, reply: Reply, monkeypatch
         lab.handle.is_dead = True
         return reply
 
-    monkeypatch.setattr(server_client, "GRACE_S", 60.0)
+    monkeypatch.setattr(server_engine, "GRACE_S", 60.0)
     lab.set_script(script)
     assert "exit code 1" in lab.error(EngineDied)
     assert len(lab.server.requests) == 1

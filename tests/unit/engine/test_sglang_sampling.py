@@ -14,7 +14,7 @@ from fake_sglang import FakeSglang, log_softmax, logits_after
 from scripted_server import ScriptedServer
 
 from offline_grpo.engine.server import Server
-from offline_grpo.generation.sglang_client import SglangClient
+from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.types import SamplingParams
 
 PROMPTS = [[1, 3, 5], [1, 9], [4]]
@@ -34,14 +34,14 @@ def web(fake: FakeSglang) -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def client(web: ScriptedServer, tmp_path: Path) -> Iterator[SglangClient]:
+def client(web: ScriptedServer, tmp_path: Path) -> Iterator[SglangEngine]:
     server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-    client = SglangClient(server=server, eos_ids=[2, 7], vocab_size=1000, batch_size=2, timeout_s=10, max_retries=0)
+    client = SglangEngine(server=server, eos_ids=[2, 7], vocab_size=1000, batch_size=2, timeout_s=10, max_retries=0)
     yield client
     client.close()
 
 
-def test_completion_j_is_drawn_with_seed_plus_j(client: SglangClient) -> None:
+def test_completion_j_is_drawn_with_seed_plus_j(client: SglangEngine) -> None:
     groups = generate(client, PROMPTS, SAMPLING, group_size=4, seeds=SEEDS)
     alone = [
         [generate(client, [prompt], SAMPLING, group_size=1, seeds=[seed + j])[0][0] for j in range(4)]
@@ -51,7 +51,7 @@ def test_completion_j_is_drawn_with_seed_plus_j(client: SglangClient) -> None:
     assert len({completion.token_ids for completion in groups[0]}) == 4
 
 
-def test_seeds_stay_within_64_bits(client: SglangClient, web: ScriptedServer) -> None:
+def test_seeds_stay_within_64_bits(client: SglangEngine, web: ScriptedServer) -> None:
     generate(client, [[5]], SAMPLING, group_size=3, seeds=[2**63 - 2])
     assert [settings["sampling_seed"] for settings in web.requests[0].body["sampling_params"]] == [
         2**63 - 2,
@@ -61,7 +61,7 @@ def test_seeds_stay_within_64_bits(client: SglangClient, web: ScriptedServer) ->
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.4])
-def test_logprobs_are_those_of_the_sampling_distribution(client: SglangClient, temperature: float) -> None:
+def test_logprobs_are_those_of_the_sampling_distribution(client: SglangEngine, temperature: float) -> None:
     sampling = SamplingParams(max_new_tokens=6, temperature=temperature)
     for prompt, group in zip(PROMPTS, generate(client, PROMPTS, sampling, group_size=3, seeds=SEEDS), strict=True):
         for completion in group:
@@ -72,7 +72,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(client: SglangClient, t
                 )
 
 
-def test_logprobs_have_the_repetition_penalty_in_them(client: SglangClient) -> None:
+def test_logprobs_have_the_repetition_penalty_in_them(client: SglangEngine) -> None:
     [[completion]] = generate(
         client, [[1, 3]], SamplingParams(max_new_tokens=6, repetition_penalty=1.8), group_size=1, seeds=[3]
     )

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import ClassVar
 
+from offline_grpo.engine.server_engine import ServerEngine
+from offline_grpo.engine.streaming import Streaming
 from offline_grpo.errors import EngineDied, EngineError
-from offline_grpo.generation.server_client import ServerClient
-from offline_grpo.generation.streaming import Streaming
 from offline_grpo.types import Completion, Metrics, SamplingParams, SamplingRequest, ServedWeights
 
 LOOK_S = 0.1
@@ -28,9 +28,9 @@ class SpreadClient(Streaming):
         clients: at least one. Each is asked for its own `batch_size` at once; more where others have died.
     """
 
-    engine_name: ClassVar[str | None] = "several servers"
+    is_local: ClassVar[bool] = False
 
-    def __init__(self, clients: Sequence[ServerClient]) -> None:
+    def __init__(self, clients: Sequence[ServerEngine]) -> None:
         names = ", ".join(client.server.base_url for client in clients)
         super().__init__(names, sum(client.batch_size for client in clients))
         self.serving = list(clients)
@@ -77,7 +77,7 @@ class SpreadClient(Streaming):
         imbalance = max(num_tokens) / mean if mean else 1.0
         return {"engines/num_serving": float(len(self.serving)), "engines/imbalance": imbalance}
 
-    def _continue_without(self, client: ServerClient, death: EngineDied) -> None:
+    def _continue_without(self, client: ServerEngine, death: EngineDied) -> None:
         before, others = self.serving, [other for other in self.serving if other is not client]
         if not others:
             raise death

@@ -18,7 +18,7 @@ from scripted_server import ScriptedServer
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.sglang import SglangControl, SglangLauncher
+from offline_grpo.engine.sglang import SglangEngine, SglangLauncher
 from offline_grpo.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {
@@ -101,24 +101,25 @@ def web(fake: FakeSglang) -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def control(web: ScriptedServer, tmp_path: Path) -> SglangControl:
-    return SglangControl(Server(base_url=web.base_url, api_key="secret", launcher=None, log_dir=tmp_path))
+def control(web: ScriptedServer, tmp_path: Path) -> SglangEngine:
+    server = Server(base_url=web.base_url, api_key="secret", launcher=None, log_dir=tmp_path)
+    return SglangEngine(server=server, eos_ids=[2], vocab_size=12, batch_size=4, timeout_s=30, max_retries=0)
 
 
 @pytest.mark.parametrize("version", ["0.6.0", "nightly"])
-def test_versions_that_are_not(control: SglangControl, fake: FakeSglang, version: str) -> None:
+def test_versions_that_are_not(control: SglangEngine, fake: FakeSglang, version: str) -> None:
     fake.version = version
     with pytest.raises(ConfigError, match=rf"SGLang {version} answers there, and .*; see generation.base_url$"):
         control.check_version()
 
 
-def test_a_server_that_ignores_seeds_is_noticed(control: SglangControl, fake: FakeSglang) -> None:
+def test_a_server_that_ignores_seeds_is_noticed(control: SglangEngine, fake: FakeSglang) -> None:
     assert control.lacks("full") is None
     fake.is_deterministic = False
     assert control.lacks("full") == "ignores the seeds of requests (--enable-deterministic-inference)"
 
 
-def test_loading_weights_cannot_end_the_server(control: SglangControl, fake: FakeSglang, web: ScriptedServer) -> None:
+def test_loading_weights_cannot_end_the_server(control: SglangEngine, fake: FakeSglang, web: ScriptedServer) -> None:
     fake.is_dirty = True
     control.load_weights("/some/folder", tag="1", pause_mode="abort")
     assert (fake.is_dead, fake.is_paused, fake.num_aborts) == (False, False, 1)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from offline_grpo.engine.streaming import Streaming
 from offline_grpo.errors import EngineError
-from offline_grpo.generation.streaming import Streaming
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest
 
 SAMPLING = SamplingParams(max_new_tokens=1, temperature=1.0)

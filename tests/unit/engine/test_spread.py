@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from scripted_server import Reply, Request, ScriptedServer
 
+from offline_grpo.engine import server_engine
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.spread import SpreadClient
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineDied, EngineError
-from offline_grpo.generation import server_client
-from offline_grpo.generation.spread import SpreadClient
-from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.types import SamplingParams, SamplingRequest
 
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -39,7 +39,7 @@ class Lab:
 
     webs: list[ScriptedServer]
     servers: list[MortalServer]
-    clients: list[VllmClient]
+    clients: list[VllmEngine]
     spread: SpreadClient
 
     def script(self, *scripts: Callable[[Request], Reply]) -> None:
@@ -78,8 +78,8 @@ class Lab:
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    monkeypatch.setattr(server_client, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(server_client, "GRACE_S", 0.0)
+    monkeypatch.setattr(server_engine, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(server_engine, "GRACE_S", 0.0)
     webs = [ScriptedServer(echo) for _ in range(3)]
     servers = [MortalServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path) for web in webs]
     about: dict[str, Any] = {
@@ -89,7 +89,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
         "timeout_s": 10,
         "max_retries": 2,
     }
-    clients = [VllmClient(server=server, **about) for server in servers]
+    clients = [VllmEngine(server=server, **about) for server in servers]
     lab = Lab(webs, servers, clients, SpreadClient(clients))
     yield lab
     for client in (lab.spread, *clients):
