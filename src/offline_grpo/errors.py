@@ -26,10 +26,6 @@ class ConfigError(GrpoError):
     exit_code = 2
 
 
-class RequestError(GrpoError):
-    """A request of one program that cannot be answered; the message is a sentence for it."""
-
-
 class EngineError(GrpoError):
     """The sampling engine failed, or its answer does not match the request."""
 
@@ -44,6 +40,10 @@ class CheckpointError(GrpoError):
 
 class ScoreError(GrpoError):
     """A completion could not be scored: the code that judges it raised, or returned something else than a score."""
+
+
+class RequestError(GrpoError):
+    """A request of one program that cannot be answered; the message is a sentence for it."""
 
 
 class OutOfMemory(GrpoError):

@@ -111,7 +111,7 @@ class Dialogue:
         new = messages if parent is None else messages[len(parent.key) :]
         num_sampled = 0 if parent is None else parent.num_sampled
         most = len(self._first_ids) + rules.max_environment_tokens  # of what is not sampled
-        length = sum(len(str(each.get("content"))) for each in new)
+        length = len(str([*new, *tools]))
         if len(path) >= rules.max_turns or (path and path[-1].reply.is_cut) or length > most * _LONGEST_TOKEN:
             self._hit_limit = True
             return None

@@ -110,9 +110,18 @@ def _within(mark: str, head: str, end: str, text: str = IN_JSON) -> str:
 
 
 # what looks like the end of an argument is none if neither another one nor the end of all comes next
-QWEN = r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))"
-GLM = r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>|\Z))"
-MUSE = r"\s*<atem:parameter name=\"([^\"]+)\">(.*?)</atem:parameter>(?=\s*(?:<atem:parameter|</atem:invoke>|\Z))"
+QWEN = (
+    r"\s*<parameter=([^>\n]+)>\n?((?:(?!</function>\s*</tool_call>).)*?)\n?</parameter>"
+    r"(?=\s*(?:<parameter=|</function>|\Z))"
+)
+GLM = (
+    r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!</tool_call>\s*<tool_call>).)*?)</arg_value>"
+    r"(?=\s*(?:<arg_key>|</tool_call>|\Z))"
+)
+MUSE = (
+    r"\s*<atem:parameter name=\"([^\"]+)\">((?:(?!</atem:invoke>\s*</?atem:).)*?)</atem:parameter>"
+    r"(?=\s*(?:<atem:parameter|</atem:invoke>|\Z))"
+)
 READERS = (
     Reader(_within("<tool_call>", r"\s*", "</tool_call>")),  # Hermes, Qwen 2.5 and 3
     Reader(  # Qwen 3.5, Nemotron 3
