@@ -58,10 +58,9 @@ def _show(folders: list[Path], out: Path | None, *, only_benchmark: bool) -> Non
             return
         summary.print_summary(history, console)
         say(console, [summary.labelled("report", save_report(history))])
+        say(console, [summary.labelled("page", save_page([folder], out or folder / "report.html"))])
     else:
-        sweep.print_sweep(folders, console)
-    page = save_page(folders, out or (folder if len(folders) == 1 else Path()) / "report.html")
-    say(console, [summary.labelled("page", page)])
+        sweep.print_sweep(folders, console, out)
 
 
 if __name__ == "__main__":

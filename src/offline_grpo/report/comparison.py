@@ -1,4 +1,4 @@
-"""Runs that differ in how weights travel: the table, `comparison.json`, `.md` and `.png`, from the recorded metrics."""
+"""Runs that differ in how weights travel: table, `comparison.json`, `.md` and page, from the recorded metrics."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from offline_grpo.disk import write_whole
 from offline_grpo.logger.atropos import Benchmark
-from offline_grpo.report.figures import COLORS, PHASE_COLORS
-from offline_grpo.report.history import PHASES, History, Series, by_number, count, load_history
-from offline_grpo.report.plots import TEXT, fit, label, legend, line, rows, sheet, style
-from offline_grpo.report.run_files import about
+from offline_grpo.report.history import History, by_number, load_history
+from offline_grpo.report.page import save_page
 from offline_grpo.report.tables import Table, number, say
 
 FILE = "comparison.json"
@@ -50,7 +46,6 @@ MEASURES: dict[str, tuple[str, str, Callable[[Arm], float | None]]] = {
 }
 """Name in comparison.json -> its name in the table, its format and its value, None where it was not measured."""
 MODES_PER_TABLE = 4  # in 80 columns
-END_ROOM = 1.16  # for the number at the end of a bar
 
 
 @dataclass(frozen=True)
@@ -64,9 +59,9 @@ class Arm:
 
     @property
     def figures(self) -> dict[str, float | None]:
-        """The values of MEASURES."""
-        measured = self.cost.num_steps > 0
-        return {name: value(self) if measured else None for name, (_, _, value) in MEASURES.items()}
+        """The values of MEASURES, without the rounding of sums."""
+        values = {name: value(self) if self.cost.num_steps else None for name, (_, _, value) in MEASURES.items()}
+        return {name: None if value is None else float(f"{value:.10g}") for name, value in values.items()}
 
     def checkpoint_mb(self) -> float | None:
         """Of the newest checkpoint's weights: of adapters alone, where only they are trained."""
@@ -90,7 +85,7 @@ def save_comparison(folder: Path, about: Mapping[str, Any], statuses: Mapping[st
 
 
 def print_comparison(folder: Path, console: Console) -> None:
-    """Print the summary of each mode and the table, and save table and picture, of a folder with a comparison.json."""
+    """Print the summary of each mode and the table, and save table and page, of a folder with a comparison.json."""
     about = json.loads((folder / FILE).read_text())
     arms = load_arms(folder, {name: found["status"] for name, found in about.pop("modes").items()})
     measured = [arm for arm in arms if arm.history.train]
@@ -102,9 +97,7 @@ def print_comparison(folder: Path, console: Console) -> None:
     facts = [f"- {name}: {value}\n" for name, value in about.items() if name != "compared"]
     write_whole(folder / "comparison.md", "".join([comparison_table(arms).markdown(), f"\n{COMPARED}\n\n", *facts]))
     if measured:
-        picture = draw_comparison(measured, "/".join(folder.resolve().parts[-2:]))
-        picture.savefig(folder / "comparison.png", dpi=110)
-        say(console, [folder / "comparison.png"])
+        say(console, [save_page([arm.history.run_dir for arm in measured], folder / "report.html")])
 
 
 def comparison_table(arms: Sequence[Arm]) -> Table:
@@ -114,35 +107,3 @@ def comparison_table(arms: Sequence[Arm]) -> Table:
     for name, (text, form, _) in MEASURES.items():
         rows.append([text, *(number(each[name], form, empty="-") for each in figures)])
     return Table(["", *(arm.name for arm in arms)], rows)
-
-
-def draw_comparison(arms: Sequence[Arm], title: str) -> Figure:
-    """What an average step of each mode consists of, and its reward over time."""
-    below = [about(arms[0].history.run_dir), count(len(arms), "mode")]
-    height = 4 + 0.5 * len(arms)
-    figure = sheet(15, height, f"comparison {title}", ",  ".join(filter(None, below)))
-    figure.set_layout_engine("constrained", rect=(0.01, 0.01, 0.98, 1 - 0.9 / height), wspace=0.05)
-    seconds, reward = figure.subplots(1, 2)
-    for axes in (seconds, reward):
-        style(axes)
-    label(seconds, "Seconds per step", "", legend_rows=2)
-    ends = np.zeros(len(arms))
-    for phase in PHASES:
-        widths = np.array([arm.cost.step_s(phase) for arm in arms])
-        if widths.any():
-            name = "data wait" if phase == "generate" else phase  # as the table calls it
-            seconds.barh(range(len(arms)), widths, left=ends, color=PHASE_COLORS[phase], label=name, height=0.62)
-        ends += widths
-    seconds.bar_label(seconds.containers[-1], [f"{end:,.3g} s" for end in ends], padding=4, fontsize=9.5, color=TEXT)
-    rows(seconds, [arm.name for arm in arms], "seconds")
-    seconds.set_xlim(0, END_ROOM * float(ends.max()))
-    legend(seconds, ncols=3)
-    label(reward, "Reward over time", "reward", legend_rows=2)
-    for arm, color in zip(arms, COLORS * len(arms), strict=False):
-        minutes = np.cumsum([record["time/iteration_s"] for record in arm.history.train.values()]) / 60
-        series = arm.history.series("train", "reward_mean")
-        line(reward, Series(minutes[series.steps.astype(int)], series.values), color, arm.name)
-    fit(reward, "reward")
-    reward.set_xlabel("minutes since the first step began", fontsize=9, color=TEXT)
-    legend(reward, ncols=3)
-    return figure

@@ -10,6 +10,7 @@ import base64
 import gzip
 import html
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -34,15 +35,17 @@ from offline_grpo.report.runs import (
     Configuration,
     Run,
     configurations,
+    configurations_table,
     difference,
     have_own_seeds,
     load_runs,
     mean_curve,
+    runs_table,
     same_seeds,
+    searched,
 )
 from offline_grpo.report.samples import Solved, samples_of, solved, solved_by_configuration, solved_over_time, summed
 from offline_grpo.report.summary import results_table
-from offline_grpo.report.sweep import configurations_table, runs_table
 from offline_grpo.report.tables import with_interval
 
 MAX_VALUE = 200  # letters of a setting
@@ -55,7 +58,7 @@ def save_page(paths: Sequence[Path], out: Path) -> Path:
     Raises:
         ConfigError: a path has no run.
     """
-    title = "/".join(paths[0].resolve().parts[-2:]) if len(paths) == 1 else f"{len(paths)} folders"
+    title = "/".join(Path(os.path.commonpath([path.resolve() for path in paths])).parts[-2:])
     assets = files("offline_grpo.report") / "assets"
     data = json.dumps(content(load_runs(paths)), allow_nan=False, separators=(",", ":"))
     page = Template((assets / "page.html").read_text()).substitute(
@@ -86,6 +89,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         "findings": _findings(runs),
         "curves": _curves(groups, runs),
         "paired": _paired(groups, runs, known),
+        "searched": searched(runs),
         "samples": samples_of(runs),
     }
     if len(runs) == 1:

@@ -169,14 +169,3 @@ def fit(axes: Axes, unit: str, *, from_zero: bool = False) -> None:
         axes.yaxis.set_major_formatter(PERCENT)
     elif unit == "learning rate":
         axes.yaxis.set_major_formatter(SMALL_NUMBER)
-
-
-def rows(axes: Axes, names: list[str], unit: str) -> None:
-    """Names on the y axis, the first on top, and numbers on the x axis."""
-    axes.set_yticks(range(len(names)), names, fontsize=9.5)
-    axes.set_ylim(len(names) - 0.45, -0.55)
-    axes.grid(visible=False, axis="y")
-    axes.grid(axis="x", color=RULE, linewidth=0.8)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
-    axes.xaxis.set_major_formatter(NUMBER)
-    axes.set_xlabel(unit, fontsize=9, color=TEXT)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.eval.intervals import mean_interval
 from offline_grpo.report.history import FloatArray, History, Series, by_number, load_history
 from offline_grpo.report.run_files import WITHOUT_EFFECT, changes_of, overrides_of, read_yaml, settings_of
+from offline_grpo.report.tables import Table, number, with_interval
 
 NOT_COMPARED = ("seed", *WITHOUT_EFFECT)
 """Keys, and groups, that make no other configuration."""
@@ -23,6 +25,8 @@ EVALUATED = re.compile(
     r"|eval\.(num_ids|ids|id_seed_start|replicates|temperature|top_p|top_k|min_p|repetition_penalty|max_new_tokens|stop)"
 )
 """Keys that say what held-out problems are asked, and how: runs that differ in one are not ranked."""
+RESULTS = ("pass@1 [95%]", "best", "reward", "minutes")
+MIN_SEARCHED = 5  # values of a number, in a search
 MIN_SEEDS = 3
 """Of a band around a curve: with two, Student's t has one degree of freedom, and the band hides all curves."""
 
@@ -176,6 +180,44 @@ def configurations(runs: Sequence[Run]) -> list[Configuration]:
     return sorted(found, key=rank)
 
 
+def configurations_table(found: Sequence[Configuration]) -> Table:
+    """A row for each; runs that the means leave out are in parentheses."""
+    rows = [
+        [
+            each.name,
+            " ".join(run.name if run in each.best_known else f"({run.name})" for run in each.runs),
+            *_results(each.pass_at_1, each.interval, *map(each.mean, ("best_pass_at_1", "reward", "minutes"))),
+        ]
+        for each in found
+    ]
+    return Table(["configuration", "runs", *RESULTS], rows)
+
+
+def by_result(run: Run) -> tuple[bool, float, float]:
+    return run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0), -(run.reward or 0.0)
+
+
+def runs_table(runs: Sequence[Run], keys: Sequence[str]) -> Table:
+    """A row for each run with the values of these overrides or settings, best final pass@1 first."""
+    rows = [
+        [
+            run.name,
+            *(run.overrides.get(key, run.settings.get(key, "")) for key in keys),
+            *_results(run.final_pass_at_1, run.interval, run.best_pass_at_1, run.reward, run.minutes),
+            run.status,
+        ]
+        for run in sorted(runs, key=by_result)
+    ]
+    return Table(["run", *keys, *RESULTS, "status"], rows)
+
+
+def _results(score: float | None, interval: tuple[float, float] | None, *others: float | None) -> list[str]:
+    """Cells of RESULTS."""
+    best, reward, minutes = others
+    took = number(minutes, ".1f" if minutes is None or minutes >= 1 else ".2g")
+    return [with_interval(score, interval), number(best), number(reward), took]
+
+
 def same_seeds(one: Configuration, other: Configuration) -> list[tuple[Run, Run]]:
     """The runs of both that have a seed in common."""
     first, second = ({run.settings.get("seed"): run for run in each.counted} for each in (one, other))
@@ -241,3 +283,16 @@ def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
     """`mean_interval` of shares over N >= 2 runs, [N, R] -> ([R], [R]), cut at 0 and 1."""
     low, high = mean_interval(values)
     return np.maximum(low, 0.0), np.minimum(high, 1.0)
+
+
+def searched(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Each number in which runs differ, with its value `x` in and the final pass@1 `y` of each run; nothing unless one
+    has more values than a grid.
+    """
+    measured, found = [run for run in runs if run.final_pass_at_1 is not None], []
+    for key in {key: None for run in measured for key in run.overrides if key not in NOT_COMPARED}:
+        texts = [run.overrides.get(key, "") for run in measured]
+        if len(set(texts)) > 1 and all(re.fullmatch(r"\d+(\.\d*)?(e[-+]?\d+)?", text) for text in texts):
+            scores = [run.final_pass_at_1 for run in measured]
+            found.append({"key": key, "x": [*map(float, texts)], "y": scores, "runs": [run.name for run in measured]})
+    return found if any(len(set(each["x"])) >= MIN_SEARCHED for each in found) else []
