@@ -40,57 +40,45 @@ class Run:
     overrides: Mapping[str, str]  # see `run_files`, with what was changed on the way
     settings: Mapping[str, str]  # the same
     status: str  # `done`, `stopped at 3/10`, or `no metrics` for a run that never finished an iteration
+    final_pass_at_1: float | None
+    interval: tuple[float, float] | None  # 95% of that, over problems
+    best_pass_at_1: float | None
+    reward: float | None  # mean of the last iteration
+    minutes: float | None
+
+    @classmethod
+    def of(
+        cls, name: str, history: History, overrides: Mapping[str, str], settings: Mapping[str, str], status: str
+    ) -> Run:
+        low, high = (history.last("eval", f"pass@1_{end}") for end in ("low", "high"))
+        return cls(
+            *(name, history, overrides, settings, status),
+            final_pass_at_1=history.last("eval", "pass@1"),
+            interval=None if low is None or high is None else (low, high),
+            best_pass_at_1=max(history.series("eval", "pass@1").values.tolist(), default=None),
+            reward=history.last("train", "reward_mean"),
+            minutes=history.total_s / 60 if history.train else None,
+        )
 
     @property
     def is_done(self) -> bool:
         return self.status == "done"
 
-    @property
-    def pass_at_1(self) -> Series:
-        return self.history.series("eval", "pass@1")
-
-    @property
-    def final_pass_at_1(self) -> float | None:
-        return self.history.last("eval", "pass@1")
-
-    @property
-    def best_pass_at_1(self) -> float | None:
-        return float(self.pass_at_1.values.max()) if len(self.pass_at_1) else None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """95% of the last pass@1, over problems."""
-        low, high = (self.history.last("eval", f"pass@1_{end}") for end in ("low", "high"))
-        return None if low is None or high is None else (low, high)
-
-    @property
-    def reward(self) -> float | None:
-        return self.history.last("train", "reward_mean")
-
-    @property
-    def minutes(self) -> float | None:
-        return self.history.total_s / 60 if self.history.train else None
-
 
 def read_run(run_dir: Path, name: str) -> Run:
     """The run in a folder."""
     history = load_history(run_dir)
-    if not (run_dir / ".hydra" / "overrides.yaml").is_file():
-        return Run(name, history, {}, {}, _status(history))
-    changes = changes_of(run_dir)
-    return Run(name, history, overrides_of(run_dir) | changes, settings_of(run_dir) | changes, _status(history))
-
-
-def _status(history: History) -> str:
-    num_done = max(history.train, default=-1) + 1
-    if num_done == 0:
-        return "no metrics"
+    # It is done after its last iteration, or where it stopped early, or if nobody knows how many it was to have.
+    num_done, config = max(history.train, default=-1) + 1, run_dir / ".hydra" / "config.yaml"
     last = (records.get(num_done - 1, {}) for records in (history.train, history.evals))
-    config = history.run_dir / ".hydra" / "config.yaml"
-    if any("stopped_early" in metrics for metrics in last) or not config.is_file():
-        return "done"
-    wanted = int(read_yaml(config)["train"]["iterations"])
-    return "done" if num_done >= wanted else f"stopped at {num_done}/{wanted}"
+    status = "done" if num_done else "no metrics"
+    if num_done and config.is_file() and not any("stopped_early" in metrics for metrics in last):
+        wanted = int(read_yaml(config)["train"]["iterations"])
+        status = "done" if num_done >= wanted else f"stopped at {num_done}/{wanted}"
+    if not (run_dir / ".hydra" / "overrides.yaml").is_file():
+        return Run.of(name, history, {}, {}, status)
+    changes = changes_of(run_dir)
+    return Run.of(name, history, overrides_of(run_dir) | changes, settings_of(run_dir) | changes, status)
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
@@ -168,14 +156,12 @@ def configurations(runs: Sequence[Run]) -> list[Configuration]:
         groups.setdefault(tuple(sorted(_compared(run.settings).items())), []).append(run)
     names = _names([chosen[0] for chosen in groups.values()])
     found = [Configuration(name, tuple(chosen)) for name, chosen in zip(names, groups.values(), strict=True)]
-
     evaluations = [each.evaluation for each in found]
 
     def rank(each: Configuration) -> tuple[int, bool, bool, float]:
-        is_unmeasured = each.pass_at_1 is None
-        score = each.mean("reward") if is_unmeasured else each.pass_at_1
-        place = evaluations.index(each.evaluation)
-        return place, is_unmeasured, not any(run.is_done for run in each.runs), -(score or 0.0)
+        score = each.mean("reward") if each.pass_at_1 is None else each.pass_at_1
+        is_unfinished = not any(run.is_done for run in each.runs)
+        return evaluations.index(each.evaluation), each.pass_at_1 is None, is_unfinished, -(score or 0.0)
 
     return sorted(found, key=rank)
 
@@ -240,30 +226,24 @@ def _compared(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """A name for the configuration of each of these runs: its overrides, without those that all have in common. Keys
-    are shortened to their last part where that is one key's alone; a name that two would share gets the run's.
-    """
+    """A name for the configuration of each of these runs: its overrides, without those that all have in common."""
     own = [_compared(run.overrides) for run in runs]
     common = set.intersection(*(set(each.items()) for each in own)) if len(own) > 1 else set()
     differing = [{key: value for key, value in each.items() if (key, value) not in common} for each in own]
-    leaves = Counter(_leaf(key) for key in {key for each in differing for key in each})
+    # Keys are shortened to their last part, `lr` of `train.lr`, where that is one key's alone.
+    leaf = {key: re.split("[./]", key)[-1] for each in differing for key in each}
+    shared = Counter(leaf.values())
     names = []
     for each in differing:
-        short = {key: _leaf(key) if leaves[_leaf(key)] == 1 else key for key in each}
-        names.append(", ".join(f"{short[key]}={_rounded(value)}" for key, value in each.items()) or "all alike")
+        # Numbers that a search drew have four digits.
+        drawn = re.compile(r"\d\.\d{4,}(e-?\d+)?|0\.\d{6,}").fullmatch
+        values = {key: f"{float(value):.4g}" if drawn(value) else value for key, value in each.items()}
+        words = (f"{leaf[key] if shared[leaf[key]] == 1 else key}={value}" for key, value in values.items())
+        names.append(", ".join(words) or "all alike")
+    # A name that two would share gets the run's.
     return [
         f"{name} (as run {run.name})" if names.count(name) > 1 else name for name, run in zip(names, runs, strict=True)
     ]
-
-
-def _leaf(key: str) -> str:
-    """`lr` of `train.lr`, `loss` of `train/loss`."""
-    return re.split("[./]", key)[-1]
-
-
-def _rounded(value: str) -> str:
-    """Numbers that a search drew, with four digits."""
-    return f"{float(value):.4g}" if re.fullmatch(r"\d\.\d{4,}(e-?\d+)?|0\.\d{6,}", value) else value
 
 
 def have_own_seeds(runs: Sequence[Run]) -> bool:
