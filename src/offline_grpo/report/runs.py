@@ -210,17 +210,6 @@ def same_seeds(one: Configuration, other: Configuration) -> list[tuple[Run, Run]
     return [(run, second[seed]) for seed, run in first.items() if seed in second]
 
 
-def difference(pairs: Sequence[tuple[Run, Run]]) -> tuple[FloatArray, tuple[float, float] | None]:
-    """Final pass@1 of the second run of each pair less that of the first, [S], and the 95% interval of their mean; None
-    where one pair is all, or all differ alike.
-    """
-    values = np.array([(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0) for a, b in pairs])
-    if np.ptp(values) <= 1e-9:
-        return values, None
-    low, high = mean_interval(values)
-    return values, (float(low), float(high))
-
-
 def _compared(settings: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in settings.items() if key.lstrip("+~").split(".")[0] not in NOT_COMPARED}
 
