@@ -40,10 +40,6 @@ class Origin:
     weights: str = ""  # fingerprint of those weights, of the trained ones where others are frozen
     format: int = FORMAT
 
-    def to_metadata(self) -> dict[str, str]:
-        """Of a file."""
-        return {KEY: json.dumps(vars(self), sort_keys=True)}
-
 
 @dataclass(frozen=True)
 class Recorder(RunListener):
@@ -91,15 +87,12 @@ class Recorder(RunListener):
         # pyarrow takes half a second, which no start shall wait for
         from offline_grpo.rollouts.store.rows import parquet, table_of
 
-        content = parquet(table_of(name, groups, advantages, iteration), origin.to_metadata())
+        metadata = {KEY: json.dumps(vars(origin), sort_keys=True)}
+        content = parquet(table_of(name, groups, advantages, iteration), metadata)
         folder = self.output_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / file_name(name, iteration), content)
-
-
-def file_name(phase: str, iteration: int) -> str:
-    """`iter_004.parquet`, `eval_iter_004.parquet`, `eval_init.parquet`."""
-    return f"{'eval_' if phase == 'eval' else ''}{'init' if iteration == -1 else f'iter_{iteration:03d}'}.parquet"
+        suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
+        write_whole(folder / f"{'eval_' if name == 'eval' else ''}{suffix}.parquet", content)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> str:
