@@ -87,18 +87,16 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         ConfigError: a path has no run.
     """
-    folders = list(dict.fromkeys(folder.resolve() for path in paths for folder in _folders(path)))
+    found: list[Path] = []
+    for path in paths:
+        inside = [file.parent.parent for file in path.rglob(".hydra/overrides.yaml")]
+        of_path = [path] if (path / "metrics").is_dir() else sorted(inside, key=lambda folder: by_number(str(folder)))
+        if not of_path:
+            raise ConfigError(f"{path}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
+        found += of_path
+    folders = list(dict.fromkeys(folder.resolve() for folder in found))
     base = os.path.commonpath([folder.parent for folder in folders])
     return [read_run(folder, os.path.relpath(folder, base)) for folder in folders]
-
-
-def _folders(path: Path) -> list[Path]:
-    if (path / "metrics").is_dir():
-        return [path]
-    found = [file.parent.parent for file in path.rglob(".hydra/overrides.yaml")]
-    if not found:
-        raise ConfigError(f"{path}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
-    return sorted(found, key=lambda folder: by_number(str(folder)))
 
 
 @dataclass(frozen=True)

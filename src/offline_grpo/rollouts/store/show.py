@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offline_grpo.logger import print_table
-from offline_grpo.logger.samples import Decode, completion_table, prompt_table, record, visible
+from offline_grpo.logger.samples import Decode, print_sample, record, visible
 from offline_grpo.rollouts.store.rows import group_rows, groups_of
 
 _ROWS, _BINS = 20, 5
@@ -39,7 +39,9 @@ def show_groups(console: Console, table: pa.Table, count: int, *, full: bool, de
         title = f"{phase}, {when}, group {number + 1}{name}: {len(samples)} completions"
         console.rule(Text(title), align="left", style="dim")
         shown = samples if full or len(samples) == 1 else [samples[0], samples[-1]]
-        console.print(prompt_table(samples[0], full=full), *(completion_table(each, full=full) for each in shown))
+        for place, sample in enumerate(shown):  # a prompt that all share is shown once
+            is_other = sample["rendered"][0] != shown[0]["rendered"][0]
+            print_sample(console, sample, full=full, has_prompt=place == 0 or is_other)
 
 
 def print_stats(console: Console, tables: Iterable[pa.Table]) -> None:
