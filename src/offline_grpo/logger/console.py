@@ -92,13 +92,13 @@ class ConsoleLogger(RunListener):
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         self._num_done, now_s = iteration + 1, time.monotonic()
+        # One line of training metrics, as many as it has room for, two at least; one or more of an evaluation.
         if name == "eval":
             self._eval = (iteration, metrics)
             lines = folded(f"{self._at()}{GAP}eval", eval_cells(metrics), width=self.console.width)
         else:
             self._train = metrics
             self._iteration_s.append(now_s - self._last_mark_s)
-            # as many metrics as the line has room for, two at least
             cells = [f"{label} {value}" for label, value in train_cells(metrics)]
             while len(cells) > 2 and len(self._train_line(cells)) > self.console.width:
                 cells.pop()

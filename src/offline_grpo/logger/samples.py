@@ -54,6 +54,7 @@ class Samples(RunListener):
     def rollouts(
         self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int
     ) -> None:
+        # The file of this iteration or evaluation.
         if self.per_iteration != 0:
             suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
             path = self.output_dir / "samples" / f"{'eval_' if name == 'eval' else ''}{suffix}.jsonl"
@@ -62,6 +63,7 @@ class Samples(RunListener):
             records = [each | {"iteration": iteration} for each in chosen(groups, advantages, count, self._decode)]
             lines = (json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in records)
             write_whole(path, utf8("".join(lines)))
+        # The same of an evaluation, for whoever watches.
         if name == "eval" and self.on_console:
             console, shown = output_console(), chosen(groups, advantages, self.on_console, self._decode)
             when = "before training" if iteration == -1 else f"after iteration {iteration + 1}"
@@ -77,6 +79,7 @@ def chosen(
     scores = [[rollout.score for rollout in group.rollouts] for group in groups]
     rewards = [[score.reward if score.is_scored else -inf for score in row] for row in scores]
     picks = [(i, j) for i, row in enumerate(rewards) for j in range(len(row))]
+    # Of each group both ends: a group without signal is looked at last.
     if count is not None:
         order = sorted(range(len(groups)), key=lambda i: max(rewards[i]) == min(rewards[i]))
         ends = [(i, rewards[i].index(end(rewards[i]))) for i in order for end in (max, min)]
@@ -123,13 +126,14 @@ def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | Non
         messages: of the problem.
         decode: None: the messages stand for the prompt, and what was judged for all that comes after it.
     """
-    # the last of the assistant's messages are the policy's: earlier ones were in the prompt
+    # The last of the assistant's messages are the policy's: earlier ones were in the prompt.
     said = [i for i, message in enumerate(rollout.conversation) if message["role"] == "assistant"][
         -len(rollout.turns) :
     ]
     if decode is None:
         before = rollout.conversation[: said[0]] if said else messages
         return [*((each["role"], str(each.get("content"))) for each in before), (POLICY, rollout.text)]
+    # Between two turns stands what the messages between them became.
     inserted = (rollout.conversation[here + 1 : there] for here, there in pairwise(said))
     others = (", ".join(dict.fromkeys(message["role"] for message in each)) for each in inserted)
     found, start = list[tuple[str, str]](), 0

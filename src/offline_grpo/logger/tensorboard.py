@@ -57,11 +57,12 @@ class TensorBoardLogger(RunListener):
             from torch.utils.tensorboard.summary import hparams  # slow to import (seconds), most runs do not need it
             from torch.utils.tensorboard.writer import SummaryWriter
 
+            # A resumed run writes again from its first iteration on.
             first = completed_iterations("eval", iteration) + (name == "eval")
             folder = str(self.output_dir / "tensorboard")
             self._writer = SummaryWriter(folder, purge_step=first, flush_secs=self.flush_s)
             self._writer.add_text("config", f"```json\n{json.dumps(self._config, indent=2, default=str)}\n```")
-            # Not `add_hparams`: that would make a run of its own for each call.
+            # The table of hyperparameters. Not `add_hparams`: that would make a run of its own for each call.
             kinds = (bool, int, float, str)  # that its table takes
             values = {key: value for key, value in flat(self._config).items() if value is not None}
             settings = {key: value if isinstance(value, kinds) else str(value) for key, value in values.items()}

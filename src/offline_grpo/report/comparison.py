@@ -88,11 +88,13 @@ def print_comparison(folder: Path, console: Console) -> None:
     """Print the summary of each mode and the table, and save table and page, of a folder with a comparison.json."""
     about = json.loads((folder / FILE).read_text())
     arms = load_arms(folder, {name: found["status"] for name, found in about.pop("modes").items()})
+    # The block of each mode, which scripts look for; then all in tables that a terminal has room for.
     measured = [arm for arm in arms if arm.history.train]
     say(console, [line for arm in measured for line in ("", *arm.cost.summary(arm.name))])
     for start in range(0, len(arms), MODES_PER_TABLE):
         say(console, [""])
         comparison_table(arms[start : start + MODES_PER_TABLE]).print(console)
+    # What failed, and the same in files.
     say(console, ["", *(f"{arm.name}: {arm.status}" for arm in arms if arm.status != DONE), folder / "comparison.md"])
     facts = [f"- {name}: {value}\n" for name, value in about.items() if name != "compared"]
     write_whole(folder / "comparison.md", "".join([comparison_table(arms).markdown(), f"\n{COMPARED}\n\n", *facts]))

@@ -57,6 +57,7 @@ def save_page(paths: Sequence[Path], out: Path) -> Path:
     Raises:
         ConfigError: a path has no run.
     """
+    # A template, the three parts of the page's program, the library that draws, and all that they show as JSON.
     title = "/".join(Path(os.path.commonpath([path.resolve() for path in paths])).parts[-2:])
     assets = files("offline_grpo.report") / "assets"
     data = json.dumps(content(load_runs(paths)), allow_nan=False, separators=(",", ":"))
@@ -201,6 +202,7 @@ def _short(value: float) -> float:
 
 def _settings(runs: Sequence[Run]) -> dict[str, Any]:
     """A row for each run, and a column for each setting, or option of a group, that differs."""
+    # The options of groups, and all settings, the ends of long ones cut off.
     chosen = []
     for run in runs:
         stored = run.history.run_dir / ".hydra" / "hydra.yaml"
@@ -220,6 +222,7 @@ def _paired(groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping
     Args:
         known: run -> what it solved at the end.
     """
+    # The baseline is the configuration of the first run that was evaluated.
     first = next((run for run in runs if run.final_pass_at_1 is not None), None)
     base = next((group for group in groups if first in group.runs), groups[0])
     rows, points = [], []

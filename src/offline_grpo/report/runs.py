@@ -94,6 +94,7 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
         if not of_path:
             raise ConfigError(f"{path}: is neither a run (a folder with metrics/) nor a sweep (a folder of runs)")
         found += of_path
+    # Each once, by its place below a folder of all.
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     base = os.path.commonpath([folder.parent for folder in folders])
     return [read_run(folder, os.path.relpath(folder, base)) for folder in folders]
@@ -149,6 +150,7 @@ def configurations(runs: Sequence[Run]) -> list[Configuration]:
     """Group runs by all settings but NOT_COMPARED. Those with one evaluation stand together, best pass@1 first;
     unfinished, then unmeasured ones last.
     """
+    # Runs whose stored settings are equal are one configuration, whatever was typed.
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in sorted(runs, key=lambda run: by_number(run.name)):
         groups.setdefault(tuple(sorted(_compared(run.settings).items())), []).append(run)

@@ -35,6 +35,7 @@ def print_sweep(folders: Sequence[Path], console: Console, out: Path | None = No
     """
     runs = load_runs(folders)
     found = configurations(runs)
+    # What the table is ordered by, and what its intervals are over.
     has_seeds = any(len(each.runs) > 1 for each in found)
     order = f"{'mean ' * has_seeds}final {'pass@1' if any(each.counted for each in found) else 'reward'}"
     order += " of each evaluation" * any(each.evaluation != found[0].evaluation for each in found)
@@ -44,6 +45,7 @@ def print_sweep(folders: Sequence[Path], console: Console, out: Path | None = No
     elif len(found) > 1:
         say(console, ["intervals are over problems; to compare settings, run several seeds: seed=0,1,2"])
     configurations_table(found).print(console, num_folding=2)
+    # Runs that did not finish, and whether they count.
     for each in found:
         for run in each.runs:
             note = "" if run in each.best_known else ", not in the mean"
@@ -56,6 +58,7 @@ def print_sweep(folders: Sequence[Path], console: Console, out: Path | None = No
 def save_summary(multirun_dir: Path, runs: Sequence[Run], found: Sequence[Configuration]) -> list[Path]:
     """Write `summary.csv`, a row per run, and `summary.md`, both tables."""
     csv_path, markdown_path = (multirun_dir / name for name in ("summary.csv", "summary.md"))
+    # For programs: every override that a run was given.
     keys = list(dict.fromkeys(key for run in runs for key in run.overrides))
     with csv_path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -65,6 +68,7 @@ def save_summary(multirun_dir: Path, runs: Sequence[Run], found: Sequence[Config
             numbers = (*measured, run.best_pass_at_1, run.reward, run.minutes)
             texts = ("" if value is None else f"{value:.6g}" for value in numbers)
             writer.writerow([run.name, *(run.overrides.get(key, "") for key in keys), run.status, *texts])
+    # For people: those in which runs differ.
     differing = [key for key in keys if len(runs) == 1 or len({run.overrides.get(key) for run in runs}) > 1]
     tables = (configurations_table(found), runs_table(runs, differing))
     markdown_path.write_text("\n".join(table.markdown() for table in tables))

@@ -69,8 +69,8 @@ class Recorder(RunListener):
     ) -> None:
         from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
 
+        # The fingerprint is taken now, before the updates change the weights; the rest is for the thread.
         version, tensors = self.weights()
-        # now, before the updates change them
         origin = replace(self.origin, version=version, weights=json_hash(fingerprints(tensors)))
         self._writing.append(self._thread.submit(self._write, name, groups, advantages, iteration, origin))
 
@@ -84,7 +84,7 @@ class Recorder(RunListener):
         self._thread.shutdown()
 
     def _write(self, name: str, groups: Any, advantages: Any, iteration: int, origin: Origin) -> None:
-        # pyarrow takes half a second, which no start shall wait for
+        # pyarrow takes half a second, which no start shall wait for.
         from offline_grpo.rollouts.store.rows import parquet, table_of
 
         metadata = {KEY: json.dumps(vars(origin), sort_keys=True)}
