@@ -127,9 +127,8 @@ def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | Non
         decode: None: the messages stand for the prompt, and what was judged for all that comes after it.
     """
     # The last of the assistant's messages are the policy's: earlier ones were in the prompt.
-    said = [i for i, message in enumerate(rollout.conversation) if message["role"] == "assistant"][
-        -len(rollout.turns) :
-    ]
+    assistants = [i for i, message in enumerate(rollout.conversation) if message["role"] == "assistant"]
+    said = assistants[-len(rollout.turns) :]
     if decode is None:
         before = rollout.conversation[: said[0]] if said else messages
         return [*((each["role"], str(each.get("content"))) for each in before), (POLICY, rollout.text)]
