@@ -70,7 +70,7 @@ def test_a_sweep_leaves_a_run_for_each_value_and_a_table(tmp_path: Path, cache: 
     done, sweep_dir, rows = sweep(tmp_path, cache, "train.lr=1e-3,1e-4")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"multirun/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}", sweep_dir.relative_to(tmp_path).as_posix())
-    files = {"summary.csv", "summary.md", "sweep.png", "multirun.yaml"}
+    files = {"summary.csv", "summary.md", "report.html", "multirun.yaml"}
     assert {path.name for path in sweep_dir.iterdir()} == {"0", "1"} | files
     assert {(row["run"], row["train.lr"], row["status"]) for row in rows} == {
         ("0", "0.001", "done"),

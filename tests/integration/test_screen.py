@@ -83,4 +83,4 @@ def test_a_sweep_that_is_stopped_has_its_table(cache, tmp_path):
     assert "1 configuration, 2 runs, best mean final pass@1 first" in lines
     assert "run 1: stopped at 1/2, not in the mean" in lines
     written = {path.name for path in (tmp_path / "sweep").iterdir()}
-    assert written >= {"0", "1", "summary.csv", "summary.md", "sweep.png"}
+    assert written >= {"0", "1", "summary.csv", "summary.md", "report.html"}

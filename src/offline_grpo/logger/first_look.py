@@ -38,7 +38,7 @@ class FirstLook(RunListener):
         if groups and not self._has_shown:
             self._has_shown = True
             self._show(groups[0].rollouts[0])
-        # of groups without a problem, others have made the rewards; an environment sees more than a text
+        # Of groups without a problem, others have made the rewards; an environment sees more than a text.
         judged = [group for group in groups if group.problem is not None and group.problem.rules is None]
         rollouts = [rollout for group in judged for rollout in group.rollouts]
         hidden = set() if self._has_told else {token for rollout in rollouts for token in self._hidden(rollout)}

@@ -4,13 +4,14 @@ console."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby, pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -53,6 +54,7 @@ class Samples(RunListener):
     def rollouts(
         self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int
     ) -> None:
+        # The file of this iteration or evaluation.
         if self.per_iteration != 0:
             suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
             path = self.output_dir / "samples" / f"{'eval_' if name == 'eval' else ''}{suffix}.jsonl"
@@ -61,12 +63,13 @@ class Samples(RunListener):
             records = [each | {"iteration": iteration} for each in chosen(groups, advantages, count, self._decode)]
             lines = (json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in records)
             write_whole(path, utf8("".join(lines)))
+        # The same of an evaluation, for whoever watches.
         if name == "eval" and self.on_console:
             console, shown = output_console(), chosen(groups, advantages, self.on_console, self._decode)
             when = "before training" if iteration == -1 else f"after iteration {iteration + 1}"
             for number, sample in enumerate(shown, 1):
                 console.print(f"sample {number}/{len(shown)} {when}", highlight=False)
-                console.print(prompt_table(sample), completion_table(sample))
+                print_sample(console, sample)
 
 
 def chosen(
@@ -76,6 +79,7 @@ def chosen(
     scores = [[rollout.score for rollout in group.rollouts] for group in groups]
     rewards = [[score.reward if score.is_scored else -inf for score in row] for row in scores]
     picks = [(i, j) for i, row in enumerate(rewards) for j in range(len(row))]
+    # Of each group both ends: a group without signal is looked at last.
     if count is not None:
         order = sorted(range(len(groups)), key=lambda i: max(rewards[i]) == min(rewards[i]))
         ends = [(i, rewards[i].index(end(rewards[i]))) for i in order for end in (max, min)]
@@ -122,13 +126,13 @@ def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | Non
         messages: of the problem.
         decode: None: the messages stand for the prompt, and what was judged for all that comes after it.
     """
-    # the last of the assistant's messages are the policy's: earlier ones were in the prompt
-    said = [i for i, message in enumerate(rollout.conversation) if message["role"] == "assistant"][
-        -len(rollout.turns) :
-    ]
+    # The last of the assistant's messages are the policy's: earlier ones were in the prompt.
+    assistants = [i for i, message in enumerate(rollout.conversation) if message["role"] == "assistant"]
+    said = assistants[-len(rollout.turns) :]
     if decode is None:
         before = rollout.conversation[: said[0]] if said else messages
         return [*((each["role"], str(each.get("content"))) for each in before), (POLICY, rollout.text)]
+    # Between two turns stands what the messages between them became.
     inserted = (rollout.conversation[here + 1 : there] for here, there in pairwise(said))
     others = (", ".join(dict.fromkeys(message["role"] for message in each)) for each in inserted)
     found, start = list[tuple[str, str]](), 0
@@ -147,48 +151,34 @@ def prompt_text(sample: Mapping[str, Any]) -> str:
     return sample["prompt"][-1]["content"] if sample["prompt"] else ""
 
 
-def prompt_table(sample: Mapping[str, Any], *, full: bool = False) -> Table:
-    """What a record's model read before it wrote, and the answer, for a terminal."""
-    start = _first_written(sample)
-    answer = [("answer", sample["answer"])] if sample["answer"] else []
-    return _table((who, Text(visible(text, full=full))) for who, text in [*sample["rendered"][:start], *answer])
-
-
-def completion_table(sample: Mapping[str, Any], *, full: bool = False) -> Table:
-    """Facts of a record; then what the policy wrote, green for advantages above 0 and red below, the stronger the
-    further away, and what others wrote in between.
+def print_sample(console: Console, sample: Mapping[str, Any], *, full: bool = False, has_prompt: bool = True) -> None:
+    """What a record's model read, with the answer; facts about what it wrote; then that, green for advantages above 0
+    and red below, the stronger the further away, and what others wrote in between.
     """
     reward, advantage, parts = sample["reward"], sample["advantage"] or 0.0, sample["parts"]
     facts = ["no reward" if reward is None else f"reward {reward:.4g}"]
     facts += [f"{visible(name)} {value:.4g}" for name, value in parts.items() if len(parts) > 1]
     facts += [] if sample["advantage"] is None else [f"advantage {advantage:+.2f}"]
-    facts += [
-        f"{sample['num_tokens']} tokens",
-        sample["finish_reason"] or "end unknown",
-        f"version {sample['version']}",
-    ]
+    facts += [f"{sample['num_tokens']} tokens", sample["finish_reason"] or "end unknown"]
+    facts += [f"version {sample['version']}"]
     facts += [] if sample["failure"] is None else [f"not scored: {sample['failure']}"]
     strong = round(105 + 150 * min(abs(advantage), 2.0) / 2.0)
     colour = "" if advantage == 0 else f"rgb(90,{strong},90)" if advantage > 0 else f"rgb({strong},90,90)"
-    texts = (
-        (who, Text(visible(text, full=full), colour if who == POLICY else "dim"))
-        for who, text in sample["rendered"][_first_written(sample) :]
-    )
-    return _table([("correct" if sample["is_correct"] else "wrong", Text("  ".join(facts), "bold")), *texts])
-
-
-def _first_written(sample: Mapping[str, Any]) -> int:
+    # The facts stand where the policy begins to write.
     whose = [who for who, _ in sample["rendered"]]
-    return whose.index(POLICY) if POLICY in whose else len(whose)
-
-
-def _table(rows: Iterable[tuple[str, Text]]) -> Table:
+    start = [*whose, POLICY].index(POLICY)
+    texts = [
+        (who, Text(visible(text, full=full), colour if who == POLICY else "dim" if place > start else ""))
+        for place, (who, text) in enumerate(sample["rendered"])
+    ]
+    answer = [("answer", Text(visible(sample["answer"], full=full)))] if sample["answer"] else []
+    verdict = ("correct" if sample["is_correct"] else "wrong", Text("  ".join(facts), "bold"))
     grid = Table.grid(padding=(0, 2), pad_edge=True)
     grid.add_column(style="dim", no_wrap=True, width=9)
     grid.add_column(overflow="fold")
-    for label, text in rows:
+    for label, text in [*([*texts[:start], *answer] if has_prompt else []), verdict, *texts[start:]]:
         grid.add_row(visible(label), text)
-    return grid
+    console.print(grid)
 
 
 def visible(text: str, *, full: bool = False) -> str:

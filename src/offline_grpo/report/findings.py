@@ -92,7 +92,9 @@ def _failures(history: History) -> Iterator[Finding]:
     if died > 0:
         text = f"servers died and were brought back: {died:.0f}"
         yield Finding("train/sync/num_recoveries", text, "the ends of server_*.log say why they died")
-    threshold, solved = _correct_threshold(history), history.series("eval", "pass@1").values
+    # A task whose own reward decides which answers are right.
+    config, solved = history.run_dir / ".hydra" / "config.yaml", history.series("eval", "pass@1").values
+    threshold = (read_yaml(config).get("task") or {}).get("correct_threshold") if config.is_file() else None
     if threshold is not None and len(solved) and solved.max() == 0 and not values("success_rate").any():
         best = highest_reward(history.run_dir)
         seen = "" if best is None else f": the highest reward seen is {best:.3g}"
@@ -109,12 +111,6 @@ def _failures(history: History) -> Iterator[Finding]:
             why = "all completions with different rewards were cut off"
             advice = "a larger generation.max_new_tokens"
         yield Finding("train/num_updates", f"no update was made in {count(len(updates), 'iteration')}: {why}", advice)
-
-
-def _correct_threshold(history: History) -> float | None:
-    """Of a task whose own reward decides which answers are right."""
-    config = history.run_dir / ".hydra" / "config.yaml"
-    return (read_yaml(config).get("task") or {}).get("correct_threshold") if config.is_file() else None
 
 
 def _trends(history: History) -> Iterator[Finding]:

@@ -53,12 +53,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
     from offline_grpo.rollouts.store.reader import shards_of
     from offline_grpo.rollouts.store.show import print_stats, show_groups
 
+    # An output that is there already is refused before anything is read.
     number = options.iteration
     if options.command == "export":
         require_new(options.out, f"OUT={options.out}")
         options.out.parent.mkdir(parents=True, exist_ok=True)
     shards = shards_of(options.path, key="PATH", phase=options.phase, iteration=None if number is None else number - 1)
     tables = _tables(shards[::-1] if options.command == "show" else shards, options)
+    # `show` needs the newest table alone, so they are read one by one.
     first = next(tables, None)
     if first is None:
         raise ConfigError(f"PATH={options.path}: has no rollouts of phase {options.phase} that were asked for")

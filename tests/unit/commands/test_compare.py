@@ -134,7 +134,7 @@ def test_a_mode_that_fails_leaves_the_others_alone_and_the_tree_is_that_of_the_s
     rest = {path.name for path in tmp_path.iterdir()} - links.keys()
     assert rest == {
         *("shared_vllm", "trainer_restart.log", "trainer_shared_vllm.log", "pids.txt"),
-        *("comparison.json", "comparison.md", "comparison.png"),
+        *("comparison.json", "comparison.md", "report.html"),
     }
 
 

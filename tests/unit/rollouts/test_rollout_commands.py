@@ -111,6 +111,11 @@ def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> 
     assert "reward against length: correlation +0.22" in text
     assert text.index("2 to 2") < text.index("3 to 3")
 
+    inserted = replace(longer, is_sampled=(False, False, False, True, False, True))
+    table = table_of("train", [RolloutGroup(None, (inserted, longer))], None, 0)
+    (tmp_path / "three.parquet").write_bytes(parquet(table, {}))
+    assert "2 completions in 1 groups, 5 tokens" in printed("stats", tmp_path / "three.parquet"), "that were sampled"
+
     failed = [replace(longer, score=Score.unscored("timeout"))]
     group = RolloutGroup(None, (first, third, *failed))
     (tmp_path / "two.parquet").write_bytes(parquet(table_of("train", [group], [[0.0, 1.0, None]], 0), {}))

@@ -67,6 +67,7 @@ class Shard:
 
         if self.origin is None:
             return None
+        # In the newest checkpoint of the run, beside the model that it trained, or in the Hub's cache of that.
         name, file = self.origin.model, "tokenizer.json"
         cached = try_to_load_from_cache(name, file) if is_model_id(name) else None
         checkpoints = sorted(self.path.parent.parent.glob(f"checkpoints/*/{file}"))
@@ -88,6 +89,7 @@ class Shard:
             else:
                 with pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True) as file:
                     table = file.read(columns)
+            # Files of earlier versions lack columns that may be null.
             names, blank = set(table.column_names), table.num_rows
             return pa.table(
                 {
@@ -117,6 +119,7 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
     """
     if path.is_file() or (path / DATASET).is_file():
         return [Shard(path)]
+    # Where nothing is found, the message names what could have been meant.
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     shards = [Shard(file) for file in folder.glob("*.parquet") if _NAME.fullmatch(file.name)]
     wanted = [s for s in shards if phase in (None, s.phase) and iteration in (None, s.iteration)]
