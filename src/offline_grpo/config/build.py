@@ -20,6 +20,12 @@ from offline_grpo.errors import ConfigError, require
 # it logs in several lines what `resolve` reports in one
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
 
+MOVED = {
+    "offline_grpo.generation.vllm_client.VllmClient": "offline_grpo.engine.vllm.VllmEngine",
+    "offline_grpo.generation.sglang_client.SglangClient": "offline_grpo.engine.sglang.SglangEngine",
+}
+"""Former paths, which the configuration of a resumed run may name."""
+
 
 def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **runtime: Any) -> Any:
     """Construct `node["_target_"]` from the node's values, plus those `runtime` objects that its signature names.
@@ -52,7 +58,7 @@ def resolve(node: Mapping[str, Any], key: str) -> Any:
         raise ConfigError(f"{key}={node}: needs a _target_, the dotted path of the component's class")
     if os.getcwd() not in sys.path:  # a script's own folder is, and a console script has neither
         sys.path.append(os.getcwd())
-    name = node["_target_"]
+    name = MOVED.get(node["_target_"], node["_target_"])
     try:
         target = hydra.utils.get_object(name)
     except (ImportError, ValueError, AttributeError, InstantiationException) as error:

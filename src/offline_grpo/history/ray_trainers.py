@@ -5,10 +5,8 @@ typed, in an actor that holds its GPU. What they print comes out here, and Ctrl-
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import math
 import os
-import signal
 import socket
 import sys
 import time
@@ -21,13 +19,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from offline_grpo.config.compose import quoted
+from offline_grpo.engine.guardian import end_with_parent
 from offline_grpo.errors import GrpoError, require
 from offline_grpo.history import launch
 from offline_grpo.history.folder import release
 from offline_grpo.history.signals import StopSignal
 from offline_grpo.settings import RunConfig
 
-PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
 END_S = 15.0  # after one process has failed, for the others, which wait for it in a collective operation
 MAX_LINE_BYTES = 2**20
@@ -91,7 +89,6 @@ class TrainingActor:
         self, command: Sequence[str], folder: str, typed_in: Mapping[str, str], env: Mapping[str, str]
     ) -> None:
         """Start the process with the variables in `env`, those of this machine, and those where the user typed."""
-        libc = ctypes.CDLL(None)
         self._process = await asyncio.create_subprocess_exec(
             *command,
             cwd=folder,
@@ -100,7 +97,7 @@ class TrainingActor:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=MAX_LINE_BYTES,
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # whatever ends the actor
+            preexec_fn=end_with_parent,  # whatever ends the actor
         )
 
     async def read(self) -> bytes | int:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from offline_grpo.config.build import build
+from offline_grpo.config.build import MOVED, build, resolve
+from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Task
 
@@ -24,6 +25,11 @@ def test_values_and_runtime_objects_meet_in_the_constructor():
     policy = object()
     part = build({**TARGET, "lr": 1, "sizes": [1, 2]}, key="part", policy=policy, tokenizer="unused")
     assert (part.lr, part.name, part.sizes, part.policy) == (1, "x", [1, 2], policy)
+
+
+def test_a_run_that_names_a_former_path_can_be_resumed():
+    for former in MOVED:
+        assert issubclass(resolve({"_target_": former}, "generation"), ServerEngine)
 
 
 @pytest.mark.parametrize(

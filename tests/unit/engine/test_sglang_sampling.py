@@ -1,6 +1,6 @@
 """The SGLang client against a stand-in written from SGLang's source (tests/fake_sglang.py).
 
-What both clients do with a server that misbehaves is in test_server_client.py.
+What both clients do with a server that misbehaves is in test_server_engine.py.
 """
 
 from __future__ import annotations
