@@ -306,9 +306,9 @@ def test_a_kind_of_server(search_path: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run = (*RUN, f"model.train_id={model}", "train.iterations=3", "train.lr=1e-3", "train.optimizer.eps=1e-4")
     served = ("generation=toy", "weight_sync=reload", "weight_sync.pause_mode=abort")
-    app.run(compose_config(*run), tmp_path / "here")
+    train(compose_config(*run), tmp_path / "here")
     with ScriptedServer(ToyServer(model)) as web:
-        app.run(compose_config(search_path, *run, *served, f"generation.base_url={web.base_url}"), tmp_path / "there")
+        train(compose_config(search_path, *run, *served, f"generation.base_url={web.base_url}"), tmp_path / "there")
     here, there = metrics_of(tmp_path / "here"), metrics_of(tmp_path / "there")
     assert there["train_iter_002.json"]["sync/probe_diff_max"] < 1e-4
     assert {r.path for r in web.requests} == {"/health", "/about", "/load", "/tag", "/complete"}
