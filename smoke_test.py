@@ -8,18 +8,18 @@ import json
 import tempfile
 from pathlib import Path
 
-from offline_grpo.run import config
+from offline_grpo.config import compose
 
 
 def main() -> None:
     """Train for one iteration in a temporary folder, evaluate, and print the metrics of both."""
-    from offline_grpo.run import app
+    from offline_grpo.run import train
 
-    config.register()
+    compose.register()
     with tempfile.TemporaryDirectory() as folder:
-        cfg = config.composed(["experiment=smoke", f"cache_dir={folder}/cache"])
+        cfg = compose.composed(["experiment=smoke", f"cache_dir={folder}/cache"])
         run_dir = Path(folder) / "run"
-        app.run(cfg, run_dir)
+        train(cfg, run_dir)
         for title, file in (("Train metrics", "train_iter_000.json"), ("Eval metrics", "eval_iter_000.json")):
             metrics = json.loads((run_dir / "metrics" / file).read_text())
             print(f"{title}: { {name: round(value, 4) for name, value in metrics.items()} }")

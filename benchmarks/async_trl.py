@@ -7,7 +7,8 @@
 32 prompts x 8 completions x 512 tokens an update, all weights, bf16, the same random model, prompts, reward, loss,
 learning rate and sequences in a microbatch; one card trains, the other serves, NCCL carries the weights. Numbers of
 tokens and prompt ids are compared before times: means over the wall clock, without the first updates, and without our
-last one, which has nothing to sample ahead. Logs are in WORK.
+last one, which has nothing to sample ahead. The longer of sampling and training is that of `mode=sync`, where neither
+slows the other; `iteration_over_longer_of_its_own` takes it from the run that samples ahead. Logs are in WORK.
 
     ours    mode=async with rollouts.max_staleness=--staleness; fp32 masters
     sync    mode=sync, else the same: what sampling and training take alone
@@ -34,7 +35,6 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from async_overlap import WARMUP, overlap, rounds_of
 from common import Target, write_result
 from iteration_gpu import GROUP, PROMPTS, TOKENS, check_same_work, num_iterations, our_command
 from pyarrow.parquet import read_table
@@ -44,7 +44,39 @@ from offline_grpo.engine.ports import choose_port
 ARMS = ("ours", "sync", "trl")
 SHOWN = ("perf/fwd_bwd_s", "perf/rollout_wait_s", "perf/weight_sync_s", "sample/staleness_mean", "ratio")
 
+WARMUP = 3
+
 started: list[list[subprocess.Popen[Any]]] = []
+
+
+def rounds_of(folder: Path) -> dict[str, list[float]]:
+    """Every iteration's value of each number in a run's metrics, without the first ones and the last."""
+    found = [json.loads(path.read_text()) for path in sorted((folder / "metrics").glob("train_iter_*.json"))]
+    found = found[WARMUP:-1]
+    names = [name for name in found[0] if name.startswith(("time/", "async/", "mismatch/ess", "num_completion_tokens"))]
+    return {name: [values[name] for values in found if name in values] for name in names}
+
+
+def overlap(sync_rounds: dict[str, list[float]], async_rounds: dict[str, list[float]]) -> dict[str, float]:
+    """What the two modes' values of each iteration say of the claim."""
+    sync, ahead = (
+        {name: statistics.fmean(values) for name, values in found.items()} for found in (sync_rounds, async_rounds)
+    )
+    longer = max(sync["time/generate_s"], sync["time/train_s"])
+    own = max(ahead["time/sampling_s"], ahead["time/train_s"])
+    return {
+        "iteration_over_longer": ahead["time/iteration_s"] / longer,
+        "iteration_over_longer_of_its_own": ahead["time/iteration_s"] / own,
+        "speedup": sync["time/iteration_s"] / ahead["time/iteration_s"],
+        "sync_generate_s": sync["time/generate_s"],
+        "sync_train_s": sync["time/train_s"],
+        "sync_push_s": sync["time/sync_s"],
+        "async_sampling_s": ahead["time/sampling_s"],
+        "async_train_s": ahead["time/train_s"],
+        "async_iteration_s": ahead["time/iteration_s"],
+        "async_age_mean": ahead["async/age_mean"],
+        "async_ess_frac": ahead["mismatch/ess_frac"],
+    }
 
 
 def our_words(args: argparse.Namespace, arm: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from async_overlap import WARMUP
+from async_trl import WARMUP
 from iteration_gpu import GROUP, LR
 from random_model import sevens
 from torch import Tensor

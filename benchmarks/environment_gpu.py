@@ -134,18 +134,16 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     import httpx
-    from client_overhead import CPU_ARGS, CPU_ENV
     from common import Target, alternate, write_result
-    from generation_arms import Served
+    from generation_arms import CPU_ARGS, CPU_ENV, Served
     from random_model import save
 
-    from offline_grpo.engine.vllm import VllmControl
+    from offline_grpo.config.compose import composed, register, typed
+    from offline_grpo.config.problems import build_task, isolated
+    from offline_grpo.engine.vllm import VllmEngine
     from offline_grpo.generation.sample import sample_in_order
-    from offline_grpo.generation.vllm_client import VllmClient
     from offline_grpo.model.load import generation_config_of, load_tokenizer, read_model_config
     from offline_grpo.model.text import TokenizerCodec, end_ids
-    from offline_grpo.run.config import composed, register, typed
-    from offline_grpo.run.task_data import build_task, isolated
     from offline_grpo.types import SamplingParams, Split
 
     arguments = parse()
@@ -183,14 +181,14 @@ def main() -> None:
     with ExitStack() as stack:
         served = Served(model, args, work, CPU_ENV if arguments.small else {})
         stack.callback(served.close)
-        server, control = served.server, VllmControl(served.server)
+        server = served.server
         template = str(work / "tools.jinja") if arguments.model else None
         tokenizer = load_tokenizer(str(model), chat_template=template)
         codec = TokenizerCodec(tokenizer, end_ids(generation_config_of(str(model)), tokenizer))
         vocab_size = read_model_config(str(model), "model").get_text_config().vocab_size
         asked: dict[tuple[tuple[int, ...], tuple[int, ...]], SamplingRequest] = {}
 
-        class Client(VllmClient):
+        class Client(VllmEngine):
             """Notes what it is asked."""
 
             async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
@@ -252,7 +250,7 @@ def main() -> None:
             ]
         arms = {name: arm(name) for name in names}
         timings = alternate(
-            arms, rounds=arguments.rounds, settle=dict.fromkeys(arms, partial(control.post, "/reset_prefix_cache"))
+            arms, rounds=arguments.rounds, settle=dict.fromkeys(arms, partial(client.post, "/reset_prefix_cache"))
         )
         command = [sys.executable, "-m", "offline_grpo", *words, *tasks["environment"]]
         command += [f"generation.base_url={server.base_url}", f"generation.api_key={server.api_key}"]

@@ -16,19 +16,14 @@ Every sequence has exactly `--tokens` tokens after a prompt of 40, in groups of 
 each sequence alone, all arms must return the same tokens. Then they alternate.
 
 Arms:
-    server            VllmClient and a managed server, as `run_grpo.py` uses them
+    server            VllmEngine and a managed server, as `run_grpo.py` uses them
     stock             the same server through /v1/completions, which has to make text
     offline           vLLM's LLM.generate in a process of its own: the sampled token's logprob, no text
     offline_bare      the same without logprobs
 
 With --servers there are several servers on the card, which start at the same time. Each is as runs use it, with vLLM's
-options and the environment variables that the JSON adds; gains are over the first. --schedulers is one such comparison:
-`bundles` as runs use it, and `each` with vLLM's own scheduler, which hands over every token by itself. --tokens may
-differ for the two numbers of sequences.
-
-With --engines N there are N servers, each with weights of its own, and the arms `one` (all sequences on the first) and
-`all` (split). An engine that has no memory for all sequences makes some of them wait, or computes them again;
-`preempted` counts the latter. Choose --tokens such that `one` has none, or memory is compared, and not processes.
+options and the environment variables that the JSON adds; gains are over the first. --tokens may differ for the two
+numbers of sequences.
 """
 
 from __future__ import annotations
@@ -46,11 +41,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from client_overhead import CPU_ARGS, EndlessClient
 from common import RESULTS, Target, Timings, complete_in_order, write_result
-from generation_arms import GROUP, Group, Offline, Served, requests, save_model
+from generation_arms import CPU_ARGS, GROUP, EndlessClient, Group, Offline, Served, requests, save_model
 
-from offline_grpo.generation.vllm_client import STOCK
+from offline_grpo.engine.vllm import STOCK
 from offline_grpo.types import SamplingParams, SamplingRequest
 
 COMMON: dict[str, Any] = {
@@ -64,8 +58,6 @@ COMMON: dict[str, Any] = {
 
 OTHERS_BYTES = 7 * 2**30
 """What a server of Qwen3-0.6B needs beside its KV cache: weights, activations of up to 1,024 sequences, CUDA graphs."""
-BUNDLES = "Tokens that are handed over in bundles, against each by itself, through two servers on one GPU"
-SCHEDULERS: dict[str, Any] = {"each": {"args": {"scheduler_cls": None}}, "bundles": {}}
 
 
 def check_equal(arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]], tokens: int) -> None:
@@ -168,53 +160,6 @@ def against_offline(
     )
 
 
-def several_engines(
-    arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path
-) -> None:
-    deadline = time.monotonic() + arguments.limit_s
-    servers = []
-    for index in range(arguments.engines):
-        servers.append(Served(model, {**args, **arguments.server_args}, folder / str(index)))
-        stack.callback(servers[-1].close)
-        print(f"server {index} up after {servers[-1].start_s:.0f} s", flush=True)
-
-    def split(asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
-        with ThreadPoolExecutor(len(servers)) as threads:
-            shares = [asked[index :: len(servers)] for index in range(len(servers))]
-            parts = list(threads.map(lambda server, share: server.generate(share, tokens), servers, shares))
-        return [parts[index % len(servers)][index // len(servers)] for index in range(len(asked))]
-
-    arms = {"one": servers[0].generate, "all": split}
-    preempted = {"one": 0.0, "all": 0.0}
-
-    def counting(arm: str) -> Callable[[Sequence[SamplingRequest], int], list[Group]]:
-        def generate(asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
-            before = sum(server.num_preempted() for server in servers)
-            found = arms[arm](asked, tokens)
-            preempted[arm] += sum(server.num_preempted() for server in servers) - before
-            return found
-
-        return generate
-
-    # No check_equal: in bf16, servers that were compiled apart differ by more than its tolerance.
-    counted = {arm: counting(arm) for arm in arms}
-    few, many = arguments.sequences
-    timings = {many: measure(counted, many, arguments.tokens[1], arguments.rounds, deadline)}
-    timings = {few: measure(counted, few, arguments.tokens[0], arguments.rounds, deadline), **timings}
-    measured = {f"preempted_{arm}": count for arm, count in preempted.items()}
-    measured |= {f"gain_{count}": found.ratio("one", "all") for count, found in timings.items()} | tokens_per_s(
-        timings, arguments.tokens
-    )
-    save(
-        arguments,
-        f"generation_{arguments.engines}_engines",
-        claim="Several engine processes on one card, each with its own weights, against one of them",
-        targets=[Target(f"gain_{many}", ">=", 1.4)],
-        measured=measured,
-        details={count: found.summary("one") for count, found in timings.items()},
-    )
-
-
 def several_servers(
     arguments: argparse.Namespace, model: Path, args: dict[str, Any], stack: ExitStack, folder: Path
 ) -> None:
@@ -238,7 +183,6 @@ def several_servers(
     with ThreadPoolExecutor(len(arguments.servers)) as threads:
         servers = dict(zip(arguments.servers, threads.map(start, arguments.servers), strict=True))
     baseline = next(iter(servers))
-    few, many = arguments.sequences
     measured = {f"{arm}_start_s": server.start_s for arm, server in servers.items()}
     timings: dict[int, Timings] = {}
     for count, tokens in zip(arguments.sequences, arguments.tokens, strict=True):
@@ -251,16 +195,11 @@ def several_servers(
                 f"{arm}_{count}_cpu_us_per_token_{name}": value for name, value in server.cpu_us_per_token.items()
             }
     measured |= tokens_per_s(timings, arguments.tokens)
-    targets = [Target(f"bundles_gain_{few}", ">=", 1.1), Target(f"bundles_{many}_tokens_per_s", ">=", 20_000)]
-    if not arguments.schedulers:
-        targets = [Target(f"fp8_gain_{count}", ">=", 1.12) for count in (few, many) if "fp8" in servers]
     save(
         arguments,
-        "generation_bundles" if arguments.schedulers else "generation_servers",
-        claim=BUNDLES
-        if arguments.schedulers
-        else f"Servers on one GPU that differ in their options, against {baseline}",
-        targets=targets,
+        "generation_servers",
+        claim=f"Servers on one GPU that differ in their options, against {baseline}",
+        targets=[Target(f"fp8_gain_{count}", ">=", 1.12) for count in arguments.sequences if "fp8" in servers],
         measured=measured,
         details={count: found.summary(baseline) for count, found in timings.items()},
     )
@@ -275,8 +214,6 @@ def save(arguments: argparse.Namespace, name: str, **result: Any) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--schedulers", action="store_true")
     parser.add_argument(
         "--servers",
         type=json.loads,
@@ -293,10 +230,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=330.0, help="no further round is begun that would end later")
     parser.add_argument("--server-args", type=json.loads, default={}, help='JSON, such as {"async_scheduling": true}')
     parser.add_argument("--out", help="name of the result; default: generation")
-    arguments = parser.parse_args()
-    if arguments.schedulers:
-        arguments.servers = SCHEDULERS
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -316,9 +250,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = save_model(Path(folder) / "model", is_small=arguments.small, shape=arguments.shape)
-        compare = (
-            several_servers if arguments.servers else against_offline if arguments.engines == 1 else several_engines
-        )
+        compare = several_servers if arguments.servers else against_offline
         compare(arguments, model, args, stack, Path(folder))
 
 

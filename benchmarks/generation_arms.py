@@ -13,14 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import httpx
 import psutil
-from client_overhead import EndlessClient
 from common import complete_in_order
 
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmLauncher
-from offline_grpo.types import SamplingParams, SamplingRequest
+from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
+from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
 GROUP = 8
 PROMPT_TOKENS = 40
@@ -32,6 +30,18 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+CPU_ARGS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "distributed_executor_backend": "uni",
+    "kv_cache_memory_bytes": 67108864,
+    "gpu_memory_utilization": None,
+    "max_num_batched_tokens": 32768,  # on CPUs, vLLM 0.32 crashes when it splits the prompt of a request with a seed
+    "logprobs_mode": "processed_logprobs",
+    "generation_config": "vllm",
+    "seed": 0,
+}
+CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 Group = list[tuple[tuple[int, ...], tuple[float, ...]]]
 """Token ids and logprobs of each completion of one prompt."""
@@ -64,6 +74,13 @@ def requests(num_sequences: int, group: int = GROUP) -> list[SamplingRequest]:
         SamplingRequest(tuple(draw.randint(3, 80) for _ in range(PROMPT_TOKENS)), group, 1000 * index)
         for index in range(num_sequences // group)
     ]
+
+
+class EndlessClient(VllmEngine):
+    """Ignores the end-of-sequence token, so that every round does the same work."""
+
+    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
+        return super().body(request, sampling, weights) | {"ignore_eos": True, "stop_token_ids": []}
 
 
 class Served:
@@ -103,15 +120,6 @@ class Served:
         taken = {name.strip("()"): 1e6 * (s - before.get(name, s)) / num_tokens for name, s in self._cpu_s().items()}
         self.cpu_us_per_token = {name: value for name, value in taken.items() if value > 0.5}
         return [[(completion.token_ids, completion.logprobs) for completion in group] for group in found]
-
-    def num_preempted(self) -> float:
-        """Requests that the engine has computed again for lack of memory, since its start."""
-        answer = httpx.get(
-            f"{self.server.base_url}/metrics", headers={"Authorization": f"Bearer {self.server.api_key}"}, timeout=60
-        ).text
-        return sum(
-            float(line.split()[-1]) for line in answer.splitlines() if line.startswith("vllm:num_preemptions_total")
-        )
 
     def _cpu_s(self) -> dict[str, float]:
         """Of the API server (`python`) and the engine's processes, by name."""

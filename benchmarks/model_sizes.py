@@ -29,18 +29,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from common import RESULTS, Target, expect_made_up_logprobs, write_result
-from memory_plan import plan_of, random_batch
+from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 from shapes import SIZES
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from offline_grpo.config.compose import register, typed
+from offline_grpo.config.parts import make_plan
+from offline_grpo.config.plan import Plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import prepare
@@ -49,10 +53,13 @@ from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run.assemble import make_updater
-from offline_grpo.run.gpu_memory import GIB, MemoryRequest, check, choose_share, describe, predict
+from offline_grpo.start.memory import GIB, MemoryRequest, check, choose_share, describe, predict
+from offline_grpo.start.model import make_updater
+from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.sharding import Replicas
+from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
 
+CONF = Path(__file__).parents[1] / "conf"
 ARMS = {"full": (), "offload": ("train.optimizer.offload=true",), "lora": ("model/lora=default",)}
 COLUMNS = {
     "peak_gib": "peak, GiB",
@@ -63,6 +70,47 @@ COLUMNS = {
     "step_s": "step, s",
 }
 ROUNDS = 2
+
+
+def plan_of(folder: Path, args: argparse.Namespace, overrides: Sequence[str]) -> Plan:
+    """The configuration of an arm: 32 sequences in one update."""
+    base = [
+        "model=hf",
+        f"model.train_id={folder}",
+        f"model.device={args.device}",
+        f"generation.max_new_tokens={args.completion_tokens}",
+        "generation.batch_size=1",
+        "eval.enabled=false",
+        "data.problems_per_iteration=4",
+        "data.rollouts_per_problem=8",
+        "train.precision=bf16",
+        "train.batch_size=null",
+        f"train.tokens_per_microbatch={args.tokens_per_microbatch}",
+        "train.gradient_checkpointing=false",
+        "train.kl_coef=0",
+    ]
+    register()
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        return make_plan(typed(compose("config", overrides=[*base, *overrides])))
+
+
+def random_batch(args: argparse.Namespace, num_sequences: int, vocab_size: int) -> TokenBatch:
+    """Random sequences, all of maximum length."""
+    torch.manual_seed(0)
+    num_tokens = args.completion_tokens
+    rows = torch.randint(vocab_size, (num_sequences, args.prompt_tokens + args.completion_tokens)).tolist()
+    rollouts = [
+        Rollout.of_one_turn(
+            row[: args.prompt_tokens],
+            Completion(tuple(row[args.prompt_tokens :]), (-1.0,) * num_tokens, FinishReason.LENGTH, (0,) * num_tokens),
+            temperature=1.0,
+            text="",
+            score=Score(0.0, False, {}),
+        )
+        for row in rows
+    ]
+    batch = build_batch(rollouts, mask_truncated=False)
+    return with_advantages(batch, torch.linspace(-1, 1, num_sequences).tolist())
 
 
 def make_policy(plan: Any, config: PretrainedConfig, device: torch.device, recompute: float) -> Policy:

@@ -1,14 +1,15 @@
-"""Draws what was measured on H100s and H200s: docs/images/h100.png from the results in `results/h100`, and learning.png
-from `results/h200/learning.json`. Needs no GPU.
+"""Draws what was measured on H100s and H200s: docs/images/h100.png from the results in `results/h100`, learning.png
+from `results/h200/learning.json` and objectives.png from `results/h200/paired_objectives.json`. Needs no GPU.
 
     python benchmarks/picture.py
 
 Each panel's bars are of one run of one script, but for the pushes, which are of one run of `weight_sync.py` each. The
-curves of `learning.py` are means over seeds, and the bands their 95 % intervals.
+curves of `learning.py` are means over seeds; at their ends stand 95 % intervals over seeds.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +24,14 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from offline_grpo.eval.intervals import FloatArray, mean_interval
 from offline_grpo.report.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
 from offline_grpo.report.plots import AXIS, PERCENT, TEXT
-from offline_grpo.report.runs import MIN_SEEDS, share_interval
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h100"
 LEARNING = HERE / "results" / "h200" / "learning.json"
+OBJECTIVES = HERE / "results" / "h200" / "paired_objectives.json"
 IMAGES = HERE.parent / "docs" / "images"
 WIDTH, HEIGHT, DPI = 10.0, 5.4, 110
 
@@ -79,22 +81,26 @@ PANELS = (
     Panel(
         "A whole iteration, 256 completions",
         "seconds; less is better",
-        (Bar("TRL with vLLM", "iteration_gpu", "trl_s", False), Bar("this trainer", "iteration_gpu", "ours_s")),
+        (
+            Bar("TRL with vLLM", "iteration_gpu_lora", "trl_s", False),
+            Bar("this trainer", "iteration_gpu_lora", "ours_s"),
+        ),
     ),
     Panel(
         "Sampling 256 sequences",
         "tokens per second",
         (
-            Bar("vLLM's engine without a server", "generation", "offline_256_tokens_per_s", False),
-            Bar("the server of a run", "generation", "server_256_tokens_per_s"),
+            Bar("vLLM's engine, with logprobs", "generation", "offline_256_tokens_per_s", False),
+            Bar("vLLM's engine, without logprobs", "generation", "offline_bare_256_tokens_per_s", False),
+            Bar("the server of a run, with logprobs", "generation", "server_256_tokens_per_s"),
         ),
     ),
     Panel(
         "Sampling 1,024 sequences",
-        "tokens per second",
+        "tokens per second; more than the cache holds",
         (
-            Bar("vLLM's engine without a server", "generation", "offline_1024_tokens_per_s", False),
-            Bar("the server of a run", "generation", "server_1024_tokens_per_s"),
+            Bar("vLLM's engine, with logprobs", "generation", "offline_1024_tokens_per_s", False),
+            Bar("the server of a run, with logprobs", "generation", "server_1024_tokens_per_s"),
         ),
     ),
     Panel(
@@ -136,29 +142,40 @@ def draw(axes: Axes, panel: Panel) -> None:
 
 
 ARMS = {"grpo": BLUE, "dapo": ORANGE, "dr_grpo": GREEN, "gspo": PURPLE, "cispo": RED, "trl": GREY}
-TASKS = {"sums": "Sums", "products": "Products", "instructions": "Instructions"}
+TASKS = {
+    "sums": "Sums",
+    "products": "Products",
+    "instructions": "Instructions",
+    "longer_sums": "Sums of three",
+}
 MATCHED = ("grpo", "trl")
-"""The arms that differ in the trainer alone: only these have bands, so that the panels can be read."""
+"""The arms that differ in the trainer alone."""
 
 
-def draw_curves(axes: Axes, runs: list[dict[str, Any]], arms: Sequence[str], key: str) -> None:
-    """Mean held-out pass@1 over seeds for each arm, against the means of `key`: steps or seconds."""
-    for arm in arms:
-        chosen = [run for run in runs if run["arm"] == arm and run["done"]]
-        if not chosen:
-            continue
+def finished(result: Mapping[str, Any], task: str, arm: str) -> list[dict[str, Any]]:
+    """The runs of an arm that came to their end."""
+    return [run for run in result["details"].values() if (run["task"], run["arm"]) == (task, arm) and run["done"]]
+
+
+def draw_curves(axes: Axes, result: Mapping[str, Any], task: str, arms: Sequence[str], key: str) -> None:
+    """Mean held-out pass@1 over seeds for each arm, against the means of `key`: steps or seconds. Each has its interval
+    at the end, side by side, so that none hides another.
+    """
+    for place, arm in enumerate(arms):
+        chosen = finished(result, task, arm)
         values = np.array([run["pass@1"] for run in chosen])
         x = np.mean([run[key] for run in chosen], axis=0)
         name = {"trl": "grpo of TRL"}.get(arm, arm)
         axes.plot(
-            x, values.mean(0), color=ARMS[arm], label=name, linestyle="--" if arm == "trl" else "-", linewidth=1.6
+            x, values.mean(0), color=ARMS[arm], label=name, linestyle="--" if arm == "trl" else "-", linewidth=1.4
         )
-        if arm in MATCHED and len(chosen) >= MIN_SEEDS:
-            low, high = share_interval(values)
-            axes.fill_between(x, low, high, color=ARMS[arm], alpha=0.15, linewidth=0)
+        low, high = mean_interval(values[:, -1:])
+        beside = x[-1] * (1 + 0.035 * (place + 1))
+        axes.vlines(beside, low, high, color=ARMS[arm], linewidth=1.6)
+        axes.plot(beside, values[:, -1].mean(), ".", color=ARMS[arm], markersize=5)
     axes.yaxis.set_major_formatter(PERCENT)
     axes.set_ylim(bottom=0)
-    axes.tick_params(labelsize=9, colors=TEXT, length=0)
+    axes.tick_params(labelsize=8, colors=TEXT, length=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(AXIS)
     axes.set_xlabel({"steps": "iterations", "seconds": "seconds of training"}[key], fontsize=9, color=TEXT)
@@ -166,13 +183,13 @@ def draw_curves(axes: Axes, runs: list[dict[str, Any]], arms: Sequence[str], key
 
 def draw_learning(result: Mapping[str, Any], path: Path) -> None:
     """A panel for each task, and of the first one the two trainers against time."""
-    runs = list(result["details"].values())
-    figure, grid = plt.subplots(1, 4, figsize=(WIDTH, 3.0), layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06))
-    for axes, (task, title) in zip(grid, TASKS.items(), strict=False):
-        draw_curves(axes, [run for run in runs if run["task"] == task], list(ARMS), "steps")
+    figure, grid = plt.subplots(1, 5, figsize=(WIDTH, 2.8), layout=ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.06))
+    panels = [(task, title, tuple(ARMS), "steps") for task, title in TASKS.items()]
+    for axes, (task, title, arms, key) in zip(
+        grid, [*panels, ("sums", "Sums, by time", MATCHED, "seconds")], strict=True
+    ):
+        draw_curves(axes, result, task, arms, key)
         axes.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
-    draw_curves(grid[3], [run for run in runs if run["task"] == next(iter(TASKS))], MATCHED, "seconds")
-    grid[3].set_title("Sums, by time", fontsize=10.5, loc="left", fontweight="bold")
     grid[0].set_ylabel("held-out pass@1", fontsize=9, color=TEXT)
     figure.legend(
         *grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS), fontsize=9, frameon=False
@@ -181,9 +198,55 @@ def draw_learning(result: Mapping[str, Any], path: Path) -> None:
     print(path)
 
 
+def pairs_of(result: Mapping[str, Any]) -> list[tuple[str, str, FloatArray]]:
+    """Every pair of objectives, the better one first, with the differences of their last pass@1 by seed."""
+    names = sorted(result["measured"], key=lambda name: -result["measured"][name])
+    last = {
+        name: np.array([curve["60"] for run, curve in result["details"].items() if run[:-2] == name])
+        for name in (each.removesuffix("/pass@1") for each in names)
+    }
+    return [(a, b, last[a] - last[b]) for a, b in itertools.combinations(last, 2)]
+
+
+def draw_objectives(result: Mapping[str, Any], path: Path) -> None:
+    """Curves of each objective's three seeds; then the differences of all pairs, with their 95% intervals."""
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 4.4), width_ratios=(1, 1.25), layout=layout)
+    names = [name.removesuffix("/pass@1") for name in sorted(result["measured"], key=lambda n: -result["measured"][n])]
+    for name, color in zip(names, (BLUE, ORANGE, GREEN, PURPLE, RED, GREY, "black"), strict=True):
+        curves = [curve for run, curve in result["details"].items() if run[:-2] == name]
+        steps = [int(step) for step in curves[0]]
+        values = np.array([list(curve.values()) for curve in curves])
+        left.plot(steps, values.T, color=color, linewidth=0.7, alpha=0.5)
+        left.plot(steps, values.mean(0), color=color, linewidth=2, label=name)
+    left.set_title("Held-out pass@1 of each seed, and means", fontsize=10.5, loc="left", fontweight="bold")
+    left.set_xlabel("iterations on the same recorded rollouts", fontsize=9, color=TEXT)
+    left.legend(fontsize=8, frameon=False)
+    left.set_ylim(bottom=0)
+    left.yaxis.set_major_formatter(PERCENT)
+    pairs = pairs_of(result)
+    for row, (_, _, differences) in enumerate(reversed(pairs)):
+        low, high = (float(end[0]) for end in mean_interval(differences[:, None]))
+        color = BLUE if low > 0 or high < 0 else GREY
+        right.hlines(row, low, high, color=color, linewidth=2)
+        right.plot(differences.mean(), row, "o", color=color, markersize=4)
+    right.axvline(0, color=AXIS, linewidth=1)
+    right.set_yticks(range(len(pairs)), [f"{a} - {b}" for a, b, _ in reversed(pairs)], fontsize=7.5)
+    right.set_title("All 21 differences after 60, paired by seed", fontsize=10.5, loc="left", fontweight="bold")
+    right.set_xlabel("pass@1, with 95% intervals of each pair alone", fontsize=9, color=TEXT)
+    right.xaxis.set_major_formatter(PERCENT)
+    for axes in (left, right):
+        axes.tick_params(labelsize=8, colors=TEXT, length=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(AXIS)
+    figure.savefig(path, dpi=DPI)
+    print(path)
+
+
 def main() -> None:
     """Draw and save."""
     draw_learning(json.loads(LEARNING.read_text()), IMAGES / "learning.png")
+    draw_objectives(json.loads(OBJECTIVES.read_text()), IMAGES / "objectives.png")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure, grid = plt.subplots(2, 3, figsize=(WIDTH, HEIGHT), height_ratios=(2, 3.4), layout=layout)
     for axes, panel in zip(grid.flat, PANELS, strict=True):

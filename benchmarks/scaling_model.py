@@ -1,12 +1,13 @@
-"""What an iteration on N GPUs should take: sampling, training and push, from measured speeds and counted bytes. Needs
-no GPU.
+"""What an iteration on N GPUs should take: sampling, training, push and its proof, from measured speeds and counted
+bytes. Needs no GPU.
 
     python benchmarks/scaling_model.py
 
 Qwen3-4B's shape, bf16, `mode=async`, `train.sharding=fsdp2`, `weight_sync=nccl`, a server on each sampling GPU; every
 training GPU has 4 sequences of 16,384 tokens per iteration. Measured on hosts with H200 (`results/h200`): training on
-one GPU, sampling on four, a push to one server, NCCL between two. Counted: bytes. Assumed: `ASSUMED`. The model is
-checked against measurements that it was not given: training on two GPUs and on eight. All beyond is extrapolated.
+one GPU, sampling on four, a push to one server, its proof amid sampling on eight, NCCL between two. Counted: bytes.
+Assumed: `ASSUMED`. The model is checked against measurements that it was not given: training on two GPUs and on eight,
+and the iteration of the whole run, of which it is given the parts. All beyond is extrapolated.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Measured:
     sample_tok_s: float
     weights_bytes: float  # in bf16
     push_s: float
+    proof_s: float  # amid sampling
     link_bytes_s: float
 
     @classmethod
@@ -50,8 +52,9 @@ class Measured:
         run, push = result("whole_run_4b"), result("weight_sync_nccl_4b")["measured"]
         first = run["details"]["alone"]  # its first iteration, which nothing disturbs
         sampled = first["num_completion_tokens"] / first["time/sampling_s"] / int(run["settings"]["servers"])
+        proof_s = run["measured"]["time/sync_proof_s"]
         link = push["broadcast_gb_per_s"] * 1e9
-        return cls(update_s(sharding, 1), sampled, push["bytes_copied"], push["push_s"], link)
+        return cls(update_s(sharding, 1), sampled, push["bytes_copied"], push["push_s"], proof_s, link)
 
     @property
     def fixed_s(self) -> float:
@@ -86,24 +89,42 @@ def push_s(m: Measured, num_servers: int, num_gpus: int) -> float:
     return m.fixed_s + passes * m.weights_bytes / speed + num_gpus * step_us / 1e6
 
 
+def whole_run_s(m: Measured) -> float:
+    """An iteration of the whole run, of which training is given: its sequences are shorter than the table's."""
+    run = result("whole_run_4b")["measured"]
+    sample_s = run["num_completion_tokens"] / m.sample_tok_s / 4
+    return max(sample_s, run["time/train_s"]) + push_s(m, 4, 8) + m.proof_s
+
+
+def in_turn_tok_s(m: Measured) -> float:
+    """Of one GPU that samples and trains in turn, and needs no push."""
+    return TOKENS / (m.train_s + sample_per_trainer_s(m))
+
+
+def sample_per_trainer_s(m: Measured) -> float:
+    """Of one sampling GPU, for one training GPU's completions."""
+    return TOKENS * (1 - PROMPT_FRAC) / m.sample_tok_s
+
+
 def row(m: Measured, num_gpus: int) -> str:
     """A line of the table: the GPUs shared out so that sampling and training take about equally long."""
-    sample_per_trainer = TOKENS * (1 - PROMPT_FRAC) / m.sample_tok_s  # s for one sampling GPU
+    sample_per_trainer = sample_per_trainer_s(m)
     trainers = min(max(round(num_gpus * m.train_s / (m.train_s + sample_per_trainer)), 1), num_gpus - 1)
     servers = num_gpus - trainers
     sample = trainers * sample_per_trainer / servers
     pushed = push_s(m, servers, num_gpus)
-    best, worst = (max(sample, update) + pushed for update in train_s(m, trainers))
+    best, worst = (max(sample, update) + pushed + m.proof_s for update in train_s(m, trainers))
     speed = trainers * TOKENS / worst
-    per_gpu = TOKENS / (m.train_s + sample_per_trainer)  # of one GPU that does both in turn, and needs no push
     cells = [
         num_gpus,
         trainers,
         servers,
-        *(f"{s:.1f}" for s in (sample, train_s(m, trainers)[1], pushed)),
+        *(f"{s:.1f}" for s in (sample, train_s(m, trainers)[1], pushed, m.proof_s)),
         f"{best:.1f} - {worst:.1f}",
     ]
-    return f"| {' | '.join(map(str, [*cells, f'{speed / 1000:,.1f}', f'{speed / (num_gpus * per_gpu):.2f}']))} |"
+    return (
+        f"| {' | '.join(map(str, [*cells, f'{speed / 1000:,.1f}', f'{speed / (num_gpus * in_turn_tok_s(m)):.2f}']))} |"
+    )
 
 
 def main() -> None:
@@ -116,12 +137,15 @@ def main() -> None:
             f"measured {tokens / found:,.0f}"
         )
         assert best <= found <= worst, "the model does not hold where it can be checked"
+    found = result("whole_run_4b")["measured"]["time/iteration_s"]
+    print(f"the whole run, four GPUs train and four sample: {whole_run_s(m):.1f} s; measured {found:.1f} s")
+    assert 0.9 < whole_run_s(m) / found < 1.1, "the model does not hold where it can be checked"
     print(f"a push to one server: {m.push_s:.2f} s, of which the link {m.weights_bytes / m.link_bytes_s:.3f} s\n")
     print(
-        "| GPUs | that train | that sample | sampling, s | training, s | push, s | iteration, s | thousand "
+        "| GPUs | that train | that sample | sampling, s | training, s | push, s | proof, s | iteration, s | thousand "
         "tokens/s | efficiency |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for num_gpus in (2, 4, 8, 16, 64, 256):
         print(row(m, num_gpus))
 

@@ -39,10 +39,10 @@ from omegaconf import OmegaConf
 from shapes import SIZES as LARGER
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
-from offline_grpo.engine.engine import Engine
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import as_plain, register
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmControl, VllmLauncher
-from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.lm_head import TiledHead
@@ -51,8 +51,6 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain, register
 from offline_grpo.settings import LoraConfig
 from offline_grpo.train.fsdp2 import FullyShardedPolicy
 from offline_grpo.train.sharding import Replicas
@@ -105,7 +103,7 @@ class Arm:
     name: str
     deployment: Deployment
     policy: Policy
-    client: VllmClient
+    client: VllmEngine
     start_s: float
     trainer_mib: float
     sharding: Replicas
@@ -119,7 +117,7 @@ class Phases:
         for name in ("sample_probe", "scored", "compare_bits"):
             self._watch(strategy, name)
         for name in ("call_workers", "post"):
-            self._watch(VllmControl, name)
+            self._watch(VllmEngine, name)
 
     def _watch(self, owner: Any, name: str) -> None:
         call = getattr(owner, name)
@@ -129,7 +127,7 @@ class Phases:
             try:
                 return call(*words, **named)
             finally:
-                of = words[1] if owner is VllmControl else name
+                of = words[1] if owner is VllmEngine else name
                 self._seconds[of] = max(self._seconds.get(of, 0.0), time.perf_counter() - started)
 
         setattr(owner, name, timed)
@@ -178,15 +176,15 @@ def measure(
         report(arm, pushes[arm.name], speeds, arguments)
 
 
-def start_stock(arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> VllmClient:
+def start_stock(arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> VllmEngine:
     server = new_server(arguments, StockEngine, folder, {}, {}, server_gpus(arguments)[0])
     servers.append(server)
     server.start(str(model))
     return new_client(arguments, server)
 
 
-def new_client(arguments: argparse.Namespace, server: Server) -> VllmClient:
-    return VllmClient(
+def new_client(arguments: argparse.Namespace, server: Server) -> VllmEngine:
+    return VllmEngine(
         server=server, eos_ids=[], vocab_size=2**31, batch_size=arguments.concurrent, timeout_s=600, max_retries=0
     )
 
@@ -207,7 +205,7 @@ def connect(
     servers += own
     before = allocated_mib()
     policy = load(model, arguments, ranks, shared=sync.requires.shares_weights, lora=name.startswith("lora"))
-    engines = [Engine(new_client(arguments, server), SamplingParams(1)) for server in own]
+    engines = [new_client(arguments, server) for server in own]
     started = time.perf_counter()
     is_spread = ranks.world_size > 1
     sharding = FullyShardedPolicy(ranks) if is_spread else Replicas(ranks)
@@ -219,7 +217,7 @@ def connect(
     deployment.connect(policy)
     start_s = time.perf_counter() - started
     policy.make_masters()
-    arm = Arm(name, deployment, policy, engines[0].client, start_s, allocated_mib() - before, sharding)
+    arm = Arm(name, deployment, policy, engines[0], start_s, allocated_mib() - before, sharding)
     deployment.push(policy, version=0)
     return arm
 
@@ -266,7 +264,7 @@ def push(arm: Arm, version: int, phases: Phases) -> dict[str, Any]:
 
 
 def throughput(
-    arms: Sequence[Arm], stocks: Mapping[str, VllmClient], arguments: argparse.Namespace
+    arms: Sequence[Arm], stocks: Mapping[str, VllmEngine], arguments: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
     """Time the same loads, "single_stream" and "concurrent", on every arm and on stock vLLM, in alternation."""
     clients = {arm.name: (arm.client, arm.client.weights.name) for arm in arms}
@@ -292,7 +290,7 @@ def throughput(
     return results
 
 
-def ask(client: VllmClient, model_name: str, num_prompts: int, num_tokens: int) -> None:
+def ask(client: VllmEngine, model_name: str, num_prompts: int, num_tokens: int) -> None:
     client.weights = ServedWeights(0, model_name)
     prompts = [tuple(5 + (i * 31 + j * 7) % 90 for j in range(64)) for i in range(num_prompts)]
     requests = [SamplingRequest(prompt, 1, seed) for seed, prompt in enumerate(prompts)]

@@ -3,10 +3,10 @@
     uv run --extra atropos environments/task_environment.py serve --env.task gsm8k --env.task_overrides
     'format_weight=0.2'
 
-Where the package was installed without this folder, `python -m offline_grpo.run.task_environment serve` is the same.
+Where the package was installed without this folder, `python -m offline_grpo.commands.task_environment serve` is the same.
 """
 
-from offline_grpo.run.task_environment import TaskEnvironment
+from offline_grpo.commands.task_environment import TaskEnvironment
 
 if __name__ == "__main__":
     TaskEnvironment.cli()

@@ -120,7 +120,7 @@ def make_source(url: str, **settings: Any) -> Atropos:
         "take_over": False,
         "start_api": False,
         "environment": None,
-        "client": SimpleNamespace(engine_name=None),
+        "client": SimpleNamespace(is_local=True),
         "codec": SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
         "vocab_size": 30,
         "context": None,

@@ -261,7 +261,8 @@ def _child(
 ) -> None:
     from tqdm import tqdm
 
-    from offline_grpo.run import app, cli
+    from offline_grpo.commands import cli
+    from offline_grpo.run import train
 
     tqdm.set_lock(
         threading.RLock()
@@ -280,7 +281,7 @@ def _child(
             Mishaps.planned.update(mishaps)
             overrides += [] if Mishaps.override in overrides else [Mishaps.override]
         try:
-            app.run(compose_config(*overrides), Path(output_dir))
+            train(compose_config(*overrides), Path(output_dir))
         except cli.EXPECTED as error:
             cli.leave(error)
         except Exception:

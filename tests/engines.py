@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,10 +25,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmLauncher
-from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
@@ -171,8 +170,15 @@ def found(server: Server) -> Server:
     return Server(base_url=server.base_url, api_key=server.api_key, launcher=None, log_dir=server.log_dir)
 
 
-def make_client(server: Server) -> VllmClient:
-    return VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=16, timeout_s=120, max_retries=2)
+def make_client(server: Server, **changes: Any) -> VllmEngine:
+    settings: dict[str, Any] = {
+        "eos_ids": [2],
+        "vocab_size": 1000,
+        "batch_size": 16,
+        "timeout_s": 120,
+        "max_retries": 2,
+    }
+    return VllmEngine(server=server, **{**settings, **changes})
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
@@ -181,9 +187,11 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.data
 
 
-def deploy(sync: Any, *clients: Any, sampling: SamplingParams = SamplingParams(1)) -> Deployment:  # noqa: B008 - it is frozen
-    """A strategy that serves these clients' engines; not connected yet."""
-    return Deployment([Engine(client, sampling) for client in clients], sync, full_weights)
+def deploy(sync: Any, *engines: Any, sampling: SamplingParams = SamplingParams(1)) -> Deployment:  # noqa: B008 - it is frozen
+    """A strategy that serves these engines; not connected yet."""
+    for engine in engines:
+        engine.sampling = sampling
+    return Deployment(engines, sync, full_weights)
 
 
 def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
@@ -247,7 +255,7 @@ PROMPTS = [[1] + [4 + (7 * i + j * j) % 90 for j in range(length)] for i, length
 
 
 def sample(
-    client: VllmClient, *, tokens: int = 12, temperature: float = 1.0, prompts: Sequence[Sequence[int]] = PROMPTS
+    client: VllmEngine, *, tokens: int = 12, temperature: float = 1.0, prompts: Sequence[Sequence[int]] = PROMPTS
 ) -> list[Completion]:
     """One completion of each prompt; always the same seeds."""
     sampling = SamplingParams(tokens, temperature=temperature)
@@ -308,7 +316,7 @@ def serve_again(server: Server, model: Path, where: Where) -> None:
     """Give a server the weights of a saved model, whatever it serves or waits for."""
     sync = Reload(interval=1, pause_mode="abort", tolerance_nats=1.0, server_args={}, location="memory")
     client = make_client(found(server))
-    client.control(client.server).resume()  # a test that failed may have left it paused
+    client.resume()  # a test that failed may have left it paused
     policy = load(model, where)
     deployment = deploy(sync, client)
     deployment.connect(policy)
@@ -354,6 +362,14 @@ def kill_engine(folder: Path) -> int:
     return core.pid
 
 
+def stall(folder: Path, seconds: float) -> None:
+    """Let the last server with its log in `folder` stand still for a while."""
+    processes = writers(max(folder.glob("server_*.log")))
+    for process in processes:
+        process.suspend()
+    threading.Timer(seconds, lambda: [process.resume() for process in processes]).start()
+
+
 @dataclass
 class Deaths:
     """Of engines, and what the masters were at every try of the push that killed one."""
@@ -378,7 +394,7 @@ def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
         if version == at_push:
             deaths.masters.append({name: p.detach().cpu().clone() for name, p in policy.masters.parameters.items()})
             if len(deaths.masters) == 1:
-                deaths.pids.append(kill_engine(self.engines[0].client.server.log_dir))  # type: ignore[attr-defined]
+                deaths.pids.append(kill_engine(self.engines[0].server.log_dir))  # type: ignore[attr-defined]
         return pushed(self, policy, version=version, **how)
 
     monkeypatch.setattr(OnPolicy, "next", next_and_kill)

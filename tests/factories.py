@@ -16,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import as_plain, register
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.layouts.padded import Padded
@@ -23,8 +25,6 @@ from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain, register
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.offload import OffloadedAdamW
@@ -143,8 +143,8 @@ LOSS = {
 }
 
 
-def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, offload=False, **settings) -> Updater:
-    policy = make_policy(make_qwen2().to(dtype))
+def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, offload=False, model=None, **settings) -> Updater:
+    policy = make_policy(make_qwen2().to(dtype) if model is None else model)
     config = TrainConfig(**{**SETTINGS, **settings})
     masters = policy.make_masters(offload=offload)
     factory = AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, offload=offload)
@@ -264,7 +264,7 @@ def strategy(option: str, *overrides: str) -> Any:
 class Foreign:
     """A rollout client with weights of its own."""
 
-    engine_name = None
+    is_local = True
     weights = ServedWeights()
 
     def generate(self, *_: Any, **__: Any) -> CompletionStream:

@@ -18,8 +18,9 @@ from torch import nn
 
 from offline_grpo.errors import GrpoError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
+from offline_grpo.model import load
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run import app, assemble
+from offline_grpo.run import train
 
 ROWS = Path(__file__).with_name("four_rows.jsonl")
 TWO_ITERATIONS = (
@@ -74,7 +75,7 @@ class Laboratory:
         with pytest.MonkeyPatch.context() as patch:
             watch(patch, trace)
             try:
-                app.run(compose_config(*TWO_ITERATIONS, f"cache_dir={self.root}/cache", *words), run_dir)
+                train(compose_config(*TWO_ITERATIONS, f"cache_dir={self.root}/cache", *words), run_dir)
             except GrpoError as error:
                 trace.error = str(error)
         if run_dir.exists():
@@ -113,7 +114,7 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     def note_answers(groups: Any, _evaluator: Any, _client: Any) -> None:
         trace.evaluations.append([sampled(rollout) for group in groups for rollout in group.rollouts])
 
-    after(assemble, "load_policy", note_policy)
+    after(load, "load_policy", note_policy)
     after(OnPolicy, "next", note_groups)
     after(PassAtKEvaluator, "sample", note_answers)
     count(nn.functional, "scaled_dot_product_attention", "sdpa")

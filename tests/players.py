@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from bad_rewards import scoring_config, setup_of
 from factories import make_completion
 
+from offline_grpo.engine.streaming import Streaming
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
-from offline_grpo.generation.streaming import Streaming
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.task.environment import EpisodeTask
@@ -52,7 +52,7 @@ def answer(request: SamplingRequest) -> Completion:
 class InProcess:
     """Answers what is there, the last first."""
 
-    engine_name: ClassVar[str | None] = None
+    is_local: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.weights, self.sizes = ServedWeights(), []
@@ -74,7 +74,7 @@ class InProcess:
 class Scripted:
     """Replies what it is told, one turn after the other."""
 
-    engine_name: ClassVar[str | None] = None
+    is_local: ClassVar[bool] = True
 
     def __init__(self, replies: list[list[int]]) -> None:
         self.replies, self.weights = list(replies), ServedWeights()
@@ -91,7 +91,7 @@ class Scripted:
 class Server(Streaming):
     """Answers after a while."""
 
-    engine_name: ClassVar[str | None] = "a server"
+    is_local: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__("a server", 3)

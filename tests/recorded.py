@@ -10,12 +10,12 @@ import torch
 from factories import compose_config, make_completion
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import as_plain, typed
+from offline_grpo.config.problems import source_node
 from offline_grpo.interfaces import Source
 from offline_grpo.rollouts.replay import Replay
 from offline_grpo.rollouts.store.recorder import Origin, Recorder
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.task_data import source_node
 from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
 
 ORIGIN = Origin("first/model", "a" * 64, "b" * 64, {"seed": 0}, 0, "c" * 64)
@@ -75,6 +75,14 @@ def write_store(run_folder: Path, *, iterations: int = 4, origin: Origin = ORIGI
     recorder.log("eval", {}, iteration=iterations - 1)
     recorder.close()
     return run_folder
+
+
+def write_groups(run_folder: Path, groups: list[RolloutGroup]) -> str:
+    """The folder of a run that sampled these groups in its first iteration."""
+    recorder = Recorder(run_folder, ORIGIN, lambda: (0, [torch.ones(1)]))
+    recorder.rollouts("train", groups, advantages=[[0.0] * len(each.rollouts) for each in groups], iteration=0)
+    recorder.close()
+    return str(run_folder)
 
 
 def make_replay(path: object, *words: str, **given: Any) -> Replay:

@@ -23,6 +23,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from worlds import write_sums
+
 VARYING = ("time/", "perf/")
 GONE = {"sync/num_foreign_writes"}
 """Metrics that a later version no longer writes."""
@@ -62,6 +64,19 @@ SCENARIOS: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
     "replay": (1, (*SHORT, f"train.iterations={NUM_ATROPOS}", "rollouts=replay", "rollouts.path=@store")),
+    "environment": (
+        1,
+        (
+            *(*SHORT, "task=environment", "task.environment=worlds:PaidSums", "task.path=@sums", "scoring.workers=0"),
+            *("train/advantage=per_turn", "task.max_environment_tokens=40", "task.max_turn_tokens=6", "num_threads=1"),
+            *("generation.max_new_tokens=18", "eval.max_new_tokens=18", "model.tiny.warm_start_steps=120"),
+        ),
+    ),
+    "distill": (
+        1,
+        (*SHORT, "train/advantage=distill", "train.advantage.teacher=@teacher", "train.kl_coef=0", "seed=1"),
+    ),
+    "curriculum": (1, (*SHORT, "data.pass_rate=[0.1,0.9]", "data.num_train_seeds=64")),
 }
 
 
@@ -74,8 +89,9 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     store = args.folder.resolve() / "store"
-    if not store.exists():
-        run(args.root, "default", store, args.folder)
+    if not store.exists():  # of a run whose last checkpoint is a teacher too
+        run(args.root, "default", store, args.folder, "checkpoint.enabled=true")
+        write_sums(args.folder.resolve() / "sums.jsonl", 600, 20)
     is_same = True
     for name in args.scenarios or SCENARIOS:
         began = time.monotonic()
@@ -95,24 +111,30 @@ def main() -> None:
     sys.exit(0 if is_same else 1)
 
 
-def run(root: Path, name: str, folder: Path, shared: Path) -> dict[str, dict[str, Any]]:
+def run(root: Path, name: str, folder: Path, shared: Path, *more: str) -> dict[str, dict[str, Any]]:
     """The metrics files of a scenario that runs in `folder`, without what varies."""
     num_processes, overrides = SCENARIOS[name]
     store = shared.resolve() / "store"
     with AtroposApi(store / "rollouts") as url:
-        words = [word.replace("@api", url).replace("@store", str(store)) for word in overrides]
+        kept = {"@api": url, "@store": store, "@teacher": teacher_of(store), "@sums": store.with_name("sums.jsonl")}
+        words = [next((word.replace(at, str(it)) for at, it in kept.items() if at in word), word) for word in overrides]
         python = root.resolve() / ".venv" / "bin" / "python"
         command = [str(python)]
         if num_processes > 1:
             command = [str(python.with_name("accelerate")), "launch", "--cpu", "--num_processes", str(num_processes)]
-        command += [str(root.resolve() / "run_grpo.py"), *words, f"hydra.run.dir={folder}"]
+        command += [str(root.resolve() / "run_grpo.py"), *words, *more, f"hydra.run.dir={folder}"]
         command += [f"cache_dir={shared.resolve() / 'cache'}"]
-        env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        env = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
+        env["PYTHONPATH"] = str(Path(__file__).parent)  # of the environments, the same for both checkouts
         done = subprocess.run(command, cwd=shared, env=env, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode != 0:
         sys.exit(f"{name}: ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     files = sorted((folder / "metrics").glob("*_iter_*.json"))
     return {file.name: stable(json.loads(file.read_text())) for file in files}
+
+
+def teacher_of(store: Path) -> Path | None:
+    return max((store / "checkpoints").glob("iter_*"), default=None)
 
 
 def stable(metrics: dict[str, Any]) -> dict[str, Any]:

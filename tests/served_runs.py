@@ -12,9 +12,9 @@ from children import SMALL, Mishaps, draw_nothing, metrics_of
 from factories import compose_config
 
 from offline_grpo.engine.server import Server
-from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.report import plots
-from offline_grpo.run import app
+from offline_grpo.run import train
 from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Problem, SamplingParams, SamplingRequest, Score, ServedWeights
 
@@ -45,7 +45,7 @@ class Variety(Arithmetic):
         return Score(reward=variety, is_correct=variety > 0.6, parts={"variety": variety})
 
 
-class Endless(VllmClient):
+class Endless(VllmEngine):
     """Asks for completions that only their length ends."""
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mishaps, "planned", dict(mishaps or {}))
         patch.setattr(plots, "save_report", draw_nothing)
-        app.run(compose_config(*five(model), *overrides, *([Mishaps.override] if mishaps else [])), folder)
+        train(compose_config(*five(model), *overrides, *([Mishaps.override] if mishaps else [])), folder)
         assert not Mishaps.planned, "planned and did not happen"
     return metrics_of(folder)
 

@@ -6,7 +6,6 @@ time.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -31,7 +30,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 STOP_S = 60.0
 """How long runs on a cluster may take to save and end after a Ctrl-C."""
-PR_SET_PDEATHSIG = 1
 
 
 class SideBySideLauncher(Launcher):
@@ -44,10 +42,10 @@ class SideBySideLauncher(Launcher):
         self._folder = Path(config.hydra.sweep.dir)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from offline_grpo.commands.main import say_how_to_resume_sweep
         from offline_grpo.errors import GrpoError, StopRequested
-        from offline_grpo.run.main import say_how_to_resume_sweep
-        from offline_grpo.run.run_dir import discard_fresh
-        from offline_grpo.run.signals import StopSignal
+        from offline_grpo.history.folder import discard_fresh
+        from offline_grpo.history.signals import StopSignal
 
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
@@ -113,8 +111,10 @@ class LocalLauncher(SideBySideLauncher):
         return [results[number] for number in jobs]
 
     def _work(self, writer: Connection, overrides: list[str], number: int, parent: int) -> None:
+        from offline_grpo.engine.guardian import end_with_parent
+
         os.setpgid(0, 0)  # a terminal's Ctrl-C comes from the sweep's process alone, once
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        end_with_parent(signal.SIGTERM)
         if os.getppid() == parent:
             writer.send(_run_one(self._config, self._context, self._function, overrides, number))
 

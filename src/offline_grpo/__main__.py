@@ -9,10 +9,10 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Handle Ctrl-C, and only then import what takes time."""
-    from offline_grpo.run.signals import end_at_once
+    from offline_grpo.history.signals import end_at_once
 
     end_at_once()
-    from offline_grpo.run import main as command
+    from offline_grpo.commands import main as command
 
     command.main()
 

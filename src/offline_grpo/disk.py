@@ -15,6 +15,13 @@ from offline_grpo import progress
 from offline_grpo.errors import ConfigError
 
 UNFINISHED = ".unfinished"
+FULL = ("No space left", "Disk quota exceeded", "inline_container", "iostream error")
+"""What errors of the system, of safetensors and of pyarrow say; the last two are torch.save's, which names no cause."""
+
+
+def is_full(error: Exception) -> bool:
+    """Whether a file could not be written because its disk, or the user's share of it, is full."""
+    return any(words in str(error) for words in FULL)
 
 
 def user_cache(name: str) -> Path:

@@ -52,6 +52,12 @@ class OutOfMemory(GrpoError):
     of_one_process = True
 
 
+class DiskFull(GrpoError):
+    """A file of the run has no room."""
+
+    of_one_process = True
+
+
 class NonFiniteError(GrpoError):
     """Too many updates in a row had a non-finite loss or gradient."""
 

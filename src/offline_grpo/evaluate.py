@@ -19,12 +19,12 @@ from string import ascii_uppercase
 from rich.console import Console
 
 from offline_grpo import hub, progress
+from offline_grpo.commands import cli
+from offline_grpo.config.compose import key_of, readable
 from offline_grpo.disk import require_new
 from offline_grpo.errors import ConfigError
+from offline_grpo.history.run_log import ToTerminal
 from offline_grpo.logger.console import ConsoleLogger
-from offline_grpo.run import cli
-from offline_grpo.run.config import key_of
-from offline_grpo.run.log_outputs import ToTerminal
 
 EPILOG = """
 Values with commas make several sets of problems: task=arithmetic,gsm8k. The settings of a checkpoint are those of its
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Evaluate, print the table, and leave results.json and a file of records for each model and set."""
     options = parser().parse_intermixed_args(arguments)
     names = [word for word in options.words if "=" not in word or os.path.exists(word)]
-    words = [word for word in options.words if word not in names]
+    words = readable([word for word in options.words if word not in names])
     if not 0 < len(names) <= len(ascii_uppercase):
         fix = "name 1 to 26: a checkpoint, a run, a model folder or a Hugging Face id"
         raise ConfigError(f"MODEL: {len(names)} are named; {fix}")
@@ -79,10 +79,10 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
     from transformers.utils.logging import disable_progress_bar
 
     from offline_grpo.checkpoint.pretrained import find_model
+    from offline_grpo.commands.evaluation import Results, engine_spec, evaluate, evaluation_sets, saved_overrides
     from offline_grpo.eval.table import comparison_lines, results_table, truncation_lines
+    from offline_grpo.history.folder import discard_fresh
     from offline_grpo.redaction import redacted
-    from offline_grpo.run.evaluation import Results, engine_spec, evaluate, evaluation_sets, saved_overrides
-    from offline_grpo.run.run_dir import discard_fresh
 
     disable_progress_bar()
     models = {letter: find_model(name, trust_remote_code=trust) for letter, name in names.items()}

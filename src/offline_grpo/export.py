@@ -10,8 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from offline_grpo import hub
+from offline_grpo.commands import cli
 from offline_grpo.errors import ConfigError
-from offline_grpo.run import cli
 
 MERGED = (
     "the adapter was trained beside a base in 4 bits, and is merged into the one of the files: completions differ from "

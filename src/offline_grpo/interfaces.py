@@ -24,7 +24,6 @@ from offline_grpo.types import (
     Score,
     ServedWeights,
     Split,
-    SyncReport,
     TokenBatch,
     TokenStats,
 )
@@ -84,8 +83,8 @@ class Chat(Protocol):
 class RolloutClient(Protocol):
     """Our handle on the engine that samples."""
 
-    engine_name: ClassVar[str | None]
-    """The kind of server that it asks, such as "vLLM" (see engine/engine.py); None asks no server."""
+    is_local: ClassVar[bool]
+    """Whether it samples in this process, from the module that is trained."""
     weights: ServedWeights
     """What the engine serves; replaced as a whole after each push, so that no request mixes names and versions."""
 
@@ -205,7 +204,7 @@ class Advantage(Protocol):
         Args:
             groups: of all processes, none dropped yet, with those rollouts alone that have a score: its reward (with
                 `train.loss.kl_placement=reward`, less the KL penalty), and its `parts`.
-            batch: the same rollouts as sequences, in the order of the groups; `completion_mask` says what is trained.
+            batch: the same rollouts as sequences, all with logprobs; `completion_mask` says what is trained.
         """
         ...
 
@@ -321,57 +320,6 @@ class OptimizerFactory(Protocol):
         ...
 
 
-class Deployment(Protocol):
-    """The engines that serve the policy, and what keeps their weights current."""
-
-    @property
-    def client(self) -> RolloutClient:
-        """Samples from the engines."""
-        ...
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether the engines keep the weights that they were started with: a push reports version 0."""
-        ...
-
-    def connect(self, policy: Any) -> None:
-        """Start or find the engines, and prepare the path to their weights. Called once, before masters and optimizer.
-
-        Raises:
-            offline_grpo.errors.ConfigError: an engine or a policy that cannot be served.
-            offline_grpo.errors.EngineError: an engine cannot be started or reached.
-        """
-        ...
-
-    def push(self, policy: Any, *, version: int, amid_requests: bool = False) -> SyncReport:
-        """Serve the policy's weights, and prove that they are served. Idempotent.
-
-        Args:
-            amid_requests: samples of the last push's weights are still under way; it does as `check_served` first.
-
-        Raises EngineDied where an engine of the run has ended, EngineError where one does not serve what was pushed.
-        """
-        ...
-
-    def check_served(self) -> None:
-        """After sampling: raise EngineDied where an engine has lost the weights of the last push, EngineError where it
-        has others.
-        """
-        ...
-
-    def recover(self, policy: Any, *, version: int) -> SyncReport:
-        """After EngineDied, start the run's engines again that have died, and push to all."""
-        ...
-
-    def metrics(self) -> Metrics:
-        """About the engines since the last call, for the iteration's metrics file."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the engines. Called once, maybe before `connect`."""
-        ...
-
-
 class Sharding(Protocol):
     """How the processes of a run share weights, gradients and optimizer state. All of them call every method."""
 
@@ -421,23 +369,13 @@ class Sharding(Protocol):
 
 
 @runtime_checkable
-class Evaluator(Protocol):
-    """Measures the served policy on held-out problems."""
-
-    def sample(self, client: RolloutClient, *, cycle: int) -> list[RolloutGroup]:
-        """This process's share of an evaluation's groups, as by `Source.next`; each `cycle` has noise of its own."""
-        ...
-
-    def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
-        """Metrics of an evaluation from the groups of all processes."""
-        ...
-
-
-@runtime_checkable
 class RunListener(Protocol):
     """Follows a run: a component of the group `logger`. Inherit from it, and write the methods that you need. They are
     called from the main thread of the first process.
     """
+
+    def loaded(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Called once, when the model is loaded: `decode` gives the text of token ids, with special tokens."""
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         """Called once, with the resolved configuration; before it come the phases of loading alone."""
@@ -463,27 +401,3 @@ class RunListener(Protocol):
 
     def close(self) -> None:
         """Called on every way out, perhaps twice."""
-
-
-@runtime_checkable
-class Checkpointer(Protocol):
-    """Saves everything that the next iteration depends on."""
-
-    def write(self, iteration: int) -> None:
-        """Save the state after `iteration`, which does not count yet. Called on every process, and perhaps again."""
-        ...
-
-    def commit(self, iteration: int) -> None:
-        """Make what was written the newest checkpoint, at once and completely."""
-        ...
-
-
-class StopSignal(Protocol):
-    """Whether the run was asked to stop: `number` is that of the signal that came, None before."""
-
-    @property
-    def number(self) -> int | None: ...
-
-    def interruptible(self, allowed: bool = True) -> AbstractContextManager[None]:
-        """Inside, a signal raises StopRequested at once, if `allowed`; elsewhere it waits."""
-        ...

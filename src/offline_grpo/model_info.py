@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offline_grpo import hub
-from offline_grpo.run import cli
+from offline_grpo.commands import cli
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -117,9 +117,9 @@ def _fits(weights: str, config: PretrainedConfig, quarter: str, trust: bool) -> 
     """Ways to train, by the memory plan of a run with one GPU for the longest sequences. `room_frac`: the largest
     `engine.args.gpu_memory_utilization` beside the trainer on a GPU of each size; None: does not fit.
     """
-    from offline_grpo.run import config as conf
-    from offline_grpo.run.gpu_memory import DEFAULT_SHARE, GIB, MemoryRequest, predict, room_for_server
-    from offline_grpo.run.plan import make_plan
+    from offline_grpo.config import compose as conf
+    from offline_grpo.config.parts import make_plan
+    from offline_grpo.start.memory import DEFAULT_SHARE, GIB, MemoryRequest, predict, room_for_server
 
     conf.register()
     full = "weight_sync=shared_vllm"

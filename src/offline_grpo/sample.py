@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from offline_grpo import hub
+from offline_grpo.commands import cli
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.run import cli
 
 DEFAULT_LENGTH = 256
 
@@ -64,11 +64,11 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     from transformers.utils.logging import disable_progress_bar
 
     from offline_grpo.checkpoint.pretrained import find_model
+    from offline_grpo.config.problems import PREFIX
     from offline_grpo.generation.transformers_client import TransformersClient
     from offline_grpo.model.device import resolve_device
     from offline_grpo.model.load import context_length, read_model_config
     from offline_grpo.model.text import TokenizerCodec
-    from offline_grpo.run.task_data import PREFIX
     from offline_grpo.seeding import derive_seed
     from offline_grpo.types import SamplingParams, SamplingRequest
 

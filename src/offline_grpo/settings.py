@@ -2,8 +2,8 @@
 ones.
 
 Every value comes from YAML. Groups that configure a component (`task`, `generation`, `train.loss`, ...) are `Any` here:
-`run/build.py` checks them against the signature of the class that `_target_` names. This module imports neither torch
-nor Hydra.
+`config/build.py` checks them against the signature of the class that `_target_` names. This module imports neither
+torch nor Hydra.
 
 Hydra merges YAML into these very classes, and launchers of sweeps pickle them. So they are plain and not frozen, of
 which OmegaConf would make read-only nodes. Nothing assigns to their fields.
@@ -11,9 +11,10 @@ which OmegaConf would make read-only nodes. Nothing assigns to their fields.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from offline_grpo.errors import require
@@ -33,99 +34,133 @@ def check_url(key: str, url: str | None) -> None:
     require(is_good, key, url, fix)
 
 
-def check(settings: object, key: str, is_good: bool, fix: str) -> None:
-    """`require` for a setting of this group; the last part of `key` is the attribute's name."""
-    require(is_good, key, getattr(settings, key.rpartition(".")[2]), fix)
+@dataclass(frozen=True)
+class Range:
+    """What the values of a field must hold, also in words. null passes where the field's type has it."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(least: int) -> Range:
+    return Range(f"must be at least {least}" if least else "must be 0 or more", lambda value: value >= least)
+
+
+def above(bound: float, words: str = "") -> Range:
+    """Above `bound`, and finite."""
+    return Range(f"must be above {bound:g}{words}", lambda value: bound < value < inf)
+
+
+def one_of(*known: Any) -> Range:
+    names = ", ".join(str(each).lower() if isinstance(each, bool) else each for each in known)
+    return Range(f"must be one of {names}", lambda value: value in known)
+
+
+class Group:
+    """The settings of a group: checks each field against the range in its type."""
+
+    key: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            for range_ in (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)):
+                or_null = ", or null" if type(None) in get_args(hint.__origin__) else ""
+                value = getattr(self, name)
+                self.check(name, value is None or range_.holds(value), range_.words + or_null)
+
+    def check(self, name: str, is_good: bool, fix: str) -> None:
+        """Raise ConfigError, about the field `name`, unless it is good."""
+        require(is_good, f"{self.key}.{name}", getattr(self, name), fix)
 
 
 @dataclass
-class LoraConfig:
-    r: int
-    alpha: float
-    dropout: float
-    target_modules: list[str]
+class LoraConfig(Group):
+    key: ClassVar[str] = "model.lora"
+
+    r: Annotated[int, Range("the rank must be at least 1", lambda value: value > 0)]
+    alpha: Annotated[float, Range("must be above 0; with 0 the adapter does nothing", lambda value: value > 0)]
+    dropout: Annotated[float, Range("a probability in [0, 1)", lambda value: 0 <= value < 1)]
+    target_modules: Annotated[list[str], Range("name at least one, or [all-linear]", bool)]
     layer_indices: str | None
     use_rslora: bool = False
 
-    def __post_init__(self) -> None:
-        check(self, "model.lora.r", self.r > 0, "the rank must be at least 1")
-        check(self, "model.lora.alpha", self.alpha > 0, "must be above 0; with 0 the adapter does nothing")
-        check(self, "model.lora.dropout", 0 <= self.dropout < 1, "a probability in [0, 1)")
-        check(self, "model.lora.target_modules", bool(self.target_modules), "name at least one, or [all-linear]")
-
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Group):
+    key: ClassVar[str] = "model"
+
     train_id: str | None
     ref_id: str | None
     device: str
     attn_implementation: str
     layout: Any
     head: Any
-    compile: Any  # bool or "auto": OmegaConf 2.3 cannot nest a union of the two
+    compile: Annotated[Any, one_of("auto", True, False)]  # OmegaConf 2.3 cannot nest a union of str and bool
     tiny: Any
     trust_remote_code: bool
     lora: LoraConfig | None = None
     ref_device: str | None = None
     chat_template: str | None = None
-    chat_template_kwargs: Any = None  # a dict: one that is typed would have to be extended with +
+    # OmegaConf would want + for new keys of a dict that is typed
+    chat_template_kwargs: Annotated[
+        Any, Range("{NAME: VALUE, ...}, or null", lambda value: isinstance(value, dict))
+    ] = None
     gguf_file: str | None = None
-    quantization: str | None = None
+    quantization: Annotated[str | None, one_of("nf4")] = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         has_model = self.train_id is not None or self.gguf_file is not None or self.tiny is not None
-        check(self, "model.train_id", has_model, "name a Hugging Face id or a local folder")
-        is_good = self.chat_template_kwargs is None or isinstance(self.chat_template_kwargs, dict)
-        check(self, "model.chat_template_kwargs", is_good, "must be {NAME: VALUE, ...}, or null")
-        check(self, "model.quantization", self.quantization in (None, "nf4"), "must be nf4 or null")
+        self.check("train_id", has_model, "name a Hugging Face id or a local folder")
         fix = "quantised weights cannot be trained, and adapters beside them can; add model/lora=default, or use null"
-        check(self, "model.quantization", self.quantization is None or self.lora is not None, fix)
-        check(self, "model.compile", self.compile in ("auto", True, False), "must be one of auto, true, false")
+        self.check("quantization", self.quantization is None or self.lora is not None, fix)
 
 
 @dataclass
-class DataConfig:
-    problems_per_iteration: int
-    rollouts_per_problem: int
-    train_seed_start: int
-    num_train_seeds: int | None
-    max_prompt_tokens: int | None
+class DataConfig(Group):
+    key: ClassVar[str] = "data"
+
+    problems_per_iteration: Annotated[int, at_least(1)]
+    rollouts_per_problem: Annotated[
+        int,
+        Range(
+            "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more",
+            lambda value: value > 1,
+        ),
+    ]
+    train_seed_start: Annotated[int, at_least(0)]
+    num_train_seeds: Annotated[int | None, at_least(1)]
+    max_prompt_tokens: Annotated[int | None, at_least(1)]
     shuffle: bool
-    pass_rate: list[float] | None
+    pass_rate: Annotated[
+        list[float] | None,
+        Range(
+            "the lowest and the highest share, such as [0.1,0.9]",
+            lambda band: len(band) == 2 and 0 <= band[0] <= band[1] <= 1,
+        ),
+    ]
     pass_rate_from: str | None
-    pass_rate_decay: float
+    pass_rate_decay: Annotated[
+        float, Range("above 0, and at most 1, which forgets nothing", lambda value: 0 < value <= 1)
+    ]
     resample_zero_signal: bool
     max_resamples: int
     soft_overlong_tokens: int | None
     penalize_length_if_solved: bool
 
     def __post_init__(self) -> None:
-        check(self, "data.problems_per_iteration", self.problems_per_iteration > 0, "must be at least 1")
-        fix = "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more"
-        check(self, "data.rollouts_per_problem", self.rollouts_per_problem > 1, fix)
-        check(self, "data.train_seed_start", self.train_seed_start >= 0, "must be 0 or more")
-        band = self.pass_rate
-        is_band = band is None or (len(band) == 2 and 0 <= band[0] <= band[1] <= 1)
-        check(self, "data.pass_rate", is_band, "the lowest and the highest share, such as [0.1,0.9], or null")
+        super().__post_init__()
         fix = "acts with data.pass_rate alone; set that too, such as [0.1,0.9]"
-        check(self, "data.pass_rate_from", self.pass_rate_from is None or band is not None, fix)
-        check(
-            self, "data.pass_rate_decay", 0 < self.pass_rate_decay <= 1, "above 0, and at most 1, which forgets nothing"
-        )
-        for name in ("num_train_seeds", "max_prompt_tokens"):
-            value = getattr(self, name)
-            check(self, f"data.{name}", value is None or value > 0, "null or at least 1")
+        self.check("pass_rate_from", self.pass_rate_from is None or self.pass_rate is not None, fix)
 
 
 @dataclass
-class StopWhenConfig:
+class StopWhenConfig(Group):
+    key: ClassVar[str] = "train.stop_when"
+
     metric: str
     threshold: float | None
-    patience: int | None
-
-    def __post_init__(self) -> None:
-        is_count = self.patience is None or self.patience > 0
-        check(self, "train.stop_when.patience", is_count, "null, or at least 1")
+    patience: Annotated[int | None, at_least(1)]
 
     @property
     def is_active(self) -> bool:
@@ -134,94 +169,89 @@ class StopWhenConfig:
 
 
 @dataclass
-class TrainConfig:
-    iterations: int
+class TrainConfig(Group):
+    key: ClassVar[str] = "train"
+
+    iterations: Annotated[int, at_least(1)]
     stop_when: StopWhenConfig
-    updates_per_iteration: int | None
-    epochs: int
-    batch_size: int | None
-    tokens_per_microbatch: int | None
-    grad_accum_steps: int | None
-    lr: float
-    weight_decay: float
-    warmup_steps: int
-    schedule: str
-    grad_clip: float
-    kl_coef: float
+    updates_per_iteration: Annotated[int | None, at_least(1)]
+    epochs: Annotated[int, at_least(1)]
+    batch_size: Annotated[int | None, at_least(1)]
+    tokens_per_microbatch: Annotated[int | None, at_least(1)]
+    grad_accum_steps: Annotated[int | None, at_least(1)]
+    lr: Annotated[float, above(0, " and finite")]
+    weight_decay: Annotated[float, at_least(0)]
+    warmup_steps: Annotated[int, at_least(0)]
+    schedule: Annotated[str, one_of("constant", "linear", "cosine")]
+    grad_clip: Annotated[float, Range("must be above 0; use inf to switch clipping off", lambda value: value > 0)]
+    kl_coef: Annotated[float, at_least(0)]
     entropy_coef: float
-    precision: str
+    precision: Annotated[str, one_of("fp32", "bf16", "fp16")]
     dither_masters: bool
-    sharding: str
-    gradient_checkpointing: Any  # bool or "auto", as model.compile
+    sharding: Annotated[str, one_of("none", "fsdp2")]
+    gradient_checkpointing: Annotated[Any, one_of("auto", True, False)]  # as model.compile
     train_layer_indices: str | None
     mask_truncated: bool
-    top_entropy_frac: float
+    top_entropy_frac: Annotated[
+        float, Range("a share of the tokens, above 0; 1 trains on all", lambda value: 0 < value <= 1)
+    ]
     drop_zero_signal_groups: bool
-    max_bad_updates: int
+    max_bad_updates: Annotated[int, at_least(1)]
     profile: int | None
     advantage: Any
     loss: Any
     optimizer: Any
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "epochs", "max_bad_updates"):
-            check(self, f"train.{name}", getattr(self, name) > 0, "must be at least 1")
-        for name in ("weight_decay", "warmup_steps", "kl_coef"):
-            check(self, f"train.{name}", getattr(self, name) >= 0, "must be 0 or more")
-        check(self, "train.lr", 0 < self.lr < inf, "must be above 0 and finite")
+        super().__post_init__()
         is_iteration = self.profile is None or 0 < self.profile <= self.iterations
         fix = f"an iteration, from 1 to train.iterations={self.iterations}, or null"
-        check(self, "train.profile", is_iteration, fix)
-        is_share = 0 < self.top_entropy_frac <= 1
-        check(self, "train.top_entropy_frac", is_share, "a share of the tokens, above 0; 1 trains on all")
-        check(self, "train.grad_clip", self.grad_clip > 0, "must be above 0; use inf to switch clipping off")
-        for name, known in (
-            ("schedule", ("constant", "linear", "cosine")),
-            ("precision", ("fp32", "bf16", "fp16")),
-            ("sharding", ("none", "fsdp2")),
-        ):
-            check(self, f"train.{name}", getattr(self, name) in known, f"must be one of {', '.join(known)}")
-        is_known = self.gradient_checkpointing in ("auto", True, False)
-        check(self, "train.gradient_checkpointing", is_known, "must be one of auto, true, false")
+        self.check("profile", is_iteration, fix)
         fix = "its loss scaling is not spread (train.sharding=fsdp2); use bf16 or fp32"
-        check(self, "train.precision", self.precision != "fp16" or self.sharding != "fsdp2", fix)
-        self._check_batch_arithmetic()
+        self.check("precision", self.precision != "fp16" or self.sharding != "fsdp2", fix)
 
-    def _check_batch_arithmetic(self) -> None:
+        # Of the two ways to say how large a microbatch is, and how many there are in an update, exactly one.
         is_one = (self.batch_size is None) != (self.tokens_per_microbatch is None)
         other = f"train.tokens_per_microbatch (={self.tokens_per_microbatch})"
         fix = f"set exactly one of train.batch_size (sequences per microbatch) and {other}; null switches one off"
-        check(self, "train.batch_size", is_one, fix)
+        self.check("batch_size", is_one, fix)
         is_one = (self.updates_per_iteration is None) != (self.grad_accum_steps is None)
         other = f"train.updates_per_iteration (={self.updates_per_iteration})"
         fix = f"set exactly one of train.grad_accum_steps and {other}: each sets the number of sequences per update"
-        check(self, "train.grad_accum_steps", is_one, fix)
+        self.check("grad_accum_steps", is_one, fix)
         is_counted = self.grad_accum_steps is None or self.batch_size is not None
         fix = "counts microbatches of train.batch_size sequences; use train.updates_per_iteration with a token budget"
-        check(self, "train.grad_accum_steps", is_counted, fix)
-        for name in ("batch_size", "tokens_per_microbatch", "grad_accum_steps", "updates_per_iteration"):
-            value = getattr(self, name)
-            check(self, f"train.{name}", value is None or value > 0, "must be at least 1, or null")
+        self.check("grad_accum_steps", is_counted, fix)
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Group):
+    key: ClassVar[str] = "eval"
+
     enabled: bool
     eval_first: bool
     backend: Any
     base_url: str | None
-    weight_sync: str | None
-    batch_size: int
-    timeout_s: float
-    max_retries: int
-    tolerance_nats: float
-    location: str
-    interval: int
-    num_ids: Any  # int, "all" or None: OmegaConf 2.3 cannot merge a union of several types
+    weight_sync: Annotated[
+        str | None, Range("null (push the policy) or none (send no weights)", lambda value: value == "none")
+    ]
+    batch_size: Annotated[int, at_least(1)]
+    timeout_s: Annotated[float, above(0)]
+    max_retries: Annotated[int, at_least(0)]
+    tolerance_nats: Annotated[float, above(0)]
+    location: Annotated[str, one_of("memory", "disk")]
+    interval: Annotated[int, at_least(1)]
+    num_ids: Annotated[
+        Any,
+        Range(  # int, "all" or None: OmegaConf 2.3 cannot merge a union of several types
+            "must be at least 1, all, or null for at most 256",
+            lambda value: value == "all" or (type(value) is int and value > 0),
+        ),
+    ]
     id_seed_start: int
     ids: list[int]
-    replicates: int
-    ks: list[int]
+    replicates: Annotated[int, at_least(1)]
+    ks: Annotated[list[int], Range("name at least one k, and none below 1", lambda value: min(value, default=0) > 0)]
     seed_base: int
     do_sample: bool
     temperature: float
@@ -229,45 +259,36 @@ class EvalConfig:
     top_k: int
     min_p: float
     repetition_penalty: float
-    max_new_tokens: int
+    max_new_tokens: Annotated[int, at_least(1)]
     stop: list[str]
     include_stop_str_in_output: bool
     skip_special_tokens: bool
 
     def __post_init__(self) -> None:
-        for name in ("interval", "batch_size", "replicates", "max_new_tokens"):
-            check(self, f"eval.{name}", getattr(self, name) > 0, "must be at least 1")
-        is_number = type(self.num_ids) is int and self.num_ids > 0
-        fix = "must be at least 1, all, or null for at most 256"
-        check(self, "eval.num_ids", is_number or self.num_ids in (None, "all"), fix)
+        super().__post_init__()
         check_url("eval.base_url", self.base_url)
-        check(self, "eval.timeout_s", self.timeout_s > 0, "must be above 0")
-        check(self, "eval.max_retries", self.max_retries >= 0, "must be 0 or more")
-        check(self, "eval.tolerance_nats", self.tolerance_nats > 0, "must be above 0")
-        fix = "must be null (push the policy) or none (send no weights)"
-        check(self, "eval.weight_sync", self.weight_sync in (None, "none"), fix)
-        check(self, "eval.location", self.location in ("memory", "disk"), "must be one of memory, disk")
-        check(self, "eval.ks", min(self.ks, default=0) > 0, "name at least one k, and none below 1")
         fix = f"pass@k needs at least k replicates and eval.replicates={self.replicates}; raise it or lower k"
-        check(self, "eval.ks", max(self.ks) <= self.replicates, fix)
+        self.check("ks", max(self.ks) <= self.replicates, fix)
 
 
 @dataclass
-class CheckpointConfig:
+class CheckpointConfig(Group):
+    key: ClassVar[str] = "checkpoint"
+
     enabled: bool
-    save_interval: int
-    keep_last_k: Any  # a number, or "all": OmegaConf 2.3 cannot nest a union of the two
+    save_interval: Annotated[int, Range("every N iterations, or 0 for the last one only", lambda value: value >= 0)]
+    keep_last_k: Annotated[
+        Any,
+        Range(  # OmegaConf 2.3 cannot nest a union of int and str
+            "must be at least 1, or all", lambda value: value == "all" or (isinstance(value, int) and value > 0)
+        ),
+    ]
     keep_best: str | None
-    format: str
+    format: Annotated[str, one_of("full", "sharded")]
 
     def __post_init__(self) -> None:
-        check(self, "checkpoint.format", self.format in ("full", "sharded"), "must be one of full, sharded")
-        fix = "every N iterations, or 0 for the last one only"
-        check(self, "checkpoint.save_interval", self.save_interval >= 0, fix)
-        is_good = self.keep_last_k == "all" or (self.num_kept or 0) > 0
-        check(self, "checkpoint.keep_last_k", is_good, "must be at least 1, or all")
-        is_good = self.enabled or self.keep_best is None
-        check(self, "checkpoint.keep_best", is_good, "checkpoint.enabled=false saves none")
+        super().__post_init__()
+        self.check("keep_best", self.enabled or self.keep_best is None, "checkpoint.enabled=false saves none")
 
     @property
     def num_kept(self) -> int | None:
@@ -276,49 +297,39 @@ class CheckpointConfig:
 
 
 @dataclass
-class PlacementConfig:
-    num_engines: int
-    engine_devices: list[int] | None
+class PlacementConfig(Group):
+    key: ClassVar[str] = "placement"
+
+    num_engines: Annotated[int, at_least(1)]
+    engine_devices: Annotated[list[int] | None, Range("a list of GPUs such as [1]", bool)]
     check_memory: bool
     address: str | None
     ray_init: dict[str, Any]
     score_on_cluster: bool
-    trainer: str = "here"
+    trainer: Annotated[str, one_of("here", "ray")] = "here"
     num_trainers: int = 1
 
     def __post_init__(self) -> None:
-        check(self, "placement.num_engines", self.num_engines > 0, "must be at least 1")
-        check(self, "placement.engine_devices", self.engine_devices != [], "null, or a list of GPUs such as [1]")
-        check(self, "placement.trainer", self.trainer in ("here", "ray"), "must be one of here, ray")
+        super().__post_init__()
         uses_ray = self.address is not None
-        check(self, "placement.trainer", self.trainer == "here" or uses_ray, "add placement=ray")
+        self.check("trainer", self.trainer == "here" or uses_ray, "add placement=ray")
         for name in ("ray_init", "score_on_cluster"):
-            is_good = uses_ray or not getattr(self, name)
-            check(self, f"placement.{name}", is_good, "acts with placement=ray alone; leave it out")
+            self.check(name, uses_ray or not getattr(self, name), "acts with placement=ray alone; leave it out")
         fix = "at least 1, and more with placement.trainer=ray alone; on this machine, accelerate launch starts several"
         is_number = self.num_trainers == 1 or (self.num_trainers > 1 and self.trainer == "ray")
-        check(self, "placement.num_trainers", is_number, fix)
+        self.check("num_trainers", is_number, fix)
 
 
 @dataclass
-class ScoringConfig:
-    workers: int
-    episodes: int
-    timeout_s: float
-    memory_mib: int
-    on_failure: str
-    stop_at_failed_frac: float | None
+class ScoringConfig(Group):
+    key: ClassVar[str] = "scoring"
 
-    def __post_init__(self) -> None:
-        check(self, "scoring.workers", self.workers >= 0, "must be 0 (score in the run's process) or more")
-        check(self, "scoring.episodes", self.episodes > 0, "must be at least 1")
-        check(self, "scoring.timeout_s", 0 < self.timeout_s < inf, "must be above 0 and finite")
-        fix = "must be at least 128: Python and a task need that"
-        check(self, "scoring.memory_mib", self.memory_mib >= 128, fix)
-        is_good = self.on_failure in ("exclude", "zero", "least")
-        check(self, "scoring.on_failure", is_good, "must be one of exclude, zero, least")
-        is_good = self.stop_at_failed_frac is None or 0 < self.stop_at_failed_frac <= 1
-        check(self, "scoring.stop_at_failed_frac", is_good, "a fraction above 0, up to 1, or null")
+    workers: Annotated[int, Range("must be 0 (score in the run's process) or more", lambda value: value >= 0)]
+    episodes: Annotated[int, at_least(1)]
+    timeout_s: Annotated[float, above(0, " and finite")]
+    memory_mib: Annotated[int, Range("must be at least 128: Python and a task need that", lambda value: value >= 128)]
+    on_failure: Annotated[str, one_of("exclude", "zero", "least")]
+    stop_at_failed_frac: Annotated[float | None, Range("a fraction above 0, up to 1", lambda value: 0 < value <= 1)]
 
 
 @dataclass

@@ -181,6 +181,7 @@ class Reply:
     is_cut: bool = False  # it stopped at a limit, and no further turn is possible
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    num_malformed: int = 0  # calls that could not be read
 
     @property
     def message(self) -> Message:
@@ -277,7 +278,7 @@ class RolloutGroup:
     advantages: tuple[tuple[float, ...], ...] | None = None  # [G][N], in place of those computed from the rewards
     num_replaced: int = 0  # groups without signal that were thrown away in favour of this one
     num_discarded_tokens: int = 0  # that were sampled for those
-    discarded: tuple[tuple[str, int, int], ...] = ()  # of each of those: problem id, right answers, scored completions
+    discarded: tuple[tuple[str, int, int], ...] = ()  # of each: `problem_key`, right answers, scored completions
 
     def __post_init__(self) -> None:
         if not self.rollouts:

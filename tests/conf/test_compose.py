@@ -14,10 +14,10 @@ from factories import CONF, compose_config, compose_with_hydra
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from offline_grpo.run.build import check_settings, resolve
-from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.engine_spec import CLIENT_RUNTIME
-from offline_grpo.run.task_data import SOURCE_RUNTIME
+from offline_grpo.config.build import check_settings, resolve
+from offline_grpo.config.compose import as_plain, typed
+from offline_grpo.config.engine_spec import CLIENT_RUNTIME
+from offline_grpo.config.problems import SOURCE_RUNTIME
 from offline_grpo.settings import RunConfig
 
 OPTIONS = sorted(
@@ -61,7 +61,7 @@ def test_every_option_composes_and_fits_its_component():
         cfg = compose_config(*(word for option in options if option for word in overrides_for(option)))
         assert isinstance(typed(cfg), RunConfig), options
         for key, node in targets(as_plain(cfg)):
-            if key != "generation":  # sampling settings share the group with the client's own: see run/plan.py
+            if key != "generation":  # sampling settings share the group with the client's own: see config/plan.py
                 others = (
                     "_target_",
                     {"rollouts": "record", "task": "assistant_prefix"}.get(key),
@@ -159,15 +159,15 @@ def test_mistakes_in_settings_are_refused_without_torch():
     """Its import takes longer than all checks. In a process of its own, because this one has torch."""
     code = """
         import json, sys
-        from hydra import compose, initialize_config_dir
-        import offline_grpo.run.app, offline_grpo.run.cli
-        from offline_grpo.run import config, plan
-        config.register()
+        import hydra
+        import offline_grpo.run, offline_grpo.commands.cli
+        from offline_grpo.config import compose, parts
+        compose.register()
         told = {}
         for words in json.loads(sys.argv[2]):
-            with initialize_config_dir(config_dir=sys.argv[1], version_base="1.3"):
+            with hydra.initialize_config_dir(config_dir=sys.argv[1], version_base="1.3"):
                 try:
-                    plan.make_plan(config.typed(compose("config", overrides=words.split())))
+                    parts.make_plan(compose.typed(hydra.compose("config", overrides=words.split())))
                 except Exception as error:
                     told[words] = str(error)
         print(json.dumps([told, sorted({"torch", "transformers", "matplotlib", "accelerate"} & set(sys.modules))]))

@@ -30,11 +30,11 @@ from engines import (
 from factories import strategy
 
 from offline_grpo.engine.server import Server
-from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.deployment import Deployment
 
-Connected = tuple[Deployment, Policy, VllmClient]
+Connected = tuple[Deployment, Policy, VllmEngine]
 
 
 @pytest.fixture(

@@ -21,14 +21,14 @@ from scripted_server import ScriptedServer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import as_plain, typed
+from offline_grpo.config.problems import build_task
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Loss, RolloutClient, RunListener, Task
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.run.build import build
-from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.task_data import build_task
 from offline_grpo.types import (
     BatchTotals,
     Completion,

@@ -14,7 +14,7 @@ from served_runs import five, own_server
 
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.report import plots
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 pytestmark = pytest.mark.slow  # starts of servers
 
@@ -47,7 +47,7 @@ def test_a_restarted_server_has_what_was_trained(
     words += ["generation.max_new_tokens=8", "train.entropy_coef=0.1"]  # some random models write one text alone
     words += ["model/lora=default", "model.lora.use_rslora=true"] if option == "lora_restart" else []
     words += ["+engine.args.language_model_only=true"] if name == "qwen2_audio" else []
-    app.run(compose_config(*words, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
+    train(compose_config(*words, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
     found = metrics_of(tmp_path / "run")["train_iter_000.json"]
     assert found["sync/version"] == found["num_updates"] == 2
     assert found["grad_norm"] > 0

@@ -13,8 +13,8 @@ from engines import CPU, distance, load, train
 from players import problem_of
 
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.generation.sample import sample_in_order
-from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import TokenizerCodec
@@ -44,7 +44,7 @@ def talk(between: Callable[[int], Any]) -> Callable[..., float]:
     return act
 
 
-def played(client: VllmClient, folder: Path, count: int = 1) -> list[Rollout]:
+def played(client: VllmEngine, folder: Path, count: int = 1) -> list[Rollout]:
     task = worlds.agent(max_environment_tokens=1000)
     codec = TokenizerCodec(load_tokenizer(str(folder)), [2])
     sampling = SamplingParams(max_new_tokens=1000, stop=STOP)

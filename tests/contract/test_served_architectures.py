@@ -31,12 +31,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint.pretrained import find_model
-from offline_grpo.engine.engine import Engine
+from offline_grpo.commands.evaluation import check_served_model
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError
-from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.run.evaluation import check_served_model
-from offline_grpo.types import SamplingParams
 
 pytestmark = pytest.mark.slow  # a start of a server each
 
@@ -53,7 +51,7 @@ LINEAR = {
 @contextmanager
 def served(
     name: str, folder: Path, *, dtype: torch.dtype = torch.float32, args: Any = None, **sizes: Any
-) -> Iterator[VllmClient]:
+) -> Iterator[VllmEngine]:
     """A server of a new model, saved in `folder`, as somebody sees it who found it."""
     ZOO[name].build(**sizes).to(dtype).save_pretrained(str(folder))
     build_char_tokenizer(128).save_pretrained(str(folder))
@@ -68,13 +66,12 @@ def served(
 def test_matrices_that_vllm_transposes(tmp_path: Path) -> None:
     """GPT-2's, some of them square."""
     with served("gpt2", tmp_path / "model", args={"max_model_len": 64}) as client:
-        engine = Engine(client, SamplingParams(1))
-        check_served_model(find_model(str(tmp_path / "model")), engine)
+        check_served_model(find_model(str(tmp_path / "model")), client)
         other = AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"), dtype=torch.float32)
         other.transformer.h[1].attn.c_proj.weight.data[3, 4] += 0.01
         other.save_pretrained(str(tmp_path / "model"))
         with pytest.raises(ConfigError, match=r"1 of 28 tensors differ, transformer.h.1.attn.c_proj.weight"):
-            check_served_model(find_model(str(tmp_path / "model")), engine)
+            check_served_model(find_model(str(tmp_path / "model")), client)
 
 
 def test_experts_that_vllm_packs_are_packed_again(tmp_path: Path) -> None:

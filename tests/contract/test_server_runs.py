@@ -16,6 +16,7 @@ from engines import (
     distance,
     kill_engine,
     load,
+    make_client,
     preloaded_python,
     save_model,
     serve_again,
@@ -27,10 +28,9 @@ from served_runs import assert_same, at, five, own_server, run
 from offline_grpo import evaluate
 from offline_grpo.engine.background import in_background
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmControl
 from offline_grpo.errors import ConfigError
+from offline_grpo.model import load as loading
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run import assemble
 from offline_grpo.types import Completion, FinishReason, Rollout
 
 LORA = ("model/lora=default", "train.lr=1e-2")
@@ -83,7 +83,7 @@ def test_a_found_server_that_is_started_anew_gets_the_weights_again(
 
     def start_anew() -> None:
         serve_again(server, model_folder, CPU)
-        VllmControl(server).call_worker("grpo_set_tag", tag=None)
+        make_client(server).call_worker("grpo_set_tag", tag=None)
 
     two = (*at(server), "weight_sync=shared_vllm", "train.iterations=2")
     undisturbed = run(tmp_path / "undisturbed", model_folder, *two)
@@ -130,7 +130,7 @@ def test_a_stock_server_is_refused_before_a_model_is_loaded(
     stock: ScriptedServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, overrides, lack = "generation.base_url", ("weight_sync=lora_hotswap", *LORA), "does not load adapters"
-    monkeypatch.setattr(assemble, "load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(loading, "load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(
         ConfigError, match=rf"^{key}={stock.base_url}: that server {lack}.* Start one that has it: [^\n]*$"
     ) as refused:

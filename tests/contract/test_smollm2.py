@@ -15,7 +15,7 @@ from served_runs import own_server
 from transformers import AutoTokenizer
 
 from offline_grpo.report import plots
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 SMALL = (
@@ -35,7 +35,7 @@ def test_smollm2_is_trained_on_what_a_server_samples(tmp_path: Path, monkeypatch
         monkeypatch.setattr(gguf, name, cache(getattr(gguf, name)))
     own, models = own_server(preloaded_python(tmp_path)), tmp_path / "cache"
     words = ("experiment=ifeval_smollm2", *own, "weight_sync=reload", *SMALL, f"cache_dir={models}")
-    app.run(compose_config(*words), tmp_path / "run")
+    train(compose_config(*words), tmp_path / "run")
     found = metrics_of(tmp_path / "run")["train_iter_000.json"]
     assert (found["sync/version"], found["grad_norm"] > 0) == (1, True)
     assert 0 < found["alignment/diff_abs_mean"] < 1e-4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -17,10 +16,9 @@ import torch
 from dialogues import BUY, NAMES, call_text, codec_of, model_of, nasty_text, split_at_random
 from torch.nn.utils.rnn import pad_sequence
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, RequestError
 from offline_grpo.generation.dialogue import Ask, Dialogue
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.chat import USER
 from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, table_of
 from offline_grpo.types import (
     Completion,
@@ -131,7 +129,7 @@ def played(name: str, count: int) -> tuple[list[Play], int]:
         for play in plays:
             try:
                 ask = play.ask()
-            except ConfigError:
+            except RequestError:
                 num_refused += 1
                 continue
             if ask is not None:
@@ -228,25 +226,6 @@ def test_replies_are_read_as_they_were_meant() -> None:
     assert cut.is_cut
     assert cut.calls == ()
     assert Reply().message == {"role": "assistant", "content": ""}
-
-
-TRICKY = {"text": "a, b: {c}\n[d]", "n": -3, "flag": True, "list": [1, "x, y"], "of": {"k": "v"}}
-
-
-@pytest.mark.parametrize("name", ["deepseekv3", "gemma4_v5", "glm4moe", "lfm2_v2", "muse_glimmer", "qwen3_5_think"])
-def test_what_a_template_writes_for_a_call_is_read(name: str) -> None:
-    codec, types = (
-        codec_of(name),
-        {"text": "string", "n": "integer", "flag": "boolean", "list": "array", "of": "object"},
-    )
-    parameters = {"type": "object", "properties": {key: {"type": kind} for key, kind in types.items()}}
-    tool = {"type": "function", "function": {"name": "buy", "parameters": parameters}}
-    arguments = json.dumps(TRICKY) if name == "deepseekv3" else TRICKY
-    calls = [{"id": "0", "type": "function", "function": {"name": "buy", "arguments": arguments}}] * 2
-    text = codec.apply([USER, {"role": "assistant", "content": "Well.", "tool_calls": calls}])
-    ids = tuple(codec.tokenizer.encode(text, add_special_tokens=False))
-    reply = codec.chat.read(Completion(ids, (0.0,) * len(ids), FinishReason.STOP, (0,) * len(ids)), SAMPLING, [tool], 0)
-    assert [(call.name, call.arguments) for call in reply.calls] == [("buy", TRICKY)] * 2
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def test_torchrl_rewards_alike(strict):
     from factories import compose_config
     from torchrl.envs.llm.reward.ifeval import IFEvalScoreData, IfEvalScorer
 
-    from offline_grpo.run.config import as_plain
-    from offline_grpo.run.task_data import build_task
+    from offline_grpo.config.compose import as_plain
+    from offline_grpo.config.problems import build_task
     from offline_grpo.types import Problem
 
     scores = IFEvalScoreData(

@@ -14,7 +14,7 @@ from offline_grpo.model.layers import not_compiled
 from offline_grpo.model.lm_head import KeptHead
 from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_compile, settle_layout
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 pytestmark = pytest.mark.gpu
 
@@ -70,6 +70,6 @@ def test_the_kept_head_is_right(height: int, kept_bytes: int, softcap: float | N
 )
 def test_a_run_trains_with_compiled_blocks(tmp_path, overrides: list[str]) -> None:
     small = ["train.iterations=2", "eval.enabled=false", "train.precision=bf16", "train.lr=1e-4"]
-    app.run(compose_config(*small, *overrides), tmp_path)
+    train(compose_config(*small, *overrides), tmp_path)
     text = (tmp_path / "run.log").read_text()
     assert "model.compile=auto: compiled the blocks" in text

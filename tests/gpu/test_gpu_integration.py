@@ -14,7 +14,7 @@ from engines import kill_engines, processes_naming
 from factories import compose_config
 from safetensors.torch import load_file
 
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ def test_end_to_end(tmp_path: Path) -> None:
         "train.drop_zero_signal_groups=false",  # every iteration pushes
     )
     memory = SMALL_SERVER[1:]
-    app.run(
+    train(
         compose_config(
             "generation=vllm_server",
             "weight_sync=shared_vllm",
@@ -113,7 +113,7 @@ def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, mon
         "model.tiny.hidden_size=128",
         f"cache_dir={tmp_path}/cache",
     )
-    app.run(compose_config(*SMALL, *OVERRIDES, *server, *run), tmp_path / "run")
+    train(compose_config(*SMALL, *OVERRIDES, *server, *run), tmp_path / "run")
     metrics = metrics_of(tmp_path / "run")
     assert len(deaths.pids) == 2
     assert metrics["train_iter_002.json"]["sync/num_recoveries"] == 2

@@ -5,7 +5,7 @@ import torch
 from factories import compose_config
 
 from offline_grpo.errors import OutOfMemory
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 pytestmark = pytest.mark.gpu
 
@@ -42,4 +42,4 @@ def little_memory():
 def test_a_full_gpu_ends_the_run_in_one_line(little_memory, tmp_path, overrides, phase):
     config = compose_config("model.device=cuda", *LONG, f"cache_dir={tmp_path / 'cache'}", *overrides)
     with pytest.raises(OutOfMemory, match=rf"^out of memory in the phase {phase}: "):
-        app.run(config, tmp_path / "run")
+        train(config, tmp_path / "run")

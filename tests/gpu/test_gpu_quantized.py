@@ -8,7 +8,7 @@ import pytest
 from children import metrics_of
 from factories import compose_config
 
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ OVERRIDES = (
     ids=["in process", "server"],
 )
 def test_what_samples_has_the_numbers_that_are_trained_on(where: tuple[str, ...], tmp_path: Path) -> None:
-    app.run(compose_config(*OVERRIDES, *where, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
+    train(compose_config(*OVERRIDES, *where, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
     metrics, log = metrics_of(tmp_path / "run"), (tmp_path / "run" / "run.log").read_text()
     assert all(metrics[f"train_iter_{i:03d}.json"]["alignment/diff_abs_mean"] < 0.05 for i in range(3))
     assert "decodes without CUDA graphs" not in log

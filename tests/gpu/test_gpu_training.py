@@ -8,7 +8,7 @@ from factories import LOSS, compose_config, make_qwen2, make_scoring
 
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.layouts.varlen import Varlen
-from offline_grpo.run import app
+from offline_grpo.run import train
 from offline_grpo.train.alignment import Alignment
 from offline_grpo.types import BatchTotals
 
@@ -55,7 +55,7 @@ def test_the_tiny_model_learns(overrides, tmp_path):
         "checkpoint.save_interval=0",
     ]
     cache = f"cache_dir={tmp_path.parent}/cache"
-    app.run(compose_config(*small, cache, *overrides), tmp_path / "run")
+    train(compose_config(*small, cache, *overrides), tmp_path / "run")
     before = json.loads((tmp_path / "run" / "metrics" / "eval_init.json").read_text())["pass@1"]
     after = json.loads((tmp_path / "run" / "metrics" / "eval_iter_024.json").read_text())["pass@1"]
     metrics = json.loads((tmp_path / "run" / "metrics" / "train_iter_000.json").read_text())

@@ -12,7 +12,7 @@ from children import SMALL, metrics_of, printed, run_in_child, weights_of
 from composites import save_served
 from factories import compose_config
 
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -42,7 +42,7 @@ def test_the_reference_has_a_gpu_of_its_own(tmp_path: Path) -> None:
     found = []
     for policy, reference in (("cuda:0", "null"), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")):
         run = tmp_path / f"{policy}_{reference}"
-        app.run(compose_config(*overrides, f"model.device={policy}", f"model.ref_device={reference}"), run)
+        train(compose_config(*overrides, f"model.device={policy}", f"model.ref_device={reference}"), run)
         metrics = metrics_of(run)["train_iter_003.json"]
         found.append(metrics["kl_divergence"])
         assert metrics["alignment/diff_abs_mean"] < 0.05
@@ -66,7 +66,7 @@ def test_nccl_reaches_a_server_on_the_other_gpu(composite: str | None, quantizat
     overrides = (*SMALL, "model.tiny.hidden_size=128", "train.precision=bf16", f"cache_dir={tmp_path}/cache")
     if composite is not None:
         overrides += (f"model.train_id={save_served(composite, tmp_path / 'model', torch.bfloat16)}",)
-    app.run(compose_config(*overrides, *server), tmp_path / "run")
+    train(compose_config(*overrides, *server), tmp_path / "run")
     metrics = metrics_of(tmp_path / "run")
     for iteration in range(4):
         found = metrics[f"train_iter_{iteration:03d}.json"]

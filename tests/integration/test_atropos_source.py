@@ -24,7 +24,7 @@ from offline_grpo.report import plots
 from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.rollouts.atropos import source as atropos
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run import app
+from offline_grpo.run import train
 from offline_grpo.types import RolloutGroup
 
 
@@ -191,7 +191,7 @@ def recorded(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OnPolicy, "next", lambda self, i: groups.append(sample(self, i)) or groups[-1])
         patch.setattr(plots, "save_report", draw_nothing)
-        app.run(compose_config(*overrides), folder / "on_policy")
+        train(compose_config(*overrides), folder / "on_policy")
     return Recorded(overrides, folder / "on_policy", groups)
 
 
@@ -205,7 +205,7 @@ def test_the_trajectory_is_that_of_the_run_whose_groups_it_gets(
     """Bit for bit: losses, gradient norms, and weights in the end."""
     monkeypatch.setattr(plots, "save_report", draw_nothing)
     recorded.send(api)
-    app.run(compose_config(*recorded.from_environments(api)), tmp_path / "run")
+    train(compose_config(*recorded.from_environments(api)), tmp_path / "run")
 
     expected, found = metrics_of(recorded.folder), metrics_of(tmp_path / "run")
     assert found.keys() == expected.keys()

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint.files import list_checkpoints
-from offline_grpo.run import app, assemble
+from offline_grpo.model import load
+from offline_grpo.run import train
 
 ROOT = Path(__file__).parents[2]
 ONE_ITERATION = (*SMALL, "train.iterations=1", "eval.eval_first=false", "model.device=cpu")
@@ -69,7 +70,7 @@ def test_a_sweep_leaves_a_run_for_each_value_and_a_table(tmp_path: Path, cache: 
     done, sweep_dir, rows = sweep(tmp_path, cache, "train.lr=1e-3,1e-4")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"multirun/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}", sweep_dir.relative_to(tmp_path).as_posix())
-    files = {"summary.csv", "summary.md", "sweep.png", "multirun.yaml"}
+    files = {"summary.csv", "summary.md", "report.html", "multirun.yaml"}
     assert {path.name for path in sweep_dir.iterdir()} == {"0", "1"} | files
     assert {(row["run"], row["train.lr"], row["status"]) for row in rows} == {
         ("0", "0.001", "done"),
@@ -136,11 +137,12 @@ def test_lora_saves_adapters_and_leaves_the_base_as_it_was(
     tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policies: list[Any] = []
-    load = assemble.load_policy
-    monkeypatch.setattr(assemble, "load_policy", lambda *w, **how: policies.append(load(*w, **how)) or policies[-1])
+    load_policy = load.load_policy
+    keep = lambda *w, **how: policies.append(load_policy(*w, **how)) or policies[-1]  # noqa: E731
+    monkeypatch.setattr(load, "load_policy", keep)
     run_dir = tmp_path / "run"
-    overrides = (cache, "model/lora=default", "train.schedule=constant")
-    app.run(compose_config(*SMALL, *overrides), run_dir)
+    overrides = (cache, "model/lora=default", "model.lora.dropout=0.2", "train.schedule=constant")
+    train(compose_config(*SMALL, *overrides), run_dir)
     checkpoint = run_dir / "checkpoints" / "iter_003"
     assert {"adapter_model.safetensors", "adapter_config.json"} < {path.name for path in checkpoint.iterdir()}
     assert not (checkpoint / "model.safetensors").exists()
@@ -185,8 +187,8 @@ def test_bf16_steps_on_masters_that_its_checkpoints_hold(tmp_path: Path, cache: 
 
 
 def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "load_reference", None)
-    app.run(compose_config(cache, *ONE_ITERATION, "train.kl_coef=0"), tmp_path / "without")
+    monkeypatch.setattr(load, "load_reference", None)
+    train(compose_config(cache, *ONE_ITERATION, "train.kl_coef=0"), tmp_path / "without")
     without = metrics_of(tmp_path / "without")["train_iter_000.json"]
     assert without["grad_norm"] > 0
     assert "kl_divergence" not in without

@@ -9,7 +9,7 @@ import pytest
 from children import SMALL, alone_and_together, metrics_of, weights_of
 from factories import compose_config
 
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 pytestmark = pytest.mark.slow
 WORDS = (*SMALL, "train.iterations=3", "eval.enabled=false", "checkpoint.save_interval=1", "train.schedule=constant")
@@ -18,7 +18,7 @@ WORDS = (*SMALL, "train.iterations=3", "eval.enabled=false", "checkpoint.save_in
 @pytest.fixture(scope="module")
 def teacher(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("teacher") / "run"
-    app.run(compose_config(cache, *WORDS, "train.lr=0.01"), run)
+    train(compose_config(cache, *WORDS, "train.lr=0.01"), run)
     return run / "checkpoints" / "iter_002"
 
 
@@ -29,15 +29,15 @@ def words(cache: str, teacher: Path) -> tuple[str, ...]:
 
 def test_a_run_is_resumed_and_replayed_to_the_bit(words: tuple[str, ...], tmp_path: Path) -> None:
     whole, halves, replayed = tmp_path / "whole", tmp_path / "halves", tmp_path / "replayed"
-    app.run(compose_config(*words), whole)
-    app.run(compose_config(*words, "train.iterations=2"), halves)
-    app.run(compose_config(*words, f"resume={halves}"), tmp_path / "fresh")
+    train(compose_config(*words), whole)
+    train(compose_config(*words, "train.iterations=2"), halves)
+    train(compose_config(*words, f"resume={halves}"), tmp_path / "fresh")
     assert weights_of(halves) == weights_of(whole)
     assert metrics_of(halves) == metrics_of(whole)
     said = pq.read_table(whole / "rollouts" / "iter_000.parquet")["teacher_logprobs"]
     assert said.null_count == 0
     replay = ("rollouts=replay", f"rollouts.path={whole}", "train.advantage.teacher=null")
-    app.run(compose_config(*words, *replay), replayed)
+    train(compose_config(*words, *replay), replayed)
     assert weights_of(replayed) == weights_of(whole)
 
 

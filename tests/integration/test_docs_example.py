@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from factories import compose_config
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
-from offline_grpo.run import app
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
+from offline_grpo.run import train
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding_a_component.md").read_text()
@@ -99,7 +99,7 @@ def test_the_guides_run_trains_and_records_what_the_glossary_explains(folder, mo
     monkeypatch.syspath_prepend(folder)
     overrides = [word for word in words_of(COMMANDS[0]) if "=" in word]
     search = f"hydra.searchpath=[file://{folder}/mine/conf]"
-    app.run(compose_config(search, f"cache_dir={folder}/cache", *overrides, *SMALL), folder / "run")
+    train(compose_config(search, f"cache_dir={folder}/cache", *overrides, *SMALL), folder / "run")
 
     record = json.loads((folder / "run" / "metrics" / "train_iter_000.json").read_text())
     assert {"reward/correct", "reward/digits"} < record.keys()
@@ -111,7 +111,7 @@ def test_the_guides_run_trains_and_records_what_the_glossary_explains(folder, mo
 def test_a_source_sets_the_advantages(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     words = (f"cache_dir={folder}/cache", *words_of(COMMANDS[2]), *SMALL, "eval.enabled=false")
-    app.run(compose_config(*words), folder / "signs")
+    train(compose_config(*words), folder / "signs")
     record = json.loads((folder / "signs" / "metrics" / "train_iter_000.json").read_text())
     assert record["num_updates"] == 2
     assert 0 < record["advantage_std"] <= 1

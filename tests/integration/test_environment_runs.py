@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -34,6 +35,9 @@ def test_two_processes_play_what_one_plays_and_a_replay_trains_on_it(cache: str,
         assert found[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
     first, same = (pq.read_table(run / "rollouts" / "iter_000.parquet") for run in (alone, together))
     assert first.drop(["logprobs"]) == same.drop(["logprobs"])  # batches of other sizes round otherwise
+    shown = json.loads((alone / "samples" / "iter_000.jsonl").read_text().splitlines()[0])["rendered"]
+    assert [who for who, _ in shown] == ["prompt", "policy", "user", "policy", "user", "policy"]
+    assert shown[0][1].startswith("<bos>"), "as the tokens say"
     words = [word for word in words if not word.startswith("data.")]
     assert run_in_child(again, *words, "rollouts=replay", f"rollouts.path={alone}", "train.iterations=1") == 0
     [replayed] = [own for name, own in metrics_of(again).items() if name.startswith("train_iter")]

@@ -23,12 +23,12 @@ from factories import CONF, compose_config, prompt_of, sampled
 from gguf_files import write_gguf
 from laboratory import Laboratory, Trace
 
+from offline_grpo.config.build import resolve
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
+from offline_grpo.config.problems import isolated
 from offline_grpo.generation.scoring import cluster, pool
-from offline_grpo.run import serving
-from offline_grpo.run.build import resolve
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
-from offline_grpo.run.task_data import isolated
+from offline_grpo.start import serving
 from offline_grpo.types import SamplingParams
 
 SOURCE = CONF.parent / "src"

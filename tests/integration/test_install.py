@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offline_grpo.run import config
+from offline_grpo.config import compose
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def test_an_old_python_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_configuration_of_a_checkout_is_its_own() -> None:
-    assert config.folder() == ROOT / "conf"
+    assert compose.folder() == ROOT / "conf"
 
 
 @pytest.mark.slow

@@ -18,10 +18,10 @@ from factories import CONF, compose_config
 from offline_grpo import evaluate
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 
-def train(name: str, tmp_path: Path, *, max_new_tokens: int = 6) -> None:
+def train_named(name: str, tmp_path: Path, *, max_new_tokens: int = 6) -> None:
     """Two iterations, in the folder `run`."""
     tokenizer = build_char_tokenizer(128)
     (ODD | ZOO)[name].build(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
@@ -34,7 +34,7 @@ def train(name: str, tmp_path: Path, *, max_new_tokens: int = 6) -> None:
         f"generation.max_new_tokens={max_new_tokens}",
         "eval.enabled=false",
     )
-    app.run(
+    train(
         compose_config(*overrides, *run, f"cache_dir={tmp_path}/cache", "train.gradient_checkpointing=true"),
         tmp_path / "run",
     )
@@ -42,7 +42,7 @@ def train(name: str, tmp_path: Path, *, max_new_tokens: int = 6) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "llama4", "gemma4"])
 def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
-    train(name, tmp_path)
+    train_named(name, tmp_path)
     for iteration in range(2):
         found = metrics_of(tmp_path / "run")[f"train_iter_{iteration:03d}.json"]
         assert found["alignment/diff_abs_mean"] < 1e-4
@@ -52,7 +52,7 @@ def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["doge", "zamba2"])
 def test_it_is_refused_before_the_first_iteration(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.train_id=.*ForCausalLM (is not causal|is sampled in process)"):
-        train(name, tmp_path, max_new_tokens=20)
+        train_named(name, tmp_path, max_new_tokens=20)
     assert not list(tmp_path.glob("run/metrics/*"))
 
 
@@ -82,7 +82,8 @@ def test_every_preset_is_trained_here_or_differs_in_the_model_alone() -> None:
     of_packages = {"smollm2_135m"}  # trained as it is: tests/contract/test_smollm2.py
     assert presets.keys() == {*PRESETS, *OF_OTHER_SIZE, *of_packages, "hf", "tiny"}
     for preset, other in OF_OTHER_SIZE.items():
-        assert presets[preset] == {**presets[other], "train_id": presets[preset]["train_id"]}
+        own = {key: presets[preset][key] for key in ("train_id", "defaults")}  # the largest offloads
+        assert presets[preset] == {**presets[other], **own}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_a_preset_trains_its_architecture(preset: str, tmp_path: Path) -> None:
     small += ("generation.max_new_tokens=6", "train.drop_zero_signal_groups=false", "model.device=cpu")
     cfg = compose_config(f"model={preset}", f"model.train_id={tmp_path}/model", f"cache_dir={tmp_path}/cache", *small)
     assert (cfg.train.lr, cfg.train.precision) == (1e-6, "bf16") or "qwen2_5" in preset
-    app.run(cfg, tmp_path / "run")
+    train(cfg, tmp_path / "run")
     found = metrics_of(tmp_path / "run")["train_iter_000.json"]
     assert found["num_updates"] == 1
     assert found["alignment/diff_abs_mean"] < 0.05  # in bf16
@@ -115,7 +116,7 @@ def test_prompts_that_the_tokenizer_cannot_read_are_told(tmp_path: Path, capsys:
         "model.tiny.warm_start_steps=1",
         f"cache_dir={tmp_path}/cache",
     )
-    app.run(compose_config(*run, "data.num_train_seeds=20", 'task.prompt_template="¿{a}{op}{b}?"'), tmp_path / "run")
+    train(compose_config(*run, "data.num_train_seeds=20", 'task.prompt_template="¿{a}{op}{b}?"'), tmp_path / "run")
     [told] = [line for line in "".join(capsys.readouterr()).splitlines() if "lacks characters" in line]
     assert re.search(r"lacks characters of 20 prompts, such as '¿\d+.\d+\?'; use another model$", told)
 

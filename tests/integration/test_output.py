@@ -9,10 +9,10 @@ import torch
 from children import SMALL
 from factories import compose_config
 
+from offline_grpo.config.compose import as_plain, typed
 from offline_grpo.errors import OutOfMemory
 from offline_grpo.loss.grpo import GRPO
-from offline_grpo.run import app
-from offline_grpo.run.config import as_plain, typed
+from offline_grpo.run import train
 
 
 def test_a_run_out_of_memory_is_one_line(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_a_run_out_of_memory_is_one_line(cache: str, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(GRPO, "__call__", more_than_there_is)
     with pytest.raises(OutOfMemory) as caught:
-        app.run(compose_config(cache, "experiment=smoke"), tmp_path / "run")
+        train(compose_config(cache, "experiment=smoke"), tmp_path / "run")
     line = str(caught.value)
     assert line.startswith("out of memory in the phase train, iteration 1: ")
     assert "18014398509481984 bytes" in line
@@ -32,10 +32,8 @@ def test_a_run_out_of_memory_is_one_line(cache: str, tmp_path: Path, monkeypatch
 def test_a_run_without_clipping_saves_and_goes_on(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Infinity is no number of JSON."""
     monkeypatch.chdir(tmp_path)
-    app.run(compose_config(cache, *SMALL, "train.iterations=1", "train.grad_clip=inf"), tmp_path / "run")
-    app.run(
-        compose_config(cache, *SMALL, "train.iterations=1", "train.grad_clip=inf", "resume=run"), tmp_path / "again"
-    )
+    train(compose_config(cache, *SMALL, "train.iterations=1", "train.grad_clip=inf"), tmp_path / "run")
+    train(compose_config(cache, *SMALL, "train.iterations=1", "train.grad_clip=inf", "resume=run"), tmp_path / "again")
     assert as_plain(compose_config("train.grad_clip=inf"))["train"]["grad_clip"] == "inf"
     assert typed(compose_config("train.grad_clip='inf'")).train.grad_clip == float("inf")
     assert "finished" in (tmp_path / "run" / "run.log").read_text()

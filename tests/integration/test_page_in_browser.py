@@ -69,6 +69,25 @@ def test_the_pictures_are_there_and_fit_a_telephone_at_night(browser: Any, sweep
     assert page.locator("nav a").all_inner_texts()[:3] == ["Results", "Look at", "Learning curves"]
 
 
+def test_all_pictures_are_on_paper(browser: Any, sweep: Path) -> None:
+    """Also those that were never in sight, at night, and on a small screen; then the page is as it was."""
+    page = opened(browser, sweep, width=400, dark=True)
+    plots = page.locator("figure:visible [role=img]")
+    assert page.locator("figure:visible [role=img] .main-svg:first-child").count() < plots.count()
+    page.evaluate("""addEventListener("beforeprint", () => {
+      window.onPaper = [...document.querySelectorAll("figure .main-svg:first-child")].map((node) => node.clientWidth);
+      window.ink = getComputedStyle(document.body).color;
+    })""")
+    page.pdf()
+    assert page.evaluate("onPaper.length") == plots.count()
+    assert set(page.evaluate("onPaper")) <= {680, 328}, "the width of a page, or half of it without the gap"
+    assert page.evaluate("ink") == "rgb(31, 35, 40)"
+    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(227, 230, 234)"
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    assert page.wrong == []
+    page.close()
+
+
 def test_tables_sort_by_number_and_back(page: Any) -> None:
     cells = page.locator("#results tbody td:nth-child(3)")
     values = [f"{share:.3f} [{share - 0.01:.3f}, {share + 0.01:.3f}]" for share in (0.75, 0.5, 0.25)]

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 from children import SMALL, metrics_of
+from engines import save_model
 from factories import compose_config
+from fake_vllm import FakeVllm
+from scripted_server import Reply, Request, ScriptedServer
+from served_runs import assert_same
 
-from offline_grpo.run import app
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
+from offline_grpo.run import train
 
 FILES = {
     "mine/dense.py": '''
@@ -124,6 +128,7 @@ FILES = {
         from dataclasses import dataclass
         from typing import Any
 
+        from offline_grpo.engine.engine import LocalEngine
         from offline_grpo.generation.transformers_client import TransformersClient
         from offline_grpo.weight_sync.strategy import SyncRequirements
         from offline_grpo.weight_sync.strategy import Staged, WeightSync
@@ -141,7 +146,7 @@ FILES = {
 
         class Copying(WeightSync):
             name = "copying"
-            requires = SyncRequirements(engines=(), moves="any")
+            requires = SyncRequirements(engine=LocalEngine, moves="any")
 
             def __init__(self, interval: int) -> None:
                 self.interval = interval
@@ -154,7 +159,7 @@ FILES = {
 
             def deliver(self, engines, staged):
                 for engine in engines:
-                    engine.client.model.load_state_dict(staged.weights, strict=False)
+                    engine.model.load_state_dict(staged.weights, strict=False)
                 return 0.0
 
             def verify(self, engines, snapshot, version):
@@ -165,6 +170,54 @@ FILES = {
           - transformers
           - _self_
         _target_: mine.copying.CopyClient
+        """,
+    "mine/toy.py": '''
+        """A kind of server that nobody else knows."""
+
+        from offline_grpo.engine.http import read
+        from offline_grpo.engine.server_engine import ServerEngine
+
+
+        class ToyEngine(ServerEngine):
+            name = "Toy"
+            path = "/complete"
+            oldest, newest = (1, 0), (1, 9)
+
+            @classmethod
+            def start_words(cls, model, args, server_args):
+                return ["toy", model]
+
+            def version(self):
+                return read(self.get("/about"), lambda answer: answer["version"])
+
+            def lacks(self, moves):
+                return None
+
+            def load_weights(self, folder, *, tag, pause_mode):
+                self.post("/load", {"folder": folder})
+                self.set_tag(tag)
+
+            def set_tag(self, tag):
+                self.post("/tag", {"tag": tag})
+
+            def served_tag(self):
+                return self.get("/tag").json()["tag"]
+
+            def body(self, request, sampling, weights):
+                return {"prompt": list(request.prompt_ids), "count": request.num_completions, "seed": request.seed}
+
+            def choices(self, answer, request):
+                return [(ids, logprobs, reason) for ids, logprobs, reason in answer["found"]]
+        ''',
+    "mine/conf/generation/toy.yaml": """
+        defaults:
+          - transformers
+          - _self_
+        _target_: mine.toy.ToyEngine
+        base_url: null
+        api_key: null
+        timeout_s: 60
+        max_retries: 1
         """,
     "mine/conf/weight_sync/copying.yaml": """
         _target_: mine.copying.Copying
@@ -193,8 +246,8 @@ def search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_they_train_as_the_packages_own_do(search_path: str, cache: str, tmp_path: Path) -> None:
-    app.run(compose_config(*RUN, cache), tmp_path / "built_in")
-    app.run(compose_config(search_path, *RUN, cache, *CHOSEN), tmp_path / "outside")
+    train(compose_config(*RUN, cache), tmp_path / "built_in")
+    train(compose_config(search_path, *RUN, cache, *CHOSEN), tmp_path / "outside")
     from mine import dense, one_by_one  # pyright: ignore[reportMissingImports]
 
     assert len(dense.calls) >= 2  # policy and reference
@@ -206,7 +259,7 @@ def test_they_train_as_the_packages_own_do(search_path: str, cache: str, tmp_pat
 
 def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, cache: str, tmp_path: Path) -> None:
     run = (*RUN, cache, "checkpoint.enabled=true", "train.iterations=2", "train.updates_per_iteration=1")
-    app.run(compose_config(search_path, *run, "rollouts=stored"), tmp_path / "run")
+    train(compose_config(search_path, *run, "rollouts=stored"), tmp_path / "run")
     from mine import stored  # pyright: ignore[reportMissingImports]
 
     assert stored.seen.pop() == [
@@ -228,14 +281,50 @@ def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, 
     assert problems is None, "no problems are made for a source that needs none"
 
 
+class ToyServer(FakeVllm):
+    """What `ToyEngine` asks, as the script of a `ScriptedServer`."""
+
+    tag: str | None = None
+
+    def __call__(self, request: Request) -> Reply:
+        if request.method == "GET":
+            return Reply({"version": "1.2", "tag": self.tag})
+        if request.path == "/load":
+            self._call("reload_weights", {"weights_path": request.body["folder"]})
+        if request.path == "/tag":
+            self.tag = request.body["tag"]
+        if request.path != "/complete":
+            return Reply({})
+        asked = {"prompt": {"prompt_token_ids": request.body["prompt"]}, "max_tokens": 8, "temperature": 1.0}
+        with self._lock:
+            choices = self._complete({**asked, "n": request.body["count"], "seed": request.body["seed"]})["choices"]
+        return Reply({"found": [(c["token_ids"], c["logprobs"], c["finish_reason"]) for c in choices]})
+
+
+def test_a_kind_of_server(search_path: str, tmp_path: Path) -> None:
+    """One file and one YAML: it samples what the trained module itself would, and every push to it is proven."""
+    model = save_model(tmp_path / "model")
+    run = (*RUN, f"model.train_id={model}", "train.iterations=3", "train.lr=1e-3", "train.optimizer.eps=1e-4")
+    served = ("generation=toy", "weight_sync=reload", "weight_sync.pause_mode=abort")
+    train(compose_config(*run), tmp_path / "here")
+    with ScriptedServer(ToyServer(model)) as web:
+        train(compose_config(search_path, *run, *served, f"generation.base_url={web.base_url}"), tmp_path / "there")
+    here, there = metrics_of(tmp_path / "here"), metrics_of(tmp_path / "there")
+    assert there["train_iter_002.json"]["sync/probe_diff_max"] < 1e-4
+    assert {r.path for r in web.requests} == {"/health", "/about", "/load", "/tag", "/complete"}
+    assert_same(
+        here, {name: {key: value for key, value in of.items() if key in here[name]} for name, of in there.items()}
+    )
+
+
 COPIES = ("generation=copying", "weight_sync=copying", "train.schedule=constant", "train.lr=1e-2")
 
 
 def test_a_client_and_a_strategy(search_path: str, cache: str, tmp_path: Path) -> None:
     """A copy that gets the weights after every update samples what the trained module itself would."""
     run = (*RUN, cache, "train.iterations=3", "train.schedule=constant", "train.lr=1e-2")
-    app.run(compose_config(*run), tmp_path / "one_copy")
-    app.run(compose_config(search_path, *run, *COPIES), tmp_path / "two_copies")
+    train(compose_config(*run), tmp_path / "one_copy")
+    train(compose_config(search_path, *run, *COPIES), tmp_path / "two_copies")
     expected, actual = metrics_of(tmp_path / "one_copy"), metrics_of(tmp_path / "two_copies")
     for name, metrics in expected.items():
         assert {k: v for k, v in actual[name].items() if not k.startswith("sync/")} == {

@@ -63,19 +63,35 @@ def started(folder: Path, name: str, *words: str) -> Iterator[Command]:
 
 @pytest.mark.slow
 def test_they_train_as_one_does_whatever_dies_and_nothing_is_left_running(cluster: Any, tmp_path: Path) -> None:
-    """A training process, the command itself, a machine with one of the processes, and a Ctrl-C: each start resumes."""
+    """A training process, Ray's process around one, the command itself, a machine with one of the processes, and a
+    Ctrl-C: each start resumes.
+    """
     folder, cache = tmp_path / "run", f"cache_dir={tmp_path}/cache"
     on_ray = ("placement=ray", f"placement.address={cluster.address}", "placement.trainer=ray")
     own = (*SMALL, *STEADY, *on_ray, "placement.num_trainers=2", cache, f"hydra.run.dir={folder}")
+
+    def second() -> psutil.Process:
+        processes = map(psutil.Process, processes_naming(f"hydra.run.dir={folder}"))
+        return next(process for process in processes if process.environ().get("RANK") == "1")
+
     with started(folder, "process", *own) as command:
-        processes = [psutil.Process(pid) for pid in processes_naming(cache)]
-        [other] = [process for process in processes if process.environ().get("RANK") == "1"]
+        other = second()
         began = time.monotonic()
         other.kill()
         code, out, err = command.end()
         assert code, (code, out, err)
         assert "another process of the run has ended" in out + err
         assert time.monotonic() - began < 30
+
+    with started(folder, "actor", f"resume={folder}") as command:
+        actor = second().parent()
+        assert actor is not None
+        actor.kill()
+        code, out, err = command.end()
+        assert code == 1, out + err
+        assert err.splitlines()[-1].startswith(
+            "error: Ray's process around training process 1 was lost; go on with resume"
+        )
 
     with started(folder, "command", f"resume={folder}") as command:
         command.process.kill()

@@ -12,7 +12,7 @@ from factories import compose_config
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.report import plots
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 WORDS = (*SMALL, "train.iterations=3", "eval.interval=1", "checkpoint.save_interval=1", "checkpoint.keep_last_k=all")
 
@@ -27,12 +27,12 @@ def no_drawing():
 @pytest.fixture(scope="module")
 def live(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("live") / "run"
-    app.run(compose_config(cache, *WORDS), run)
+    train(compose_config(cache, *WORDS), run)
     return run
 
 
 def replay(live: Path, run: Path, cache: str, *words: str) -> Path:
-    app.run(compose_config(cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", *words), run)
+    train(compose_config(cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", *words), run)
     return run
 
 
@@ -68,4 +68,4 @@ def test_a_setting_that_a_replay_does_not_read_is_refused(live: Path, cache: str
     setting = "data.rollouts_per_problem=4"
     words = (cache, *WORDS, "rollouts=replay", f"rollouts.path={live}", setting)
     with pytest.raises(ConfigError, match=f"^{setting}: this source does not read it"):
-        app.run(compose_config(*words), tmp_path / "run", overrides=[setting])
+        train(compose_config(*words), tmp_path / "run", overrides=[setting])

@@ -21,10 +21,10 @@ from factories import compose_config
 from served_runs import assert_same, run
 from waiting import wait_until
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.scoring.pool import IsolatedTask
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
 
 HOST = "offline_grpo.generation.scoring.worker"
 

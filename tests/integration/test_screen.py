@@ -13,7 +13,7 @@ from children import SMALL, Heard, draw_nothing, run_command
 from factories import compose_config
 
 from offline_grpo.report import plots
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
 
@@ -28,7 +28,7 @@ def run(tmp_path_factory) -> Any:
     with pytest.MonkeyPatch.context() as patch, (root / "out.txt").open("w") as out:
         patch.setattr("sys.stdout", out)
         patch.setattr(plots, "save_report", draw_nothing)
-        app.run(compose_config(*overrides), root / "run")
+        train(compose_config(*overrides), root / "run")
     return root / "run", list(Heard.events), (root / "out.txt").read_text().splitlines()
 
 
@@ -83,4 +83,4 @@ def test_a_sweep_that_is_stopped_has_its_table(cache, tmp_path):
     assert "1 configuration, 2 runs, best mean final pass@1 first" in lines
     assert "run 1: stopped at 1/2, not in the mean" in lines
     written = {path.name for path in (tmp_path / "sweep").iterdir()}
-    assert written >= {"0", "1", "summary.csv", "summary.md", "sweep.png"}
+    assert written >= {"0", "1", "summary.csv", "summary.md", "report.html"}

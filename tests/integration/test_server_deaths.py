@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from children import metrics_of, printed, start_in_child
-from engines import kill_engine, preloaded_python, processes_naming, save_model, writers
+from engines import kill_engine, preloaded_python, processes_naming, save_model, stall, writers
 from served_runs import assert_same, at, five, own_server, run
 from waiting import wait_until
 
@@ -22,6 +22,10 @@ ITERATIONS = 3
 """Those that the victim finishes."""
 DEATHS = (("generate", 1), ("sync", 2))
 """Phase and iteration at whose beginning its engine is killed: before it samples, and before a push."""
+STALLS = (("generate", 0), ("train", 1), ("sync", 1))
+"""At whose beginning its server stands still for longer than it keeps idle connections: before it samples, before it is
+paused, and before it is told its version and proven."""
+STALL_S = 7.0
 
 pytestmark = pytest.mark.slow  # four starts of a server
 
@@ -51,6 +55,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     model, leftovers = save_model(folder / "model"), frozenset(ownerless())
     mishaps = {
         **{moment: partial(kill_engine, folder / "run") for moment in DEATHS},
+        **{moment: partial(stall, folder / "run", STALL_S) for moment in STALLS},
         ("sync", ITERATIONS): partial(signal.raise_signal, signal.SIGSTOP),
     }
     server = (*own_server(preloaded_python(folder)), "weight_sync=shared_vllm", "engine.api_key=ours")
@@ -65,7 +70,9 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
 
 
 def test_a_server_that_dies_is_started_again(victim: Victim, tmp_path: Path) -> None:
-    """The run goes on to the same result as one that nothing happened to, and counts the deaths."""
+    """The run goes on to the same result as one that nothing happened to, and counts the deaths. One that only stood
+    still is waited for.
+    """
     disturbed = metrics_of(victim.folder)
     assert disturbed.keys() == {"eval_init.json", *(f"train_iter_{i:03d}.json" for i in range(ITERATIONS))}
     recoveries = [disturbed[f"train_iter_{i:03d}.json"]["sync/num_recoveries"] for i in range(ITERATIONS)]

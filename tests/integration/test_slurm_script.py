@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from factories import compose_config
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
 from offline_grpo.engine.serve import launcher, parser
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "slurm.sh"
 CALLED = 'printf "%q " "$@" > "$CALLS.$$"; mv "$CALLS.$$" "$CALLS/$$"'

@@ -16,7 +16,7 @@ import yaml
 from children import run_command, start_command
 from waiting import wait_until
 
-from offline_grpo.run import sweeps
+from offline_grpo.history import sweeps
 
 ROOT = Path(__file__).parents[2]
 TWO_CORES = ("hydra.launcher.address=local", "+hydra.launcher.ray_init.num_cpus=2")

@@ -12,11 +12,11 @@ import pytest
 from factories import compose_with_hydra
 from omegaconf import OmegaConf
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.problems import task_data
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.rollouts.on_policy import permutation
-from offline_grpo.run.config import typed
-from offline_grpo.run.task_data import task_data
 from offline_grpo.seeding import derive_seed
 from offline_grpo.types import Split
 

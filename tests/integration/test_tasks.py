@@ -20,7 +20,7 @@ from laboratory import ROWS
 
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.report import plots
-from offline_grpo.run import app
+from offline_grpo.run import train
 from offline_grpo.task.instructions import follows
 
 BRIEF = (
@@ -60,7 +60,7 @@ def followed(rows: list[dict]) -> dict[str, float]:
 
 def test_a_run_of_ifeval_and_its_replay_measure_every_kind_of_instruction(model: str, tmp_path: Path) -> None:
     words = (*BRIEF, "model=hf", model, "task=ifeval_sample", "train.lr=1e-3")
-    app.run(compose_config(*words), tmp_path / "run")
+    train(compose_config(*words), tmp_path / "run")
     metrics = metrics_of(tmp_path / "run")
     seen: set[float] = set()
     for name, phase in (("iter_000", "train"), ("iter_001", "train"), ("eval_init", "eval"), ("eval_iter_001", "eval")):
@@ -71,7 +71,7 @@ def test_a_run_of_ifeval_and_its_replay_measure_every_kind_of_instruction(model:
     assert min(seen) == 0
     assert max(seen) == 1
     assert metrics["train_iter_001.json"]["num_updates"] == 1
-    app.run(compose_config(*words, "rollouts=replay", f"rollouts.path={tmp_path / 'run'}"), tmp_path / "replay")
+    train(compose_config(*words, "rollouts=replay", f"rollouts.path={tmp_path / 'run'}"), tmp_path / "replay")
     again = metrics_of(tmp_path / "replay")
     assert {name: {k: v for k, v in own.items() if k != "rollouts/epoch"} for name, own in again.items()} == metrics
     assert weights_of(tmp_path / "replay") == weights_of(tmp_path / "run")
@@ -82,9 +82,9 @@ def test_a_mixture_is_resumed_to_the_bit(cache: str, tmp_path: Path) -> None:
     small = [word for word in SMALL if not word.startswith("task.")]
     weights = [f"task.tasks.{name}.format_weight=0.5" for name in ("addition", "subtraction")]
     words = (*small, *weights, cache, "experiment=mixture", "train.schedule=constant", "checkpoint.keep_last_k=all")
-    app.run(compose_config(*words), tmp_path / "whole")
-    app.run(compose_config(*words, "train.iterations=2"), tmp_path / "halves")
-    app.run(compose_config(*words, f"resume={tmp_path / 'halves'}"), tmp_path / "fresh")
+    train(compose_config(*words), tmp_path / "whole")
+    train(compose_config(*words, "train.iterations=2"), tmp_path / "halves")
+    train(compose_config(*words, f"resume={tmp_path / 'halves'}"), tmp_path / "fresh")
     assert metrics_of(tmp_path / "halves") == metrics_of(tmp_path / "whole")
     assert weights_of(tmp_path / "halves") == weights_of(tmp_path / "whole")
     tables = [pq.read_table(file) for file in sorted((tmp_path / "halves" / "rollouts").glob("iter_*.parquet"))]

@@ -12,7 +12,7 @@ from factories import compose_config
 from offline_grpo.checkpoint.files import verified_state
 from offline_grpo.errors import CheckpointError
 from offline_grpo.report import plots
-from offline_grpo.run import app
+from offline_grpo.run import train
 
 TINY = (
     *("num_threads=1", "train.iterations=3", "data.problems_per_iteration=2", "data.rollouts_per_problem=2"),
@@ -33,14 +33,14 @@ def test_a_run_resumes_from_the_newest_sound_checkpoint_to_the_same_end(tmp_path
     monkeypatch.setattr(plots, "save_report", lambda history: None)
     overrides = (*TINY, f"cache_dir={tmp_path}/cache")
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
-    app.run(compose_config(*overrides), whole)
+    train(compose_config(*overrides), whole)
     shutil.copytree(whole, damaged)
     newest = damaged / "checkpoints" / "iter_002"
     flip(newest / "trainer" / "optimizer.pt")
     with pytest.raises(CheckpointError, match=r"iter_002: is damaged: trainer/optimizer.pt has changed"):
-        app.run(compose_config(*overrides, f"resume={newest}"), tmp_path / "fresh")
+        train(compose_config(*overrides, f"resume={newest}"), tmp_path / "fresh")
     capsys.readouterr()
-    app.run(compose_config(*overrides, f"resume={damaged}"), tmp_path / "fresh")
+    train(compose_config(*overrides, f"resume={damaged}"), tmp_path / "fresh")
     assert "iter_002: is damaged: trainer/optimizer.pt has changed since it was written" in capsys.readouterr().out
     assert weights_of(damaged) == weights_of(whole)
     assert metrics_of(damaged) == metrics_of(whole)
@@ -48,4 +48,4 @@ def test_a_run_resumes_from_the_newest_sound_checkpoint_to_the_same_end(tmp_path
     flip(newest / "model.safetensors")
     for key in ("model.train_id", "model.ref_id"):
         with pytest.raises(CheckpointError, match=rf"^{key}=.*iter_002: is damaged: model.safetensors has changed"):
-            app.run(compose_config(*overrides, "train.kl_coef=0.1", f"{key}={newest}"), tmp_path / "fresh")
+            train(compose_config(*overrides, "train.kl_coef=0.1", f"{key}={newest}"), tmp_path / "fresh")

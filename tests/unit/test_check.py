@@ -44,17 +44,13 @@ def test_gpus_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monkey
     put_on_path(tmp_path, monkeypatch, f"printf '{SMI}'")
     assert len(check.find_gpus()) == 2
     assert found("GPU 1").text == "NVIDIA H100 80GB HBM3, 0 of 80 GiB free, driver 570.86"
-    assert "experiment=gsm8k_qwen2_5_1_5b " in check.presets(check.find_gpus())[-1]
 
 
 def test_a_driver_that_fails_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_on_path(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'; exit 9")
     assert check.find_gpus() == []
     assert found("GPU").state == "missing"
-    assert [line.partition("   # ")[2] for line in check.presets([])] == [
-        "tiny model, CPU or GPU",
-        "SmolLM2",
-    ]
+    assert check.fitting(0.0) == {}
 
 
 def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +62,8 @@ def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(check, "_version", {"vllm": "0.19.1"}.get)
     assert (found("vLLM").state, found("vLLM").text) == ("missing", "0.19.1 (0.25 to 0.33 is supported)")
     assert found("torch").state == "error"
+    monkeypatch.setattr(check, "newer_than_tested", lambda: "newer than tested: torch 3")
+    assert (found("versions").state, found("versions").text) == ("missing", "newer than tested: torch 3")
     monkeypatch.setattr(sys, "version_info", Version(3, 10, 1))
     assert found("Python").state == "error"
 
@@ -82,3 +80,15 @@ def test_it_fits_one_screen_and_imports_no_torch_without_a_gpu(tmp_path: Path) -
     assert len(lines) <= 23
     assert max(len(line) for line in lines) <= 80
     assert lines[-2] == "  uv run run_grpo.py   # tiny model, CPU or GPU"
+
+
+def test_the_screen_of_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_on_path(tmp_path, monkeypatch, "echo 'NVIDIA RTX 4090, 24564, 24000, 570.86'")
+    check.main([])
+    lines = capsys.readouterr().out.splitlines()
+    fits = lines[lines.index("This machine fits") + 1 :]
+    assert (fits[0], fits[1][:16]) == ("  uv run run_grpo.py experiment=gsm8k model=NAME", "    as they are:")
+    assert any("model.quantization=nf4 train.lr=1e-5: mistral, qwen3_8b" in line for line in fits)
+    assert max(map(len, lines)) <= 80

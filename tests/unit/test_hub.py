@@ -12,10 +12,10 @@ from factories import compose_config, make_qwen2
 from huggingface_hub import constants
 
 from offline_grpo import hub
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.load import read_model_config
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
 
 REFUSED = "http://127.0.0.1:1"
 
@@ -33,7 +33,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_that_needs_it_is_refused_in_one_line_before_torch_is_imported() -> None:
-    code = "import sys; from offline_grpo.run import main\ntry: main.main()\nfinally: print('torch' in sys.modules)"
+    code = (
+        "import sys; from offline_grpo.commands import main\ntry: main.main()\nfinally: print('torch' in sys.modules)"
+    )
     words = ("model=hf", "model.train_id=some/model")
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment["HF_ENDPOINT"] = REFUSED

@@ -1,5 +1,7 @@
 """No secret of a configuration or a command line leaves the machine."""
 
+import re
+
 import pytest
 
 from offline_grpo.redaction import redacted, redacted_text
@@ -21,6 +23,27 @@ def test_values_of_secret_keys_are_hidden_at_any_depth() -> None:
     assert config["generation"]["api_key"] == SECRET, "the run itself still needs it"
 
 
+SECRETS = """api_key API_KEY x-api-key apiKey OPENAI_KEY ssh_key aws_secret_access_key private-key HF_TOKEN token
+X-Auth-Token accessToken GITHUB_PAT credentials google_application_credentials passwd PASSWORD passphrase client_secret
+Authorization proxy-authorization api_keys my_answers_key"""
+OTHERS = """max_new_tokens token_ids tokenizer tokens_per_microbatch answer_key prompt_key label_key reward_fn_key
+pad_token
+eos_token key keys monkey path compatible secretary keyword train_id"""
+
+
+@pytest.mark.parametrize("name", re.findall(r"\S+", SECRETS))
+def test_names_of_secrets(name: str) -> None:
+    assert redacted({name: SECRET, "nested": [{name: SECRET}]}) == {name: "***", "nested": [{name: "***"}]}
+    assert redacted_text(f"+a.{name}={SECRET}") == f"+a.{name}=***"
+    assert redacted_text(f"{{'{name}': '{SECRET}'}}") == f"{{'{name}': ***}}"
+
+
+@pytest.mark.parametrize("name", re.findall(r"\S+", OTHERS))
+def test_other_names_stay(name: str) -> None:
+    assert redacted({name: "value"}) == {name: "value"}
+    assert redacted_text(f"{name}=value") == f"{name}=value"
+
+
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
@@ -28,6 +51,13 @@ def test_values_of_secret_keys_are_hidden_at_any_depth() -> None:
         (f"+engine.env.HF_TOKEN='{SECRET} b'", "+engine.env.HF_TOKEN=***"),
         (f"generation={{api_key: {SECRET}, batch_size: 4}}", "generation={api_key: ***, batch_size: 4}"),
         (f"generation.base_url=http://u:{SECRET}@h:8000", "generation.base_url=http://***@h:8000"),
+        (f"url=https://h/v1?key={SECRET}&page=2", "url=https://h/v1?key=***&page=2"),
+        (f"url=https://h/v1?a=1&Token={SECRET}#top", "url=https://h/v1?a=1&Token=***#top"),
+        (f"https://me:a@{SECRET}@host:80/x@y", "https://***@host:80/x@y"),
+        (f"curl -H 'Authorization: Bearer {SECRET}' -H 'a: b'", "curl -H 'Authorization: ***' -H 'a: b'"),
+        (f"{{headers: {{authorization: Basic {SECRET}, n: 2}}}}", "{headers: {authorization: ***, n: 2}}"),
+        (f"sent bearer {SECRET} to it", "sent bearer *** to it"),
+        ("a bearer", "a bearer"),
         ("engine.api_key=null", "engine.api_key=null"),
         ("train.lr=1e-5", "train.lr=1e-5"),
     ],

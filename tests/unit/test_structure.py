@@ -5,13 +5,18 @@ import re
 from functools import cache
 from pathlib import Path
 
+import house
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "offline_grpo"
 FILES = sorted(SOURCE.rglob("*.py"))
 ROOT_MODULES = {"types", "interfaces", "errors", "settings", "seeding", "progress", "redaction", "hub", "disk"}
+LIFE = {"run", "state", "loop"}
 COMMANDS = {"__main__", "check", "compare", "evaluate", "export", "model_info", "sample"}
 """`python -m offline_grpo.COMMAND`: reads its words; the work is in a room."""
-KNOWS_HYDRA = ("run/",)
+TOGETHER = {"config", "history", "start", "commands", *LIFE}
+"""Rooms and modules that put all others together."""
+KNOWS_HYDRA = ("config/", "history/", "commands/", "run.py")
 
 
 def imports(nodes):
@@ -44,7 +49,7 @@ def test_types_and_interfaces_stand_on_nothing():
 
 
 def test_nothing_but_words_that_every_room_uses_stands_at_the_root():
-    assert {path.stem for path in SOURCE.glob("*.py")} - {"__init__"} == ROOT_MODULES | COMMANDS
+    assert {path.stem for path in SOURCE.glob("*.py")} - {"__init__"} == ROOT_MODULES | LIFE | COMMANDS
 
 
 def table():
@@ -55,15 +60,20 @@ def table():
 
 def test_every_room_is_in_the_table_of_imports():
     rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert table().keys() == rooms - {"run"}
+    assert table().keys() == rooms - TOGETHER
 
 
 def test_rooms_import_what_the_table_allows():
     for path in FILES:
         room = path.relative_to(SOURCE).parts[0]
-        if path.parent != SOURCE and room != "run":
+        if path.parent != SOURCE and room not in TOGETHER:
             found = {name.split(".")[0] for name in ours(path)} - ROOT_MODULES - {room}
             assert found <= table()[room], f"{relative(path)} imports {found - table()[room]}"
+
+
+def test_settings_become_parts_without_a_run():
+    for path in (SOURCE / "config").glob("*.py"):
+        assert not {name.split(".")[0] for name in ours(path)} & (TOGETHER - {"config"}), relative(path)
 
 
 def test_hydra_stops_at_the_door():
@@ -88,7 +98,7 @@ def test_slow_packages_are_imported_where_they_are_needed():
 
 def test_servers_begin_before_transformers_is_imported():
     """It takes seconds, as DTensors do, which a server needs as well: they pass side by side."""
-    waiting, seen = [SOURCE / "run" / "begin.py", *(SOURCE / "weight_sync").glob("*.py")], set()
+    waiting, seen = [SOURCE / "start" / "servers.py", *(SOURCE / "weight_sync").glob("*.py")], set()
     while waiting:
         path = waiting.pop()
         seen.add(path)
@@ -102,23 +112,10 @@ def test_servers_begin_before_transformers_is_imported():
     assert SOURCE / "engine" / "server.py" in seen
 
 
-def test_run_has_no_circle_of_imports():
-    graph = {path.stem: dependencies(path) for path in (SOURCE / "run").glob("*.py")}
-    while free := [name for name, needed in graph.items() if not needed & graph.keys()]:
-        for name in free:
-            del graph[name]
-    assert not graph
-
-
-def dependencies(path):
-    """The modules of `run/` that a file imports, also in functions; not those that only a type checker reads."""
-    body = [
-        node
-        for node in ast.parse(path.read_text()).body
-        if not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
-    ]
-    names = imports(child for node in body for child in ast.walk(node))
-    return {name.split(".")[2] for name in names if name.startswith("offline_grpo.run.")} - {path.stem}
+def test_no_module_imports_itself_in_a_circle():
+    """Not even for a type checker."""
+    modules = [house.Module.read(path) for path in FILES]
+    assert house.circles(SOURCE, modules, with_types=True) == []
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()

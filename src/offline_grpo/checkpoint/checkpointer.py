@@ -33,6 +33,7 @@ from offline_grpo.checkpoint.files import (
     write_manifest,
 )
 from offline_grpo.interfaces import Source
+from offline_grpo.model.adapters import warn_of_peft
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
 from offline_grpo.placement.ranks import Ranks
@@ -70,6 +71,8 @@ class Checkpointer:
 
         def write_all() -> None:
             self._write_into(hidden, iteration, tensors)
+            if not list_checkpoints(self.folder):
+                warn_of_peft(self.policy.model)
             for path in hidden.rglob("*"):
                 sync(path)
 

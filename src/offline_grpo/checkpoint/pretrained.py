@@ -21,7 +21,7 @@ from offline_grpo import hub
 from offline_grpo.checkpoint.files import BEST, TrainerState, latest_checkpoint, verified_state
 from offline_grpo.disk import OwnFolder, require_new
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.adapters import LanguageModel, unwrapped, with_saved_adapter
+from offline_grpo.model.adapters import LanguageModel, unwrapped, warn_of_peft, with_saved_adapter
 from offline_grpo.model.device import make_current, torch_dtype
 from offline_grpo.model.load import build_on_meta, load_causal_lm, load_tokenizer, read_model_config
 from offline_grpo.model.saving import save_model
@@ -158,7 +158,7 @@ def export_model(
             if source.adapter is not None:  # its tensors against those that its base has room for
                 config = read_model_config(source.weights, KEY, trust_remote_code=source.trust_remote_code)
                 base = build_on_meta(config, trust_remote_code=source.trust_remote_code)
-                with_saved_adapter(base, source.adapter, key=KEY, is_trainable=False)
+                warn_of_peft(with_saved_adapter(base, source.adapter, key=KEY, is_trainable=False))
             for path in own.iterdir():
                 if path.is_file() and path.name != "README.md":  # peft writes one without content
                     shutil.copyfile(path, folder / path.name)

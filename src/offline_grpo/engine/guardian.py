@@ -26,6 +26,7 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+LIBC = ctypes.CDLL(None)  # loaded here, because a process that was just forked must not
 KILL_AFTER_S = 10.0
 CLEANERS_TAKE_S = 2.0
 POLL_S = 0.2
@@ -34,8 +35,7 @@ CUDA_IPC_FILE = re.compile(r"torch_(?P<torch>\d+)_.*|cuda\.shm\.\w+\.(?P<driver>
 
 
 def main(parent: int, pipe: int, remove: str, command: list[str]) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes that the command leaves behind become our children
+    adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # only the pipe stops us; the command gets default handlers
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the command inherits this; Slurm signals all of a job
@@ -47,7 +47,7 @@ def main(parent: int, pipe: int, remove: str, command: list[str]) -> int:
             command,
             env=env,
             stdin=subprocess.DEVNULL,
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # if we are killed
+            preexec_fn=end_with_parent,  # if we are killed
         )
         while server.poll() is None and os.getppid() == parent and not select.select([pipe], [], [], POLL_S)[0]:
             if names != (names := _names_in_shared_memory()):  # a file's owner is unknown once it has died
@@ -66,6 +66,21 @@ def main(parent: int, pipe: int, remove: str, command: list[str]) -> int:
         if remove:
             shutil.rmtree(remove, ignore_errors=True)
     return server.returncode if server.returncode >= 0 else 128 - server.returncode
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends; on Linux alone."""
+    _prctl(PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what our children leave behind when they end; on Linux alone."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        LIBC.prctl(option, value, 0, 0, 0)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

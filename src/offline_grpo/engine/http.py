@@ -37,6 +37,9 @@ class NotFound(Refused):
 class ServerApi:
     """Calls that control a server, for callers that wait. Threads may share it.
 
+    Each has a connection of its own. A server that stands still for longer than it keeps idle connections closes them
+    before it reads what came meanwhile.
+
     `get` and `post` return the response; `timeout_s` is the longest silence.
 
     Raises:
@@ -45,7 +48,7 @@ class ServerApi:
     """
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
-        self._http = httpx.Client(**connection(base_url, api_key))
+        self._http = httpx.Client(**connection(base_url, api_key, keeps_alive=False))
 
     def get(self, path: str, *, timeout_s: float = TIMEOUT_S) -> httpx.Response:
         """The answer to GET `path`."""
@@ -107,12 +110,13 @@ def reason(response: httpx.Response) -> str:
     return " ".join(text[:600].split())
 
 
-def connection(base_url: str, api_key: str | None) -> dict[str, Any]:
+def connection(base_url: str, api_key: str | None, *, keeps_alive: bool = True) -> dict[str, Any]:
     """Arguments of httpx's clients for a server. Proxies of the environment are not used."""
+    num_idle = None if keeps_alive else 0
     return {
         "base_url": base_url,
         "headers": authorization(api_key),
-        "limits": httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
+        "limits": httpx.Limits(max_keepalive_connections=num_idle, keepalive_expiry=KEEP_ALIVE_S),
         "trust_env": False,
         "verify": base_url.lower().startswith("https:"),  # else httpx loads certificates, which takes long
     }

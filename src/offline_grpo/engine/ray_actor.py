@@ -24,7 +24,7 @@ CALLS = 8
 
 
 class Lost(EngineDied):
-    """An actor has gone, mostly with its machine."""
+    """An actor has gone, by itself or with its machine."""
 
 
 def connect(address: str, settings: Mapping[str, Any], *, group: str = "placement") -> bool:
@@ -127,7 +127,7 @@ def result_of(reference: Any, name: str, *, timeout_s: float) -> Any:
     """The result of an actor's method, or the error that it raised.
 
     Raises:
-        Lost: the actor `name` is.
+        Lost: the actor on the machine `name` is.
         EngineDied: it does not answer in time.
     """
     import ray
@@ -138,9 +138,15 @@ def result_of(reference: Any, name: str, *, timeout_s: float) -> Any:
     except RayTaskError as error:
         raise error.cause from None
     except RayActorError as error:
-        raise Lost(f"{name} has gone.") from error
+        raise Lost(f"{name} {fate(error)}.") from error
     except GetTimeoutError as error:
         raise EngineDied(f"{name} does not answer within {timeout_s:g} s.") from error
+
+
+def fate(error: Exception) -> str:
+    """Of the machine of an actor that is lost, as Ray knows it."""
+    is_alive = "worker process has died" in str(error)  # else it is lost, or does not answer
+    return "has lost the process that Ray started there" if is_alive else "has gone"
 
 
 def room_for(resources: Mapping[str, float], needs: Mapping[str, float]) -> float:

@@ -196,6 +196,9 @@ class RayServer(Server):
     def check_healthy(self) -> None:
         self._call("check_healthy", timeout_s=STOP_S)
 
+    def give_up(self, why: str) -> None:
+        self._call("give_up", why=why, timeout_s=STOP_S)
+
     def stop(self) -> None:
         """See `Server.stop`. Ends the actor; what a lost one has started ends with its machine."""
         if self._actor is not None:
@@ -213,7 +216,7 @@ class RayServer(Server):
 
     @property
     def _name(self) -> str:
-        return f"the server's machine {self._machine}"
+        return f"the machine of a server, {self._machine},"
 
     def _employ(self, model: str, start_args: Mapping[str, Any]) -> None:
         """Have a new actor, wherever there will be room for it."""

@@ -125,7 +125,7 @@ def read_key(file: Path | None) -> str | None:
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
     require(file.exists(), "--api-key-file", file, "no such file")
-    key = file.read_text().strip()
+    key = file.read_text(encoding="utf-8-sig").strip()
     require(bool(key), "--api-key-file", file, "is empty; write the key into it")
     authorization(key)
     return key

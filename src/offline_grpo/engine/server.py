@@ -15,7 +15,7 @@ import psutil
 
 from offline_grpo import progress
 from offline_grpo.engine.background import in_background
-from offline_grpo.engine.http import HEALTH_TIMEOUT_S, ServerApi
+from offline_grpo.engine.http import HEALTH_TIMEOUT_S, Refused, ServerApi
 from offline_grpo.engine.launcher import Launcher
 from offline_grpo.engine.ports import RELEASE_S, choose_port, plain_url, reachable
 from offline_grpo.engine.process import Scratch, ServerProcess, temporary_folder, wait_until
@@ -213,17 +213,23 @@ class Server:
             return
         try:
             self.api.get("/health", timeout_s=PATIENCE_S)
-        except EngineError as error:
-            self._process.stop()
-            raise EngineDied(f"the server was unhealthy and was stopped; {self._process.last_words()}") from error
+        except EngineError:
+            self.give_up("the server was unhealthy")
 
-    def watched(self, call: Callable[[], T]) -> T:
+    def give_up(self, why: str) -> None:
+        """Stop a managed server, whose state is unknown. Raises EngineDied."""
+        if self._process is not None:
+            self._process.stop()
+            why = f"{why} and was stopped; {self._process.last_words()}"
+        raise EngineDied(why)
+
+    def watched(self, call: Callable[[], T], *, changes: bool = True) -> T:
         """Make a control call, and check a managed server's health meanwhile: if its engine has died, the call would
-        block until its timeout.
+        block until its timeout. One that only reads is made again where no answer came.
 
         Raises:
-            EngineDied: the server has ended, ends within seconds of a failed call, or is unhealthy.
-            EngineError: the call failed; the server is alive.
+            EngineDied: the server has ended, ends within seconds of a failed call, is unhealthy, or has not answered.
+            EngineError: the server refused the call; it is alive.
         """
         outcome = in_background(call)
         while True:
@@ -231,9 +237,13 @@ class Server:
                 return outcome.result(timeout=HEALTH_INTERVAL_S)
             except TimeoutError:
                 self.check_healthy()
-            except EngineError:
+            except EngineError as error:
                 self.check_alive(grace_s=GRACE_S)
-                raise
+                if isinstance(error, Refused):
+                    raise
+                if not changes:
+                    return self.watched(call)
+                self.give_up(str(error))
 
     def stop(self) -> None:
         """Stop a managed server, and remove the scratch folder; external ones keep running."""

@@ -1,4 +1,4 @@
-"""SGLang, 0.5.11 to 0.5.15: how a server is started, and how weight sync controls it."""
+"""SGLang, 0.5.11 to 0.5.15: how a server is started, how it is asked, and how weight sync controls it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offline_grpo.engine.engine import ServerControl
 from offline_grpo.engine.http import read
 from offline_grpo.engine.launcher import Launcher, flags
+from offline_grpo.engine.server_engine import Choice, ServerEngine
 from offline_grpo.errors import require
+from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
 IDLE_TIMEOUT_S = 60.0
 """From the end of the last request until the scheduler has put its batch away."""
@@ -56,28 +57,41 @@ class SglangLauncher(Launcher):
         return ["--config", str(file)]
 
 
-@dataclass
-class SglangControl(ServerControl):
-    """A `ServerControl` of SGLang, made from its source and run against 0.5.15."""
+class SglangEngine(ServerEngine):
+    """An SGLang server. Made from the source of SGLang 0.5.11 to 0.5.15, and run against 0.5.15.
 
-    name = "SGLang"
+    Seeds act under `--enable-deterministic-inference` alone, and its `n` would draw all completions of a prompt with
+    one seed. So a request is a batch: the prompt once per completion, each with sampling parameters of its own.
+
+    Logprobs are those of softmax(logits / temperature), with a repetition penalty in the logits, unless
+    SGLANG_RETURN_ORIGINAL_LOGPROB is set in the server's environment. SGLang does not renormalise them over what
+    `top_p` and `top_k` leave. Its repetition penalty is for tokens of the completion alone, and its overlapping
+    scheduler applies it late.
+    """
+
+    name: ClassVar[str] = "SGLang"
+    path = "/generate"
     oldest, newest = (0, 5, 11), (0, 5, 15)
+
+    @classmethod
+    def start_words(cls, model: str, args: Mapping[str, Any], server_args: Mapping[str, Any]) -> list[str]:
+        return ["sglang.launch_server", "--model-path", model, *flags(args), "--enable-deterministic-inference"]
 
     def version(self) -> str:
         return read(self.get("/server_info"), lambda answer: answer["version"])
 
     def lacks(self, moves: str) -> str | None:
-        """See `ServerControl.lacks`. Weights can be loaded into every SGLang server."""
+        """See `ServerEngine.lacks`. Weights can be loaded into every SGLang server."""
         is_seeded = self.get("/server_info").json()["enable_deterministic_inference"]
         return None if is_seeded is True else "ignores the seeds of requests (--enable-deterministic-inference)"
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
-        """See `ServerControl.load_weights`; caches are cleared too.
+        """See `ServerEngine.load_weights`; caches are cleared too.
 
         The steps are those that cannot end the server: it stops with an error when it loads weights and still has a
         request, or what the last one left behind.
         """
-        assert pause_mode == "abort", pause_mode  # `Reload.requires` has ruled out the others
+        assert pause_mode in self.pause_modes, pause_mode
         self.post("/pause_generation", {"mode": "abort"}, timeout_s=LOAD_TIMEOUT_S)
         self.post("/flush_cache", params={"timeout": IDLE_TIMEOUT_S}, timeout_s=IDLE_TIMEOUT_S + 10)
         weights = {"model_path": folder, "weight_version": tag}
@@ -90,3 +104,31 @@ class SglangControl(ServerControl):
     def served_tag(self) -> str | None:
         found = self.get("/model_info").json()["weight_version"]
         return None if found == NO_TAG else found
+
+    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
+        """See `ServerEngine.body`. SGLang keeps seeds in 64 bits with a sign, so the last one is followed by 0."""
+        common = {
+            "max_new_tokens": sampling.max_new_tokens,
+            **self.sampler_settings(sampling),
+        }
+        return {
+            "input_ids": [list(request.prompt_ids)] * request.num_completions,
+            "sampling_params": [
+                {**common, "sampling_seed": (request.seed + j) % 2**63} for j in range(request.num_completions)
+            ],
+            "return_logprob": True,
+        }
+
+    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
+        """See `ServerEngine.choices`. The answers of a batch come in its order."""
+        return [_choice(item["meta_info"], len(request.prompt_ids)) for item in answer]
+
+
+def _choice(meta: Any, prompt_length: int) -> Choice:
+    reason = meta["finish_reason"]["type"]
+    if reason != "abort" and meta["prompt_tokens"] != prompt_length:  # an aborted one may be unread
+        raise ValueError(f"the prompt had {prompt_length} tokens and the server read {meta['prompt_tokens']}")
+    tokens = meta["output_token_logprobs"]  # (logprob, token id, text or None) each
+    if meta["completion_tokens"] != len(tokens):
+        raise ValueError(f"{len(tokens)} logprobs for {meta['completion_tokens']} tokens")
+    return [token[1] for token in tokens], [token[0] for token in tokens], reason

@@ -1,22 +1,34 @@
-"""vLLM, 0.25 to 0.33: how a server is started, and how weight sync controls it: pause, call its worker, swap its
-adapters.
+"""vLLM, 0.25 to 0.33: how a server is started, how it is asked, and how weight sync controls it: pause, call its
+worker, swap its adapters.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offline_grpo.engine.engine import ServedBits, ServerControl
-from offline_grpo.engine.http import TIMEOUT_S, Refused, read
+import httpx
+
+from offline_grpo.engine.engine import ServedBits
+from offline_grpo.engine.http import TIMEOUT_S, NotFound, Refused, read
 from offline_grpo.engine.launcher import Launcher, flags
 from offline_grpo.engine.process import usable_cores
-from offline_grpo.errors import require
+from offline_grpo.engine.server_engine import Choice, ServerEngine
+from offline_grpo.errors import EngineDied, require
+from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
+
+log = logging.getLogger(__name__)
+
+TOKENS = "/generate_tokens"
+"""Token ids in, token ids and logprobs out, and nothing else that takes time per token; see `inside_vllm/`."""
+STOCK = "/v1/completions"
+"""Takes and returns token ids in every version, and makes text that nobody reads."""
 
 EXTENSION_FOLDER = Path(__file__).with_name("inside_vllm")
 EXTENSION = "offline_grpo_worker.WorkerExtension"
@@ -42,6 +54,8 @@ LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDE
 """Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM
 uses its own.
 """
+READING = {"grpo_tag", "grpo_state", "grpo_sums", "grpo_describe", "grpo_layout"}
+"""Of the worker extension's methods, those that change nothing."""
 WAIT_TIMEOUT_S = 3600.0
 """For a pause that lets all requests end first."""
 
@@ -120,14 +134,24 @@ class VllmLauncher(Launcher):
         return {**merged, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-@dataclass
-class VllmControl(ServerControl):
-    """A `ServerControl` of vLLM."""
+class VllmEngine(ServerEngine):
+    """A vLLM server. One that lacks `TOKENS` is asked at `STOCK` from then on."""
 
-    is_paused: bool = False
-
-    name = "vLLM"
+    name: ClassVar[str] = "vLLM"
+    path = TOKENS
     oldest, newest = (0, 25), (0, 33)
+    pause_modes: ClassVar[tuple[str, ...]] = ("keep", "keep_cache", "wait", "abort")
+
+    is_paused = False
+    _quantization: tuple[str | None] | None = None  # of the server as it is; None: not asked yet
+
+    def start(self, model: str, args: Mapping[str, object]) -> None:
+        self.is_paused, self._quantization = False, None
+        super().start(model, args)
+
+    @classmethod
+    def start_words(cls, model: str, args: Mapping[str, Any], server_args: Mapping[str, Any]) -> list[str]:
+        return ["offline_grpo.engine.serve", model, *flags({**args, **server_args})]
 
     def version(self) -> str:
         return read(self.get("/version"), lambda answer: answer["version"])
@@ -172,7 +196,8 @@ class VllmControl(ServerControl):
     def call_workers(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> list[Any]:
         """The results of the method of each worker."""
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
-        return self.post("/collective_rpc", body, timeout_s=timeout_s + 10).json()["results"]
+        is_change = method not in READING
+        return self.post("/collective_rpc", body, changes=is_change, timeout_s=timeout_s + 10).json()["results"]
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
         self.pause(pause_mode)
@@ -195,15 +220,14 @@ class VllmControl(ServerControl):
         return ServedBits(states[0]["dtype"], of_wholes([state["fingerprints"] for state in states]))
 
     def logprobs_mode(self) -> str | None:
-        """See `ServerControl.logprobs_mode`. The worker extension says it."""
+        """See `ServerEngine.logprobs_mode`. The worker extension says it."""
         return self.describe()["logprobs_mode"] if self.lacks("full") is None else None
 
     def quantization(self) -> str | None:
-        return self._quantization
-
-    @cached_property
-    def _quantization(self) -> str | None:
-        return self.describe()["quantization"] if self.lacks("full") is None else None
+        """See `ServerEngine.quantization`. It is asked once after each start."""
+        if self._quantization is None:
+            self._quantization = (self.describe()["quantization"] if self.lacks("full") is None else None,)
+        return self._quantization[0]
 
     def describe(self) -> dict[str, Any]:
         """The worker's pid, device, gpu_uuid (None on CPUs), quantization and logprobs_mode; refusals: why its weights
@@ -222,6 +246,66 @@ class VllmControl(ServerControl):
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name; requests in flight finish with it."""
         self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
+        """See `ServerEngine.body`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at
+        temperature 0.
+        """
+        prompt = list(request.prompt_ids)
+        stock = {"prompt": prompt, "logprobs": 0, "return_token_ids": True}  # logprobs of the sampled token alone
+        own = {"prompt": {"prompt_token_ids": prompt}, "urgent": request.is_urgent}
+        return {
+            **(own if self.path == TOKENS else stock),
+            "model": weights.name or None,  # None is the base model
+            "n": 1 if sampling.temperature == 0 else request.num_completions,
+            "seed": request.seed,
+            "max_tokens": sampling.max_new_tokens,
+            **self.sampler_settings(sampling),
+        }
+
+    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
+        choices = answer["choices"]
+        if "prompt_token_ids" in answer:  # of `TOKENS`
+            prompt_ids = answer["prompt_token_ids"]
+            found = [(choice["token_ids"], choice["logprobs"], choice["finish_reason"]) for choice in choices]
+        else:
+            choices = sorted(choices, key=lambda choice: choice["index"])
+            prompt_ids = choices[0]["prompt_token_ids"]
+            found = [(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]) for c in choices]
+        if prompt_ids != list(request.prompt_ids):
+            raise ValueError("the prompt came back changed")
+        return found
+
+    async def _complete(
+        self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams
+    ) -> list[Completion]:
+        path = self.path
+        try:
+            return await super()._complete(http, request, sampling)
+        except Refused as refusal:
+            if self.weights.name:
+                await asyncio.to_thread(self._check_adapter, self.weights.name)
+            if path == STOCK or not isinstance(refusal, NotFound):
+                raise
+            if self.path == TOKENS:  # else another request was told so
+                log.info("%s has no POST %s; it is asked at %s, slower", self.server.base_url, TOKENS, STOCK)
+                self.path = STOCK
+            return await super()._complete(http, request, sampling)
+
+    def _check_adapter(self, name: str) -> None:
+        """Raise EngineDied where the server does not have it."""
+        if name not in self.adapters():
+            why = "it was started anew, or it was told to unload it"
+            raise EngineDied(f"{self.server.base_url}: the server has lost the adapter {name}: {why}.")
+
+    def _completions(
+        self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int
+    ) -> list[Completion]:
+        """Greedy completions of a prompt are all alike, so one is asked for."""
+        if sampling.temperature > 0:
+            return super()._completions(parsed, request, sampling, version)
+        [one] = super()._completions(parsed, replace(request, num_completions=1), sampling, version)
+        return [one] * request.num_completions
 
 
 def of_wholes(workers: Sequence[Mapping[str, tuple[int, str]]]) -> dict[str, str]:

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 import numpy as np
 
-from offline_grpo.model.chat import ChatFormat
+from offline_grpo.errors import RequestError
+from offline_grpo.model.chat import THINKING_ENDS, ChatFormat, arguments_of, is_deep
 from offline_grpo.seeding import derive_seed
 from offline_grpo.types import (
     Completion,
@@ -40,7 +42,7 @@ class Ask:
     request: SamplingRequest
     parent: Ask | None
     messages: tuple[Message, ...]  # all, the reply too once it is there
-    key: tuple[str, ...]  # of those
+    key: tuple[Any, ...]  # of those, see `_canonical`
     tools: tuple[Schema, ...]
     completion: Completion | None = None
     reply: Reply = OVER
@@ -91,11 +93,17 @@ class Dialogue:
         """What is to be sampled for a conversation, at most `longest` tokens; None beyond the limits.
 
         Raises:
-            ConfigError: the model's chat template refuses it, or has no calls of tools.
+            RequestError: the model's chat template refuses it, or has no calls of tools.
         """
-        if tools:
-            self._chat.check_tools()
-        key = tuple(map(_canonical, messages))
+        try:
+            key = tuple(map(_canonical, messages))
+            named = [tool["function"]["name"] for tool in tools]
+            if is_deep([key, messages, tools]):
+                raise ValueError("too many lists and objects within each other")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise RequestError(f"messages and tools must be as OpenAI's API has them ({error!r:.80})") from error
+        if named and self._chat.fault is not None:
+            raise RequestError(self._chat.fault)
         begun = [ask for ask in self._answered if key[: len(ask.key)] == ask.key and len(key) > len(ask.key)]
         begun = [ask for ask in begun if list(ask.tools) == list(tools)]
         parent = max(begun, key=lambda ask: len(ask.key), default=None)
@@ -103,7 +111,7 @@ class Dialogue:
         new = messages if parent is None else messages[len(parent.key) :]
         num_sampled = 0 if parent is None else parent.num_sampled
         most = len(self._first_ids) + rules.max_environment_tokens  # of what is not sampled
-        length = sum(len(str(each.get("content"))) for each in new)
+        length = len(str([*new, *tools]))
         if len(path) >= rules.max_turns or (path and path[-1].reply.is_cut) or length > most * _LONGEST_TOKEN:
             self._hit_limit = True
             return None
@@ -153,12 +161,15 @@ class Dialogue:
             is_sampled[start:end] = [True] * (end - start)
             logprobs[start:end], versions[start:end] = ask.completion.logprobs, ask.completion.versions
             turns.append(Turn(start, end, ask.reward))
+        # an agent may send a prompt of its own in place of the problem's, or with words before and behind it
+        own = Counter(self._first_ids) & Counter(path[0].request.prompt_ids if path else self._first_ids)
         was_cut = self._hit_limit or (last is not None and last.reply.is_cut)
         num_drawn = sum(len(ask.token_ids) - len(ask.request.prompt_ids) for ask in self._answered)
         measured = {
             "turns": float(len(path)),
             "calls": float(sum(len(ask.reply.calls) for ask in path)),
-            "environment_tokens": float(len(ids) - sum(is_sampled) - len(self._first_ids)),
+            "malformed_calls": float(sum(ask.reply.num_malformed for ask in path)),
+            "environment_tokens": float(len(ids) - sum(is_sampled) - sum(own.values())),
             "dropped_tokens": float(num_drawn - sum(is_sampled)),
         }
         conversation = () if last is None else last.messages
@@ -185,18 +196,23 @@ def spoken(messages: Sequence[Message]) -> Iterator[tuple[str, bool, bool]]:
     """What was said, each with whether the policy said it, and whether it only thought it."""
     for message in messages:
         if message["role"] != "assistant":
-            yield f"[{message['role']}] {message['content']}", False, False
+            yield f"[{message['role']}] {message.get('content') or ''}", False, False
             continue
         if thinking := message.get("reasoning_content"):
             yield f"<think>\n{thinking}\n</think>", True, True
         if message.get("content"):
             yield message["content"], True, False
         for call in (call["function"] for call in message.get("tool_calls") or ()):
-            yield f"-> {call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})", True, False
+            yield f"-> {call['name']}({json.dumps(call.get('arguments'), ensure_ascii=False)})", True, False
 
 
-def _canonical(message: Message) -> str:
-    """Equal for messages that say the same: whatever their ids, the order of keys, and thinking that was left out."""
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    said = [message["role"], message.get("content") or "", [[call["name"], call["arguments"]] for call in calls]]
-    return json.dumps(said, sort_keys=True)
+def _canonical(message: Message) -> tuple[Any, ...]:
+    """Equal for messages that say the same. Of the policy's, ids, white space at both ends, how arguments are written,
+    and thinking, which clients leave out or move into the content, say nothing.
+    """
+    content = message.get("content") or ""
+    if message["role"] != "assistant":
+        return message["role"], content
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [(function["name"], arguments_of(function)) for function in functions]
+    return "assistant", content.rpartition(THINKING_ENDS)[2].strip(), calls

@@ -175,7 +175,7 @@ def play_groups(
     ready: list[tuple[Episode, _Question, Ask]] = []
     waiting: Counter[Episode] = Counter()  # for replies that have been asked for
     numbers: dict[Episode, int] = {}
-    waits = client.engine_name is None
+    waits = client.is_local
     sent: dict[int, tuple[Episode, _Question, Ask]] = {}
     num_sent, answered_s = 0, time.perf_counter()
     done: list[int] = []

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from offline_grpo.engine.http import Refused, ServerApi, read
+from offline_grpo.engine.server_engine import LOWEST_LOGPROB
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.generation.server_client import LOWEST_LOGPROB
 from offline_grpo.types import LOGPROB_ROUNDING, TokenBatch
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from offline_grpo.engine.engine import LocalEngine
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.decoding_graph import graphed_steps, has_graphs, shared_heads, with_fixed_size
 from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
@@ -44,8 +45,8 @@ STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 @dataclass
-class TransformersClient:
-    """A `RolloutClient` on a transformers causal language model, or a peft model around one.
+class TransformersClient(LocalEngine):
+    """Samples from a transformers causal language model, or a peft model around one.
 
     A completion's logprobs are those of the distribution that it was sampled from (temperature, penalty and filters
     included); greedy completions have those of temperature 1. The same seeds give the same tokens, on the CPU whatever
@@ -61,8 +62,6 @@ class TransformersClient:
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
     weights: ServedWeights = field(default_factory=ServedWeights, init=False)
-
-    engine_name: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         lacks = None if self._cache_name else "does not use a cache of keys and values"

@@ -92,15 +92,20 @@ class ConsoleLogger(RunListener):
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         self._num_done, now_s = iteration + 1, time.monotonic()
+        # One line of training metrics, as many as it has room for, two at least; one or more of an evaluation.
         if name == "eval":
             self._eval = (iteration, metrics)
             lines = folded(f"{self._at()}{GAP}eval", eval_cells(metrics), width=self.console.width)
         else:
             self._train = metrics
             self._iteration_s.append(now_s - self._last_mark_s)
-            lines = [train_line(self._at(), metrics, f"{self._time_left()} left", width=self.console.width)]
+            cells = [f"{label} {value}" for label, value in train_cells(metrics)]
+            while len(cells) > 2 and len(self._train_line(cells)) > self.console.width:
+                cells.pop()
+            lines = [self._train_line(cells)]
         if name == "train" or iteration == -1:  # the evaluation before training is no part of an iteration
             self._last_mark_s = now_s
+        # run.log has the lines in any case; a live display shows the same numbers, a file the lines.
         for line in lines:
             messages.info(line, extra=progress.LOG_ALONE)
         if self._live is None:
@@ -121,25 +126,20 @@ class ConsoleLogger(RunListener):
 
     def _go_live(self) -> None:
         """Begin to draw, on a terminal. Before `start` it is transient, so that an error stands alone."""
-        if not self.console.is_terminal:
-            if self._ends is None:
-                self._ends = threading.Event()
-                threading.Thread(target=self._break_silence, args=[self._ends], daemon=True).start()
-        elif self._live is None:
-            self._live = Live(
-                get_renderable=self._render,
-                console=self.console,
-                refresh_per_second=self.refresh_per_s,
-                transient=not self._num_iterations,
-            )
+        if self.console.is_terminal and self._live is None:
+            how: dict[str, Any] = {"console": self.console, "refresh_per_second": self.refresh_per_s}
+            self._live = Live(get_renderable=self._render, transient=not self._num_iterations, **how)
             self._live.start()
+        elif not self.console.is_terminal and self._ends is None:
+            self._ends = threading.Event()
+            threading.Thread(target=self._break_silence, args=[self._ends], daemon=True).start()
 
     def _break_silence(self, ends: threading.Event) -> None:
         """In a thread: a long phase, which may be a wait for others, would look like a hang."""
         while not ends.wait(1.0):
             if time.monotonic() - self._last_line_s >= SILENCE_S:
                 at = [self._at()] if self._num_iterations else []
-                self._print([GAP.join([*at, self._phase, "".join(self._parts()) + self._took()])])
+                self._print([GAP.join([*at, self._phase, self._how_far()])])
 
     def _print(self, lines: Iterable[str]) -> None:
         self._last_line_s = time.monotonic()
@@ -148,15 +148,37 @@ class ConsoleLogger(RunListener):
     def _at(self) -> str:
         return f"{self._num_done:>{len(str(self._num_iterations))}}/{self._num_iterations}"
 
+    def _train_line(self, cells: Sequence[str]) -> str:
+        """`  3/100  reward 0.412  ...  0:01:10 left`."""
+        return GAP.join([self._at(), *cells, f"{self._time_left()} left"])
+
     def _time_left(self) -> str:
         if not self._iteration_s:
             return "-"
         mean_s = sum(self._iteration_s) / len(self._iteration_s)
         return clock(mean_s * max(self._num_iterations - self._num_done, 0))
 
+    def _how_far(self) -> str:
+        """How far the phase is, in each unit that is not complete, and how long it has taken."""
+        shown = [(unit, done, total) for unit, (done, total) in self._progress.items() if done < total > 1 or not total]
+        parts = [f"{done:,}{f'/{total:,}' * bool(total)} {unit}{GAP}" for unit, done, total in shown]
+        return "".join(parts) + clock(time.monotonic() - self._phase_began_s)
+
     def _render(self) -> RenderableType:
-        rows: list[RenderableType] = [self._iteration_row()] if self._num_iterations else []
-        rows.append(self._phase_row())
+        """The live display: iteration, phase, metrics, last evaluation."""
+        rows: list[RenderableType] = []
+        if self._num_iterations:
+            done, total = self._num_done, self._num_iterations
+            times = Text(f"{clock(time.monotonic() - self._began_s)} elapsed, {self._time_left()} left", "dim")
+            columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
+            row = Table.grid(*columns, padding=(0, 2, 0, 0), expand=True)
+            row.add_row(f"iteration {done}/{total}", ProgressBar(total=total, completed=done), times)
+            rows.append(row)
+        if self._has_ended:
+            rows.append(Text(self._phase, "bold"))
+        else:
+            self._spinner.update(text=Text.assemble((self._phase, "bold"), GAP, (self._how_far(), "dim")))
+            rows.append(self._spinner)
         if self._train:
             cells = (Text.assemble((name, "dim"), "\n", (value, "bold")) for name, value in train_cells(self._train))
             rows.append(Columns(cells, width=CELL_WIDTH, padding=0))
@@ -166,39 +188,10 @@ class ConsoleLogger(RunListener):
             rows += [Text(line) for line in folded(when, eval_cells(metrics), width=self.console.width)]
         return Group(*rows)
 
-    def _iteration_row(self) -> Table:
-        done, total = self._num_done, self._num_iterations
-        times = Text(f"{clock(time.monotonic() - self._began_s)} elapsed, {self._time_left()} left", "dim")
-        row = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 2, 0, 0), expand=True)
-        row.add_row(f"iteration {done}/{total}", ProgressBar(total=total, completed=done), times)
-        return row
-
-    def _phase_row(self) -> RenderableType:
-        if self._has_ended:
-            return Text(self._phase, "bold")
-        self._spinner.update(text=Text.assemble((self._phase, "bold"), GAP, *self._parts(), (self._took(), "dim")))
-        return self._spinner
-
-    def _parts(self) -> list[str]:
-        """How far the phase is, in each unit that is not complete."""
-        shown = [(unit, done, total) for unit, (done, total) in self._progress.items() if done < total > 1 or not total]
-        return [f"{done:,}{f'/{total:,}' * bool(total)} {unit}{GAP}" for unit, done, total in shown]
-
-    def _took(self) -> str:
-        return clock(time.monotonic() - self._phase_began_s)
-
 
 def train_cells(metrics: Metrics) -> list[tuple[str, str]]:
     """(label, formatted value) of the fields that are present; for example, there is no KL without a reference."""
     return [(label, form.format(metrics[key])) for label, key, form in TRAIN_FIELDS if key in metrics]
-
-
-def train_line(at: str, metrics: Metrics, left: str, *, width: int) -> str:
-    """`  3/100  reward 0.412  ...  0:01:10 left`, with as many metrics as `width` has room for, two at least."""
-    cells = [f"{label} {value}" for label, value in train_cells(metrics)]
-    while len(cells) > 2 and len(GAP.join([at, *cells, left])) > width:
-        cells.pop()
-    return GAP.join([at, *cells, left])
 
 
 def eval_cells(metrics: Metrics) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import compress
 from textwrap import indent, wrap
 
 from transformers import PreTrainedTokenizerBase
 
 from offline_grpo.interfaces import RunListener
-from offline_grpo.logger.samples import visible
+from offline_grpo.logger.samples import rendered, visible
 from offline_grpo.types import Rollout, RolloutGroup
 
 WIDTH = 76
@@ -37,7 +38,7 @@ class FirstLook(RunListener):
         if groups and not self._has_shown:
             self._has_shown = True
             self._show(groups[0].rollouts[0])
-        # of groups without a problem, others have made the rewards; an environment sees more than a text
+        # Of groups without a problem, others have made the rewards; an environment sees more than a text.
         judged = [group for group in groups if group.problem is not None and group.problem.rules is None]
         rollouts = [rollout for group in judged for rollout in group.rollouts]
         hidden = set() if self._has_told else {token for rollout in rollouts for token in self._hidden(rollout)}
@@ -47,17 +48,18 @@ class FirstLook(RunListener):
             log.warning("special tokens hidden from rewards (generation.skip_special_tokens): %s", names)
 
     def _show(self, rollout: Rollout) -> None:
-        prompt_length = rollout.is_sampled.index(True) if True in rollout.is_sampled else len(rollout.token_ids)
-        prompt, rest = rollout.token_ids[:prompt_length], rollout.token_ids[prompt_length:]
-        log.info("the first prompt, as the model reads it (%d tokens):\n%s", len(prompt), self._raw(prompt))
-        about = f"{len(rest)} tokens, reward {rollout.score.reward:.3g}"
-        log.info("and its first completion, as the model wrote it (%s):\n%s", about, self._raw(rest))
-
-    def _raw(self, token_ids: Sequence[int]) -> str:
-        """With special tokens, folded."""
-        text = visible(self._decode(list(token_ids), skip_special_tokens=False))
-        return indent("\n".join(wrap(text, WIDTH, drop_whitespace=False)), "  ")
+        (_, prompt), *turns = rendered(rollout, (), partial(self._decode, skip_special_tokens=False))
+        length = [*rollout.is_sampled, True].index(True)
+        log.info("the first prompt, as the model reads it (%d tokens):\n%s", length, _folded(prompt))
+        about = f"{rollout.num_sampled} tokens, reward {rollout.score.reward:.3g}"
+        # a single turn stands alone
+        texts = [_folded(text if len(turns) == 1 else f"[{who}] {text}") for who, text in turns]
+        log.info("and its first completion, as the model wrote it (%s):\n%s", about, "\n".join(texts))
 
     def _hidden(self, rollout: Rollout) -> set[str]:
         sampled = self._special.intersection(compress(rollout.token_ids, rollout.is_sampled))
         return {text for text in map(self._decode, sampled) if text not in rollout.text}
+
+
+def _folded(text: str) -> str:
+    return indent("\n".join(wrap(visible(text), WIDTH, drop_whitespace=False)), "  ")

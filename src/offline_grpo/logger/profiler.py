@@ -43,8 +43,12 @@ class Profiler(RunListener):
             path.parent.mkdir(exist_ok=True)
             self._profile.stop()
             self._profile.export_chrome_trace(str(path))
-            for line in costliest(self._profile):
-                messages.info(line)
+            # What took longest: kernels, or operators where there is no GPU.
+            events = [event for event in self._profile.key_averages() if not event.key.startswith("ProfilerStep")]
+            kernels = [event for event in events if event.device_type.name != "CPU"]
+            field = "self_device_time_total" if kernels else "self_cpu_time_total"
+            for e in sorted(kernels or events, key=lambda event: -getattr(event, field))[:NUM_SHOWN]:
+                messages.info(f"{getattr(e, field) / 1e3:10.1f} ms {e.count:7,} calls  {e.key[:100]}")
             messages.info("train.profile=%d: open %s at https://ui.perfetto.dev", iteration + 1, path)
             self._profile = None
 
@@ -52,12 +56,3 @@ class Profiler(RunListener):
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
-
-
-def costliest(profile: Any) -> list[str]:
-    """Milliseconds, calls and name of the kernels that took longest, of operators where there is no GPU."""
-    events = [event for event in profile.key_averages() if not event.key.startswith("ProfilerStep")]
-    kernels = [event for event in events if event.device_type.name != "CPU"]
-    field = "self_device_time_total" if kernels else "self_cpu_time_total"
-    shown = sorted(kernels or events, key=lambda event: -getattr(event, field))[:NUM_SHOWN]
-    return [f"{getattr(e, field) / 1e3:10.1f} ms {e.count:7,} calls  {e.key[:100]}" for e in shown]

@@ -1,10 +1,12 @@
-"""What the model writes: a few completions of every iteration in files, and of every evaluation on the console."""
+"""What the model reads and writes: a few completions of every iteration in files, and of every evaluation on the
+console."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, groupby, pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,20 @@ from offline_grpo.disk import utf8, write_whole
 from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
-from offline_grpo.types import Rollout, RolloutGroup
+from offline_grpo.types import Message, Rollout, RolloutGroup
 
 Advantages = Sequence[Sequence[float | None]]
 """The advantage of each rollout of each group, None without a reward; of one that has an advantage per token, their
 mean.
 """
+Decode = Callable[[Sequence[int]], str]
+"""The text of token ids, with special tokens."""
 
+POLICY = "policy"
 _SHOWN_CHARS = 400
 
 
-@dataclass(frozen=True)
+@dataclass
 class Samples(RunListener):
     """Writes `samples/iter_000.jsonl`, ... and, for evaluations, `samples/eval_init.jsonl`,
     `samples/eval_iter_009.jsonl`, ...
@@ -41,52 +46,104 @@ class Samples(RunListener):
         is_known = self.per_iteration == "all" or (isinstance(self.per_iteration, int) and self.per_iteration >= 0)
         require(is_known, "samples.per_iteration", self.per_iteration, "a number, 0 for none, or all")
         require(self.on_console >= 0, "samples.on_console", self.on_console, "must be 0 or more")
+        self._decode: Decode | None = None
+
+    def loaded(self, decode: Decode) -> None:
+        self._decode = decode
 
     def rollouts(
         self, name: str, groups: Sequence[RolloutGroup], *, advantages: Advantages | None, iteration: int
     ) -> None:
+        # The file of this iteration or evaluation.
         if self.per_iteration != 0:
             suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
             path = self.output_dir / "samples" / f"{'eval_' if name == 'eval' else ''}{suffix}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             count = None if self.per_iteration == "all" else int(self.per_iteration)
-            records = [sample | {"iteration": iteration} for sample in chosen(groups, advantages, count)]
+            records = [each | {"iteration": iteration} for each in chosen(groups, advantages, count, self._decode)]
             lines = (json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in records)
             write_whole(path, utf8("".join(lines)))
+        # The same of an evaluation, for whoever watches.
         if name == "eval" and self.on_console:
+            console, shown = output_console(), chosen(groups, advantages, self.on_console, self._decode)
             when = "before training" if iteration == -1 else f"after iteration {iteration + 1}"
-            print_samples(output_console(), chosen(groups, advantages, self.on_console), when)
+            for number, sample in enumerate(shown, 1):
+                console.print(f"sample {number}/{len(shown)} {when}", highlight=False)
+                print_sample(console, sample)
 
 
-def chosen(groups: Sequence[RolloutGroup], advantages: Advantages | None, count: int | None) -> list[dict[str, Any]]:
+def chosen(
+    groups: Sequence[RolloutGroup], advantages: Advantages | None, count: int | None, decode: Decode | None = None
+) -> list[dict[str, Any]]:
     """The best and the worst completion of the first problems, differing rewards first; all if `count` is None."""
     scores = [[rollout.score for rollout in group.rollouts] for group in groups]
     rewards = [[score.reward if score.is_scored else -inf for score in row] for row in scores]
     picks = [(i, j) for i, row in enumerate(rewards) for j in range(len(row))]
+    # Of each group both ends: a group without signal is looked at last.
     if count is not None:
         order = sorted(range(len(groups)), key=lambda i: max(rewards[i]) == min(rewards[i]))
         ends = [(i, rewards[i].index(end(rewards[i]))) for i in order for end in (max, min)]
         picks = list(dict.fromkeys(ends))[:count]
-    return [record(groups[i], groups[i].rollouts[j], advantages[i][j] if advantages else None) for i, j in picks]
+    return [
+        record(groups[i], groups[i].rollouts[j], advantages[i][j] if advantages else None, decode) for i, j in picks
+    ]
 
 
-def record(group: RolloutGroup, rollout: Rollout, advantage: float | None) -> dict[str, Any]:
+def record(
+    group: RolloutGroup, rollout: Rollout, advantage: float | None, decode: Decode | None = None
+) -> dict[str, Any]:
     """A completion as a line of JSON. What is unknown is null: without a problem or a reward, or the advantage in
     evaluations.
     """
-    problem = group.problem
+    problem, score = group.problem, rollout.score
     return {
         "problem_id": None if problem is None else problem.problem_id,
+        "rendered": rendered(rollout, () if problem is None else problem.messages, decode),
         "prompt": None if problem is None else [dict(message) for message in problem.messages],
         "answer": None if problem is None else problem.answer,
         "completion": rollout.text,
-        "reward": rollout.score.reward if rollout.score.is_scored else None,
-        "parts": dict(rollout.score.parts),
-        "advantage": advantage,
-        "is_correct": rollout.score.is_correct,
+        "reward": _rounded(score.reward) if score.is_scored else None,
+        "parts": {name: _rounded(value) for name, value in score.parts.items()},
+        "failure": score.failure,
+        "advantage": None if advantage is None else _rounded(advantage),
+        "is_correct": score.is_correct,
         "finish_reason": rollout.finish_reason,
         "num_tokens": rollout.num_sampled,
+        "version": next(compress(rollout.versions, rollout.is_sampled), -1),
     }
+
+
+def _rounded(value: float) -> float:
+    """0.33, where the sum of 0.3 and 0.03 is 0.33000000000000007."""
+    return float(f"{value:.6g}")
+
+
+def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | None) -> list[tuple[str, str]]:
+    """What the model saw, as pairs of who and text: the prompt, the policy's turns, and between them the roles of the
+    messages that were inserted.
+
+    Args:
+        messages: of the problem.
+        decode: None: the messages stand for the prompt, and what was judged for all that comes after it.
+    """
+    # The last of the assistant's messages are the policy's: earlier ones were in the prompt.
+    assistants = [i for i, message in enumerate(rollout.conversation) if message["role"] == "assistant"]
+    said = assistants[-len(rollout.turns) :]
+    if decode is None:
+        before = rollout.conversation[: said[0]] if said else messages
+        return [*((each["role"], str(each.get("content"))) for each in before), (POLICY, rollout.text)]
+    # Between two turns stands what the messages between them became.
+    inserted = (rollout.conversation[here + 1 : there] for here, there in pairwise(said))
+    others = (", ".join(dict.fromkeys(message["role"] for message in each)) for each in inserted)
+    found, start = list[tuple[str, str]](), 0
+    for is_sampled, run in groupby(rollout.is_sampled):
+        end = start + len(list(run))
+        # after the token before it, because some decoders drop a blank at the start of a text
+        before = rollout.token_ids[start - 1 : start] if start else ()
+        text = decode([*before, *rollout.token_ids[start:end]]).removeprefix(decode(before))
+        found.append((POLICY if is_sampled else next(others, "inserted") if start else "prompt", text))
+        start = end
+    return found
 
 
 def prompt_text(sample: Mapping[str, Any]) -> str:
@@ -94,23 +151,38 @@ def prompt_text(sample: Mapping[str, Any]) -> str:
     return sample["prompt"][-1]["content"] if sample["prompt"] else ""
 
 
-def print_samples(console: Console, samples: Sequence[Mapping[str, Any]], when: str) -> None:
-    """Prompt, completion and reward of each record, folded to the console's width."""
-    for number, sample in enumerate(samples, start=1):
-        verdict = "correct" if sample["is_correct"] else "wrong"
-        title = f"sample {number}/{len(samples)} {when} | {verdict} | reward {sample['reward']:.3f}"
-        console.print(title, markup=False, highlight=False, emoji=False)
-        grid = Table.grid(padding=(0, 2), pad_edge=True)
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        texts = {"prompt": prompt_text(sample), "wrote": sample["completion"], "answer": sample["answer"] or ""}
-        for label, text in texts.items():
-            grid.add_row(label, Text(visible(text)))
-        console.print(grid)
+def print_sample(console: Console, sample: Mapping[str, Any], *, full: bool = False, has_prompt: bool = True) -> None:
+    """What a record's model read, with the answer; facts about what it wrote; then that, green for advantages above 0
+    and red below, the stronger the further away, and what others wrote in between.
+    """
+    reward, advantage, parts = sample["reward"], sample["advantage"] or 0.0, sample["parts"]
+    facts = ["no reward" if reward is None else f"reward {reward:.4g}"]
+    facts += [f"{visible(name)} {value:.4g}" for name, value in parts.items() if len(parts) > 1]
+    facts += [] if sample["advantage"] is None else [f"advantage {advantage:+.2f}"]
+    facts += [f"{sample['num_tokens']} tokens", sample["finish_reason"] or "end unknown"]
+    facts += [f"version {sample['version']}"]
+    facts += [] if sample["failure"] is None else [f"not scored: {sample['failure']}"]
+    strong = round(105 + 150 * min(abs(advantage), 2.0) / 2.0)
+    colour = "" if advantage == 0 else f"rgb(90,{strong},90)" if advantage > 0 else f"rgb({strong},90,90)"
+    # The facts stand where the policy begins to write.
+    whose = [who for who, _ in sample["rendered"]]
+    start = [*whose, POLICY].index(POLICY)
+    texts = [
+        (who, Text(visible(text, full=full), colour if who == POLICY else "dim" if place > start else ""))
+        for place, (who, text) in enumerate(sample["rendered"])
+    ]
+    answer = [("answer", Text(visible(sample["answer"], full=full)))] if sample["answer"] else []
+    verdict = ("correct" if sample["is_correct"] else "wrong", Text("  ".join(facts), "bold"))
+    grid = Table.grid(padding=(0, 2), pad_edge=True)
+    grid.add_column(style="dim", no_wrap=True, width=9)
+    grid.add_column(overflow="fold")
+    for label, text in [*([*texts[:start], *answer] if has_prompt else []), verdict, *texts[start:]]:
+        grid.add_row(visible(label), text)
+    console.print(grid)
 
 
-def visible(text: str) -> str:
-    """A text for one cell of a terminal: its beginning and end, with escapes for what does not print."""
+def visible(text: str, *, full: bool = False) -> str:
+    """A text for one cell of a terminal: its beginning and end, or all of it, with escapes for what does not print."""
     middle = _SHOWN_CHARS // 2
-    short = text if len(text) <= _SHOWN_CHARS else f"{text[:middle]} ... {text[-middle:]}"
+    short = text if full or len(text) <= _SHOWN_CHARS else f"{text[:middle]} ... {text[-middle:]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)

@@ -10,7 +10,7 @@ from typing import Any
 
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, tagged
-from offline_grpo.logger.samples import Advantages, chosen
+from offline_grpo.logger.samples import Advantages, Decode, chosen
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.types import Metrics, RolloutGroup
 
@@ -32,6 +32,10 @@ class TensorBoardLogger(RunListener):
         self._writer: Any = None
         self._config: Mapping[str, Any] = {}
         self._end: Any = None
+        self._decode: Decode | None = None
+
+    def loaded(self, decode: Decode) -> None:
+        self._decode = decode
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         self._config = redacted(config)
@@ -47,7 +51,8 @@ class TensorBoardLogger(RunListener):
         """The samples of an evaluation, as text."""
         writer = self._open(name, iteration)
         if name == "eval" and self.samples:
-            text = "\n\n".join(json.dumps(each, indent=1) for each in chosen(groups, advantages, self.samples))
+            records = chosen(groups, advantages, self.samples, self._decode)
+            text = "\n\n".join(json.dumps(each, indent=1) for each in records)
             step = completed_iterations(name, iteration)
             writer.add_text("eval/samples", f"```json\n{text}\n```", global_step=step)
 
@@ -57,11 +62,12 @@ class TensorBoardLogger(RunListener):
             from torch.utils.tensorboard.summary import hparams  # slow to import (seconds), most runs do not need it
             from torch.utils.tensorboard.writer import SummaryWriter
 
+            # A resumed run writes again from its first iteration on.
             first = completed_iterations("eval", iteration) + (name == "eval")
             folder = str(self.output_dir / "tensorboard")
             self._writer = SummaryWriter(folder, purge_step=first, flush_secs=self.flush_s)
             self._writer.add_text("config", f"```json\n{json.dumps(self._config, indent=2, default=str)}\n```")
-            # Not `add_hparams`: that would make a run of its own for each call.
+            # The table of hyperparameters. Not `add_hparams`: that would make a run of its own for each call.
             kinds = (bool, int, float, str)  # that its table takes
             values = {key: value for key, value in flat(self._config).items() if value is not None}
             settings = {key: value if isinstance(value, kinds) else str(value) for key, value in values.items()}

@@ -57,6 +57,7 @@ class WandbLogger(RunListener):
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         import wandb
 
+        # Runs of a sweep are a group; a resumed run has its id in its folder.
         stored = self.output_dir / ".hydra" / "hydra.yaml"
         is_of_sweep = stored.is_file() and yaml.safe_load(stored.read_text())["hydra"]["mode"] == "MULTIRUN"
         sweep = "_".join(self.output_dir.resolve().parent.parts[-2:]) if is_of_sweep else None
@@ -64,7 +65,8 @@ class WandbLogger(RunListener):
         if not id_file.exists():
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(uuid.uuid4().hex)
-        typed, sys.argv = sys.argv, [redacted_text(word) for word in sys.argv]  # W&B uploads it
+        # W&B uploads the command line and the configuration: without secrets.
+        typed, sys.argv = sys.argv, [redacted_text(word) for word in sys.argv]
         try:
             self._run = wandb.init(
                 dir=self.output_dir,
@@ -83,7 +85,7 @@ class WandbLogger(RunListener):
         finally:
             sys.argv = typed
         self._mode = mode_of(config) if self.names == "atropos" else ""
-        # wandb's own step can only increase, but a resumed run logs some iterations again.
+        # The x axis. wandb's own step can only increase, but a resumed run logs some iterations again.
         self._run.define_metric(STEP_METRIC, hidden=True)
         for section in {"train", "eval", "eval_intervals", *(SECTIONS if self._mode else ())}:
             self._run.define_metric(f"{section}/*", step_metric=STEP_METRIC)

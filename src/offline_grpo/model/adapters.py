@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 from torch import nn
 
 from offline_grpo.errors import ConfigError, require
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 else:
     LanguageModel = Any
 
+
+log = logging.getLogger(__name__)
 
 ADAPTER = "default"
 """peft's name of the one that is trained."""
@@ -114,6 +118,28 @@ def with_saved_adapter(model: PreTrainedModel, adapter: str, *, key: str, is_tra
         fix = "take a whole copy of the adapter, for this very base model"
         require(not keys, key, adapter, f"the adapter {what} {len(keys)} tensors, {min(keys, default=None)}; {fix}")
     return wrapped
+
+
+def left_out_by_peft(model: PeftModel) -> list[str]:
+    """The tensors in the adapter's file that peft's own `from_pretrained` finds no place for: it renames them as
+    transformers renames the model's old checkpoints.
+    """
+    try:
+        from peft.utils import transformers_weight_conversion as of_peft
+    except ImportError:  # an older peft, which renames nothing
+        return []
+    shapes = {name: tensor.shape for name, tensor in unwrapped(model).named_parameters() if ".lora_" in name}
+    own = {name_in_file(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    convert = of_peft.convert_peft_adapter_state_dict_for_transformers
+    return sorted(own.keys() - convert(model, model.peft_config[ADAPTER], dict(own)).keys())
+
+
+def warn_of_peft(model: LanguageModel) -> None:
+    """Log which tensors of an adapter others lose, layers as `*`."""
+    if has_adapters(model) and (lost := left_out_by_peft(model)):
+        names = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in lost}))
+        fix = "merge it for others, with `python -m offline_grpo.export`"
+        log.warning("peft's own from_pretrained leaves out %d tensors of this adapter, %s; %s", len(lost), names, fix)
 
 
 def _with_new_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:

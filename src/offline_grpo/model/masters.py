@@ -178,7 +178,8 @@ class MasterWeights:
         Weights that come as 16-bit numbers are half a step of their format away from the next one. At lr 1e-5 a weight
         of 0.05 would need ten updates in one direction before it changed, and until then a run learns nothing. From
         dithered masters as large a share of the weights changes as an update is of a step, so their mean moves as that
-        of the masters does. The noise is a hash of a weight's place: sharding does not change it.
+        of the masters does. At a power of two the step towards 0 is half as long, and so is the noise to that side. The
+        noise is a hash of a weight's place: sharding does not change it.
         """
         for name, working in self._working.items():
             dtype = self._rounds_to or working.dtype
@@ -189,8 +190,10 @@ class MasterWeights:
             for chunk in part_of_process(value).flatten().split(CHUNK_ELEMENTS):
                 master = chunk.to(working.device)
                 rounded = master.to(dtype)
-                step = (rounded.abs().view(torch.int16) + 1).view(dtype).float() - rounded.abs().float()
-                moved = master + step * _noise(first, len(chunk), place, master.device)
+                noise, size = _noise(first, len(chunk), place, master.device), rounded.abs()
+                outwards = 2 * (rounded.signbit() == (noise < 0)).short() - 1  # away from 0, or -1: towards it
+                neighbour = (size.view(torch.int16) + outwards).clamp(0).view(dtype)
+                moved = master + (neighbour.float() - size.float()).abs() * noise
                 keeps = moved.to(dtype).view(torch.int16) == rounded.view(torch.int16)  # the sign of a zero, too
                 chunk.copy_(torch.where(keeps, moved, master))
                 first += len(chunk)

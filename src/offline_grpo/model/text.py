@@ -9,9 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
-from offline_grpo.errors import ConfigError, reason_of, require
+from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.types import Message, SamplingParams, Schema
 
 if TYPE_CHECKING:  # see types.py
@@ -55,8 +53,16 @@ class TokenizerCodec:
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """See `TextCodec.encode`. Without a chat template, the contents, line by line."""
-        text = self.rendered(messages, tools)
-        return self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
+        try:
+            has_calls = any(message.get("tool_calls") for message in messages)
+            return self.ids_of(self.rendered(self.chat.in_form(messages) if has_calls else messages, tools))
+        except RequestError as error:
+            fix = "take another template (model.chat_template=FILE)"
+            fix = f"set task.system_prompt=null, or {fix}" if messages[0]["role"] == "system" else fix
+            raise ConfigError(f"{error}; {fix}") from error
+
+    def ids_of(self, rendered: str) -> list[int]:
+        return self.tokenizer.encode(rendered, add_special_tokens=self.tokenizer.chat_template is None)
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -66,17 +72,10 @@ class TokenizerCodec:
         return ChatFormat(self)
 
     def rendered(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
-        """The text that `encode` makes tokens of."""
+        """The text that `encode` makes tokens of. Raises RequestError if the chat template refuses it."""
         if self.tokenizer.chat_template is None:
-            return "\n".join(message["content"] for message in messages) + self.assistant_prefix
-        try:
-            return self.apply(messages, tools) + self.assistant_prefix
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            about = f"the model's chat template refuses messages of {roles}: {reason_of(error)}"
-            fix = "take another template (model.chat_template=FILE)"
-            fix = f"set task.system_prompt=null, or {fix}" if messages[0]["role"] == "system" else fix
-            raise ConfigError(f"{about}; {fix}") from error
+            return "\n".join(str(message["content"]) for message in messages) + self.assistant_prefix
+        return self.apply(messages, tools) + self.assistant_prefix
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -85,8 +84,12 @@ class TokenizerCodec:
         return "Hello" not in self._apply(probe) and "Hello" in self._apply(probe, as_parts=True)
 
     def apply(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
-        """What the chat template writes, which may raise whatever it likes."""
-        return self._apply(messages, tools, as_parts=self._takes_parts)
+        """What the chat template writes. Raises RequestError if it refuses the messages."""
+        try:
+            return self._apply(messages, tools, as_parts=self._takes_parts)
+        except Exception as error:  # templates are code that is not ours
+            roles = ", ".join(message["role"] for message in messages)
+            raise RequestError(f"the model's chat template refuses messages of {roles}: {reason_of(error)}") from error
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, as_parts: bool = False) -> str:
         conversation: list[Any] = [dict(message) for message in messages]
@@ -119,7 +122,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> None:
     if file is not None:
         path = Path(file).expanduser()
         require(path.is_file(), "model.chat_template", file, "no such file; null takes the model's own template")
-        tokenizer.chat_template = path.read_text()
+        tokenizer.chat_template = path.read_text(encoding="utf-8-sig")
 
 
 def cut_at_stop(text: str, stop: Sequence[str], *, keeps_it: bool = False) -> str:

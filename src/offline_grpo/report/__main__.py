@@ -45,6 +45,7 @@ def _show(folders: list[Path], out: Path | None, *, only_benchmark: bool) -> Non
     folder, console = folders[0], output_console()
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise ConfigError(f"--out={out}: name a file to write, in a folder that exists")
+    # A comparison of modes has a file that says so; a run has metrics or settings; all else are sweeps.
     if len(folders) == 1 and (folder / comparison.FILE).is_file():
         comparison.print_comparison(folder, console)
         return
@@ -58,10 +59,9 @@ def _show(folders: list[Path], out: Path | None, *, only_benchmark: bool) -> Non
             return
         summary.print_summary(history, console)
         say(console, [summary.labelled("report", save_report(history))])
+        say(console, [summary.labelled("page", save_page([folder], out or folder / "report.html"))])
     else:
-        sweep.print_sweep(folders, console)
-    page = save_page(folders, out or (folder if len(folders) == 1 else Path()) / "report.html")
-    say(console, [summary.labelled("page", page)])
+        sweep.print_sweep(folders, console, out)
 
 
 if __name__ == "__main__":

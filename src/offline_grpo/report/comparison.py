@@ -1,23 +1,18 @@
-"""Runs that differ in how weights travel: the table, `comparison.json`, `.md` and `.png`, from the recorded metrics."""
+"""Runs that differ in how weights travel: table, `comparison.json`, `.md` and page, from the recorded metrics."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from offline_grpo.disk import write_whole
 from offline_grpo.logger.atropos import Benchmark
-from offline_grpo.report.figures import COLORS, PHASE_COLORS
-from offline_grpo.report.history import PHASES, History, Series, by_number, count, load_history
-from offline_grpo.report.plots import TEXT, fit, label, legend, line, rows, sheet, style
-from offline_grpo.report.run_files import about
+from offline_grpo.report.history import History, by_number, load_history
+from offline_grpo.report.page import save_page
 from offline_grpo.report.tables import Table, number, say
 
 FILE = "comparison.json"
@@ -27,122 +22,100 @@ COMPARED = (
     "what is trained, so their completions drift apart: compare tokens/s where the numbers of tokens differ. Seconds "
     "leave the start out."
 )
-MEASURES: dict[str, tuple[str, str, Callable[[Arm], float | None]]] = {
-    "num_steps": ("steps", ",.0f", lambda arm: arm.cost.num_steps),
-    "seconds_per_step": ("seconds per step", ",.2f", lambda arm: arm.cost.step_s()),
-    "seconds": ("seconds in all", ",.1f", lambda arm: arm.cost.total_s()),
-    "start_s": ("start, s", ",.1f", lambda arm: arm.history.start_seconds().get("")),
-    "num_syncs": ("syncs", ",.0f", lambda arm: arm.cost.num_syncs),
-    "seconds_per_sync": ("seconds per sync", ",.3f", lambda arm: arm.cost.total_s("sync") / max(arm.cost.num_syncs, 1)),
-    "sync_s": ("syncs in all, s", ",.2f", lambda arm: arm.cost.total_s("sync")),
-    "data_wait_s_per_step": ("data wait per step, s", ",.2f", lambda arm: arm.cost.step_s("generate")),
-    "data_wait_s": ("data wait in all, s", ",.1f", lambda arm: arm.cost.total_s("generate")),
-    "train_s_per_step": ("training per step, s", ",.2f", lambda arm: arm.cost.step_s("train")),
-    "num_completion_tokens": ("tokens sampled", ",.0f", lambda arm: arm.cost.total("num_completion_tokens")),
-    "generate_tokens_per_s": ("sampling, tokens/s", ",.0f", lambda arm: arm.cost.tokens_per_s("generate")),
-    "train_tokens_per_s": ("training, tokens/s", ",.0f", lambda arm: arm.cost.tokens_per_s("train")),
-    "tokens_per_s": ("overall, tokens/s", ",.0f", lambda arm: arm.cost.tokens_per_s("iteration")),
-    "gpu_peak_gb": ("GPU memory, peak GB", ",.1f", lambda arm: arm.cost.gpu_gb and arm.cost.gpu_gb[0]),
-    "gpu_mean_gb": ("GPU memory, mean GB", ",.1f", lambda arm: arm.cost.gpu_gb and arm.cost.gpu_gb[1]),
-    "checkpoint_mb": ("checkpoint, MB", ",.1f", lambda arm: arm.checkpoint_mb()),
-    "reward_first": ("reward, first step", ".3f", lambda arm: arm.cost.records[0].get("reward_mean")),
-    "reward_last": ("reward, last step", ".3f", lambda arm: arm.cost.records[-1].get("reward_mean")),
+MEASURES = {
+    "num_steps": ("steps", ",.0f"),
+    "seconds_per_step": ("seconds per step", ",.2f"),
+    "seconds": ("seconds in all", ",.1f"),
+    "start_s": ("start, s", ",.1f"),
+    "num_syncs": ("syncs", ",.0f"),
+    "seconds_per_sync": ("seconds per sync", ",.3f"),
+    "sync_s": ("syncs in all, s", ",.2f"),
+    "data_wait_s_per_step": ("data wait per step, s", ",.2f"),
+    "data_wait_s": ("data wait in all, s", ",.1f"),
+    "train_s_per_step": ("training per step, s", ",.2f"),
+    "num_completion_tokens": ("tokens sampled", ",.0f"),
+    "generate_tokens_per_s": ("sampling, tokens/s", ",.0f"),
+    "train_tokens_per_s": ("training, tokens/s", ",.0f"),
+    "tokens_per_s": ("overall, tokens/s", ",.0f"),
+    "gpu_peak_gb": ("GPU memory, peak GB", ",.1f"),
+    "gpu_mean_gb": ("GPU memory, mean GB", ",.1f"),
+    "checkpoint_mb": ("checkpoint, MB", ",.1f"),
+    "reward_first": ("reward, first step", ".3f"),
+    "reward_last": ("reward, last step", ".3f"),
 }
-"""Name in comparison.json -> its name in the table, its format and its value, None where it was not measured."""
+"""Name in comparison.json -> its name in the table, and its format."""
 MODES_PER_TABLE = 4  # in 80 columns
-END_ROOM = 1.16  # for the number at the end of a bar
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One of the runs that are compared. `status` is `DONE`, or why it is not."""
-
-    name: str
-    status: str
-    history: History
-    cost: Benchmark
-
-    @property
-    def figures(self) -> dict[str, float | None]:
-        """The values of MEASURES."""
-        measured = self.cost.num_steps > 0
-        return {name: value(self) if measured else None for name, (_, _, value) in MEASURES.items()}
-
-    def checkpoint_mb(self) -> float | None:
-        """Of the newest checkpoint's weights: of adapters alone, where only they are trained."""
-        found = (self.history.run_dir / "checkpoints").glob("iter_*")
-        newest = max(found, key=lambda path: by_number(path.name), default=None)
-        return None if newest is None else sum(path.stat().st_size for path in newest.glob("*.safetensors")) / 1e6
-
-
-def load_arms(folder: Path, statuses: Mapping[str, str]) -> list[Arm]:
-    """The runs of the modes. `statuses`: mode, which its folder is called, -> `DONE`, or why it is not."""
-    histories = {name: load_history(folder / name) for name in statuses}
-    return [
-        Arm(name, statuses[name], history, Benchmark([*history.train.values()])) for name, history in histories.items()
-    ]
+def measures(history: History) -> dict[str, float | None]:
+    """The values of MEASURES of a run, None where it has no metrics or did not measure one."""
+    cost = Benchmark([*history.train.values()])
+    if not cost.records:
+        return dict.fromkeys(MEASURES)
+    # Of the newest checkpoint the weights alone: of adapters, where only they are trained.
+    found = (history.run_dir / "checkpoints").glob("iter_*")
+    newest = max(found, key=lambda path: by_number(path.name), default=None)
+    saved_mb = None if newest is None else sum(path.stat().st_size for path in newest.glob("*.safetensors")) / 1e6
+    peak_gb, mean_gb = cost.gpu_gb or (None, None)
+    values = {
+        "num_steps": cost.num_steps,
+        "seconds_per_step": cost.step_s(),
+        "seconds": cost.total_s(),
+        "start_s": history.start_seconds().get(""),
+        "num_syncs": cost.num_syncs,
+        "seconds_per_sync": cost.total_s("sync") / max(cost.num_syncs, 1),
+        "sync_s": cost.total_s("sync"),
+        "data_wait_s_per_step": cost.step_s("generate"),
+        "data_wait_s": cost.total_s("generate"),
+        "train_s_per_step": cost.step_s("train"),
+        "num_completion_tokens": cost.total("num_completion_tokens"),
+        "generate_tokens_per_s": cost.tokens_per_s("generate"),
+        "train_tokens_per_s": cost.tokens_per_s("train"),
+        "tokens_per_s": cost.tokens_per_s("iteration"),
+        "gpu_peak_gb": peak_gb,
+        "gpu_mean_gb": mean_gb,
+        "checkpoint_mb": saved_mb,
+        "reward_first": cost.records[0].get("reward_mean"),
+        "reward_last": cost.records[-1].get("reward_mean"),
+    }
+    # A sum of 0.2 and 0.03 is 0.23, and not 0.22999999999999998.
+    return {name: None if value is None else float(f"{value:.10g}") for name, value in values.items()}
 
 
 def save_comparison(folder: Path, about: Mapping[str, Any], statuses: Mapping[str, str]) -> None:
-    """Write comparison.json. `about`: what ran where; `statuses`: see `load_arms`."""
-    modes = {arm.name: {"status": arm.status, **arm.figures} for arm in load_arms(folder, statuses)}
+    """Write comparison.json. `about`: what ran where; `statuses`: mode, which its folder is called, -> `DONE`, or why
+    it is not.
+    """
+    modes = {name: {"status": status, **measures(load_history(folder / name))} for name, status in statuses.items()}
     write_whole(folder / FILE, json.dumps({"compared": COMPARED, **about, "modes": modes}, indent=1) + "\n")
 
 
 def print_comparison(folder: Path, console: Console) -> None:
-    """Print the summary of each mode and the table, and save table and picture, of a folder with a comparison.json."""
+    """Print the summary of each mode and the table, and save table and page, of a folder with a comparison.json."""
     about = json.loads((folder / FILE).read_text())
-    arms = load_arms(folder, {name: found["status"] for name, found in about.pop("modes").items()})
-    measured = [arm for arm in arms if arm.history.train]
-    say(console, [line for arm in measured for line in ("", *arm.cost.summary(arm.name))])
-    for start in range(0, len(arms), MODES_PER_TABLE):
+    modes: dict[str, dict[str, Any]] = about.pop("modes")
+    # The block of each mode, which scripts look for.
+    histories = (load_history(folder / name) for name in modes)
+    measured = [history for history in histories if history.train]
+    for history in measured:
+        say(console, ["", *Benchmark([*history.train.values()]).summary(history.run_dir.name)])
+    # All modes, in tables that a terminal has room for; then what failed.
+    names = list(modes)
+    for start in range(0, len(names), MODES_PER_TABLE):
         say(console, [""])
-        comparison_table(arms[start : start + MODES_PER_TABLE]).print(console)
-    say(console, ["", *(f"{arm.name}: {arm.status}" for arm in arms if arm.status != DONE), folder / "comparison.md"])
+        comparison_table({name: modes[name] for name in names[start : start + MODES_PER_TABLE]}).print(console)
+    failed = [f"{name}: {found['status']}" for name, found in modes.items() if found["status"] != DONE]
+    say(console, ["", *failed, folder / "comparison.md"])
+    # The same in files.
     facts = [f"- {name}: {value}\n" for name, value in about.items() if name != "compared"]
-    write_whole(folder / "comparison.md", "".join([comparison_table(arms).markdown(), f"\n{COMPARED}\n\n", *facts]))
+    write_whole(folder / "comparison.md", "".join([comparison_table(modes).markdown(), f"\n{COMPARED}\n\n", *facts]))
     if measured:
-        picture = draw_comparison(measured, "/".join(folder.resolve().parts[-2:]))
-        picture.savefig(folder / "comparison.png", dpi=110)
-        say(console, [folder / "comparison.png"])
+        say(console, [save_page([history.run_dir for history in measured], folder / "report.html")])
 
 
-def comparison_table(arms: Sequence[Arm]) -> Table:
+def comparison_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row for each measure and a column for each mode; a dash for what was not measured."""
-    figures = [arm.figures for arm in arms]
-    rows = [["state", *(arm.status.split(";")[0].split(" with ")[0] for arm in arms)]]
-    for name, (text, form, _) in MEASURES.items():
-        rows.append([text, *(number(each[name], form, empty="-") for each in figures)])
-    return Table(["", *(arm.name for arm in arms)], rows)
-
-
-def draw_comparison(arms: Sequence[Arm], title: str) -> Figure:
-    """What an average step of each mode consists of, and its reward over time."""
-    below = [about(arms[0].history.run_dir), count(len(arms), "mode")]
-    height = 4 + 0.5 * len(arms)
-    figure = sheet(15, height, f"comparison {title}", ",  ".join(filter(None, below)))
-    figure.set_layout_engine("constrained", rect=(0.01, 0.01, 0.98, 1 - 0.9 / height), wspace=0.05)
-    seconds, reward = figure.subplots(1, 2)
-    for axes in (seconds, reward):
-        style(axes)
-    label(seconds, "Seconds per step", "", legend_rows=2)
-    ends = np.zeros(len(arms))
-    for phase in PHASES:
-        widths = np.array([arm.cost.step_s(phase) for arm in arms])
-        if widths.any():
-            name = "data wait" if phase == "generate" else phase  # as the table calls it
-            seconds.barh(range(len(arms)), widths, left=ends, color=PHASE_COLORS[phase], label=name, height=0.62)
-        ends += widths
-    seconds.bar_label(seconds.containers[-1], [f"{end:,.3g} s" for end in ends], padding=4, fontsize=9.5, color=TEXT)
-    rows(seconds, [arm.name for arm in arms], "seconds")
-    seconds.set_xlim(0, END_ROOM * float(ends.max()))
-    legend(seconds, ncols=3)
-    label(reward, "Reward over time", "reward", legend_rows=2)
-    for arm, color in zip(arms, COLORS * len(arms), strict=False):
-        minutes = np.cumsum([record["time/iteration_s"] for record in arm.history.train.values()]) / 60
-        series = arm.history.series("train", "reward_mean")
-        line(reward, Series(minutes[series.steps.astype(int)], series.values), color, arm.name)
-    fit(reward, "reward")
-    reward.set_xlabel("minutes since the first step began", fontsize=9, color=TEXT)
-    legend(reward, ncols=3)
-    return figure
+    rows = [["state", *(found["status"].split(";")[0].split(" with ")[0] for found in modes.values())]]
+    for name, (text, form) in MEASURES.items():
+        rows.append([text, *(number(found.get(name), form, empty="-") for found in modes.values())])
+    return Table(["", *modes], rows)

@@ -73,6 +73,17 @@ def _failures(history: History) -> Iterator[Finding]:
     if (failed := values("scoring/num_failed").sum()) > 0:
         text = f"{failed:.0f} completions have no reward, because the code that scores failed or gave None"
         yield Finding("train/scoring/num_failed", text, "the first failure of each kind is in run.log")
+    dropped, trained = values("measured/dropped_tokens").sum(), values("completion_tokens_mean").sum()
+    if dropped > 0.1 * (dropped + trained):
+        share = dropped / (dropped + trained)
+        text = f"{share:.0%} of the sampled tokens are dropped, because agents rewrote their history"
+        advice = "append each reply to the messages as it came, also its white space and its calls"
+        yield Finding("train/measured/dropped_tokens", text, advice)
+    malformed, calls = values("measured/malformed_calls").sum(), values("measured/calls").sum()
+    if malformed > 0.1 * (malformed + calls):
+        text = f"{malformed / (malformed + calls):.0%} of the calls of tools cannot be parsed"
+        advice = "see their form in samples/; a larger generation.max_new_tokens, or another model.chat_template"
+        yield Finding("train/measured/malformed_calls", text, advice)
     if (refused := values("num_updates_refused").sum()) > 0:
         text = f"{refused:.0f} updates were skipped, whose loss or gradient was not finite"
         yield Finding("train/num_updates_refused", text, "a lower train.lr, train.precision=bf16")
@@ -81,7 +92,9 @@ def _failures(history: History) -> Iterator[Finding]:
     if died > 0:
         text = f"servers died and were brought back: {died:.0f}"
         yield Finding("train/sync/num_recoveries", text, "the ends of server_*.log say why they died")
-    threshold, solved = _correct_threshold(history), history.series("eval", "pass@1").values
+    # A task whose own reward decides which answers are right.
+    config, solved = history.run_dir / ".hydra" / "config.yaml", history.series("eval", "pass@1").values
+    threshold = (read_yaml(config).get("task") or {}).get("correct_threshold") if config.is_file() else None
     if threshold is not None and len(solved) and solved.max() == 0 and not values("success_rate").any():
         best = highest_reward(history.run_dir)
         seen = "" if best is None else f": the highest reward seen is {best:.3g}"
@@ -98,12 +111,6 @@ def _failures(history: History) -> Iterator[Finding]:
             why = "all completions with different rewards were cut off"
             advice = "a larger generation.max_new_tokens"
         yield Finding("train/num_updates", f"no update was made in {count(len(updates), 'iteration')}: {why}", advice)
-
-
-def _correct_threshold(history: History) -> float | None:
-    """Of a task whose own reward decides which answers are right."""
-    config = history.run_dir / ".hydra" / "config.yaml"
-    return (read_yaml(config).get("task") or {}).get("correct_threshold") if config.is_file() else None
 
 
 def _trends(history: History) -> Iterator[Finding]:

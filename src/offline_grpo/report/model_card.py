@@ -52,6 +52,7 @@ def model_card(
     head = f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n\n# {title}\n\n"
     if state is None:
         return head + "Exported by offline-grpo; not trained by it.\n"
+    # Settings without secrets, and without the folders of this machine.
     config, data = _public(redacted(state["config"])), state["config"]["data"]
     beside = "" if config["model"].get("quantization") is None else ", beside base weights in 4 bits (NF4)"
     model = f"`{_public(base)}`" if base is not None else "a small model, built and warm-started by the run itself"

@@ -10,10 +10,12 @@ import base64
 import gzip
 import html
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.resources import files
+from itertools import groupby, product
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -33,15 +35,16 @@ from offline_grpo.report.runs import (
     Configuration,
     Run,
     configurations,
-    difference,
+    configurations_table,
     have_own_seeds,
     load_runs,
     mean_curve,
+    runs_table,
     same_seeds,
+    searched,
 )
 from offline_grpo.report.samples import Solved, samples_of, solved, solved_by_configuration, solved_over_time, summed
 from offline_grpo.report.summary import results_table
-from offline_grpo.report.sweep import configurations_table, runs_table
 from offline_grpo.report.tables import with_interval
 
 MAX_VALUE = 200  # letters of a setting
@@ -54,7 +57,8 @@ def save_page(paths: Sequence[Path], out: Path) -> Path:
     Raises:
         ConfigError: a path has no run.
     """
-    title = "/".join(paths[0].resolve().parts[-2:]) if len(paths) == 1 else f"{len(paths)} folders"
+    # A template, the three parts of the page's program, the library that draws, and all that they show as JSON.
+    title = "/".join(Path(os.path.commonpath([path.resolve() for path in paths])).parts[-2:])
     assets = files("offline_grpo.report") / "assets"
     data = json.dumps(content(load_runs(paths)), allow_nan=False, separators=(",", ":"))
     page = Template((assets / "page.html").read_text()).substitute(
@@ -79,20 +83,22 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     """All that the page says."""
     groups, drawn = configurations(runs), figures([run.history for run in runs])
     known = {run.name: solved(run.history) for run in runs}
-    of_all = {
+    found = {
         "num_runs": len(runs),
         "groups": [group.name for group in groups],
         "findings": _findings(runs),
         "curves": _curves(groups, runs),
         "paired": _paired(groups, runs, known),
+        "searched": searched(runs),
         "samples": samples_of(runs),
     }
+    # Of one run: where it began, where it ended, and its problems over time.
     if len(runs) == 1:
         [run] = runs
         facts = [about(run.history.run_dir), run.history.size, duration(run.history.total_s)]
         table = results_table(run.history)
         first = next(((label, before, after) for label, before, after, _ in table.rows if before or after), None)
-        return of_all | {
+        return found | {
             "about": ", ".join(filter(None, [*facts, "" if run.is_done else run.status])),
             "verdict": "{}: {} before training, {} after it.".format(*first) if first else "There are no results yet.",
             "results": asdict(table),
@@ -100,13 +106,19 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
             "problems": solved_over_time(run),
             "settings": None,
         }
-    took = duration(sum(run.history.total_s for run in runs))
+    # Of several: the best of each evaluation, whose configurations stand together; in what they differ, and how much.
+    scores = []
+    for _, alike in groupby((each for each in groups if each.pass_at_1 is not None), lambda each: each.evaluation):
+        best = max(alike, key=lambda each: each.pass_at_1 or 0.0)
+        scores.append(f"{with_interval(best.pass_at_1, best.interval)}, of {best.name}")
     verdict = "No run has evaluated held-out problems."
-    if measured := [each for each in groups if each.pass_at_1 is not None]:
-        best = max(measured, key=lambda each: each.pass_at_1 or 0.0)
-        score = with_interval(best.pass_at_1, best.interval)
-        verdict = f"The highest pass@1 on held-out problems at the end is {score}, of {best.name}."
-    return of_all | {
+    if len(scores) == 1:
+        verdict = f"The highest pass@1 on held-out problems at the end is {scores[0]}."
+    elif scores:
+        several = "; ".join(scores)
+        verdict = f"The runs differ in what is evaluated. The highest pass@1 at the end of each evaluation: {several}."
+    took = duration(sum(run.history.total_s for run in runs))
+    return found | {
         "about": f"{count(len(runs), 'run')}, {took} in all",
         "verdict": verdict,
         "results": asdict(configurations_table(groups)),
@@ -115,72 +127,6 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         "problems": solved_by_configuration(groups, known),
         "settings": _settings(runs),
     }
-
-
-def _figure(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any]:
-    """A figure's words, and the numbers of one that is stacked."""
-    keys = ("section", "title", "unit", "curves", "from_zero", "stacked")
-    return {key: getattr(figure, key) for key in keys} | {"parts": _parts(figure, groups) if figure.stacked else None}
-
-
-def _parts(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any] | None:
-    """Of one run in each of its iterations `x`; of several, the mean over the iterations of each configuration."""
-    x = None
-    columns = [[metrics for run in each.best_known for metrics in run.history.train.values()] for each in groups]
-    if [len(each.runs) for each in groups] == [1]:
-        x = [iteration + 1 for iteration in groups[0].runs[0].history.train]
-        columns = [[metrics] for metrics in columns[0]]
-    y = {}
-    for metric, name in figure.curves.items():
-        found = [[each.get(metric.removeprefix("train/"), 0.0) for each in column] for column in columns]
-        if any(map(any, found)):
-            y[name] = [_short(sum(values) / max(len(values), 1)) for values in found]
-    return {"x": x, "y": y} if y else None
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
-def _curves(groups: Sequence[Configuration], runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
-    """Every metric of every run: metric -> for each configuration its runs, their mean and its interval."""
-    points = max(40, min(MAX_POINTS, MAX_POINTS_IN_ALL // len(runs)))
-    keys = {f"{name}/{key}" for run in runs for name in ("train", "eval") for key in run.history.keys(name)}
-    keys -= {f"{key}_{end}" for key in keys for end in ("low", "high")}
-    found: dict[str, list[dict[str, Any]]] = {}
-    for metric in [*sorted(keys), SILENT]:
-        for number, group in enumerate(groups):
-            series = {run.name: each for run in group.runs if len(each := series_of(run.history, metric))}
-            if series:
-                counted = [run for run in group.best_known if run.name in series]
-                singles = [{"run": run} | _thinned(each.steps, each.values, points) for run, each in series.items()]
-                curve = {"group": number, "runs": singles} | _mean_of(counted, metric, points)
-                found.setdefault(metric, []).append(curve)
-    return found
-
-
-def _mean_of(counted: Sequence[Run], metric: str, points: int) -> dict[str, list[float]]:
-    """Mean and interval over runs, of running means where there are many iterations; of one run, what it recorded."""
-    smoothed = [series_of(run.history, metric) for run in counted]
-    steps, values = mean_curve([replace(each, values=smooth(each.values)) for each in smoothed])
-    if not len(steps):
-        return {}
-    ends: Sequence[FloatArray] = ()
-    if len(counted) == 1:
-        ends = [smooth(end) for end in bounds_of(counted[0].history, metric) or ()]
-    elif len(counted) >= MIN_SEEDS and have_own_seeds(counted):
-        ends = mean_interval(values)
-    return _thinned(steps, values.mean(0), points, *ends)
-
-
-def _thinned(steps: FloatArray, values: FloatArray, points: int, *ends: FloatArray) -> dict[str, list[float]]:
-    """Steps, values and ends of their interval. Of many, the lowest and the highest of each stretch: spikes stay."""
-    chosen = np.arange(len(values))
-    if len(values) > points:
-        stretches = np.array_split(chosen, points // 2)
-        chosen = np.unique([stretch[pick(values[stretch])] for stretch in stretches for pick in (np.argmin, np.argmax)])
-    columns = zip(("x", "y", "low", "high"), (steps, values, *ends), strict=False)
-    return {name: [_short(value) for value in array[chosen]] for name, array in columns}
 
 
 def _findings(runs: Sequence[Run]) -> list[dict[str, str]]:
@@ -194,8 +140,69 @@ def _findings(runs: Sequence[Run]) -> list[dict[str, str]]:
     return found
 
 
+def _figure(figure: Figure, groups: Sequence[Configuration]) -> dict[str, Any]:
+    """A figure's words; of one that is stacked also its numbers, of others `_curves` has them."""
+    keys = ("section", "title", "unit", "curves", "from_zero", "stacked")
+    found = {key: getattr(figure, key) for key in keys} | {"parts": None}
+    if not figure.stacked:
+        return found
+    # Of one run in each of its iterations `x`; of several, the mean over the iterations of each configuration.
+    x, columns = None, [[m for run in each.best_known for m in run.history.train.values()] for each in groups]
+    if [len(each.runs) for each in groups] == [1]:
+        x, columns = [i + 1 for i in groups[0].runs[0].history.train], [[metrics] for metrics in columns[0]]
+    y = {}
+    for metric, name in figure.curves.items():
+        values = [[each.get(metric.removeprefix("train/"), 0.0) for each in column] for column in columns]
+        if any(map(any, values)):
+            y[name] = [_short(sum(own) / max(len(own), 1)) for own in values]
+    return found | {"parts": {"x": x, "y": y} if y else None}
+
+
+def _curves(groups: Sequence[Configuration], runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+    """Every metric of every run: metric -> for each configuration its runs, their mean and its interval."""
+    points = max(40, min(MAX_POINTS, MAX_POINTS_IN_ALL // len(runs)))
+    keys = {f"{name}/{key}" for run in runs for name in ("train", "eval") for key in run.history.keys(name)}
+    keys -= {f"{key}_{end}" for key in keys for end in ("low", "high")}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for metric, (number, group) in product([*sorted(keys), SILENT], enumerate(groups)):
+        series = {run.name: each for run in group.runs if len(each := series_of(run.history, metric))}
+        if not series:
+            continue
+        singles = [{"run": run} | _thinned(each.steps, each.values, points) for run, each in series.items()]
+        curve: dict[str, Any] = {"group": number, "runs": singles}
+        # The mean over the runs, of running means where there are many iterations.
+        counted = [run for run in group.best_known if run.name in series]
+        smoothed = (series[run.name] for run in counted)
+        steps, values = mean_curve([replace(each, values=smooth(each.values)) for each in smoothed])
+        # Its interval is over seeds; of one run it is what that recorded.
+        ends: Sequence[FloatArray] = ()
+        if len(counted) == 1:
+            ends = [smooth(end) for end in bounds_of(counted[0].history, metric) or ()]
+        elif len(counted) >= MIN_SEEDS and have_own_seeds(counted) and len(steps):
+            ends = mean_interval(values)
+        found.setdefault(metric, []).append(
+            curve | (_thinned(steps, values.mean(0), points, *ends) if len(steps) else {})
+        )
+    return found
+
+
+def _thinned(steps: FloatArray, values: FloatArray, points: int, *ends: FloatArray) -> dict[str, list[float]]:
+    """Steps, values and ends of their interval. Of many, the lowest and the highest of each stretch: spikes stay."""
+    chosen = np.arange(len(values))
+    if len(values) > points:
+        stretches = np.array_split(chosen, points // 2)
+        chosen = np.unique([stretch[pick(values[stretch])] for stretch in stretches for pick in (np.argmin, np.argmax)])
+    columns = zip(("x", "y", "low", "high"), (steps, values, *ends), strict=False)
+    return {name: [_short(value) for value in array[chosen]] for name, array in columns}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
 def _settings(runs: Sequence[Run]) -> dict[str, Any]:
     """A row for each run, and a column for each setting, or option of a group, that differs."""
+    # The options of groups, and all settings, the ends of long ones cut off.
     chosen = []
     for run in runs:
         stored = run.history.run_dir / ".hydra" / "hydra.yaml"
@@ -209,26 +216,29 @@ def _settings(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _paired(groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping[str, Solved]) -> dict[str, Any] | None:
     """Final pass@1 of each configuration less that of the first run's, seed by seed, with Student's t over seeds. One
-    seed in common makes two models, whose interval is over problems, and no p-value. Runs without pass@1 are passed
-    over.
+    seed in common makes two models, whose interval is over problems, and no p-value. Runs without pass@1, and those
+    with another evaluation, are passed over.
 
     Args:
         known: run -> what it solved at the end.
     """
+    # The baseline is the configuration of the first run that was evaluated.
     first = next((run for run in runs if run.final_pass_at_1 is not None), None)
     base = next((group for group in groups if first in group.runs), groups[0])
     rows, points = [], []
     for number, group in enumerate(groups):
-        pairs = same_seeds(base, group)
+        pairs = same_seeds(base, group) if group.evaluation == base.evaluation else []
         if group is base or not pairs:
             continue
-        differences, ends = difference(pairs)
+        differences = np.array([(b.final_pass_at_1 or 0) - (a.final_pass_at_1 or 0) for a, b in pairs])
         found = _over_problems([known[a.name] for a, _ in pairs], [known[b.name] for _, b in pairs])
         counts = [str(found.num_better), str(found.num_worse)] if found else ["not comparable", ""]
-        over, p_value = "", "one seed"
+        # The interval is over seeds, unless all differ alike; of one seed over problems.
+        ends, over, p_value = None, "", "one seed"
         if len(pairs) > 1:
             over, p_value = f"{len(pairs)} seeds", ""
-            if ends is not None:
+            if np.ptp(differences) > 1e-9:
+                ends = tuple(map(float, mean_interval(differences)))
                 p_value = p_text(t_p_value(differences)).removeprefix("p ").removeprefix("= ")
         elif found is not None:
             ends, over = (found.low, found.high), "problems"

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from offline_grpo.redaction import flat, redacted
+from offline_grpo.redaction import flat, redacted, redacted_text
 
 WITHOUT_EFFECT = ("resume", "logger", "samples", "num_threads", "cache_dir")
 """Top-level keys that change nothing that is learnt; they do not count when configurations are compared."""
@@ -20,7 +20,10 @@ def read_yaml(path: Path) -> Any:
 
 def overrides_of(run_dir: Path) -> dict[str, str]:
     """`["train.lr=1e-6", "task=sat"]` -> {"train.lr": "1e-6", "task": "sat"}; `~key` deletes and has no value."""
-    pairs = (str(override).partition("=") for override in read_yaml(run_dir / ".hydra" / "overrides.yaml") or [])
+    pairs = (
+        redacted_text(str(override)).partition("=")
+        for override in read_yaml(run_dir / ".hydra" / "overrides.yaml") or []
+    )
     return {key: value for key, _, value in pairs if key != "resume"}
 
 
@@ -37,7 +40,7 @@ def choices_of(run_dir: Path) -> dict[str, str]:
 
 
 def starts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What `run/resume.py` records of each start, in order."""
+    """What `history/resume.py` records of each start, in order."""
     path = run_dir / ".hydra" / "starts.yaml"
     return (read_yaml(path) if path.is_file() else None) or []
 

@@ -3,38 +3,64 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.logger.samples import record
 from offline_grpo.report.history import History
 
 if TYPE_CHECKING:
     from offline_grpo.report.runs import Configuration, Run
     from offline_grpo.rollouts.store.reader import Shard
 
-MAX_SAMPLES, MAX_CHARS = 300, 4000
+MAX_SAMPLES, MAX_CHARS, MIN_CHARS = 300, 8000, 400
 MAX_EVALUATIONS, MAX_PROBLEMS = 100, 200
 Solved = Mapping[tuple[str, ...], Counter[bool]]
 """Held-out problem (id, messages, answer: in two runs `eval-7` may be two problems) -> how many of its answers are
 right, and wrong.
 """
-FACTS = ("problem_id", "answer", "reward", "is_correct", "advantage", "finish_reason")
+FACTS = ("problem_id", "answer", "reward", "is_correct", "advantage", "finish_reason", "num_tokens")
 
 
 def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The best and the worst completion of some groups of some iterations, evenly over the runs and their length."""
+    from offline_grpo.rollouts.store.rows import group_rows, groups_of  # pyarrow
+
     budget = max(MAX_SAMPLES // len(runs), 4)
     num_groups = 4 if budget >= 100 else 1
-    return [
-        {"run": run.name} | sample
-        for run in runs
-        for shard in _evenly(_shards_of(run.history.run_dir, "train"), budget // (2 * num_groups))
-        for sample in _of_shard(shard, num_groups)
-    ]
+    found = []
+    for run in runs:
+        shards = _evenly(_shards_of(run.history.run_dir, "train"), budget // (2 * num_groups))
+        decode = shards[0].decode if shards else None  # of a large tokenizer, which takes a second
+        for shard in shards:
+            table = shard.table()
+            rewards, advantages = (table[name].to_pylist() for name in ("reward", "advantage"))
+            for members in _evenly(list(group_rows(table).values()), num_groups):
+                # Both ends of the group; without a reward a completion is the worst.
+                order = sorted(members, key=lambda row: inf if rewards[row] is None else -rewards[row])
+                rows = list(dict.fromkeys((order[0], order[-1])))
+                [group] = groups_of(table, [rows])
+                for rollout, row in zip(group.rollouts, rows, strict=True):
+                    sample = record(group, rollout, advantages[row], decode)
+                    facts = {name: sample[name] for name in FACTS} | {"run": run.name}
+                    facts |= {"iteration": table["iteration"][row].as_py() + 1}
+                    found.append(facts | {"rendered": _shortened(sample["rendered"])})
+    return found
+
+
+def _shortened(rendered: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The two ends of each text that is long; the many of a long episode are together as long as a few."""
+    longest, found = max(MAX_CHARS // len(rendered), MIN_CHARS), []
+    for who, text in rendered:
+        half, left_out = longest // 2, len(text) - longest
+        short = text if left_out <= 0 else f"{text[:half]} … {left_out:,} letters left out … {text[-half:]}"
+        found.append((who, short))
+    return found
 
 
 def highest_reward(folder: Path) -> float | None:
@@ -58,33 +84,11 @@ def _evenly(items: Sequence[Any], count: int) -> list[Any]:
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(count, len(items))).astype(int))]
 
 
-def _of_shard(shard: Shard, num_groups: int) -> Iterator[dict[str, Any]]:
-    from offline_grpo.rollouts.store.rows import group_rows, plain_rows
-
-    table = shard.table()
-    rewards, rows = np.nan_to_num(table["reward"].to_numpy(), nan=-np.inf), []
-    for members in _evenly(list(group_rows(table).values()), num_groups):
-        order = sorted(members, key=lambda row: -rewards[row])
-        rows += dict.fromkeys((order[0], order[-1]))
-    for row in plain_rows(table.take(rows)):
-        prompt = "\n".join(str(message.get("content")) for message in row["messages"] or ())
-        yield {name: row[name] for name in FACTS} | {
-            "iteration": row["iteration"] + 1,
-            "prompt": _shortened(prompt),
-            "num_tokens": len(row["completion_ids"]),
-            "text": _shortened(row["text"]),
-        }
-
-
-def _shortened(text: str) -> str:
-    half, left_out = MAX_CHARS // 2, len(text) - MAX_CHARS
-    return text if left_out <= 0 else f"{text[:half]} … {left_out:,} letters left out … {text[-half:]}"
-
-
 def solved_over_time(run: Run) -> dict[str, Any] | None:
     """How often each held-out problem was solved in each evaluation on record; None without two evaluations."""
     shards = _evenly(_shards_of(run.history.run_dir, "eval"), MAX_EVALUATIONS)
-    return _heat_map([str(_completed(shard) or "before") for shard in shards], [_solved(shard) for shard in shards])
+    names = ["before" if shard.iteration == -1 else str((shard.iteration or 0) + 1) for shard in shards]
+    return _heat_map(names, [_solved(shard) for shard in shards])
 
 
 def solved_by_configuration(groups: Sequence[Configuration], known: Mapping[str, Solved]) -> dict[str, Any] | None:
@@ -121,13 +125,8 @@ def _heat_map(columns: Sequence[str], tables: Sequence[Solved]) -> dict[str, Any
 def solved(history: History) -> Solved:
     """What was solved in the evaluation that the last pass@1 is of; nothing where the store does not have it."""
     steps = history.series("eval", "pass@1").steps
-    shards = (shard for shard in _shards_of(history.run_dir, "eval") if _completed(shard) in steps[-1:])
+    shards = (shard for shard in _shards_of(history.run_dir, "eval") if (shard.iteration or 0) + 1 in steps[-1:])
     return next(map(_solved, shards), {})
-
-
-def _completed(shard: Shard) -> int:
-    """Iterations before this evaluation."""
-    return (shard.iteration or 0) + 1
 
 
 def _solved(shard: Shard) -> Solved:

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.rollouts", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
-        "show": "the best and the worst completion of each group, in colours: green for advantages above 0, red below",
+        "show": "what the model saw: best and worst completion of each group; green for advantages above 0, red below",
         "stats": "rewards, lengths, repetitions and how completions ended, by iteration and by length",
         "export": "write them for other tools",
     }
@@ -53,17 +53,20 @@ def run(arguments: Sequence[str] | None = None) -> None:
     from offline_grpo.rollouts.store.reader import shards_of
     from offline_grpo.rollouts.store.show import print_stats, show_groups
 
+    # An output that is there already is refused before anything is read.
     number = options.iteration
     if options.command == "export":
         require_new(options.out, f"OUT={options.out}")
         options.out.parent.mkdir(parents=True, exist_ok=True)
     shards = shards_of(options.path, key="PATH", phase=options.phase, iteration=None if number is None else number - 1)
     tables = _tables(shards[::-1] if options.command == "show" else shards, options)
+    # `show` needs the newest table alone, so they are read one by one.
     first = next(tables, None)
     if first is None:
         raise ConfigError(f"PATH={options.path}: has no rollouts of phase {options.phase} that were asked for")
     if options.command == "show":
-        show_groups(output_console(), first[1], options.groups, full=options.full)
+        shard, table = first
+        show_groups(output_console(), table, options.groups, full=options.full, decode=shard.decode)
     elif options.command == "stats":
         print_stats(output_console(), (table for _, table in chain([first], tables)))
     else:

@@ -85,7 +85,7 @@ class Asynchronous(OnPolicy):
         least = interval * config.planned_updates
         other = "0 samples as rollouts=on_policy does" if interval == 1 else "0 takes weight_sync.interval=1"
         versions = f"{config.planned_updates} versions with weight_sync.interval={interval}"
-        fix = f"an iteration makes up to {versions}, so sampling ahead takes at least {least}; {other}"
+        fix = f"an iteration makes up to {versions}; rollouts.max_staleness={least} samples ahead, and {other}"
         require(staleness >= least or (staleness == 0 and interval == 1), "rollouts.max_staleness", staleness, fix)
         uncorrected = loss.get("ratio_reference") == "old" and loss.get("importance_correction") == "none"
         fix = "corrects nothing for older weights; use token_truncate, or train.loss.ratio_reference=rollout"

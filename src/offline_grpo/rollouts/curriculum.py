@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offline_grpo.errors import require
-from offline_grpo.types import Metrics, Problem, RolloutGroup
+from offline_grpo.types import Message, Metrics, Problem, RolloutGroup
 
 log = logging.getLogger(__name__)
 
 Seen = Mapping[str, tuple[float, float, int]]
-"""Problem id -> right answers and scored completions, as they counted in an iteration."""
+"""`problem_key` -> right answers and scored completions, as they counted in an iteration."""
 
 
 class _Choice(NamedTuple):
@@ -57,7 +60,7 @@ class Curriculum:
         """Continue from what `state_dict` returned, which has the pass rates of the store too.
 
         Raises:
-            ConfigError: the store knows none of these problems, or has all of them outside the band.
+            ConfigError: most problems of the store are others than these, or it has all of these outside the band.
         """
         self._position = iteration * self.count
         if state:
@@ -66,42 +69,46 @@ class Curriculum:
         elif self.store is not None:
             self._seen = recorded(self.store)
         if self.store is not None:
-            known = sum(problem.problem_id in self._seen for problem in self.problems)
+            own, on_record = {*self._keys}, self._seen.keys()
+            known, num_others = len(own & on_record), len(on_record - own)
+            found = f"{known:,} of the {len(own):,} training problems, by prompt and answer, and {num_others:,} others"
+            is_alike = 0 < 2 * known >= min(len(own), len(on_record))
+            require(is_alike, "data.pass_rate_from", self.store, f"has {found}; name a run of this task")
             num_kept = sum(self.keeps(index, iteration) for index in range(len(self.problems)))
-            fix = "has no rollouts of this task's training problems; name a run of this task"
-            require(known > 0, "data.pass_rate_from", self.store, fix)
             fix = f"none of the {known:,} problems has a pass rate in it; widen it"
             require(num_kept > 0, "data.pass_rate", self.band, fix)
-            about = f"{known:,} of {len(self.problems):,} training problems are on record"
-            log.info("data.pass_rate=%s: %s; %d are left, with those that are not", self.band, about, num_kept)
+            log.info("data.pass_rate=%s leaves %d, with those not on record, which has %s", self.band, num_kept, found)
 
     def choose(self, iteration: int) -> list[int]:
         """The problems of an iteration; the same however often it is asked. Where fewer than needed are in the band,
         others fill up.
         """
         if iteration not in self._choices:
-            start = max([self._position, *(choice.end for choice in self._choices.values())])
+            position = max([self._position, *(choice.end for choice in self._choices.values())])
             inside: list[int] = []
             outside: list[int] = []
-            while len(inside) < self.count and len(inside) + len(outside) < len(self.problems):
-                index = self.index_at(start + len(inside) + len(outside))
-                (inside if self.keeps(index, iteration) else outside).append(index)
+            known: set[int] = set()
+            while len(inside) < self.count and len(known) < len(self.problems):
+                index = self.index_at(position)
+                position += 1
+                if index not in known:  # else the next pass brings it again
+                    known.add(index)
+                    (inside if self.keeps(index, iteration) else outside).append(index)
             walked = [*inside, *outside]
             indices = [walked[i % len(walked)] for i in range(self.count)]
-            in_band = {*inside}
-            num_outside = sum(index not in in_band for index in indices)
+            num_outside = sum(i % len(walked) >= len(inside) for i in range(self.count))
             if num_outside and not self.metrics.get("curriculum/num_outside"):
                 fix = "curriculum/num_outside counts those that fill up"
                 words = "data.pass_rate=%s: only %d problems of iteration %d are in it; %s"
                 log.warning(words, self.band, len(inside), iteration + 1, fix)
             passed_over = max(len(outside) - num_outside, 0)
-            self._choices[iteration] = _Choice(indices, self._seen, start + len(walked), passed_over, num_outside)
+            self._choices[iteration] = _Choice(indices, self._seen, position, passed_over, num_outside)
         return self._choices[iteration].indices
 
     def keeps(self, index: int, iteration: int) -> bool:
         """Whether a problem is in the band, or its pass rate unknown, as of when this iteration was chosen."""
         seen = self._choices[iteration].seen if iteration in self._choices else self._seen
-        right, total = self._counts(seen, self.problems[index].problem_id, iteration)
+        right, total = self._counts(seen, self._keys[index], iteration)
         return total < 1 or self.band[0] - 1e-9 <= right / total <= self.band[1] + 1e-9
 
     def sampled(self, iteration: int, groups: Sequence[RolloutGroup]) -> None:
@@ -122,29 +129,44 @@ class Curriculum:
         """As JSON types."""
         return {"position": self._position, "seen": {name: list(counts) for name, counts in self._seen.items()}}
 
+    @cached_property
+    def _keys(self) -> list[str]:
+        return list(map(problem_key, self.problems))
+
     def _counts(self, seen: Seen, name: str, iteration: int) -> tuple[float, float]:
         right, total, at = seen.get(name, (0.0, 0.0, iteration))
         weight = 1.0 if self.store is not None else self.decay ** (iteration - at)
         return right * weight, total * weight
 
 
+def problem_key(problem: Problem) -> str:
+    """Equal for problems with the same prompt and answer, and for episodes of the same row, wherever the rows stand."""
+    return _key(problem.messages, problem.answer, None if problem.rules is None else problem.fields)
+
+
+def _key(messages: Sequence[Message], answer: str, row: Mapping[str, Any] | None) -> str:
+    text = json.dumps([[*map(dict, messages)], answer, row and dict(row)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def outcome(group: RolloutGroup) -> tuple[str, int, int]:
-    """Problem id, right answers, scored completions."""
+    """`problem_key`, right answers, scored completions."""
     assert group.problem is not None
     right = [rollout.score.is_correct for rollout in group.rollouts if rollout.score.failure is None]
-    return group.problem.problem_id, sum(right), len(right)
+    return problem_key(group.problem), sum(right), len(right)
 
 
 def recorded(store: str) -> Seen:
     """The pass rates of a store's training rollouts. Raises ConfigError where there is none."""
     from offline_grpo.rollouts.store.reader import shards_of  # pyarrow
+    from offline_grpo.rollouts.store.rows import plain_rows
 
-    columns = ["phase", "problem_id", "is_correct", "failure"]
+    columns = ["phase", "messages", "answer", "fields", "turn_starts", "is_correct", "failure"]
     found: dict[str, tuple[float, float, int]] = {}
     for shard in shards_of(Path(store).expanduser(), key="data.pass_rate_from", phase="train"):
-        table = shard.table(columns)
-        for phase, name, is_correct, failure in zip(*(table[each].to_pylist() for each in columns), strict=True):
-            if phase == "train" and name is not None and failure is None:
-                right, total, _ = found.get(name, (0.0, 0.0, 0))
-                found[name] = (right + is_correct, total + 1, 0)
+        for row in plain_rows(shard.table(columns)):
+            if row["phase"] == "train" and row["messages"] is not None and row["failure"] is None:
+                key = _key(row["messages"], row["answer"], row["turn_starts"] and json.loads(row["fields"]))
+                right, total, _ = found.get(key, (0.0, 0.0, 0))
+                found[key] = (right + row["is_correct"], total + 1, 0)
     return found

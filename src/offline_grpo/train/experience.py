@@ -45,9 +45,10 @@ def prepare_batch(
     batch = build_batch(rollouts, mask_truncated=config.mask_truncated)
     penalised = groups
     has_logprobs = updater.reward_penalty is not None or bool(updater.advantage.needs)
-    whole = batch
-    if has_logprobs:  # truncated completions too: they pay their penalty
-        whole = updater.score(build_batch(rollouts, mask_truncated=False))
+    # Truncated completions too: they pay their penalty, and have an advantage, although they are not trained on.
+    whole = build_batch(rollouts, mask_truncated=False) if config.mask_truncated else batch
+    if has_logprobs:
+        whole = updater.score(whole)
         mask, ref = batch.completion_mask, whole.ref_logprobs
         batch = batch.with_logprobs(old=whole.old_logprobs * mask, ref=None if ref is None else ref * mask)
     if updater.reward_penalty is not None:
@@ -56,7 +57,7 @@ def prepare_batch(
         penalties = updater.reward_penalty(whole).tolist()
         penalised = _subtract(groups, penalties)
         metrics["kl_penalty_mean"] = fmean(penalties)
-    computed = updater.advantage(penalised, batch)
+    computed = updater.advantage(penalised, replace(whole, completion_mask=batch.completion_mask))
     advantages = [_without_zeroed(g, g.advantages or own) for g, own in zip(groups, computed, strict=True)]
     per_rollout = [_per_rollout(group, own) for group, own in zip(groups, advantages, strict=True)]
     is_zero = zero_signal_groups([_numbers(group, own) for group, own in zip(groups, advantages, strict=True)])

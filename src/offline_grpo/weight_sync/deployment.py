@@ -10,8 +10,8 @@ from typing import Any
 
 from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import next_to_start
+from offline_grpo.engine.spread import SpreadClient
 from offline_grpo.errors import EngineError
-from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
@@ -35,8 +35,8 @@ class Deployment:
 
     def __init__(self, engines: Sequence[Engine], weight_sync: WeightSync, full_weights: FullWeights) -> None:
         assert len(engines) == 1 or not weight_sync.requires.one_engine, f"{weight_sync.name} serves one engine"
-        self.engines = list(engines)
-        self._spread = SpreadClient([engine.client for engine in engines]) if len(engines) > 1 else None
+        self.engines: list[Any] = list(engines)  # of several each is a `ServerEngine`
+        self._spread = SpreadClient(self.engines) if len(engines) > 1 else None
         self._num_restarts = 0
         self._strategy = weight_sync
         self._full_weights = full_weights
@@ -45,7 +45,7 @@ class Deployment:
     @property
     def client(self) -> RolloutClient:
         """Samples from all engines that serve."""
-        return self.engines[0].client if self._spread is None else self._spread
+        return self.engines[0] if self._spread is None else self._spread
 
     @property
     def is_frozen(self) -> bool:
@@ -95,7 +95,7 @@ class Deployment:
     def _push(self, policy: Policy, version: int, amid_requests: bool) -> SyncReport:
         started = time.perf_counter()
         snapshot = self._snapshot(policy)
-        asked = [e for e in self.engines if self._spread is None or e.client in self._spread.serving]
+        asked = [e for e in self.engines if self._spread is None or e in self._spread.serving]
         try:
             with self._strategy.staged(snapshot, version) as staged:
                 if amid_requests and self._version is not None:  # the push overwrites what others loaded
@@ -103,7 +103,7 @@ class Deployment:
                         self._strategy.check_served(engine, self._version)
                 paused_seconds = self._strategy.deliver(self.engines, staged)
                 for engine in self.engines:
-                    engine.client.weights = ServedWeights(staged.version, staged.name)
+                    engine.weights = ServedWeights(staged.version, staged.name)
             self._version = staged.version
             delivered = time.perf_counter()
             proofs = self._strategy.verify(self.engines, snapshot, version)
@@ -126,15 +126,15 @@ class Deployment:
     def _ask_all(self) -> None:
         """From now on `client` samples from every engine."""
         if self._spread is not None:
-            self._spread.serving = [engine.client for engine in self.engines]
-            self._spread.weights = self.engines[0].client.weights
+            self._spread.serving = list(self.engines)
+            self._spread.weights = self.engines[0].weights
 
     def _restart(self, engines: Sequence[Engine], policy: Policy) -> None:
         """Start engines that have died, and wait for them. Requests go to the others meanwhile."""
         if not engines:
             return
         if self._spread is not None:
-            dead = [engine.client for engine in engines]
+            dead = list(engines)
             self._spread.serving = [client for client in self._spread.serving if client not in dead]
         snapshot = self._snapshot(policy)
         words = self._strategy.recovery_model(snapshot), self._strategy.start_args(snapshot)
@@ -199,10 +199,10 @@ class RankZeroDeployment(Deployment):
 
     def _follow(self) -> None:
         """Sample from the servers that rank 0 started and pushed to: weights, URL and pid of each."""
-        state = [(engine.client.weights, engine.server.base_url, engine.server.pid) for engine in self.engines]
+        state = [(engine.weights, engine.server.base_url, engine.server.pid) for engine in self.engines]
         state = self._ranks.broadcast(state)
         if not self._ranks.is_main:
             for engine, (weights, url, pid) in zip(self.engines, state, strict=True):
-                engine.client.weights = weights
+                engine.weights = weights
                 engine.follow(url, pid)
             self._ask_all()

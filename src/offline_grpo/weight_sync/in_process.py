@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
-from offline_grpo.engine.engine import Engine
+from offline_grpo.engine.engine import Engine, LocalEngine
+from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import ConfigError, GrpoError, reason_of
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
@@ -59,14 +59,13 @@ class InProcess(WeightSync):
 
     name = "in_process"
     interval = 1  # shared weights are always the newest
-    requires = SyncRequirements(engines=(), moves="any")
+    requires = SyncRequirements(engine=LocalEngine, moves="any")
 
     def attach(self, engine: Engine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`. Raises ConfigError unless the client samples from the policy's own module."""
-        client: Any = engine.client
-        if getattr(client, "model", None) is not snapshot.policy.model:
+        """See `WeightSync.attach`. Raises ConfigError unless the engine samples from the policy's own module."""
+        if getattr(engine, "model", None) is not snapshot.policy.model:
             raise ConfigError(
-                f"weight_sync=in_process: {type(client).__name__} does not sample from the trained module; "
+                f"weight_sync=in_process: {type(engine).__name__} does not sample from the trained module; "
                 "use generation=transformers, or a weight_sync that moves weights"
             )
 
@@ -83,13 +82,13 @@ class Frozen(WeightSync):
 
     name = "none"
     interval = 1
-    requires = SyncRequirements(engines=("vLLM", "SGLang"), moves="nothing")
+    requires = SyncRequirements(engine=ServerEngine, moves="nothing")
 
     def start_model(self, snapshot: Snapshot) -> str:
         """See `WeightSync.start_model`. The model before training, in a resumed run too."""
         return self.recovery_model(snapshot)
 
-    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
+    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. Says once what every later line of the run means."""
         log.warning(
             "weight_sync=none: the server at %s is frozen. It gets no weights, so what it samples comes from its own "
@@ -97,7 +96,7 @@ class Frozen(WeightSync):
             engine.server.base_url,
         )
 
-    def reattach(self, engine: Engine, snapshot: Snapshot) -> None:
+    def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.reattach`."""
 
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Staged]:

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offline_grpo.engine.background import at_once
-from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.http import NotFound, Refused
-from offline_grpo.engine.vllm import LORA_KERNELS
+from offline_grpo.engine.vllm import LORA_KERNELS, VllmEngine
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.weight_sync.proof import prove_base
 from offline_grpo.weight_sync.reload import StagedFolder
@@ -44,14 +43,14 @@ class LoraHotswap(ServerSync):
     _num_pushes: int = field(default=0, init=False)
     _names: list[str] = field(default_factory=list, init=False)  # whose folders are there, newest last
     # names, newest last
-    _loaded: dict[Engine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
-    _base_tags: dict[Engine, str] = field(default_factory=dict, init=False)  # see `prove_base`
+    _loaded: dict[VllmEngine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _base_tags: dict[VllmEngine, str] = field(default_factory=dict, init=False)  # see `prove_base`
 
     @property
     def requires(self) -> SyncRequirements:
         return replace(lora_requirements(self.server_args), in_flight=("keep",))
 
-    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
+    def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. A new server has none of our adapters. One that takes nothing else cannot prove its
         base.
 
@@ -60,7 +59,7 @@ class LoraHotswap(ServerSync):
         """
         self._loaded[engine] = []
         self._base_tags.pop(engine, None)
-        if engine.control.lacks("full") is None:
+        if engine.lacks("full") is None:
             self._base_tags[engine] = prove_base(engine, snapshot)
 
     @contextlib.contextmanager
@@ -78,26 +77,26 @@ class LoraHotswap(ServerSync):
         for engine, names in self._loaded.items():
             while len(names) > 2:
                 with contextlib.suppress(NotFound):  # somebody has started the server anew, or unloaded it
-                    engine.control.unload_adapter(names.pop(0))
+                    engine.unload_adapter(names.pop(0))
         for old in self._names[:-KEPT_FOLDERS]:
-            if not any(engine.client.num_asked[old] for engine in self._loaded):
+            if not any(engine.num_asked[old] for engine in self._loaded):
                 for engine in self._loaded:
                     shutil.rmtree(engine.server.scratch / old, ignore_errors=True)
                 self._names.remove(old)
 
-    def deliver(self, engines: Sequence[Engine], staged: StagedFolder) -> float:
+    def deliver(self, engines: Sequence[VllmEngine], staged: StagedFolder) -> float:
         """See `WeightSync.deliver`. Requests use the adapter as soon as they carry its name.
 
         Every server reads it from its own folder: that of one that dies is deleted, and the others may need to read
         theirs again.
         """
 
-        def load(engine: Engine) -> None:
+        def load(engine: VllmEngine) -> None:
             folder = engine.server.scratch / staged.name
             if folder != staged.folder:
                 shutil.copytree(staged.folder, folder)
             try:
-                engine.control.load_adapter(staged.name, str(folder))
+                engine.load_adapter(staged.name, str(folder))
             except Refused as error:
                 config = json.loads((folder / "adapter_config.json").read_text())
                 if not config.get("target_parameters"):  # those of experts, which vLLM refuses in whatever words
@@ -109,14 +108,14 @@ class LoraHotswap(ServerSync):
         at_once(load, engines)
         return 0.0
 
-    def check_served(self, engine: Engine, version: int) -> None:
+    def check_served(self, engine: VllmEngine, version: int) -> None:
         """See `WeightSync.check_served`. Of the base: a server without the adapter would have refused the requests,
         which name it.
         """
         if engine not in self._base_tags:
             return
         try:
-            found = engine.control.served_tag()
+            found = engine.served_tag()
         except Refused:  # started anew, and without the worker extension
             del self._base_tags[engine]
             found = None
@@ -125,12 +124,12 @@ class LoraHotswap(ServerSync):
         if found != self._base_tags[engine]:
             raise foreign_write(engine.server.base_url, "has another base model under the adapters")
 
-    def detach(self, engine: Engine) -> None:
+    def detach(self, engine: VllmEngine) -> None:
         """See `WeightSync.detach`. An external server forgets the adapters, whose folders go now."""
         for name in self._loaded.pop(engine, []):
             if not engine.server.is_managed:
                 with contextlib.suppress(EngineError):
-                    engine.control.unload_adapter(name)
+                    engine.unload_adapter(name)
 
 
 ADAPTER = "policy-adapter"
@@ -165,7 +164,7 @@ class LoraRestart(Restart):
 def lora_requirements(server_args: Any) -> SyncRequirements:
     """What both strategies for adapters need. vLLM makes room for rank 16 if it is not told otherwise."""
     return SyncRequirements(
-        engines=("vLLM",),
+        engine=VllmEngine,
         moves="lora",
         max_lora_rank=server_args.get("max_lora_rank", 16),
         server_args=server_args,

@@ -30,9 +30,10 @@ from typing import Any, NamedTuple
 import torch
 
 from offline_grpo import progress
-from offline_grpo.engine.engine import Engine, ServedBits
+from offline_grpo.engine.engine import ServedBits
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
 from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
+from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import EngineError, require
 from offline_grpo.model.adapters import adapters_off
 from offline_grpo.model.fp8 import fp8_linears
@@ -91,7 +92,7 @@ class Proof:
 
 def compare(
     snapshot: Snapshot,
-    engine: Engine,
+    engine: ServerEngine,
     sampled: Sequence[Rollout],
     probe: Probe,
     bits: tuple[str | None, list[str], int],
@@ -122,7 +123,7 @@ def compare(
     num_equal = num_compared - len(unequal)
     says = f"version {version}: |trainer - server| {diff_abs_mean:.2g} nats on average, {diff_max:.2g} at most"
     says += f"; {num_equal} of {num_compared} tensors equal bit for bit" if num_compared else ""
-    allowed, of_format, quantization = tolerance_nats, "", engine.control.quantization()
+    allowed, of_format, quantization = tolerance_nats, "", engine.quantization()
     if "fp8" in (quantization or ""):
         with fp8_linears(snapshot.policy.causal_lm):
             rounded = probe_difference(scored(snapshot.policy, sampled))
@@ -156,7 +157,7 @@ def compare(
     return proof, before if before and follows is None else probe
 
 
-def prove_base(engine: Engine, snapshot: Snapshot) -> str:
+def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
     """See that a server has the base model under the adapters, bit for bit where it can be compared.
 
     Returns a tag: the server still has that base as long as it still has the tag.
@@ -164,14 +165,14 @@ def prove_base(engine: Engine, snapshot: Snapshot) -> str:
     Raises:
         ConfigError: another base.
     """
-    tag = engine.control.served_tag()
+    tag = engine.served_tag()
     if not tag:  # and before the bits are read, so that a client that loads others meanwhile is noticed
         tag = f"base of run {this_run()}"
-        engine.control.set_tag(tag)
-    unequal, num_compared = compare_bits(snapshot, engine.control.served_bits())
+        engine.set_tag(tag)
+    unequal, num_compared = compare_bits(snapshot, engine.served_bits())
     if unequal:
         ours = {plain_name(name): tensor for name, tensor in snapshot.text_weights() if plain_name(name) in unequal}
-        unequal = engine.control.other_numbers(dict(zip(ours, sums(list(ours.values())), strict=True)))
+        unequal = engine.other_numbers(dict(zip(ours, sums(list(ours.values())), strict=True)))
     differ = f"{len(unequal)} of {num_compared} tensors differ, {', '.join(unequal[:3])}"
     is_4_bit = getattr(snapshot.policy.causal_lm, "is_loaded_in_4bit", False)
     fix = f"start the server from {snapshot.policy.causal_lm.name_or_path}" + is_4_bit * " --quantization bitsandbytes"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offline_grpo.engine.background import at_once
-from offline_grpo.engine.engine import Engine
+from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import require
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements
@@ -42,9 +42,7 @@ class Reload(PausingSync):
 
     @property
     def requires(self) -> SyncRequirements:
-        fix = "SGLang loads weights only where no request is in flight; set weight_sync.pause_mode=abort"
-        refused = {} if self.pause_mode == "abort" else {"SGLang": ("weight_sync.pause_mode", self.pause_mode, fix)}
-        return replace(super().requires, engines=("vLLM", "SGLang"), refused=refused)
+        return replace(super().requires, engine=ServerEngine)
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:
@@ -58,11 +56,11 @@ class Reload(PausingSync):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def deliver(self, engines: Sequence[Engine], staged: StagedFolder) -> float:
+    def deliver(self, engines: Sequence[ServerEngine], staged: StagedFolder) -> float:
         started, folder, tag = time.perf_counter(), str(staged.folder), weights_tag(staged.version)
 
-        def load(engine: Engine) -> None:
-            engine.control.load_weights(folder, tag=tag, pause_mode=self.pause_mode)
+        def load(engine: ServerEngine) -> None:
+            engine.load_weights(folder, tag=tag, pause_mode=self.pause_mode)
 
         at_once(load, engines)
         return time.perf_counter() - started

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import next_to_start
+from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
 from offline_grpo.weight_sync.strategy import ServerSync, Staged, SyncRequirements
 
@@ -40,19 +40,19 @@ class Restart(ServerSync):
 
     _folder: Path | None = field(default=None, init=False)
     _saved: Bits = field(default_factory=dict, init=False)  # what `_folder` holds
-    _started_from: dict[Engine, Bits] = field(default_factory=dict, init=False)
+    _started_from: dict[ServerEngine, Bits] = field(default_factory=dict, init=False)
     _num_saves: int = field(default=0, init=False)
 
     @property
     def requires(self) -> SyncRequirements:
-        return SyncRequirements(engines=("vLLM", "SGLang"), own_server=True, server_args=self.server_args)
+        return SyncRequirements(engine=ServerEngine, own_server=True, server_args=self.server_args)
 
     def recovery_model(self, snapshot: Snapshot) -> str:
         """See `WeightSync.recovery_model`. Saves the newest now."""
         self._save(snapshot)
         return self._model(snapshot)
 
-    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
+    def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. The server has just been started from these very weights."""
         self._started_from[engine] = snapshot.fingerprints
 
@@ -74,7 +74,7 @@ class Restart(ServerSync):
         start = {"model": model, "args": args, "bits": bits, "began_s": began_s}
         yield StagedStart(version=version, num_tensors=0, num_bytes=num_bytes, **start)
 
-    def deliver(self, engines: Sequence[Engine], staged: StagedStart) -> float:
+    def deliver(self, engines: Sequence[ServerEngine], staged: StagedStart) -> float:
         """See `WeightSync.deliver`. Starts overlap, for `staged` has begun them, so they are waited for one after the
         other. A server that already has these weights only gets the version.
         """
@@ -84,10 +84,10 @@ class Restart(ServerSync):
                 engine.start(staged.model, staged.args)
                 self._started_from[engine] = staged.bits
                 paused_seconds = time.perf_counter() - staged.began_s
-            engine.control.set_tag(weights_tag(staged.version))
+            engine.set_tag(weights_tag(staged.version))
         return paused_seconds
 
-    def detach(self, engine: Engine) -> None:
+    def detach(self, engine: ServerEngine) -> None:
         """See `WeightSync.detach`. Deletes the served weights: checkpoints are elsewhere."""
         if self._folder is not None:
             shutil.rmtree(self._folder.parent, ignore_errors=True)

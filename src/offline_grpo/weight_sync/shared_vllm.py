@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from offline_grpo.disk import write_whole
-from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
 from offline_grpo.model.layers import text_parameters
 from offline_grpo.model.policy import Policy
@@ -49,7 +49,7 @@ class SharedVllm(PausingSync):
 
     name = "shared_vllm"
 
-    _engine: Engine | None = field(default=None, init=False)
+    _engine: VllmEngine | None = field(default=None, init=False)
     _paused_at: float | None = field(default=None, init=False)
     _addresses: dict[str, int] = field(default_factory=dict, init=False)
     _version: int | None = field(default=None, init=False)  # of the last push to this start of the server
@@ -64,7 +64,7 @@ class SharedVllm(PausingSync):
         """See `WeightSync.requires`. The policy can be the memory of one server."""
         return replace(super().requires, in_flight=(), one_engine=True, placement="same", shares_weights=True)
 
-    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
+    def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. Splices the server's memory, which must hold the policy's own bits, into the policy.
 
         Raises:
@@ -76,7 +76,7 @@ class SharedVllm(PausingSync):
         self._splice(policy, views)
         policy.become_shared(before_publish=self._pause_to_write)
 
-    def reattach(self, engine: Engine, snapshot: Snapshot) -> None:
+    def reattach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.reattach`. Trained weights come back from the masters, frozen ones from the files that the
         server loads.
         """
@@ -103,12 +103,12 @@ class SharedVllm(PausingSync):
             torch.cuda.synchronize(policy.compute_device)
         yield Staged(version=version, num_tensors=len(parameters), num_bytes=0)
 
-    def deliver(self, engines: Sequence[Engine], staged: Staged) -> float:
+    def deliver(self, engines: Sequence[VllmEngine], staged: Staged) -> float:
         """See `WeightSync.deliver`. Makes sure that the server uses the updates and nothing older."""
         [engine] = engines
-        engine.control.set_tag(weights_tag(staged.version))
+        engine.set_tag(weights_tag(staged.version))
         self._version = staged.version
-        engine.control.resume()
+        engine.resume()
         assert self._paused_at is not None
         paused_seconds, self._paused_at = time.perf_counter() - self._paused_at, None
         return paused_seconds
@@ -124,7 +124,7 @@ class SharedVllm(PausingSync):
         assert self._engine is not None
         if self._paused_at is None:
             started = time.perf_counter()
-            self._engine.control.pause(self.pause_mode)
+            self._engine.pause(self.pause_mode)
             self._paused_at = started
 
     def _pause_to_write(self) -> None:
@@ -136,11 +136,10 @@ class SharedVllm(PausingSync):
         except EngineDied as death:
             log.warning("%s The update continues without it.", death)
 
-    def _open_views(self, engine: Engine, snapshot: Snapshot, *, compare: bool) -> dict[str, Tensor]:
+    def _open_views(self, engine: VllmEngine, snapshot: Snapshot, *, compare: bool) -> dict[str, Tensor]:
         from offline_grpo.model.load import is_composite  # which imports transformers
 
-        home, control = snapshot.policy.compute_device, engine.control
-        described = control.describe()
+        home, described = snapshot.policy.compute_device, engine.describe()
         for reason in described["refusals"]:
             fix = "use weight_sync=ipc on one GPU, nccl on several, or reload"
             raise ConfigError(f"weight_sync=shared_vllm: {reason}; {fix}")
@@ -154,8 +153,8 @@ class SharedVllm(PausingSync):
                 start_time=start_time_of(described["pid"]) or 0,
                 device=described["device"],
                 gpu_uuid=described["gpu_uuid"],
-                **control.call_worker("grpo_export"),
-                param_mappings=control.call_worker("grpo_layout"),
+                **engine.call_worker("grpo_export"),
+                param_mappings=engine.call_worker("grpo_layout"),
             )
             bridge.write(engine.server.log_dir / "vllm_bridge_config.json")
         if (bridge.device, bridge.gpu_uuid) != (home.type, gpu_uuid(home)):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from offline_grpo.engine.background import at_once, results, started
 from offline_grpo.engine.engine import Engine
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineDied, EngineError, require
 from offline_grpo.weight_sync.proof import (
     Probe,
@@ -24,7 +25,6 @@ from offline_grpo.weight_sync.proof import (
 )
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 
-PAUSE_MODES = ("keep", "keep_cache", "wait", "abort")
 STARTED_ANEW = "the server was started anew and has none of the weights pushed to it."
 
 
@@ -32,10 +32,8 @@ STARTED_ANEW = "the server was started anew and has none of the weights pushed t
 class SyncRequirements:
     """What a strategy needs of the rest of a run."""
 
-    # the `engine_name` of every kind of server that it can update; empty: the client samples from the trained module
-    engines: tuple[str, ...]
-    # kinds of server that its present settings rule out, each with the key, its value and what to do
-    refused: Mapping[str, tuple[str, object, str]] = field(default_factory=dict)
+    engine: type[Engine]  # what it can update: an instance of this class
+    pause_mode: str | None = None  # which an engine must be able to load weights in
     # all weights, or adapters; "any" where trainer and engine share them; "nothing" where the engine keeps its own
     moves: Literal["full", "lora", "any", "nothing"] = "full"
     max_lora_rank: int | None = None  # that a server of the run makes room for; None where no adapters move
@@ -63,7 +61,7 @@ class Staged:
 class WeightSync(ABC):
     """A component of the group `weight_sync`. Inherit from `ServerSync`, unless no weights are copied.
 
-    Its methods get an `Engine` that `requires` allows, one with a server for strategies with `requires.engines`.
+    Its methods get an `Engine` that `requires` allows.
 
     Attributes:
         name: the option's name in conf/weight_sync.
@@ -156,18 +154,18 @@ class ServerSync(WeightSync):
     @property
     def requires(self) -> SyncRequirements:  # type: ignore[override]
         """See `WeightSync.requires`. Most strategies use what vLLM alone can do."""
-        return SyncRequirements(engines=("vLLM",), server_args=self.server_args)
+        return SyncRequirements(engine=VllmEngine, server_args=self.server_args)
 
-    def verify(self, engines: Sequence[Engine], snapshot: Snapshot, version: int) -> list[Proof]:
+    def verify(self, engines: Sequence[Any], snapshot: Snapshot, version: int) -> list[Proof]:
         """See `WeightSync.verify`. All servers sample at the same time, and meanwhile their bits are compared; the
         policy then scores together what they have sampled.
         """
         policy, prompts = snapshot.policy, probe_prompts(snapshot.policy)
-        probing = started(lambda one: sample_probe(one.client, prompts, one.sampling.temperature), engines)
+        probing = started(lambda one: sample_probe(one, prompts, one.sampling.temperature), engines)
         bits: list[tuple[str | None, list[str], int]] = [(None, [], 0)] * len(engines)
         try:
             if self.is_tagged:
-                served = at_once(lambda one: (one.control.served_tag(), one.control.served_bits()), engines)
+                served = at_once(lambda one: (one.served_tag(), one.served_bits()), engines)
                 bits = [(tag, *compare_bits(snapshot, found)) for tag, found in served]
         finally:
             wait(probing)
@@ -182,8 +180,8 @@ class ServerSync(WeightSync):
             proofs.append(proof)
         return proofs
 
-    def check_served(self, engine: Engine, version: int) -> None:
-        url, found, pushed = engine.server.base_url, engine.control.served_tag(), weights_tag(version)
+    def check_served(self, engine: Any, version: int) -> None:
+        url, found, pushed = engine.server.base_url, engine.served_tag(), weights_tag(version)
         if found is None:
             raise EngineDied(f"{url}: {STARTED_ANEW}")
         if found != pushed:
@@ -207,9 +205,9 @@ class PausingSync(ServerSync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fix = f"must be one of {', '.join(PAUSE_MODES)}"
-        require(self.pause_mode in PAUSE_MODES, "weight_sync.pause_mode", self.pause_mode, fix)
+        fix = f"must be one of {', '.join(VllmEngine.pause_modes)}"
+        require(self.pause_mode in VllmEngine.pause_modes, "weight_sync.pause_mode", self.pause_mode, fix)
 
     @property
     def requires(self) -> SyncRequirements:  # type: ignore[override]
-        return replace(super().requires, in_flight=(self.pause_mode,))
+        return replace(super().requires, in_flight=(self.pause_mode,), pause_mode=self.pause_mode)

@@ -20,10 +20,10 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from offline_grpo.engine.background import at_once, in_background, results, started
-from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.guardian import remove_cuda_driver_files
 from offline_grpo.engine.inside_vllm.offline_grpo_group import empty_bucket, meet
 from offline_grpo.engine.ports import address_towards, choose_port, is_loopback
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.layers import text_parameters
 from offline_grpo.model.saving import buckets
@@ -73,13 +73,13 @@ class Ipc(WeightTransfer):
         env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
         return replace(super().requires, gpu=True, placement="same", env=env)
 
-    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
+    def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`.
 
         Raises:
             ConfigError: the policy is on no GPU, or on another one than the server.
         """
-        device, theirs = snapshot.policy.device, engine.control.describe()["gpu_uuid"]
+        device, theirs = snapshot.policy.device, engine.describe()["gpu_uuid"]
         ours = gpu_uuid(device)
         if ours is None or theirs != ours:
             raise ConfigError(
@@ -87,9 +87,9 @@ class Ipc(WeightTransfer):
                 "one GPU: use nccl for two, reload for CPUs"
             )
         atexit.register(remove_cuda_driver_files)
-        engine.control.post("/init_weight_transfer_engine", {"init_info": {}})
+        engine.post("/init_weight_transfer_engine", {"init_info": {}})
 
-    def deliver(self, engines: Sequence[Engine], staged: StagedWeights) -> float:
+    def deliver(self, engines: Sequence[VllmEngine], staged: StagedWeights) -> float:
         """See `WeightSync.deliver`. All engines get a bucket before the next one is read, because the policy's weights
         are read once.
 
@@ -98,14 +98,14 @@ class Ipc(WeightTransfer):
         """
         began = time.perf_counter()
 
-        def begin(engine: Engine) -> None:
-            engine.control.pause(self.pause_mode)
-            engine.control.post("/start_weight_update")
+        def begin(engine: VllmEngine) -> None:
+            engine.pause(self.pause_mode)
+            engine.post("/start_weight_update")
 
-        def finish(engine: Engine) -> None:
-            engine.control.post("/finish_weight_update", {}, timeout_s=UPDATE_S)
-            engine.control.set_tag(weights_tag(staged.version))
-            engine.control.resume()
+        def finish(engine: VllmEngine) -> None:
+            engine.post("/finish_weight_update", {}, timeout_s=UPDATE_S)
+            engine.set_tag(weights_tag(staged.version))
+            engine.resume()
 
         at_once(begin, engines)
         for bucket in staged.snapshot.text_buckets(self.bucket_mib * 2**20):
@@ -118,7 +118,7 @@ class Ipc(WeightTransfer):
         at_once(finish, engines)
         return time.perf_counter() - began
 
-    def send(self, engines: Sequence[Engine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
+    def send(self, engines: Sequence[VllmEngine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
         """One update: tell the servers what comes (`update_info` holds names, dtype_names and shapes), with handles of
         the policy's own tensors. A server has copied them when it answers.
         """
@@ -127,10 +127,10 @@ class Ipc(WeightTransfer):
         handles = {engine: [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors] for engine in engines}
         torch.cuda.synchronize()
 
-        def update(engine: Engine) -> None:
+        def update(engine: VllmEngine) -> None:
             pickled = base64.b64encode(pickle.dumps(handles[engine])).decode()
             info = {**update_info, "ipc_handles_pickled": pickled}
-            engine.control.post("/update_weights", {"update_info": info}, timeout_s=UPDATE_S)
+            engine.post("/update_weights", {"update_info": info}, timeout_s=UPDATE_S)
 
         at_once(update, engines)
 
@@ -148,19 +148,19 @@ class Nccl(WeightTransfer):
     name = "nccl"
 
     _group: Any = field(default=None, init=False)
-    _in_place: set[Engine] = field(default_factory=set, init=False)
+    _in_place: set[VllmEngine] = field(default_factory=set, init=False)
 
     @property
     def requires(self) -> SyncRequirements:
         return replace(super().requires, gpu=True, placement="other")
 
-    def attach(self, engine: Engine, snapshot: Snapshot) -> None:
+    def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`. The next push forms the group anew.
 
         Raises:
             ConfigError: no GPU, or the same GPU as the server.
         """
-        device, theirs = snapshot.policy.device, engine.control.describe()["gpu_uuid"]
+        device, theirs = snapshot.policy.device, engine.describe()["gpu_uuid"]
         ours = gpu_uuid(device)
         if ours is None or theirs in (None, ours):
             raise ConfigError(
@@ -170,22 +170,22 @@ class Nccl(WeightTransfer):
         self._in_place.discard(engine)
         self._leave()
 
-    def deliver(self, engines: Sequence[Engine], staged: StagedWeights) -> float:
+    def deliver(self, engines: Sequence[VllmEngine], staged: StagedWeights) -> float:
         """See `WeightSync.deliver`. While a bucket is on its way, the next one is read. After an error the servers stay
         paused.
         """
         snapshot, device = staged.snapshot, staged.snapshot.policy.device
         group = self._group = self._group or self._join(engines, device)
         began = time.perf_counter()
-        pausing = started(lambda engine: engine.control.pause(self.pause_mode), engines)
+        pausing = started(lambda engine: engine.pause(self.pause_mode), engines)
         reading = snapshot.text_buckets(self.bucket_mib * 2**20)
         first, tag, plan = next(reading), weights_tag(staged.version), self._plan(snapshot)
         results(pausing)
 
-        def receive(engine: Engine) -> None:
+        def receive(engine: VllmEngine) -> None:
             in_place = engine in self._in_place
-            engine.control.call_workers("grpo_receive", buckets=plan, in_place=in_place, tag=tag, timeout_s=UPDATE_S)
-            engine.control.resume()
+            engine.call_workers("grpo_receive", buckets=plan, in_place=in_place, tag=tag, timeout_s=UPDATE_S)
+            engine.resume()
 
         receiving = started(receive, engines)
         before: Any = None
@@ -204,14 +204,14 @@ class Nccl(WeightTransfer):
             raise
         return time.perf_counter() - began
 
-    def verify(self, engines: Sequence[Engine], snapshot: Snapshot, version: int) -> list[Proof]:
+    def verify(self, engines: Sequence[VllmEngine], snapshot: Snapshot, version: int) -> list[Proof]:
         """See `WeightSync.verify`. What has proven where the weights are stays proven until the server starts anew."""
         proofs = super().verify(engines, snapshot, version)
         num_all = len(text_parameters(snapshot.policy.causal_lm))
         self._in_place |= {e for e, proof in zip(engines, proofs, strict=True) if proof.num_equal == num_all}
         return proofs
 
-    def detach(self, engine: Engine) -> None:
+    def detach(self, engine: VllmEngine) -> None:
         self._leave()
 
     def _plan(self, snapshot: Snapshot) -> list[list[tuple[str, str, list[int]]]]:
@@ -226,9 +226,9 @@ class Nccl(WeightTransfer):
             for bucket in buckets(named, self.bucket_mib * 2**20)
         ]
 
-    def _join(self, engines: Sequence[Engine], device: torch.device) -> Any:
+    def _join(self, engines: Sequence[VllmEngine], device: torch.device) -> Any:
         """Form the group: the trainer, then the workers of one server after the other."""
-        sizes = [engine.control.get("/get_world_size").json()["world_size"] for engine in engines]
+        sizes = [engine.get("/get_world_size").json()["world_size"] for engine in engines]
         found = [address_towards(engine.server.base_url) for engine in engines]
         address = self.master_address or next((one for one in found if not is_loopback(one)), found[0])
         port = choose_port(address, None, key="weight_sync.master_address")
@@ -237,7 +237,7 @@ class Nccl(WeightTransfer):
         def join(place: int) -> None:
             rank = 1 + sum(sizes[:place])
             words = {"address": address, "port": port, "first_rank": rank, "world_size": 1 + sum(sizes)}
-            engines[place].control.call_workers("grpo_join", timeout_s=300, **words)
+            engines[place].call_workers("grpo_join", timeout_s=300, **words)
 
         joining = started(join, range(len(engines)))
         _together([*joining, meeting])

@@ -40,9 +40,8 @@ from served_runs import Endless
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmControl
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
-from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_adapter, save_policy
@@ -113,7 +112,7 @@ def test_what_is_not_pushed_is_noticed(connect: Callable[..., Any], where: Where
 def test_a_stale_prefix_cache_is_noticed(connect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     sync, policy, _ = connect("shared_vllm")
     sync.push(policy, version=1)
-    control = sync.engines[0].control
+    control = sync.engines[0]
     monkeypatch.setattr(control, "pause", lambda mode: None)  # which flushes the cache
     train(policy, seed=1, scale=0.2)
     with pytest.raises(EngineError, match=r"\[MISMATCH\].*stale weights or caches"):
@@ -162,8 +161,8 @@ def test_raw_logprobs_are_no_use_to_filtered_samples(
     _, policy, client = connect("reload")
     filtered = deploy(strategy("reload"), client, sampling=SamplingParams(1, top_k=5))
     filtered.connect(policy)
-    describe = VllmControl.describe
-    monkeypatch.setattr(VllmControl, "describe", lambda self: describe(self) | {"logprobs_mode": "raw_logprobs"})
+    describe = VllmEngine.describe
+    monkeypatch.setattr(VllmEngine, "describe", lambda self: describe(self) | {"logprobs_mode": "raw_logprobs"})
     deploy(strategy("reload"), client).connect(policy)
     with pytest.raises(ConfigError, match=r"^logprobs_mode of generation.base_url=raw_logprobs: top_p, top_k"):
         filtered.connect(policy)
@@ -212,7 +211,7 @@ def test_one_staging_serves_two_servers(
             original(policy, weights, folder)
 
         monkeypatch.setattr(snapshot, name, save)
-    other = sync.engines[1].client
+    other = sync.engines[1]
     assert other.server.base_url != client.server.base_url
     for version in (1, 2):
         train(policy, seed=version)
@@ -306,7 +305,7 @@ def test_an_adapter_stays_until_nobody_asks_for_it(
     """
     sync, policy, client = connect("lora_hotswap")
     sync.push(policy, version=0)
-    old, control = load(model_folder, CPU, lora=True), sync.engines[0].control
+    old, control = load(model_folder, CPU, lora=True), sync.engines[0]
     monkeypatch.setattr(LoraHotswap, "verify", lambda *_: [])
     monkeypatch.setattr(lora, "KEPT_FOLDERS", 2)
     with ThreadPoolExecutor(1) as thread:
@@ -345,7 +344,7 @@ def test_adapters_are_for_one_base(
             sync.connect(other)
         sync.close()
     first.check_served()
-    first.engines[0].control.set_tag("")  # what loading leaves; older servers with adapters cannot load
+    first.engines[0].set_tag("")  # what loading leaves; older servers with adapters cannot load
     with pytest.raises(
         EngineError, match="another client has loaded weights into the server: it has another base model under"
     ):
@@ -356,7 +355,7 @@ def test_adapters_are_for_one_base(
 def test_adapters_come_back_to_a_server_that_was_started_anew(connect: Callable[..., Any]) -> None:
     sync, policy, client = connect("lora_hotswap")
     sync.push(policy, version=0)
-    control = sync.engines[0].control
+    control = sync.engines[0]
     control.unload_adapter(client.weights.name)
     with pytest.raises(EngineDied, match=f"the server has lost the adapter {client.weights.name}"):
         sample(client)
@@ -427,12 +426,12 @@ def push_other_weights(sync: Any, policy: Policy) -> None:
 
 
 def sample_during(
-    action: Callable[[], None], step: str, sync: Any, client: VllmClient, where: Where
+    action: Callable[[], None], step: str, sync: Any, client: VllmEngine, where: Where
 ) -> list[Completion]:
     """Long completions of `PROMPTS`, under way when the action takes this step: a method of the server's control."""
     asker = Endless(server=client.server, eos_ids=[], vocab_size=1000, batch_size=8, timeout_s=120, max_retries=1)
     asker.weights = client.weights
-    control = sync.engines[0].control
+    control = sync.engines[0]
     take_step, under_way = getattr(control, step), []
 
     def amid_requests(*words: Any) -> None:

@@ -25,9 +25,7 @@ from engines import (
 )
 from factories import strategy
 
-from offline_grpo.engine.engine import Engine
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.types import SamplingParams
 
 CPU_BF16 = Where(torch.device("cpu"), torch.bfloat16, 0.0)
 NUM_PLAIN = 2 * 2 + 2
@@ -71,4 +69,4 @@ def test_weights_arrive_requantised(option: str, quantization: str, where: Where
         ):
             deployment._strategy.verify(deployment.engines, deployment._snapshot(policy), 2)
         with pytest.raises(ConfigError, match=r"^train.loss.importance_correction=none: http://.* has fp8"):
-            Engine(client, SamplingParams(1), is_corrected=False).check_logprobs()
+            make_client(client.server, is_corrected=False).check_logprobs()

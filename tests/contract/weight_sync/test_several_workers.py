@@ -26,7 +26,7 @@ from engines import (
 )
 from factories import strategy
 
-from offline_grpo.engine.vllm import VllmControl
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineError
 from offline_grpo.weight_sync import weight_transfer
 
@@ -53,16 +53,16 @@ def test_every_part_arrives_and_is_proven(
     args = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # else each worker wants a node of memory of its own
     received: list[bool] = []
-    call_workers = VllmControl.call_workers
+    call_workers = VllmEngine.call_workers
 
-    def noting(control: VllmControl, method: str, **words: Any) -> list[Any]:
+    def noting(control: VllmEngine, method: str, **words: Any) -> list[Any]:
         received.extend([words["in_place"]] if method == "grpo_receive" else [])
         return call_workers(control, method, **words)
 
-    monkeypatch.setattr(VllmControl, "call_workers", noting)
+    monkeypatch.setattr(VllmEngine, "call_workers", noting)
     if where is CPU:
-        describe = VllmControl.describe
-        monkeypatch.setattr(VllmControl, "describe", lambda self: describe(self) | {"gpu_uuid": "a server's"})
+        describe = VllmEngine.describe
+        monkeypatch.setattr(VllmEngine, "describe", lambda self: describe(self) | {"gpu_uuid": "a server's"})
         monkeypatch.setattr(weight_transfer, "gpu_uuid", lambda device: "the trainer's")
     changes = {"python": preloaded_python(tmp_path)} if where is CPU and SERVER_PYTHON is None else {}
     with running(make_server(where, tmp_path, args=args, env=env, gpus=(1, 2), **changes), model_folder) as server:

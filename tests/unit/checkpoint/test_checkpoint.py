@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM
 from offline_grpo.checkpoint import checkpointer as module
 from offline_grpo.checkpoint.checkpointer import Checkpointer
 from offline_grpo.checkpoint.files import list_checkpoints, newest_sound
+from offline_grpo.errors import DiskFull
+from offline_grpo.history.folder import RunDir
+from offline_grpo.run import shortage_in_a_line
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import Milestones
 
@@ -93,6 +96,25 @@ def test_killed_while_a_checkpoint_is_replaced_there_is_a_whole_one(saved, tmp_p
         checkpointer.commit(3)
     checkpoint, state = newest_sound(tmp_path / "checkpoints")
     assert (checkpoint.name, state.counters.num_refused) == ("iter_003", 1)
+
+
+@pytest.mark.parametrize("function", ["torch.save", "write_manifest"])
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(saved, tmp_path, monkeypatch, function):
+    checkpointer, _ = saved()
+    save(checkpointer, 0)
+    torch_save = torch.save
+
+    def on_a_full_disk(content, *_):
+        if function == "torch.save":
+            torch_save(content, "/dev/full")
+        with open("/dev/full", "w") as file:
+            file.write("text")
+
+    monkeypatch.setattr(module if function == "write_manifest" else torch, function.split(".")[-1], on_a_full_disk)
+    line = rf"no room on the disk of {tmp_path}, .*; iter_000 is whole; go on with: .*resume={tmp_path}$"
+    with pytest.raises(DiskFull, match=line), shortage_in_a_line(RunDir(tmp_path)):
+        checkpointer.write(1)
+    assert newest_sound(tmp_path / "checkpoints")[0].name == "iter_000"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engines import COMMAND_LINE
+from engines import COMMAND_LINE, make_client
 from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
@@ -154,6 +154,43 @@ def test_a_busy_server_has_time(servers: list[Server], tmp_path: Path, monkeypat
     monkeypatch.setattr(server_module, "PATIENCE_S", 0.4)
     with pytest.raises(EngineDied, match="the server was unhealthy and was stopped"):
         server.watched(lambda: server.api.get("/work/60"))
+
+
+SILENT = STAND_IN.replace(
+    "def do_GET(self):",
+    """def do_POST(self):
+        print("asked", flush=True)
+        self.connection.close()
+
+    def do_GET(self):""",
+)
+
+
+def test_a_server_that_breaks_a_call_off_is_stopped(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows how much of it was done. What only reads is asked again first."""
+    monkeypatch.setattr(server_module, "GRACE_S", 0.0)
+    for changes, asked in ((True, 1), (False, 2)):
+        server = own(servers, tmp_path / str(changes), Launcher(code=SILENT))
+        server.start("model")
+        with pytest.raises(EngineDied, match=r"/load: .* and was stopped; its last words"):
+            make_client(server).post("/load", changes=changes)
+        assert server.has_ended
+        assert (tmp_path / str(changes) / "server_0.log").read_text().count("asked\n") == asked
+
+
+def test_a_call_does_not_use_a_connection_that_the_server_may_be_closing(tmp_path: Path) -> None:
+    def script(request: Request) -> Reply:
+        is_known = request.connection in [earlier.connection for earlier in web.requests[: request.number]]
+        return Reply(cut="reset") if is_known else Reply({"version": "0.25"})
+
+    with ScriptedServer(script) as web:
+        control = make_client(found(web.base_url, tmp_path))
+        assert [control.version() for _ in range(3)] == ["0.25"] * 3
+        control.pause("keep")
+        control.resume()
+        assert len(web.requests) == 5
 
 
 def test_death_of_a_server_that_another_process_started_is_noticed(servers: list[Server], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Reversed:
     `fails_at`.
     """
 
-    engine_name = None
+    is_local = True
     weights = ServedWeights(4)
 
     def __init__(self, fails_at: int | None = None) -> None:

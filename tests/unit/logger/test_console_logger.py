@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from offline_grpo.history.run_log import ToTerminal
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import console
 from offline_grpo.logger.console import ConsoleLogger
-from offline_grpo.run.log_outputs import ToTerminal
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 TRAIN = {"reward_mean": 0.4123, "success_rate": 0.375, "loss_total": -0.0123, "kl_divergence": 0.0012}

@@ -1,11 +1,15 @@
 import json
+from functools import partial
 from io import StringIO
 
 import pytest
-from factories import make_group
+import rich
+from factories import make_completion, make_group
 from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
 
-from offline_grpo.logger.samples import Samples, chosen, print_samples, record
+from offline_grpo.logger.samples import Samples, chosen, record
+from offline_grpo.types import FinishReason, Rollout, RolloutGroup, Score, Turn
 
 STRANGE = "\ud800 \x1b[2J [bold]\u202e\r\n\tö 中文 :smile:" + "x" * 1000
 GROUPS = [
@@ -43,6 +47,7 @@ def test_files_are_read_back(tmp_path):
     assert "中文" in content.decode("utf-8")  # a person can read it
     assert lines[3] == (
         {"problem_id": "p", "prompt": [{"role": "user", "content": "2+2="}], "answer": "4", "completion": "d"}
+        | {"rendered": [["user", "2+2="], ["policy", "d"]], "failure": None, "version": 0}
         | {"reward": 1.0, "parts": {"correct": 1.0}, "advantage": 2.0, "is_correct": True, "finish_reason": "stop"}
         | {"num_tokens": 1, "iteration": 7}
     )
@@ -50,14 +55,55 @@ def test_files_are_read_back(tmp_path):
     assert (tmp_path / "samples" / "iter_007.jsonl").read_bytes() == content
 
 
-def test_no_text_garbles_the_console():
+def episode() -> Rollout:
+    """Of two turns, after a prompt in which an assistant speaks too."""
+    is_sampled = (False, False, True, False, False, True, True)
+    said = [{"role": role, "content": "..."} for role in ("system", "assistant", "user", "assistant", "tool", "user")]
+    return Rollout(
+        token_ids=tuple(range(7)),
+        is_sampled=is_sampled,
+        logprobs=(0.0,) * 7,
+        versions=(0, 0, 4, 0, 0, 4, 5),
+        temperature=1.0,
+        finish_reason=FinishReason.STOP,
+        text="judged",
+        score=Score(0.1 + 0.1 + 0.03, False, {"paid": 0.1 + 0.2}),
+        turns=(Turn(2, 3), Turn(5, 7)),
+        conversation=(*said, {"role": "assistant", "content": "..."}),
+    )
+
+
+def test_what_the_model_saw_is_what_its_tokens_say(tmp_path):
+    """Also by a decoder that drops a blank at the start of a text."""
+    words = ("Be", "brief", "I", "call", "it", "say", "<end>")
+    tokenizer = Tokenizer(models.WordLevel({f"\u2581{word}": number for number, word in enumerate(words)}))
+    tokenizer.decoder = decoders.Metaspace()
+    samples = Samples(output_dir=tmp_path, per_iteration=1, on_console=0)
+    samples.loaded(partial(tokenizer.decode, skip_special_tokens=False))
+    samples.rollouts("train", [RolloutGroup(None, (episode(),))], advantages=[[None]], iteration=0)
+    line = json.loads((tmp_path / "samples" / "iter_000.jsonl").read_text())
+    expected = [["prompt", "Be brief"], ["policy", " I"], ["tool, user", " call it"], ["policy", " say <end>"]]
+    assert line["rendered"] == expected
+    assert (line["reward"], line["parts"], line["num_tokens"], line["version"]) == (0.23, {"paid": 0.3}, 3, 4)
+    without = record(RolloutGroup(None, (episode(),)), episode(), None)["rendered"]
+    assert without == [("system", "..."), ("assistant", "..."), ("user", "..."), ("policy", "judged")]
+
+
+def test_no_text_garbles_the_console(tmp_path, monkeypatch):
     output = StringIO()
-    console = Console(file=output, width=80, force_terminal=False)
-    print_samples(console, [record(GROUPS[2], GROUPS[2].rollouts[0], None)], "before training")
+    monkeypatch.setattr(rich, "get_console", lambda: Console(file=output, width=80, force_terminal=False))
+    samples = Samples(output_dir=tmp_path, per_iteration=0, on_console=1)
+    samples.rollouts("eval", GROUPS[2:], advantages=None, iteration=-1)
     lines = output.getvalue().splitlines()
-    assert lines[0] == "sample 1/1 before training | correct | reward 1.000"
-    assert lines[1].split() == ["prompt", "2+2="]
-    assert lines[2].rstrip() == r"  wrote   \ud800 \x1b[2J [bold]\u202e\r\n\tö 中文"
-    assert lines[3].strip().startswith(":smile:xxx")
+    assert lines[0] == "sample 1/1 before training"
+    assert [line.split() for line in lines[1:3]] == [["user", "2+2="], ["answer", "4"]]
+    assert lines[3].split() == ["correct", *["reward", "1", "1", "tokens", "stop", "version", "0"]]
+    assert lines[4].rstrip() == r"  policy   \ud800 \x1b[2J [bold]\u202e\r\n\tö 中文"
+    assert lines[5].strip().startswith(":smile:xxx")
     assert max(map(len, lines)) <= 80
     output.getvalue().encode()
+    unscored = Rollout.of_one_turn(
+        (1,), make_completion((3,)), temperature=1.0, text="", score=Score.unscored("raised")
+    )
+    samples.rollouts("eval", [RolloutGroup(None, (unscored,))], advantages=None, iteration=1)
+    assert "no reward  1 tokens  stop  version 0  not scored: raised" in output.getvalue()

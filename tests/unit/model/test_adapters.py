@@ -14,12 +14,13 @@ import torch
 from architectures import ZOO, long_batch
 from engines import full_weights
 from factories import make_llama, make_policy, make_qwen2, make_scoring
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import LagunaConfig, LagunaForCausalLM
 
 from offline_grpo.checkpoint.pretrained import export_model, find_model
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.adapters import with_lora, with_saved_adapter
+from offline_grpo.model.adapters import left_out_by_peft, name_in_file, with_lora, with_saved_adapter
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import ADAPTER_FILE, save_adapter
 from offline_grpo.model.scoring import BaseScoring
@@ -112,7 +113,9 @@ def make_laguna() -> LagunaForCausalLM:
 
 
 @pytest.mark.parametrize("build", [make_laguna, ZOO["qwen3_moe"].build], ids=["laguna", "experts"])
-def test_a_saved_adapter_is_loaded_whole_or_not_at_all(build: Any, tmp_path: Path) -> None:
+def test_a_saved_adapter_is_loaded_whole_or_not_at_all(
+    build: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     base = build().eval()
     model = adapted(copy.deepcopy(base))
     for name, parameter in model.named_parameters():
@@ -123,6 +126,12 @@ def test_a_saved_adapter_is_loaded_whole_or_not_at_all(build: Any, tmp_path: Pat
 
     def loaded() -> Any:
         return with_saved_adapter(copy.deepcopy(base), str(tmp_path), key="MODEL", is_trainable=False).eval()
+
+    stock = dict(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path)).get_base_model().named_parameters())
+    own = {name: value for name, value in model.get_base_model().named_parameters() if ".lora_" in name}
+    lost = sorted(name_in_file(name) for name, value in own.items() if not torch.equal(value, stock[name]))
+    assert left_out_by_peft(model) == lost
+    assert bool(lost) == (build is make_laguna)
 
     ids = torch.arange(3, 19)[None]
     assert (model(input_ids=ids).logits - base(input_ids=ids).logits).abs().max() > 0.1
@@ -141,6 +150,11 @@ def test_a_saved_adapter_is_loaded_whole_or_not_at_all(build: Any, tmp_path: Pat
     assert not (tmp_path / "out").exists()
     save_file(tensors, tmp_path / ADAPTER_FILE)
     export_model(find_model(str(tmp_path)), tmp_path / "out", **alone)
+    lines = [line for line in caplog.messages if "peft's own" in line]
+    assert len(lines) == bool(lost)
+    assert all(
+        f"{len(lost)} tensors" in line and "layers.*.mlp.shared_experts.up_proj.lora_A" in line for line in lines
+    )
     assert (tmp_path / "out" / ADAPTER_FILE).read_bytes() == (tmp_path / ADAPTER_FILE).read_bytes()
     other = name.replace("layers.0.", "layers.9.")
     save_file({**tensors, other: tensors[name].clone()}, tmp_path / ADAPTER_FILE)

@@ -8,10 +8,10 @@ from factories import compose_config
 from gguf_files import TEMPLATE, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.gguf import convert
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
 
 TEXTS = ["the sum", "the  7", "the\n\n8 9", " 10   10\n\n\n7", "is <|im_end|>1"]
 

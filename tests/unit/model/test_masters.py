@@ -69,6 +69,26 @@ def test_dithered_masters_move_the_mean_weight_from_the_first_update_on(dtype):
     assert moved.mean().item() == pytest.approx(update, rel=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_of_either_sign_have_their_whole_effect_also_at_powers_of_two(dtype):
+    """Of stochastic rounding: a share `update / step` of the weights moves by the step to the next number on that side,
+    which at a power of two is half as far towards 0. So it is for updates of up to half a step.
+    """
+    count = 1 << 18
+    weights = torch.tensor([1.0, 0.5, -2.0, 1.5, -0.75, 3.0], dtype=dtype)
+    masters = MasterWeights([("norm", nn.Parameter(weights[:, None].expand(-1, count).contiguous()))])
+    masters.dither(seed=0)
+    assert masters.differing() == []
+    for update in (1e-5, -1e-5, 1e-4, -1e-4):
+        neighbour = torch.nextafter(weights, torch.full_like(weights, update * torch.inf))
+        step = (neighbour.float() - weights.float()).double()  # [6]
+        moved = (masters.values["norm"] + update).to(dtype).double() - weights[:, None].double()
+        assert ((moved == 0) | (moved == step[:, None])).all()
+        share = update / step
+        error = step.abs() * (share * (1 - share) / count).sqrt()
+        assert ((moved.mean(1) - update).abs() < 5 * error).all()
+
+
 @pytest.mark.parametrize("small_elements", [16, 256], ids=["the bias waits", "both wait"])
 def test_gradients_accumulate_in_fp32(monkeypatch, small_elements):
     monkeypatch.setattr(masters_module, "SMALL_ELEMENTS", small_elements)

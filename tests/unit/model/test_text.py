@@ -97,6 +97,9 @@ def test_a_template_from_a_file_is_saved_with_the_tokenizer(tokenizer: Any, tmp_
     tokenizer.save_pretrained(tmp_path / "a")
     load_tokenizer(str(tmp_path / "a"), chat_template=str(TEMPLATES["gemma3"])).save_pretrained(tmp_path / "b")
     assert load_tokenizer(str(tmp_path / "b")).chat_template == TEMPLATES["gemma3"].read_text()
+    (tmp_path / "marked.jinja").write_text(TEMPLATES["gemma3"].read_text(), encoding="utf-8-sig")  # as Windows saves
+    marked = load_tokenizer(str(tmp_path / "a"), chat_template=str(tmp_path / "marked.jinja"))
+    assert marked.chat_template == TEMPLATES["gemma3"].read_text()
     with pytest.raises(ConfigError, match=r"model\.chat_template=none\.jinja: no such file"):
         load_tokenizer(str(tmp_path / "a"), chat_template="none.jinja")
 

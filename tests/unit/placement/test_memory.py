@@ -3,17 +3,20 @@
 import copy
 import json
 import runpy
+import statistics
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 from factories import compose_config
 from transformers import Qwen2Config
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
-from offline_grpo.run import gpu_memory
-from offline_grpo.run.config import typed
-from offline_grpo.run.gpu_memory import (
+from offline_grpo.start import memory as gpu_memory
+from offline_grpo.start.memory import (
     GIB,
     DevicePlan,
     MemoryRequest,
@@ -23,7 +26,6 @@ from offline_grpo.run.gpu_memory import (
     needs_reference_copy,
     predict,
 )
-from offline_grpo.run.plan import make_plan
 
 # 10 million weights: 20480 x 256 shared by embedding and head, and 4 blocks of about 1.2 million
 MODEL = Qwen2Config(
@@ -45,6 +47,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 MEASURED = BENCHMARKS / "results"
 
 
+@cache
 def plan_of(*overrides):
     return make_plan(typed(compose_config(*overrides)))
 
@@ -71,57 +74,70 @@ def about(num_bytes):
 
 
 def predicted_total(config, recompute, prompt_tokens, *overrides):
+    """GiB in tensors of a training process: what `torch.cuda.max_memory_allocated` measures."""
     plan = plan_of("model=hf", "model.train_id=none", "train.batch_size=null", "train.kl_coef=0", *overrides)
     reference = config if needs_reference_copy(plan) else None
     request = MemoryRequest(plan, config, reference, (prompt_tokens,) * 2, [0], (), [80 * GIB])
     [device, *_] = predict(request, recompute)
-    return sum(part.num_bytes for part in device.trainer if part.name != "CUDA context")
+    return sum(part.num_bytes for part in device.trainer if part.name != "CUDA context") / GIB
 
 
-def test_the_plan_is_within_10_per_cent_of_what_benchmarks_measured():
-    """`memory_plan.json` is older than compiled blocks and the kept head: those are switched off. Its rows of LoRA are
-    left out, because they measured layers of peft that no run has any more.
-    """
-    found = {}
+def ratios_of_compiled_models():
+    """The rows of `model_sizes.py` and `small_card.py`: predicted over measured."""
+    arms = {"full": (), "offload": ("train.optimizer.offload=true",), "lora": ("model/lora=default",)}
+    shapes = runpy.run_path(str(BENCHMARKS / "shapes.py"))["SIZES"]
+    compiled = ("model.compile=true", "train.precision=bf16", "data.rollouts_per_problem=8")
+    for path in sorted((MEASURED / "h100").glob("model_sizes_*.json")):
+        result = json.loads(path.read_text())
+        settings = result["settings"]
+        own = (
+            *compiled,
+            f"data.problems_per_iteration={settings['num_sequences'] // 8}",
+            f"train.tokens_per_microbatch={settings['tokens_per_microbatch']}",
+            f"generation.max_new_tokens={settings['completion_tokens']}",
+            "generation.batch_size=1",
+        )
+        for arm, row in result["details"].items():
+            if "refused" not in row:
+                shape = copy.deepcopy(shapes[settings["size"]])
+                total = predicted_total(shape, row.get("recomputed", 1.0), settings["prompt_tokens"], *own, *arms[arm])
+                yield f"{path.stem} {arm}", total / row["peak_gib"]
+    own = (*compiled, "model/lora=default", "data.problems_per_iteration=8", "generation.max_new_tokens=256")
+    own += ("train.tokens_per_microbatch=4096", "train.drop_zero_signal_groups=false", "generation.batch_size=64")
+    for path in sorted(MEASURED.glob("*/small_card.json")):
+        measured = json.loads(path.read_text())["measured"]
+        for key in (key for key in measured if key.endswith("_trainer_gib")):
+            base = ("model.quantization=nf4",) if key.startswith("nf4") else ()
+            total = predicted_total(copy.deepcopy(shapes["8b"]), 1.0, 30, *own, *base)
+            yield f"{path.parent.name} small_card {key}", total / measured[key]
+
+
+def ratios_of_models_as_they_are():
+    """The rows of `memory_plan.json`, which is older than compiled blocks, the kept head and our own layers of LoRA."""
     plan = json.loads((MEASURED / "memory_plan.json").read_text())
     older = ("model.compile=false", "model.head.kept_gib=0", "generation.max_new_tokens=896", "generation.batch_size=1")
     older += ("train.precision=bf16", "data.problems_per_iteration=4", "data.rollouts_per_problem=8")
     config = Qwen2Config(**plan["settings"]["model"])
     for arm, row in plan["details"]["arms"].items():
-        if "lora" in arm:
-            continue
         own = [override.replace("packing", "layout") for override in plan["settings"]["overrides"][arm]]
-        recompute = CHECKPOINTING in own
-        total = predicted_total(config, recompute, 128, "train.tokens_per_microbatch=16384", *older, *own)
-        found[arm] = total / row["measured_bytes"]["total"]
-    arms = {"full": (), "offload": ("train.optimizer.offload=true",), "lora": ("model/lora=default",)}
-    shapes = runpy.run_path(str(BENCHMARKS / "shapes.py"))["SIZES"]
-    for path in sorted((MEASURED / "h100").glob("model_sizes_*.json")):
-        result = json.loads(path.read_text())
-        settings = result["settings"]
-        for arm, row in result["details"].items():
-            if "refused" in row:
-                continue
-            own = [
-                "model.compile=true",
-                "train.precision=bf16",
-                f"data.problems_per_iteration={settings['num_sequences'] // 8}",
-                "data.rollouts_per_problem=8",
-                f"train.tokens_per_microbatch={settings['tokens_per_microbatch']}",
-                f"generation.max_new_tokens={settings['completion_tokens']}",
-                "generation.batch_size=1",
-                *arms[arm],
-            ]
-            sizes = (copy.deepcopy(shapes[settings["size"]]), row.get("recomputed", 1.0), settings["prompt_tokens"])
-            total = predicted_total(*sizes, *own)
-            found[f"{path.stem} {arm}"] = total / GIB / row["peak_gib"]
-    assert len(found) == 8 + 12
-    assert {name: ratio for name, ratio in found.items() if not 0.9 < ratio < 1.1} == {}
+        total = predicted_total(config, CHECKPOINTING in own, 128, "train.tokens_per_microbatch=16384", *older, *own)
+        yield arm, total / (row["measured_bytes"]["total"] / GIB)
+
+
+def test_the_plan_lies_above_all_that_was_measured_and_by_a_twentieth_at_most():
+    found = dict([*ratios_of_compiled_models(), *ratios_of_models_as_they_are()])
+    assert len(found) == 12 + 4 + 10
+    assert {name: ratio for name, ratio in found.items() if not 1.0 <= ratio <= 1.05} == {}
+    excess = [ratio - 1 for ratio in found.values()]
+    said = f"by {statistics.median(excess):.1%} in the middle and {max(excess):.1%} at most"
+    assert said in (BENCHMARKS / "README.md").read_text()
 
 
 def test_a_trainer_beside_its_server_has_every_part():
     (device,) = predicted(*SERVED, "weight_sync=reload", "train.kl_coef=0.1", "engine.args.gpu_memory_utilization=0.25")
     found = parts(device)
+    *others, rounding = device.trainer
+    assert found.pop(rounding.name) == about(0.007 * sum(part.num_bytes for part in others))
     assert found.pop("activations") > 0
     assert found == {
         "policy weights": about(2 * NUM_WEIGHTS),
@@ -172,8 +188,11 @@ def test_a_reference_elsewhere_leaves_the_trainers_gpu():
     beside, apart = (predicted("train.precision=bf16", "train.kl_coef=0.1", ref_gpu=gpu) for gpu in (None, 1))
     found, moved = parts(beside[0]), parts(apart[0])
     assert found.pop("reference weights") == about(2 * NUM_WEIGHTS)
+    assert moved.pop(gpu_memory.ALLOCATOR) < found.pop(gpu_memory.ALLOCATOR)
     assert moved == found
-    assert parts(apart[1]) == {"reference weights": about(2 * NUM_WEIGHTS), "CUDA context": 3 * GIB // 4}
+    found = parts(apart[1])
+    assert found.pop(gpu_memory.ALLOCATOR) > 0
+    assert found == {"reference weights": about(2 * NUM_WEIGHTS), "CUDA context": 3 * GIB // 4}
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import torch
 from factories import compose_config
 from transformers import Qwen2Config
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.placement.devices import Devices, check_devices, reference_gpu, server_gpus
-from offline_grpo.run.config import typed
-from offline_grpo.run.gpu_memory import check_memory
-from offline_grpo.run.plan import make_plan
+from offline_grpo.start.memory import check_memory
 
 
 def devices_of(monkeypatch, *, num_gpus, trainer="cuda", rule="any", strategy="x", needs_gpu=False, **others):

@@ -20,7 +20,9 @@ def run(
 ) -> Run:
     train = {} if reward is None else {0: {"reward_mean": reward, "time/train_s": 120.0}}
     evals = {10 * i - 1: {"pass@1": v, "pass@1_low": v - 0.1, "pass@1_high": v + 0.1} for i, v in enumerate(values)}
-    return Run(name, History(Path(name), train, evals), overrides, overrides if settings is None else settings, status)
+    return Run.of(
+        name, History(Path(name), train, evals), overrides, overrides if settings is None else settings, status
+    )
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_configuration() -> None:
@@ -53,7 +55,7 @@ def test_unfinished_runs_do_not_count_beside_finished_ones() -> None:
     finished = [run(str(i), {"seed": str(i)}, [0.2, value]) for i, value in enumerate((0.5, 0.7))]
     [found] = configurations([*finished, run("2", {"seed": "2"}, [0.1], status="stopped at 1/2")])
     assert (len(found.runs), found.pass_at_1) == (3, pytest.approx(0.6))
-    steps, values = mean_curve([each.pass_at_1 for each in found.counted])
+    steps, values = mean_curve([each.history.series("eval", "pass@1") for each in found.counted])
     assert (steps.tolist(), values.tolist()) == ([0, 10], [[0.2, 0.5], [0.2, 0.7]])
 
 

@@ -110,6 +110,19 @@ def test_that_nothing_was_trained_is_said_of_the_shortest_run() -> None:
     assert find(history({"num_updates": (1.0, 1.0)}, iterations=2)) == []
 
 
+def test_tokens_and_calls_that_are_lost_in_episodes() -> None:
+    """Of the shortest run, too; a tenth is not pointed out."""
+    lost = {"measured/dropped_tokens": (40.0, 80.0), "completion_tokens_mean": (120.0, 120.0)}
+    lost |= {"measured/calls": (4.0, 2.0), "measured/malformed_calls": (0.0, 2.0)}
+    assert observations(history(lost, iterations=2)) == [
+        "33% of the sampled tokens are dropped, because agents rewrote their history",
+        "25% of the calls of tools cannot be parsed",
+    ]
+    few = {"measured/dropped_tokens": (10.0, 10.0), "completion_tokens_mean": (90.0, 90.0)}
+    few |= {"measured/calls": (9.0, 9.0), "measured/malformed_calls": (1.0, 1.0)}
+    assert find(history(few, iterations=2)) == []
+
+
 def test_servers_that_were_lost_are_counted_over_all_starts_of_a_run() -> None:
     """The metrics count since a process started."""
     run = history(iterations=5)

@@ -38,7 +38,8 @@ def test_a_run(tmp_path: Path) -> None:
     assert (finding["where"], finding["observation"]) == ("", "50% of the completions are cut off at last")
     [line] = data["curves"]["eval/pass@1"]
     assert (line["x"], line["y"], line["high"]) == ([0, 12], [0, 0.75], [0.01, 0.76])
-    assert (data["samples"][0]["text"], data["samples"][0]["advantage"]) == ("four 0", 0.7)
+    assert data["samples"][0]["rendered"] == [["user", "2+2= four"], ["policy", "four 0"]]
+    assert data["samples"][0]["advantage"] == 0.7
     assert {sample["iteration"] for sample in data["samples"]} == set(range(1, 13))
     assert data["settings"] is data["paired"] is None
 
@@ -69,6 +70,20 @@ def test_a_sweep_is_compared_in_pairs(tmp_path: Path) -> None:
     assert shares == {"four 0": [1, 1], "four 1": [1, 0.5], "four 2": [1, 0], "four 3": [0, 0]}
     assert len(data["curves"]["train/reward_mean"][0]["runs"]) == 2
     assert not any("low" in curve for curve in data["curves"]["train/reward_mean"]), "two seeds are drawn themselves"
+
+
+def test_runs_of_different_tasks_are_not_ranked(tmp_path: Path) -> None:
+    """Weights of the reward change neither the problems nor which answers are right."""
+    tasks = [("sat", 0.1, 1), ("sums", 0.1, 3), ("sums", 0.2, 4), ("sat", 0.1, 2)]
+    for number, (task, weight, solved) in enumerate(tasks):
+        run = make_run(tmp_path / str(number), solved=solved, loss=f"loss{number}")
+        config = run / ".hydra" / "config.yaml"
+        config.write_text(config.read_text() + f"task: {{_target_: {task}, format_weight: {weight}}}\n")
+    data = data_of(tmp_path)
+    assert data["groups"] == ["loss=loss3", "loss=loss0", "loss=loss2", "loss=loss1"]
+    best = "0.500 [0.490, 0.510], of loss=loss3; 1.000 [0.990, 1.010], of loss=loss2."
+    assert data["verdict"].endswith(f"The highest pass@1 at the end of each evaluation: {best}")
+    assert [row[0] for row in data["paired"]["rows"]] == ["loss=loss3"]
 
 
 @pytest.mark.parametrize("num_runs", [1, 2])
@@ -118,7 +133,8 @@ def test_tasks_of_a_mixture_have_results_and_curves(tmp_path: Path) -> None:
 def test_hostile_text_is_data(tmp_path: Path) -> None:
     data = data_of(make_run(tmp_path / "run", text=HOSTILE))
     page = (tmp_path / "page.html").read_text()
-    assert "alert(1)" in data["samples"][0]["text"]
-    assert "letters left out" in data["samples"][0]["text"]
+    [_, (_, text)] = data["samples"][0]["rendered"]
+    assert "alert(1)" in text
+    assert "letters left out" in text
     assert "<script>alert" not in page
     assert len(page) < 5_000_000

@@ -62,6 +62,6 @@ def test_several_folders_make_one_page(tmp_path: Path, monkeypatch: pytest.Monke
     lines = [line.rstrip() for line in to_a_file.getvalue().splitlines()]
     assert lines[0] == "1 configuration, 2 runs, best mean final pass@1 first"
     assert re.match(r"loss=grpo +b a/0  0\.750 ", lines[3])
-    assert lines[4].split() == ["page", "report.html"]
+    assert lines[4] == "report.html"
     assert main(["a", "--out", "b/both.html", "b"]) == 0
     assert Path("report.html").read_bytes() == Path("b/both.html").read_bytes()

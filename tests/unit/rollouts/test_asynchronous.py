@@ -14,10 +14,10 @@ from players import CODEC, SAMPLING, Server, problem_of
 from waiting import wait_until
 from worlds import environment
 
+from offline_grpo.config.compose import typed
 from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.rollouts.asynchronous import Asynchronous
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.run.config import typed
 from offline_grpo.train.advantage import GroupStd
 from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score, ServedWeights
 
@@ -278,7 +278,7 @@ def served():
         ({"engine": None}, "rollouts=async: generation samples in this process"),
         (
             {"train.epochs": 2},
-            "rollouts.max_staleness=1: an iteration makes up to 2 versions .* at least 2; 0 samples as",
+            "rollouts.max_staleness=1: an iteration makes up to 2 versions .*; rollouts.max_staleness=2 samples ahead",
         ),
         ({"train.loss.importance_correction": "none"}, "train.loss.importance_correction=none: corrects nothing"),
         ({"train.loss.importance_correction": "none", "train.loss.ratio_reference": "rollout"}, None),

@@ -5,9 +5,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from recorded import write_store
+from recorded import made_groups, write_groups
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.rollouts.curriculum import problem_key
 from offline_grpo.rollouts.on_policy import OnPolicy, overlong_penalty
 from offline_grpo.train.advantage import GroupStd
 from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score
@@ -215,7 +216,8 @@ def test_dynamic_sampling_draws_from_the_band_and_what_it_replaced_is_known():
     seen = one.state_dict()["curriculum"]["seen"]
     assert {*replaced} <= seen.keys()
     later = [number for groups in played(one, range(1, 8)) for number in numbers(groups)]
-    silent_ones = {int(name[1:]) for name, (right, total, _) in seen.items() if total and right in (0, total)}
+    known = {int(each.answer): seen.get(problem_key(each), (1, 2, 0)) for each in PROBLEMS}
+    silent_ones = {number for number, (right, total, _) in known.items() if total and right in (0, total)}
     assert silent_ones
     assert not silent_ones & {*later[:16]}
 
@@ -237,7 +239,8 @@ class Sure:
 
 def test_a_record_says_which_problems_are_in_the_band(tmp_path, caplog):
     """There p0 and p1 are right in a third of the completions."""
-    store = str(write_store(tmp_path / "run"))
+    groups = [replace(group, problem=each) for group, each in zip(made_groups(0), PROBLEMS[:2], strict=True)]
+    store = write_groups(tmp_path / "run", groups)
     one = graded(pass_rate_from=store, resample_zero_signal=False, pass_rate=[0.4, 1.0])
     one.start(0, None)
     drawn = [number for groups in played(one, range(10)) for number in numbers(groups)]
@@ -248,9 +251,7 @@ def test_a_record_says_which_problems_are_in_the_band(tmp_path, caplog):
     one.start(10, state)
     assert {0, 1} <= {number for groups in played(one, range(10, 20)) for number in numbers(groups)}
     others = graded(pass_rate_from=store, problems=PROBLEMS[2:])
-    with pytest.raises(
-        ConfigError, match=r"data.pass_rate_from=.*run: has no rollouts of this task's training problems"
-    ):
+    with pytest.raises(ConfigError, match=r"data.pass_rate_from=.*run: has 0 of the 38 training problems.* 2 others"):
         others.start(0, None)
     with pytest.raises(ConfigError, match=r"data.pass_rate=\[0.4, 1.0\]: none of the 2 problems has a pass rate in it"):
         graded(pass_rate_from=store, pass_rate=[0.4, 1.0], problems=PROBLEMS[:2]).start(0, None)

@@ -9,9 +9,9 @@ import pytest
 from factories import compose_config
 from recorded import ORIGIN, made_groups, make_replay, replayed, write_store
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.problems import task_data
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.config import typed
-from offline_grpo.run.task_data import task_data
 
 
 @pytest.fixture(scope="module")

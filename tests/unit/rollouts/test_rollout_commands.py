@@ -11,13 +11,15 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 from atroposlib.api.server import ScoredData
-from recorded import CONTEXT, VOCAB, made_groups, make_replay, replayed, write_store
+from recorded import CONTEXT, ORIGIN, VOCAB, byte_tokenizer, made_groups, make_replay, replayed, write_store
 from rich.console import Console
+from tokenizers import Tokenizer, models
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts import __main__ as command
 from offline_grpo.rollouts.atropos.groups import GroupReader
 from offline_grpo.rollouts.store.export import scored_data
+from offline_grpo.rollouts.store.recorder import tokenizer_hash
 from offline_grpo.rollouts.store.rows import parquet, table_of
 from offline_grpo.rollouts.store.show import show_groups
 from offline_grpo.types import RolloutGroup, Score
@@ -48,11 +50,32 @@ def test_show_has_the_best_and_the_worst_of_each_group(store: Path, printed) -> 
     first, second = text.partition("group 2")[::2]
     assert [first.count(completion) for completion in ("3.0.2", "3.0.1", "3.0.0")] == [1, 0, 1]
     assert first.index("3.0.2") < first.index("3.0.0") < len(first)
-    assert "reward 0.500  advantage +0.30  2 tokens  length  version 3" in second
+    assert "reward 0.5  advantage +0.30  2 tokens  length  version 3" in second
     assert "0.0.1" in printed("show", store, "--iteration", 1, "--full", "--groups", 1)
     assert "eval, iteration 4, group 1" in printed("show", store, "--phase", "eval")
     with pytest.raises(ConfigError, match="has no rollouts of phase train of iteration 9"):
         printed("show", store, "--iteration", 9)
+
+
+def test_show_has_what_the_tokens_say_where_their_tokenizer_is_at_hand(tmp_path: Path, printed) -> None:
+    """In the newest checkpoint, or in the folder of the model; another one is of no use."""
+    run, model = tmp_path / "run", tmp_path / "model"
+    checkpoint = run / "checkpoints" / "iter_000"
+    for folder in (checkpoint, model):
+        folder.mkdir(parents=True)
+    tokenizer = byte_tokenizer(model)
+    write_store(run, origin=replace(ORIGIN, model=str(model), tokenizer=tokenizer_hash(tokenizer)))
+    prompt, wrote = (repr(tokenizer.decode(ids)).strip("'") for ids in ([1, 2, 0], [13, 22]))
+
+    def rows(text: str) -> list[list[str]]:
+        return [line.split() for line in text.splitlines() if line.split()[:1] in (["prompt"], ["policy"])]
+
+    Tokenizer(models.BPE({"x": 0}, [])).save(str(checkpoint / "tokenizer.json"))
+    assert rows(printed("show", run, "--groups", 1))[:2] == [["prompt", prompt], ["policy", wrote]]
+    (model / "tokenizer.json").rename(checkpoint / "tokenizer.json")
+    assert rows(printed("show", run, "--groups", 1))[:2] == [["prompt", prompt], ["policy", wrote]]
+    (checkpoint / "tokenizer.json").unlink()
+    assert rows(printed("show", run, "--groups", 1))[:1] == [["policy", "3.0.2"]], "what was judged"
 
 
 def test_completions_are_coloured_and_nothing_else_reaches_the_terminal() -> None:
@@ -88,6 +111,11 @@ def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> 
     assert "reward against length: correlation +0.22" in text
     assert text.index("2 to 2") < text.index("3 to 3")
 
+    inserted = replace(longer, is_sampled=(False, False, False, True, False, True))
+    table = table_of("train", [RolloutGroup(None, (inserted, longer))], None, 0)
+    (tmp_path / "three.parquet").write_bytes(parquet(table, {}))
+    assert "2 completions in 1 groups, 5 tokens" in printed("stats", tmp_path / "three.parquet"), "that were sampled"
+
     failed = [replace(longer, score=Score.unscored("timeout"))]
     group = RolloutGroup(None, (first, third, *failed))
     (tmp_path / "two.parquet").write_bytes(parquet(table_of("train", [group], [[0.0, 1.0, None]], 0), {}))
@@ -95,7 +123,7 @@ def test_stats_count_what_was_recorded(store: Path, tmp_path: Path, printed) -> 
     assert "not scored: 1 timeout" in text
     assert [line.split()[3:5] for line in text.splitlines() if "to" in line[:6]] == [["2", "0.100"], ["1", "-"]]
     text = printed("show", tmp_path / "two.parquet")
-    assert text.index("reward 0.200") < text.index("no reward  3 tokens")
+    assert text.index("reward 0.2 ") < text.index("no reward  3 tokens")
     assert scored_data(groups[0]).keys() == scored_data(group.scored() or group).keys()
 
 

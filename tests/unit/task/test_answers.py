@@ -7,8 +7,8 @@ import sys
 import pytest
 from factories import compose_config
 
-from offline_grpo.run.config import as_plain
-from offline_grpo.run.task_data import build_task
+from offline_grpo.config.compose import as_plain
+from offline_grpo.config.problems import build_task
 from offline_grpo.task.answers import is_same_latex, is_same_number, is_same_value, last_boxed, last_number
 from offline_grpo.task.dataset import is_right
 from offline_grpo.types import Problem

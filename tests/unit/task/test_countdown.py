@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 from factories import compose_config
 
-from offline_grpo.run.config import typed
-from offline_grpo.run.task_data import build_task
+from offline_grpo.config.compose import typed
+from offline_grpo.config.problems import build_task
 from offline_grpo.task.countdown import evaluate
 from offline_grpo.types import Problem, Split
 

@@ -13,10 +13,10 @@ import pyarrow.parquet
 import pytest
 from factories import compose_config
 
+from offline_grpo.config.compose import as_plain, typed
+from offline_grpo.config.describe import describe_data
+from offline_grpo.config.problems import build_task, task_data
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.config import as_plain, typed
-from offline_grpo.run.describe import describe_data
-from offline_grpo.run.task_data import build_task, task_data
 from offline_grpo.types import Split
 
 ROWS = [{"prompt": f"What is {i} + {i}?", "answer": 2 * i, "level": i % 3} for i in range(40)]

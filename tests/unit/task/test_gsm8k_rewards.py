@@ -3,8 +3,8 @@
 import pytest
 from factories import compose_config
 
-from offline_grpo.run.config import as_plain
-from offline_grpo.run.task_data import build_task
+from offline_grpo.config.compose import as_plain
+from offline_grpo.config.problems import build_task
 from offline_grpo.types import Problem
 
 PROBLEM = Problem("train-0", ({"role": "user", "content": "?"},), "6 times 12 is 72.\n#### 72")

@@ -8,9 +8,9 @@ import sympy
 from factories import compose_config
 from math_verify import parse, verify
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.problems import build_task, isolated
 from offline_grpo.generation.judging import Judgement
-from offline_grpo.run.config import typed
-from offline_grpo.run.task_data import build_task, isolated
 from offline_grpo.task.answers import reference_answer
 from offline_grpo.types import Problem
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from factories import compose_config, make_group
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.problems import build_task
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.config import typed
-from offline_grpo.run.task_data import build_task
 from offline_grpo.task.mixture import Mixture
 from offline_grpo.train.experience import rollout_metrics
 from offline_grpo.types import Problem, Score, Split, by_task

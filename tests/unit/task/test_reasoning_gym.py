@@ -6,9 +6,9 @@ import warnings
 import pytest
 from factories import compose_config
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.problems import build_task, task_data
 from offline_grpo.errors import ConfigError
-from offline_grpo.run.config import typed
-from offline_grpo.run.task_data import build_task, task_data
 from offline_grpo.types import Split
 
 HOSTILE = ["no answer", *(f"<answer>{text}</answer>" for text in ("", "\0\ud800", "[[1,2],[", "9" * 5000))]

@@ -14,12 +14,12 @@ import yaml
 from factories import CONF, compose_config, make_rollout
 from recorded import write_store
 
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import typed
+from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Advantage
 from offline_grpo.rollouts.replay import Replay
-from offline_grpo.run.build import build
-from offline_grpo.run.config import typed
-from offline_grpo.run.plan import make_plan
 from offline_grpo.train.advantage.distill import Distill
 from offline_grpo.train.advantage.gdpo import GDPO
 from offline_grpo.train.advantage.maxrl import MaxRL
@@ -89,6 +89,79 @@ def test_a_rare_right_answer_counts_by_its_rarity():
     once, never = ([rollout(2, 0.1, is_correct=right) for right in own] for own in ([True] + [False] * 3, [False] * 4))
     assert advantages(MaxRL(), [group(*once), group(*never)]) == [[3.0, -1.0, -1.0, -1.0], [0.0] * 4]
     assert [MaxRL().is_silent(group(*own)) for own in (once, never)] == [False, True]
+
+
+SIZES = [0.1, 1 / 3, -0.7, 123456.7, 1e9 + 0.1, 1e10 / 3, 1e10, 1e15 + 0.3, -1e18 / 7, 1e23 / 3, -1e30]
+OF_REWARDS = sorted(  # the others have a teacher's numbers, or those of the source
+    path for path in (CONF / "train/advantage").glob("*.yaml") if path.stem not in ("distill", "per_token")
+)
+
+
+@pytest.mark.parametrize("option", OF_REWARDS, ids=lambda path: path.stem)
+def test_equal_rewards_of_any_size_give_exactly_nothing_and_almost_equal_ones_what_they_should(option):
+    component = build(yaml.safe_load(option.read_text()), key="train.advantage", protocol=Advantage)
+
+    def of(*rewards: float) -> RolloutGroup:
+        scored = ({"a": 0.0, "b": reward} for reward in rewards)
+        return group(*(rollout(2, is_correct=True, turns=(Turn(1, 2), Turn(2, 3)), **parts) for parts in scored))
+
+    def last_tokens(*groups: RolloutGroup) -> list[list[float]]:
+        found = advantages(component, groups)
+        return [[each[-1] if isinstance(each, list) else each for each in own] for own in found]
+
+    for count in (1, 2, 3, 7, 8, 11):
+        for reward in SIZES:
+            equal = of(*[reward] * count)
+            assert component.is_silent(equal)
+            assert last_tokens(equal) == [[0.0] * count], reward
+            if option.stem != "reinforce_baseline":  # which subtracts the mean of all tokens, too
+                assert last_tokens(of(1.0, 0.3, 0.0), equal, of(0.7, 0.7))[1] == [0.0] * count, reward
+    for reward in (1e10, 1e15, -1e15, 1e29):
+        [[*worse, best]] = last_tokens(of(reward, reward, reward, reward + abs(reward) * 1e-14))
+        if option.stem == "maxrl":  # right and wrong alone
+            assert best == 0.0
+        else:
+            expected = [0.0] * 3 if option.stem == "passk" else [-best / 3] * 3
+            assert best > 0
+            assert worse == pytest.approx(expected)
+
+
+def test_a_part_that_no_rollout_of_an_iteration_has_contributes_nothing_to_it(caplog):
+    both = [group(rollout(2, a=1.0, b=0.5), rollout(2, a=0.0, b=0.5), rollout(2, a=0.0, b=0.0))]
+    one = [group(rollout(2, a=1.0), rollout(2, a=0.0), rollout(2, a=0.0))]
+    component = GDPO({"a": 2.0, "b": 1.0})
+    before = advantages(component, both)
+    [alone] = advantages(component, one)
+    assert not caplog.text
+    normalised = [(each - 1 / 3) / (stdev([1, 0, 0]) + 1e-4) for each in (1, 0, 0)]
+    sums = [2.0 * each for each in normalised]
+    assert alone == pytest.approx([each / (stdev(sums) + 1e-4) for each in sums])
+    assert advantages(component, both) == before
+    advantages(GDPO({"a": 2.0, "c": 1.0}), both)
+    advantages(GDPO(None), one)
+    assert [record.args for record in caplog.records] == [("a, b",), ("a",)]
+
+
+def test_gdpo_counts_what_a_mixture_and_penalties_of_the_source_may_add():
+    def task(**parts: float) -> SimpleNamespace:
+        return SimpleNamespace(
+            scores_safely=True, problems=lambda split: [None], score=lambda problem, text: Score(0.0, False, parts)
+        )
+
+    def check(component: GDPO, one: SimpleNamespace, **settings: object) -> None:
+        loss = SimpleNamespace(loss={})
+        component.check(SimpleNamespace(rollouts=settings, task={}, train=loss), one, [])  # type: ignore[arg-type]
+
+    mixture = task(a=1.0)
+    mixture.tasks = {"one": task(a=1.0), "other": task(b=1.0)}
+    check(GDPO({"b": 2.0}), mixture)
+    check(GDPO({"overlong": 2.0}), task(a=1.0), soft_overlong_tokens=4)
+    check(GDPO({"length": 2.0}), task(a=1.0), penalize_length_if_solved=True)
+    for settings in ({}, {"soft_overlong_tokens": None, "penalize_length_if_solved": False}):
+        with pytest.raises(ConfigError, match="gdpo: adds up several parts of the reward, which has a; use group_std"):
+            check(GDPO(None), task(a=1.0), **settings)
+    with pytest.raises(ConfigError, match=r"weights={'c': 1}: the reward's parts are a, b"):
+        check(GDPO({"c": 1}), task(a=1.0, b=0.0))
 
 
 def test_parts_that_cancel_are_signal_for_gdpo_alone():

@@ -23,7 +23,7 @@ from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.advantage.distill import Distill
 from offline_grpo.train.batch import totals_of
 from offline_grpo.train.experience import prepare_batch
-from offline_grpo.types import RolloutGroup
+from offline_grpo.types import FinishReason, RolloutGroup
 
 PROMPT = (5, 6, 7)
 COMPLETIONS = ([8, 9, 10], [11, 3, 2, 9, 4], [12], [1, 1])
@@ -74,6 +74,28 @@ def test_value_and_gradient_are_those_of_a_forward_by_hand(tmp_path: Path) -> No
     (-torch.stack([(row * a).mean() for row, a in zip(own, advantages, strict=True)]).mean()).backward()
     for name, parameter in student.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_completions_that_are_cut_off_count_in_the_denominator_as_elsewhere(tmp_path: Path) -> None:
+    """Two of four sequences are trained, in groups of two: the loss is a quarter of the sum of their means."""
+    updater = make_updater(tmp_path, mask_truncated=True)
+    updater.teacher = make_scoring(make_llama())
+    cut, whole = groups()
+    cut = RolloutGroup(None, tuple(replace(each, finish_reason=FinishReason.LENGTH) for each in cut.rollouts))
+    taught = updater.taught([cut, whole])
+    for advantage in (GroupStd(), DISTILL):
+        updater.advantage = advantage
+        config = replace(updater.config, drop_zero_signal_groups=advantage is DISTILL)
+        batch, _, metrics = prepare_batch(taught, updater, config)
+        assert batch is not None
+        totals = totals_of(batch, range(batch.num_sequences), max_new_tokens=20)
+        assert (totals.num_sequences, totals.num_completion_tokens) == (4, 3)
+        assert metrics["num_groups_masked"] == 1
+    stats = updater.policy.scoring(batch)
+    part = batch.with_logprobs(old=stats.logprobs.detach())
+    loss = GRPO(**{**LOSS, "entropy_coef": 0.0})(stats, part, totals).loss
+    one, other = (batch.advantages[batch.sequence_ids == s][len(PROMPT) :].mean().item() for s in (2, 3))
+    assert loss.item() == pytest.approx(-(one + other) / 4)
 
 
 def test_it_is_added_to_an_advantage_from_rewards(tmp_path: Path) -> None:

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from factories import make_updater
+from factories import make_qwen2, make_updater
 
 from offline_grpo.errors import NonFiniteError
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.grpo import GRPO
+from offline_grpo.model.adapters import with_lora
+from offline_grpo.model.scoring import BaseScoring
+from offline_grpo.settings import LoraConfig
 from offline_grpo.train.sharding import Replicas
 
 
@@ -84,6 +87,43 @@ def test_non_finite_updates_are_refused_counted_and_end_the_run(tmp_path, token_
         updater.run(bad, iteration=1)
     saved = torch.load(tmp_path / "failed_batch_iter_001.pt", weights_only=True)
     assert torch.equal(saved["token_ids"], token_batch.token_ids)
+
+
+def adapted_updater(tmp_path, seen):
+    """Of adapters with dropout; `seen` gets what their dropout lets through, and whether it is on, of every pass."""
+    model = with_lora(make_qwen2(), LoraConfig(4, 8, 0.5, ["q_proj"], None), adapter=None)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and ".lora_dropout" in name:
+            module.register_forward_hook(lambda own, _, out: seen.append((own.training, (out != 0).numpy().tobytes())))
+    return make_updater(tmp_path, model=model, epochs=2)
+
+
+def test_dropout_on_adapters_draws_other_masks_in_each_update_and_iteration_and_none_in_other_passes(
+    tmp_path, token_batch
+):
+    seen = []
+    updater = adapted_updater(tmp_path, seen)
+    num_layers = 2
+    scored = updater.score(token_batch)
+    updater.policy.scoring.entropy(token_batch)
+    assert torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-5)
+    assert len(seen) == 3 * num_layers
+    assert not any(is_on for is_on, _ in seen)
+    BaseScoring(updater.policy.scoring).logprobs(token_batch)
+    masks = []
+    for iteration in (0, 1):
+        seen.clear()
+        updater.run(scored, iteration=iteration)
+        assert len(seen) == 2 * num_layers  # of two epochs
+        assert all(is_on for is_on, _ in seen)
+        masks += [mask for _, mask in seen]
+    assert len({*masks}) == len(masks)
+    seen.clear()
+    adapted_updater(tmp_path, seen).run(scored, iteration=1)  # as a resumed run does
+    assert [mask for _, mask in seen] == masks[2 * num_layers :]
 
 
 def test_fp16_scales_its_loss_and_the_others_do_not(tmp_path, token_batch):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from engines import full_weights
 
-from offline_grpo.engine.engine import Engine
+from offline_grpo.engine.spread import SpreadClient
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineDied
-from offline_grpo.generation.spread import SpreadClient
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.types import SamplingParams, ServedWeights
+from offline_grpo.types import ServedWeights
 from offline_grpo.weight_sync.deployment import Deployment, RankZeroDeployment
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.snapshot import Snapshot
@@ -51,18 +51,9 @@ class FakeServer:
             raise EngineDied(f"{self.base_url} has ended.")
 
 
-class Client:
-    engine_name = "vLLM"
-    batch_size = 4
-
-    def __init__(self, server: FakeServer) -> None:
-        self.server = server
-        self.weights = ServedWeights()
-
-    def control(self, _: Any) -> Any:
-        return SimpleNamespace(check_version=lambda: "1.0")
-
-    def close(self) -> None: ...
+class FakeEngine(VllmEngine):
+    def check_version(self) -> str:
+        return "1.0"
 
 
 class Sync:
@@ -73,7 +64,7 @@ class Sync:
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
-        self.requires = SyncRequirements(engines=("vLLM",))
+        self.requires = SyncRequirements(engine=VllmEngine)
         self.served: dict[str, Exception] = {}
 
     def start_model(self, _: Any) -> str:
@@ -84,13 +75,13 @@ class Sync:
     def start_args(self, _: Any) -> Mapping[str, Any]:
         return {}
 
-    def attach(self, engine: Engine, _: Any) -> None:
+    def attach(self, engine: VllmEngine, _: Any) -> None:
         self._note("attach", engine)
 
-    def reattach(self, engine: Engine, _: Any) -> None:
+    def reattach(self, engine: VllmEngine, _: Any) -> None:
         self._note("reattach", engine)
 
-    def detach(self, engine: Engine) -> None:
+    def detach(self, engine: VllmEngine) -> None:
         self._note("detach", engine)
 
     @contextmanager
@@ -98,30 +89,30 @@ class Sync:
         self.calls.append(f"stage {version}")
         yield Staged(version=version, name=f"adapter-{version}", num_tensors=2, num_bytes=8)
 
-    def deliver(self, engines: Sequence[Engine], staged: Staged) -> float:
+    def deliver(self, engines: Sequence[VllmEngine], staged: Staged) -> float:
         for engine in engines:
             self._apply(engine)
         return 0.0
 
-    def _apply(self, engine: Engine) -> None:
+    def _apply(self, engine: VllmEngine) -> None:
         self._note("apply", engine)
         engine.check_alive()
 
-    def verify(self, engines: Sequence[Engine], snapshot: Snapshot, version: int) -> list[Proof]:
+    def verify(self, engines: Sequence[VllmEngine], snapshot: Snapshot, version: int) -> list[Proof]:
         for engine in engines:
             self._prove(engine)
         return []
 
-    def _prove(self, engine: Engine) -> None:
+    def _prove(self, engine: VllmEngine) -> None:
         self._note("verify", engine)
 
-    def check_served(self, engine: Engine, version: int) -> None:
+    def check_served(self, engine: VllmEngine, version: int) -> None:
         self._note("asked", engine)
         engine.check_alive()
         if engine.server.base_url in self.served:
             raise self.served[engine.server.base_url]
 
-    def _note(self, what: str, engine: Engine) -> None:
+    def _note(self, what: str, engine: VllmEngine) -> None:
         self.calls.append(f"{what} {engine.server.base_url}")
 
 
@@ -134,8 +125,8 @@ class Lab:
         self.servers = {name: FakeServer(name, self.calls) for name in names}
         for name, own in (gpus or {}).items():
             self.servers[name].gpus = own
-        clients: list[Any] = [Client(server) for server in self.servers.values()]  # type: ignore[arg-type]
-        engines = [Engine(client, SamplingParams(1)) for client in clients]
+        about: Any = {"eos_ids": [], "vocab_size": 9, "batch_size": 4, "timeout_s": 9, "max_retries": 0}
+        engines = [FakeEngine(server=server, **about) for server in self.servers.values()]  # type: ignore[arg-type]
         self.deployment = (
             Deployment(engines, self.sync, full_weights)
             if ranks is None
@@ -192,7 +183,7 @@ def test_after_a_death_in_a_push_all_get_the_weights_again() -> None:
     lab = Lab()
     apply = lab.sync._apply
 
-    def dies(engine: Engine) -> None:
+    def dies(engine: VllmEngine) -> None:
         lab.servers["b"].has_ended = True
         apply(engine)
 
@@ -207,7 +198,7 @@ def test_after_a_death_in_a_push_all_get_the_weights_again() -> None:
 
 def test_a_strategy_that_starts_all_servers_starts_the_dead_too() -> None:
     lab = Lab()
-    lab.sync.requires = SyncRequirements(engines=("vLLM",), own_server=True)
+    lab.sync.requires = SyncRequirements(engine=VllmEngine, own_server=True)
     lab.sync._apply = lambda engine: lab.calls.append(f"anew {engine.server.base_url}")
     lab.servers["a"].has_ended = True
     assert [call for call in lab.push(2) if call.startswith(("anew", "begin"))] == ["anew a", "anew b", "anew c"]

@@ -14,13 +14,11 @@ from factories import make_policy, make_qwen2, strategy
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
-from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineError
-from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync import lora
 from offline_grpo.weight_sync.lora import LoraHotswap
 from offline_grpo.weight_sync.proof import Proof
@@ -56,9 +54,9 @@ def web() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def client(web: ScriptedServer, tmp_path: Path) -> Iterator[VllmClient]:
+def client(web: ScriptedServer, tmp_path: Path) -> Iterator[VllmEngine]:
     server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-    client = VllmClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
+    client = VllmEngine(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
     yield client
     client.close()
     server.stop()
@@ -71,11 +69,11 @@ PROOF = Proof(num_equal=2, diff_mean=0.0, diff_abs_mean=0.0, diff_max=0.0)
 
 
 def test_shared_weights_are_fenced_before_the_server_goes_on(
-    web: ScriptedServer, client: VllmClient, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    web: ScriptedServer, client: VllmEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writes to a GPU are queued: one that comes after the server's first step would tear a completion."""
     sync = strategy("shared_vllm")
-    engine = sync._engine = Engine(client, SamplingParams(1))
+    engine = sync._engine = client
     sync._addresses = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
     policy.compute_device = torch.device("cuda", 1)
     policy.make_masters()
@@ -89,18 +87,17 @@ def test_shared_weights_are_fenced_before_the_server_goes_on(
     assert [request.path for request in web.requests[1:]] == ["/collective_rpc", "/resume"]
 
 
-def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmClient) -> None:
+def test_a_server_stays_paused_after_an_error(web: ScriptedServer, client: VllmEngine) -> None:
     """It would serve half-written weights."""
     web.script = lambda request: Reply({}, status=500 if request.path == "/collective_rpc" else 200)
-    control = client.control(client.server)
     with pytest.raises(EngineError):
-        control.load_weights("/some/folder", tag="4", pause_mode="keep")
+        client.load_weights("/some/folder", tag="4", pause_mode="keep")
     assert [request.path for request in web.requests] == ["/pause", "/collective_rpc"]
-    assert control.is_paused
+    assert client.is_paused
 
 
 def test_adapters_get_new_names_and_old_ones_go(
-    client: VllmClient, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+    client: VllmEngine, web: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The adapter of requests in flight keeps its files; the one before it does not. Both keep their names."""
     monkeypatch.setattr(lora, "KEPT_FOLDERS", 2)
@@ -127,7 +124,7 @@ def test_adapters_get_new_names_and_old_ones_go(
 
 @pytest.mark.parametrize("others", [{}, {"target_parameters": ["down_proj.weight"]}])
 def test_a_refused_adapter_of_experts_comes_with_the_fix(
-    others: dict[str, Any], client: VllmClient, web: ScriptedServer
+    others: dict[str, Any], client: VllmEngine, web: ScriptedServer
 ) -> None:
     """peft adapts experts as parameters, and vLLM 0.25 says no word about why it does not take them."""
     deployment = deploy(strategy("lora_hotswap"), client)

@@ -15,8 +15,8 @@ from scripted_server import ScriptedServer
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.server import Server
+from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.errors import EngineError
-from offline_grpo.generation.sglang_client import SglangClient
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import ServedWeights
@@ -52,11 +52,11 @@ def fake() -> FakeSglang:
 
 
 @pytest.fixture
-def client(fake: FakeSglang, tmp_path: Path) -> Iterator[SglangClient]:
+def client(fake: FakeSglang, tmp_path: Path) -> Iterator[SglangEngine]:
     with ScriptedServer(fake) as web:
         server = OurServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path / "run")
         server.fake = fake
-        client = SglangClient(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=30, max_retries=0)
+        client = SglangEngine(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=30, max_retries=0)
         yield client
         client.close()
         client.server.stop()
@@ -81,7 +81,7 @@ def train(policy: Policy, factor: float = 0.5) -> None:
 
 @pytest.mark.parametrize(("option", "overrides"), [("restart", ()), ("reload", ("weight_sync.pause_mode=abort",))])
 def test_weights_and_version_arrive(
-    option: str, overrides: tuple[str, ...], policy: Policy, client: SglangClient, fake: FakeSglang
+    option: str, overrides: tuple[str, ...], policy: Policy, client: SglangEngine, fake: FakeSglang
 ) -> None:
     sync = deploy(strategy(option, *overrides), client)
     sync.connect(policy)
@@ -100,7 +100,7 @@ def test_weights_and_version_arrive(
     ("factor", "why"), [(0.5, "above weight_sync.tolerance"), (0.999, "nearer to the weights before")]
 )
 def test_stale_weights_are_found(
-    factor: float, why: str, policy: Policy, client: SglangClient, fake: FakeSglang
+    factor: float, why: str, policy: Policy, client: SglangEngine, fake: FakeSglang
 ) -> None:
     """Also those that the tolerance would let pass."""
     sync = deploy(strategy("reload", "weight_sync.pause_mode=abort"), client)
@@ -113,7 +113,7 @@ def test_stale_weights_are_found(
         sync.push(policy, version=1)
 
 
-def test_a_push_of_somebody_else_is_found(policy: Policy, client: SglangClient, fake: FakeSglang) -> None:
+def test_a_push_of_somebody_else_is_found(policy: Policy, client: SglangEngine, fake: FakeSglang) -> None:
     """Of one whose samples are under way: the server then has what it had, and goes on."""
     sync = deploy(strategy("reload", "weight_sync.pause_mode=abort"), client)
     sync.connect(policy)

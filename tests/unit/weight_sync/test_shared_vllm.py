@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from engines import full_weights
+from engines import full_weights, make_client
 from factories import make_policy, make_qwen2, strategy
 from scripted_server import Reply, ScriptedServer
 from torch import Tensor
 
-from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
-from offline_grpo.generation.vllm_client import VllmClient
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync.snapshot import Snapshot
 
 
@@ -32,10 +29,7 @@ def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkey
     monkeypatch.setattr(sync, "_open_views", memory_of_a_server)
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
         server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-        engine = Engine(
-            VllmClient(server=server, eos_ids=[], vocab_size=1000, batch_size=1, timeout_s=9, max_retries=0),
-            SamplingParams(1),
-        )
+        engine = make_client(server)
         snapshot = Snapshot(policy, full_weights, engine)
         sync.attach(engine, snapshot)
         with torch.no_grad():
@@ -43,7 +37,7 @@ def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkey
                 master.add_(1.0)
         policy.masters.publish()
         old = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
-        monkeypatch.setattr(engine.control, "post", lambda *_, **__: pytest.fail("interrupted here, as by Ctrl-C"))
+        monkeypatch.setattr(engine, "post", lambda *_, **__: pytest.fail("interrupted here, as by Ctrl-C"))
         sync.reattach(engine, snapshot)
     for name, parameter in policy.causal_lm.named_parameters():
         assert parameter.data_ptr() != old[name]

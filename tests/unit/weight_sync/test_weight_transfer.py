@@ -8,16 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from engines import full_weights
+from engines import full_weights, make_client
 from factories import make_policy, make_qwen2
 from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
-from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.server import Server
-from offline_grpo.generation.vllm_client import VllmClient
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.model.policy import Policy
-from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync.snapshot import Named, Snapshot, weights_tag
 from offline_grpo.weight_sync.strategy import Staged
 from offline_grpo.weight_sync.weight_transfer import Ipc, Nccl
@@ -26,9 +24,9 @@ from offline_grpo.weight_sync.weight_transfer import Ipc, Nccl
 class Recorder(Ipc):
     """Sends by HTTP alone."""
 
-    def send(self, engines: Sequence[Engine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
+    def send(self, engines: Sequence[VllmEngine], tensors: Sequence[Any], update_info: dict[str, Any]) -> None:
         for engine in engines:
-            engine.control.post("/update_weights", {"update_info": update_info})
+            engine.post("/update_weights", {"update_info": update_info})
 
 
 def make(**changes: Any) -> Recorder:
@@ -37,15 +35,12 @@ def make(**changes: Any) -> Recorder:
     )
 
 
-def engine_at(url: str, folder: Path) -> Engine:
+def engine_at(url: str, folder: Path) -> VllmEngine:
     server = Server(base_url=url, api_key=None, launcher=None, log_dir=folder)
-    return Engine(
-        VllmClient(server=server, eos_ids=[], vocab_size=1000, batch_size=1, timeout_s=9, max_retries=0),
-        SamplingParams(1),
-    )
+    return make_client(server)
 
 
-def deliver(sync: Ipc, policy: Policy, *engines: Engine) -> Staged:
+def deliver(sync: Ipc, policy: Policy, *engines: VllmEngine) -> Staged:
     """Staged once, and given to all engines."""
     with sync.staged(Snapshot(policy, full_weights, engines[0]), 5) as staged:
         assert sync.deliver(engines, staged) > 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.engine.ray_actor import connect
+from offline_grpo.engine.ray_actor import connect, fate
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.scoring.pool import Scorers
 from offline_grpo.generation.scoring.worker import Setup, failed
@@ -88,12 +88,12 @@ class ClusterScorers:
                 return await machine.actor.answer.remote(problem, text)
             except RayTaskError as error:
                 raise error.cause from None
-            except (RayActorError, ActorUnschedulableError):  # the second: before Ray knows that the machine has gone
+            except (RayActorError, ActorUnschedulableError) as error:  # the second: Ray does not know of it yet
                 if self._machines.get(node) is machine and not self._is_closed:
                     del self._machines[node]
                     self._looked_s = time.monotonic()
-                    words = "the machine %s of the Ray cluster has gone; its completions are scored on others"
-                    log.warning(words, machine.name)
+                    words = "the machine %s of the Ray cluster %s; its completions are scored on others"
+                    log.warning(words, machine.name, fate(error))
             finally:
                 machine.num_open -= 1
         return failed("crashed", f"{MAX_LOST} machines of the Ray cluster were lost while they scored it")

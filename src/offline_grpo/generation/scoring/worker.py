@@ -10,7 +10,6 @@ died by whatever signal, it kills all processes below it and ends.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import importlib
 import inspect
@@ -32,13 +31,12 @@ from typing import Any, TypeVar
 
 import psutil
 
+from offline_grpo.engine.guardian import adopt_orphans, end_with_parent
 from offline_grpo.errors import GrpoError, reason_of
 from offline_grpo.generation.judging import checked
 from offline_grpo.interfaces import Task
 from offline_grpo.types import Message, Problem, Reply, Schema
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 8
 """Of a number that stands for a worker: with its end of a connection it asks for one, alone it ends that worker."""
 KILL_S = 10.0
@@ -86,7 +84,7 @@ def main(control_fd: int) -> None:
     """Fork and end workers until the other side of the socket closes. Standard input has the pickled `Setup`."""
     setup: Setup = pickle.load(sys.stdin.buffer)
     control = socket.socket(fileno=control_fd)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # processes that workers leave behind when they end become our children
+    adopt_orphans()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     for name in setup.preload:
         importlib.import_module(name)
@@ -133,11 +131,6 @@ def _kill_all_but(pids: set[int]) -> None:
         time.sleep(0.01)
 
 
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
 def _work(fd: int, setup: Setup) -> None:
     """The life of a worker, in a process that was just forked."""
     _isolate(fd, setup.printed)
@@ -159,8 +152,8 @@ def _isolate(fd: int, printed: Path | None) -> None:
     """Keep the connection, as 3, standard input (empty) and output, and nothing else that the parent has open."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    end_with_parent()
+    adopt_orphans()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     is_kept = printed is not None and printed.parent.is_dir()  # on another machine it may not be
     output = os.open(printed if is_kept and printed else os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

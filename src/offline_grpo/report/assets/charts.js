@@ -25,6 +25,25 @@ async function drawStale() {  // one at a time, so that the page answers meanwhi
   }
 }
 
+// On paper all of them are drawn, as wide as they have room there, in the colours of the day. A browser does not wait for
+// what is drawn later.
+function drawForPaper() {
+  document.documentElement.classList.add("paper");
+  for (const [plot, toDraw] of charts) {
+    const [traces, layout] = toDraw(), width = plot.clientWidth;
+    if (window.Plotly && width) Plotly.newPlot(plot, traces, { ...layout, width }, { staticPlot: true });
+  }
+}
+
+function backToScreen() {
+  document.documentElement.classList.remove("paper");
+  for (const plot of charts.keys()) window.Plotly?.purge(plot);
+  redraw();
+}
+
+addEventListener("beforeprint", drawForPaper);
+addEventListener("afterprint", backToScreen);
+
 function redraw() {
   for (const plot of charts.keys()) stale.add(plot);
   return drawStale();
@@ -95,6 +114,14 @@ function differences() {
   return [traces, layout("difference of pass@1", "", { shapes: [zero], yaxis, xaxis: { tickformat: "+.3~f" } })];
 }
 
+// A number that was searched, on a logarithmic axis where it spans more than a factor of 20.
+function points({ x, y, runs }) {
+  const trace = { type: "scatter", mode: "markers", x, y, text: runs.map((run) => `run ${plain(run)}`), marker: { color: css("--c0"), size: 8, opacity: 0.7 } };
+  const isWide = Math.min(...x) > 0 && Math.max(...x) > 20 * Math.min(...x);
+  const more = { xaxis: { type: isWide ? "log" : "linear", exponentformat: "e" }, yaxis: { tickformat: ".3~%" } };
+  return [[trace], layout("", "final pass@1", more)];
+}
+
 // Held-out problems, one below the other, and how often each was solved: in the evaluations of a run, or by configurations.
 function problems() {
   const { columns, problems: names, share } = page.problems, isOne = page.num_runs === 1;
@@ -125,6 +152,7 @@ function showCharts() {
     }
   }
   if (page.paired) addChart("paired", "Differences with 95% intervals", differences, { id: "forest", wide: true, rows });
+  for (const each of page.searched) addChart("searched", each.key, () => points(each), { id: each.key });
   if (page.problems) {
     const { length } = page.problems.problems;
     const forNames = page.num_runs > 1 ? 7 : 0;  // they stand upright where there are many

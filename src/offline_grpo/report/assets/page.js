@@ -52,9 +52,9 @@ function sampleNode(sample) {
   const facts = [run, `iteration ${sample.iteration}`, sample.problem_id, `reward ${sample.reward ?? "none"}`, verdict, signed];
   const strength = 0.1 + 0.35 * Math.min(Math.abs(sample.advantage) / 2, 1);
   const style = `background: rgba(var(--${sample.advantage > 0 ? "up" : "down"}), ${strength})`;
-  const wrote = make("mark", sample.advantage ? { style, title: `advantage ${sample.advantage.toFixed(3)}` } : {}, sample.text);
-  const rows = [["prompt", [sample.prompt]], ["wrote", [wrote]], ["answer", [sample.answer ?? ""]]];
-  const list = rows.flatMap(([name, texts]) => [make("dt", {}, name), make("dd", {}, ...texts)]);
+  const mark = sample.advantage ? { style, title: `advantage ${sample.advantage.toFixed(3)}` } : {};
+  const texts = [...sample.rendered, ["answer", sample.answer ?? ""]];
+  const list = texts.flatMap(([who, text]) => [make("dt", {}, who), make("dd", {}, who === "policy" ? make("mark", mark, text) : text)]);
   const title = [...facts, `${sample.num_tokens} tokens`, sample.finish_reason].filter(Boolean).join(" · ");
   return make("article", {}, make("h3", {}, title), make("dl", {}, ...list));
 }
@@ -65,7 +65,7 @@ function showSamples() {
   const update = () => {
     const { run, text, problem_id, iteration, low, high } = Object.fromEntries(new FormData(form));
     const has = (inside, part) => inside.toLowerCase().includes(part.toLowerCase());
-    const chosen = page.samples.filter((sample) => has(sample.prompt + sample.text, text)
+    const chosen = page.samples.filter((sample) => has(sample.rendered.map(([, each]) => each).join(""), text)
       && (!run || sample.run === run) && has(sample.problem_id ?? "", problem_id) && (!iteration || sample.iteration === Number(iteration))
       && (!low || sample.reward >= Number(low)) && (!high || sample.reward <= Number(high)));
     find("#samples [role=status]").textContent = `${chosen.length} of ${page.samples.length} completions`;

@@ -128,7 +128,7 @@ class Atropos(Source):
             return
         folder = self.run_folder
         name = (state or {}).get("registration") or f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:]
-        if self.client.engine_name is None:
+        if self.client.is_local:
             fix = "generation samples in this process, so environments get no new weights; use generation=vllm_server"
             log.warning(fix)
         self._registration = {

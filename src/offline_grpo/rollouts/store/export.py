@@ -44,6 +44,7 @@ def to_datasets(tables: Tables, out: Path) -> int:
     """A folder for `datasets.load_from_disk`, which `rollouts=replay` reads too. Returns the number of its rows."""
     import datasets
 
+    # One table; the origin lies beside it, where all files have the same.
     shards, parts = zip(*tables, strict=True)
     pairs = pa.list_(pa.struct([NUMBERS.key_field, NUMBERS.item_field]))  # `datasets` knows no maps
     kinds = [pairs if field.type == NUMBERS else field.type for field in SCHEMA]
@@ -74,6 +75,7 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
         "inference_logprobs": rows(lambda r: r.logprobs, _BLANK),
         "overrides": [{"temperature": r.temperature, **zero} for r, zero in zip(rollouts, zeroed, strict=True)],
     }
+    # What a source gave beside the rewards, and what a prompt was, only where all rollouts have it.
     if group.advantages is not None:
         found["advantages"] = [list(row) for row in group.advantages]
     if all(r.ref_logprobs is not None for r in rollouts):

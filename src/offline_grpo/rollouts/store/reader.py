@@ -6,14 +6,16 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from offline_grpo.errors import ConfigError, reason_of
-from offline_grpo.rollouts.store.recorder import FOLDER, FORMAT, KEY, Origin
+from offline_grpo.hub import is_model_id
+from offline_grpo.logger.samples import Decode
+from offline_grpo.rollouts.store.recorder import FOLDER, FORMAT, KEY, Origin, tokenizer_hash
 from offline_grpo.rollouts.store.rows import SCHEMA, typed_column
 
 DATASET = "dataset_info.json"
@@ -57,6 +59,25 @@ class Shard:
             raise ConfigError(f"{self.path}: written in format {found['format']}, this version reads format {FORMAT}")
         return Origin(**{field.name: found[field.name] for field in fields(Origin)})
 
+    @cached_property
+    def decode(self) -> Decode | None:
+        """Writes token ids as text, by the tokenizer that they are of; None where that is not on this machine."""
+        from huggingface_hub import try_to_load_from_cache
+        from tokenizers import Tokenizer
+
+        if self.origin is None:
+            return None
+        # In the newest checkpoint of the run, beside the model that it trained, or in the Hub's cache of that.
+        name, file = self.origin.model, "tokenizer.json"
+        cached = try_to_load_from_cache(name, file) if is_model_id(name) else None
+        checkpoints = sorted(self.path.parent.parent.glob(f"checkpoints/*/{file}"))
+        for path in (*checkpoints[-1:], Path(name, file), *([Path(cached)] if isinstance(cached, str) else [])):
+            if path.is_file():
+                tokenizer = Tokenizer.from_file(str(path))
+                if tokenizer_hash(tokenizer) == self.origin.tokenizer:
+                    return partial(tokenizer.decode, skip_special_tokens=False)
+        return None
+
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Its rows with the columns of `rows.SCHEMA`, or some of them, in the types of that schema."""
         wanted = [field for field in SCHEMA if columns is None or field.name in columns]
@@ -68,6 +89,7 @@ class Shard:
             else:
                 with pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True) as file:
                     table = file.read(columns)
+            # Files of earlier versions lack columns that may be null.
             names, blank = set(table.column_names), table.num_rows
             return pa.table(
                 {
@@ -97,6 +119,7 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
     """
     if path.is_file() or (path / DATASET).is_file():
         return [Shard(path)]
+    # Where nothing is found, the message names what could have been meant.
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     shards = [Shard(file) for file in folder.glob("*.parquet") if _NAME.fullmatch(file.name)]
     wanted = [s for s in shards if phase in (None, s.phase) and iteration in (None, s.iteration)]

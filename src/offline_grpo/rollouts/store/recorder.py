@@ -15,6 +15,7 @@ from offline_grpo.interfaces import RunListener
 from offline_grpo.types import Metrics, RolloutGroup
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -38,10 +39,6 @@ class Origin:
     version: int = 0  # updates in the trainer's weights when this was recorded; rows have those that drew a token
     weights: str = ""  # fingerprint of those weights, of the trained ones where others are frozen
     format: int = FORMAT
-
-    def to_metadata(self) -> dict[str, str]:
-        """Of a file."""
-        return {KEY: json.dumps(vars(self), sort_keys=True)}
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,8 @@ class Recorder(RunListener):
     ) -> None:
         from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
 
+        # The fingerprint is taken now, before the updates change the weights; the rest is for the thread.
         version, tensors = self.weights()
-        # now, before the updates change them
         origin = replace(self.origin, version=version, weights=json_hash(fingerprints(tensors)))
         self._writing.append(self._thread.submit(self._write, name, groups, advantages, iteration, origin))
 
@@ -87,21 +84,18 @@ class Recorder(RunListener):
         self._thread.shutdown()
 
     def _write(self, name: str, groups: Any, advantages: Any, iteration: int, origin: Origin) -> None:
-        # pyarrow takes half a second, which no start shall wait for
+        # pyarrow takes half a second, which no start shall wait for.
         from offline_grpo.rollouts.store.rows import parquet, table_of
 
-        content = parquet(table_of(name, groups, advantages, iteration), origin.to_metadata())
+        metadata = {KEY: json.dumps(vars(origin), sort_keys=True)}
+        content = parquet(table_of(name, groups, advantages, iteration), metadata)
         folder = self.output_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / file_name(name, iteration), content)
+        suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
+        write_whole(folder / f"{'eval_' if name == 'eval' else ''}{suffix}.parquet", content)
 
 
-def file_name(phase: str, iteration: int) -> str:
-    """`iter_004.parquet`, `eval_iter_004.parquet`, `eval_init.parquet`."""
-    return f"{'eval_' if phase == 'eval' else ''}{'init' if iteration == -1 else f'iter_{iteration:03d}'}.parquet"
-
-
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> str:
     """SHA-256 of what each token id means. The same whatever the chat template and the special roles."""
     return json_hash(sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import nan
 from typing import Any
 
@@ -92,13 +92,47 @@ def table_of(
     Args:
         advantages: one number per rollout of each group, None in evaluations.
     """
-    rows = [
-        {"iteration": iteration, "phase": phase, "group": number, **problem, **_row(group, index)}
-        | {"advantage": None if advantages is None else advantages[number][index]}
-        for number, group in enumerate(groups)
-        for problem in (_problem(group),)
-        for index in range(len(group.rollouts))
-    ]
+    rows = []
+    for number, group in enumerate(groups):
+        problem: dict[str, Any] = dict.fromkeys(("problem_id", "messages", "answer", "fields"))
+        if group.problem is not None:
+            problem = {
+                "problem_id": utf8(group.problem.problem_id),
+                "messages": list(map(_stored, group.problem.messages)),
+                "answer": utf8(group.problem.answer),
+                "fields": _json(dict(group.problem.fields)),
+            }
+        shared = {"iteration": iteration, "phase": phase, "group": number, **problem}
+        for index, rollout in enumerate(group.rollouts):
+            # The prompt is all before the first sampled token, and everything where none was sampled.
+            start = [*rollout.is_sampled, True].index(True)
+            is_sampled, versions = rollout.is_sampled[start:], rollout.versions[start:]
+            row = {
+                "prompt_ids": rollout.token_ids[:start],
+                "completion_ids": rollout.token_ids[start:],
+                "logprobs": rollout.logprobs[start:],
+                "is_sampled": None if all(is_sampled) else is_sampled,
+                "version": versions[0] if versions else -1,
+                "versions": versions if len(set(versions)) > 1 else None,
+                "ref_logprobs": None if rollout.ref_logprobs is None else rollout.ref_logprobs[start:],
+                "teacher_logprobs": None if rollout.teacher_logprobs is None else rollout.teacher_logprobs[start:],
+                "temperature": rollout.temperature,
+                "finish_reason": rollout.finish_reason,
+                "text": utf8(rollout.text),
+                # whatever scoring.on_failure made of it; Arrow takes no large integers for a float
+                "reward": None if rollout.score.failure is not None else float(rollout.score.reward),
+                "parts": _numbers(rollout.score.parts),
+                "is_correct": rollout.score.is_correct,
+                "failure": rollout.score.failure,
+                "measured": _numbers(rollout.score.measured) or None,
+                "advantage": None if advantages is None else advantages[number][index],
+                "advantages": None if group.advantages is None else group.advantages[index][start:],
+                "zero_advantage": rollout.zero_advantage,
+                "turn_starts": [turn.start - start for turn in rollout.turns] or None,
+                "turn_rewards": [turn.reward for turn in rollout.turns] or None,
+                "conversation": list(map(_stored, rollout.conversation)) or None,
+            }
+            rows.append(shared | row)
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
@@ -119,51 +153,9 @@ def parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def _problem(group: RolloutGroup) -> dict[str, Any]:
-    problem = group.problem
-    if problem is None:
-        return dict.fromkeys(("problem_id", "messages", "answer", "fields"))
-    return {
-        "problem_id": utf8(problem.problem_id),
-        "messages": list(map(_stored, problem.messages)),
-        "answer": utf8(problem.answer),
-        "fields": _json(dict(problem.fields)),
-    }
-
-
 def _json(value: object) -> str:
     """JSON with escaped escapes for halves of surrogate pairs, as `utf8` makes them: readers refuse plain ones."""
     return _HALVES.sub(lambda half: f"\\\\u{ord(half[0]):04x}", _ENCODER.encode(value))
-
-
-def _row(group: RolloutGroup, index: int) -> dict[str, Any]:
-    rollout = group.rollouts[index]
-    start = first_sampled(rollout)
-    is_sampled, versions = rollout.is_sampled[start:], rollout.versions[start:]
-    return {
-        "prompt_ids": rollout.token_ids[:start],
-        "completion_ids": rollout.token_ids[start:],
-        "logprobs": rollout.logprobs[start:],
-        "is_sampled": None if all(is_sampled) else is_sampled,
-        "version": versions[0] if versions else -1,
-        "versions": versions if len(set(versions)) > 1 else None,
-        "ref_logprobs": None if rollout.ref_logprobs is None else rollout.ref_logprobs[start:],
-        "teacher_logprobs": None if rollout.teacher_logprobs is None else rollout.teacher_logprobs[start:],
-        "temperature": rollout.temperature,
-        "finish_reason": rollout.finish_reason,
-        "text": utf8(rollout.text),
-        # whatever scoring.on_failure made of it; Arrow takes no large integers for a float
-        "reward": None if rollout.score.failure is not None else float(rollout.score.reward),
-        "parts": _numbers(rollout.score.parts),
-        "is_correct": rollout.score.is_correct,
-        "failure": rollout.score.failure,
-        "measured": _numbers(rollout.score.measured) or None,
-        "advantages": None if group.advantages is None else group.advantages[index][start:],
-        "zero_advantage": rollout.zero_advantage,
-        "turn_starts": [turn.start - start for turn in rollout.turns] if rollout.turns else None,
-        "turn_rewards": [turn.reward for turn in rollout.turns] if rollout.turns else None,
-        "conversation": list(map(_stored, rollout.conversation)) or None,
-    }
 
 
 def _numbers(values: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -191,9 +183,9 @@ def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
     """The rows, messages and reward parts as they were before they were recorded."""
     rows = table.to_pylist()
     for row in rows:
-        for name in ("messages", "conversation"):
+        for name in row.keys() & {"messages", "conversation"}:
             row[name] = None if row[name] is None else list(map(_message, row[name]))
-        for name in ("parts", "measured"):
+        for name in row.keys() & {"parts", "measured"}:
             row[name] = None if row[name] is None else dict(row[name])
     return rows
 
@@ -211,16 +203,20 @@ def typed_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray 
     return pa.array(values, kind)
 
 
-def first_sampled(rollout: Rollout) -> int:
-    """How many tokens the prompt has: all, where none was sampled."""
-    return rollout.is_sampled.index(True) if True in rollout.is_sampled else len(rollout.token_ids)
-
-
 def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGroup]:
     """The groups of these rows."""
     rows = [list(row) for row in rows]
-    members = iter(plain_rows(table.take([index for row in rows for index in row])))
-    return [_group([next(members) for _ in row]) for row in rows]
+    plain, groups = iter(plain_rows(table.take([index for row in rows for index in row]))), []
+    for numbers in rows:
+        members = [next(plain) for _ in numbers]
+        first, problem, advantages = members[0], None, None
+        if first["messages"] is not None:
+            fields = from_json(first["fields"])
+            problem = Problem(first["problem_id"], tuple(first["messages"]), first["answer"], fields)
+        if all(row["advantages"] is not None for row in members):
+            advantages = tuple((0.0,) * len(row["prompt_ids"]) + tuple(row["advantages"]) for row in members)
+        groups.append(RolloutGroup(problem, tuple(map(_rollout, members)), advantages))
+    return groups
 
 
 def group_rows(table: pa.Table) -> dict[tuple[int, str, int], list[int]]:
@@ -239,30 +235,27 @@ def group_rows(table: pa.Table) -> dict[tuple[int, str, int], list[int]]:
     return rows
 
 
-def _group(members: Sequence[Mapping[str, Any]]) -> RolloutGroup:
-    row = members[0]
-    problem = None
-    if row["messages"] is not None:
-        problem = Problem(row["problem_id"], tuple(row["messages"]), row["answer"], from_json(row["fields"]))
-    advantages = None
-    if all(member["advantages"] is not None for member in members):
-        advantages = tuple((0.0,) * len(member["prompt_ids"]) + tuple(member["advantages"]) for member in members)
-    return RolloutGroup(problem, tuple(_rollout(member) for member in members), advantages)
-
-
 def _rollout(row: Mapping[str, Any]) -> Rollout:
     prompt, completion = row["prompt_ids"], row["completion_ids"]
     blank, length = len(prompt), len(completion)
-    ref, teacher = (
+    is_sampled = tuple(row["is_sampled"] or (True,) * length)
+    versions = tuple(row["versions"] or (row["version"],) * length)
+    # Logprobs of the prompt are not on record; they are ignored.
+    logprobs, ref, teacher = (
         None if row[name] is None else (0.0,) * blank + tuple(row[name])
-        for name in ("ref_logprobs", "teacher_logprobs")
+        for name in ("logprobs", "ref_logprobs", "teacher_logprobs")
     )
+    # A turn ends where the next one begins, or before that, where a token was not sampled.
+    turns, starts = [], row["turn_starts"] or []
+    for start, limit, reward in zip(starts, [*starts, length][1:], row["turn_rewards"] or [], strict=True):
+        end = next((i for i in range(start, limit) if not is_sampled[i]), limit)
+        turns.append(Turn(blank + start, blank + end, reward))
     reward = row["reward"] if row["failure"] is None else nan
     return Rollout(
         token_ids=(*prompt, *completion),
-        is_sampled=(False,) * blank + (tuple(row["is_sampled"]) if row["is_sampled"] is not None else (True,) * length),
-        logprobs=(0.0,) * blank + tuple(row["logprobs"]),
-        versions=(0,) * blank + (tuple(row["versions"]) if row["versions"] is not None else (row["version"],) * length),
+        is_sampled=(False,) * blank + is_sampled,
+        logprobs=logprobs or (),
+        versions=(0,) * blank + versions,
         temperature=row["temperature"],
         finish_reason=None if row["finish_reason"] is None else FinishReason(row["finish_reason"]),
         text=row["text"],
@@ -270,15 +263,6 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         ref_logprobs=ref,
         teacher_logprobs=teacher,
         zero_advantage=bool(row["zero_advantage"]),
-        turns=tuple(_turns(row)),
+        turns=tuple(turns),
         conversation=tuple(row["conversation"] or ()),
     )
-
-
-def _turns(row: Mapping[str, Any]) -> Iterator[Turn]:
-    """A turn ends where the next one begins, or before that, where a token was not sampled."""
-    starts, blank, length = row["turn_starts"] or [], len(row["prompt_ids"]), len(row["completion_ids"])
-    is_sampled = row["is_sampled"] or [True] * length
-    for start, limit, reward in zip(starts, [*starts, length][1:], row["turn_rewards"] or [], strict=True):
-        end = next((i for i in range(start, limit) if not is_sampled[i]), limit)
-        yield Turn(blank + start, blank + end, reward)

@@ -75,7 +75,10 @@ def group_advantages(rewards: Sequence[Sequence[float]], *, scale: Scale) -> lis
     # [S], as what follows: loops over groups take longer
     flat = np.array([reward for group in rewards for reward in group], np.float64)
     starts = np.cumsum(sizes) - sizes
-    centred = flat - np.repeat(np.add.reduceat(flat, starts) / sizes, sizes)
+    first = np.repeat(flat[starts], sizes)
+    # Measured from the first of their group where the mean of equal ones may be rounded by more than EQUAL_REWARDS.
+    values = np.where(np.abs(first) > 1e6, flat - first, flat)
+    centred = values - np.repeat(np.add.reduceat(values, starts) / sizes, sizes)
     group_std = np.repeat(np.sqrt(np.add.reduceat(centred**2, starts) / np.maximum(sizes - 1, 1)), sizes)
     batch_std = flat.std(ddof=1) if len(flat) > 1 else 0.0
     divisor = {"group": group_std + STD_EPS, "batch": batch_std + STD_EPS, "none": 1.0}[scale]

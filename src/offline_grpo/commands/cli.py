@@ -1,0 +1,134 @@
+"""From an exception to a line on stderr and an exit code: 0 done, 1 failed, 2 configuration rejected, 128 + N stopped
+by signal N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from offline_grpo.config import compose
+from offline_grpo.config.help import groups
+from offline_grpo.config.hints import empty_group, no_such_key
+from offline_grpo.disk import is_full
+from offline_grpo.errors import ConfigError, DiskFull, GrpoError, StopRequested, ending_with_reader, reason_of
+from offline_grpo.history import launch
+from offline_grpo.history.signals import StopSignal, ignore_from_now_on
+
+SHOWS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
+"""Whether the user has asked for them, before `exit_with` sets the variable for Hydra."""
+
+FIRST_SAYS_IT_S = 3.0
+"""For which other processes wait with an error that all have: torchrun stops the first one as soon as another ends."""
+
+EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaConfBaseException)
+"""Exceptions that `leave` reports as one line."""
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Run `main`, which calls Hydra, and exit with the code that it returns. Errors that the user can fix are one line;
+    others keep their traceback. `HYDRA_FULL_ERROR=1` in the environment shows all tracebacks.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of printing and exiting with 1
+    try:
+        with StopSignal.listening(), ending_with_reader():
+            code = main()
+        sys.exit(code)
+    except EXPECTED as error:
+        leave(error)
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        ignore_from_now_on()
+        # without the last garbage collection, a process that has imported torch ends in a third of the time
+        gc.freeze()
+
+
+def run_command(main: Callable[[], None]) -> NoReturn:
+    """Run the `main` of a command without Hydra's own, and exit; errors as in `exit_with`."""
+    try:
+        with ending_with_reader():
+            main()
+    except EXPECTED as error:
+        leave(error)
+    except Exception as error:
+        if not is_full(error):
+            raise
+        leave(DiskFull(f"no room on the disk ({reason_of(error)}); make room there, or write elsewhere"))
+    sys.exit(0)
+
+
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+    about = "execute Python code that comes with the model"
+    parser.add_argument("--trust-remote-code", action="store_true", help=about)
+
+
+def leave(error: BaseException) -> NoReturn:
+    """Print an error as one line, after its traceback if that is wanted, and exit with its code."""
+    if isinstance(error, StopRequested):
+        if not error.is_reported:
+            say(f"stopped by {error.signal_name} before the run began; nothing was saved")
+        sys.exit(error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        say("interrupted")
+        sys.exit(130)
+    if isinstance(error, GrpoError) and error.of_one_process and not launch.is_main():
+        print(f"error in process {os.environ['RANK']}: {error}", file=sys.stderr)
+    elif not launch.is_main():
+        time.sleep(FIRST_SAYS_IT_S)
+    if SHOWS_TRACEBACKS and launch.is_main():
+        traceback.print_exception(error)
+    say(f"error: {error if isinstance(error, GrpoError) else explain(error)}")
+    sys.exit(error.exit_code if isinstance(error, GrpoError) else ConfigError.exit_code)
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, in the first process."""
+    if launch.is_main():
+        print(line, file=sys.stderr)
+
+
+def explain(error: BaseException) -> str:
+    """An error of Hydra or OmegaConf about the command line as one line, with a hint where there is one."""
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: is not an override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE"
+    if isinstance(error, MissingConfigException):
+        return _no_such_option(error)
+    if several := re.match("Ambiguous value for argument '(.*)'\n", str(error)):
+        key, _, value = several[1].partition("=")
+        text = f'"{key}={compose.quoted(value)}"'
+        return f"{several[1]}: add --multirun for a run with each value; a list is {key}=[{value}], one text {text}"
+    cause: BaseException = error
+    while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__
+    key, value = getattr(cause, "full_key", None), getattr(cause, "value", None)
+    if key and isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        typed = next((other for other in map(compose.key_of, sys.argv[1:]) if other.startswith(str(key))), str(key))
+        return empty_group(typed, sys.argv[1:]) or no_such_key(typed)
+    if key:
+        shown = f"{key}={value}" if value is not None else key
+        return f"{shown}: {str(cause).splitlines()[0]}{compose.sweep_hint(str(key), value)}"
+    return " ".join(str(error).split())
+
+
+def _no_such_option(error: MissingConfigException) -> str:
+    name = str(error.missing_cfg_file)
+    if name.startswith("model/") and name.count("/") > 1:
+        model = name.removeprefix("model/")
+        return f"model={model}: no such option; for a model of the Hugging Face Hub, model=hf model.train_id={model}"
+    group, _, option = name.rpartition("/")
+    known = groups(compose.folder())
+    if group not in known:
+        return " ".join(str(error).split())
+    elsewhere = [f"{other}={option}" for other, options in known.items() if option in {*options} - {"default"}]
+    meant = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else f"choose one of {', '.join(known[group])}"
+    return f"{group}={option}: no such option; {meant}"

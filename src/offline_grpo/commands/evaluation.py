@@ -1,0 +1,289 @@
+"""Evaluates models on sets of held-out problems, without training: what `offline_grpo.evaluate` does."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import open_dict
+from safetensors import safe_open
+from transformers.utils.hub import cached_file
+
+from offline_grpo import progress
+from offline_grpo.checkpoint.pretrained import KEY, ModelSource, export_model
+from offline_grpo.config import compose as conf
+from offline_grpo.config.compose import key_of, quoted
+from offline_grpo.config.engine_spec import EngineSpec, training_engine
+from offline_grpo.config.parts import evaluation_sampling
+from offline_grpo.config.problems import build_task, held_out_problems, isolated
+from offline_grpo.disk import OwnFolder
+from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints, sums
+from offline_grpo.engine.server import Server
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.eval.evaluator import PassAtKEvaluator
+from offline_grpo.eval.paired import PairedResult, compare
+from offline_grpo.eval.records import recording
+from offline_grpo.history.folder import LOCAL
+from offline_grpo.history.resume import search_path
+from offline_grpo.interfaces import RolloutClient, Task
+from offline_grpo.logger.first_look import FirstLook
+from offline_grpo.model.device import resolve_device, torch_dtype
+from offline_grpo.model.load import generation_config_of, read_model_config
+from offline_grpo.model.text import TokenizerCodec
+from offline_grpo.redaction import flat
+from offline_grpo.report.run_files import read_yaml
+from offline_grpo.settings import RunConfig
+from offline_grpo.start.prompts import check_episodes, codec_of, without_long
+from offline_grpo.train.experience import score_metrics
+from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
+
+log = logging.getLogger(__name__)
+
+CYCLE = 0  # of the seeds: those of a run's evaluation before training
+OF_TRAINING_ALONE = ("resume", "logger", "checkpoint", "hydra", "rollouts")
+"""Overrides of a run that say nothing about the evaluation of its checkpoints, beside `OF_RUN`."""
+OF_RUN = ("eval.backend", "eval.base_url", "eval.weight_sync")
+"""Settings of evaluations that are part of a run. Others ask what `generation` names."""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out problems: the set's name, what it is made of, and how completions are drawn."""
+
+    name: str
+    config: RunConfig
+    plain: Mapping[str, Any]
+    task: Task
+    problems: Sequence[Problem]
+    sampling: SamplingParams
+
+
+@dataclass
+class Results:
+    """What was measured so far: (model, set) -> metrics and right answers [N]; every model's first comparison is with
+    the first one.
+    """
+
+    metrics: dict[tuple[str, str], Metrics] = field(default_factory=dict)
+    num_correct: dict[tuple[str, str], Any] = field(default_factory=dict)
+    comparisons: dict[tuple[str, str], PairedResult] = field(default_factory=dict)
+    is_complete: bool = False
+
+    def as_plain(self) -> dict[str, Any]:
+        compared = [{"model": m, "set": name, **asdict(result)} for (m, name), result in self.comparisons.items()]
+        metrics = [{"model": model, "set": name, **found} for (model, name), found in self.metrics.items()]
+        return {"is_complete": self.is_complete, "metrics": metrics, "compared_with_the_first": compared}
+
+
+def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
+    """The overrides of the run that wrote a checkpoint, but for those that do not matter or that `words` replace, and
+    the folders in which they were found. Its relative paths are absolute."""
+    if run_folder is None or not (run_folder / ".hydra" / "overrides.yaml").exists():
+        return []
+    groups = _options(words)
+    served = ("engine", "weight_sync") if "generation" in groups else ()
+    is_left_out = re.compile(rf"({'|'.join([*OF_TRAINING_ALONE, *OF_RUN, *groups, *served])})([.@]|$)").match
+    stored = flat(read_yaml(run_folder / ".hydra" / "config.yaml"))
+    found = [] if _search_path(words) else search_path(run_folder)  # Hydra reads one
+    for word in read_yaml(run_folder / ".hydra" / "overrides.yaml") or []:
+        key = key_of(word)
+        if key.rpartition(".")[2] in LOCAL and isinstance(stored.get(key), str):
+            word = f"{word.partition('=')[0]}={quoted(stored[key])}"
+        if not is_left_out(key):
+            found.append(word)
+    return found
+
+
+def evaluation_sets(base: Sequence[str], words: Sequence[str]) -> list[EvaluationSet]:
+    """A set for every combination of the values that `words` give, as in a sweep; one if each key has one value.
+
+    Args:
+        base: overrides that come before those of the command line.
+
+    Raises ConfigError for a key that cannot differ between sets.
+    """
+    conf.register()
+    choices = []
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        key, word = override.get_key_element(), str(override.input_line)
+        if not override.is_sweep_override():
+            choices.append([(word, "")])
+            continue
+        if key != "task" and not key.startswith(("task.", "eval.")):
+            raise ConfigError(f"{word}: sets of problems can differ in task and eval alone; give one value")
+        values = list(override.sweep_string_iterator())
+        choices.append([(f"{key}={value}", value if key == "task" else f"{key}={value}") for value in values])
+    return [
+        _evaluation_set(base, [word for word, _ in each], " ".join(name for _, name in each if name))
+        for each in product(*choices)
+    ]
+
+
+def _evaluation_set(base: Sequence[str], words: Sequence[str], name: str) -> EvaluationSet:
+    cfg = conf.composed([*base, *words])
+    if (option := _options(words).get("task")) is not None:
+        # an `experiment` of the run may have settings of its own task, which the one that `words` choose lacks
+        of_option = conf.composed([*_search_path([*base, *words]), f"task={option}"]).task
+        own = {*of_option, *(key.split(".")[1] for key in map(key_of, words) if key.startswith("task."))}
+        with open_dict(cfg.task):
+            for other in {*cfg.task} - own:
+                del cfg.task[other]
+    config = conf.typed(cfg)
+    task = build_task(config.task)
+    problems, sampling = held_out_problems(task, config), evaluation_sampling(config)
+    return EvaluationSet(name or type(task).__name__.lower(), config, conf.as_plain(cfg), task, problems, sampling)
+
+
+def _search_path(words: Sequence[str]) -> list[str]:
+    return [word for word in words if key_of(word) == "hydra.searchpath"]
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """The groups that `words` choose an option of."""
+    pairs = ((key_of(word), word.partition("=")[2]) for word in words)
+    return {key: value for key, value in pairs if value and (conf.folder() / key).is_dir()}
+
+
+def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpec:
+    """What samples: the group `generation`, without the settings that say how training samples. Raises ConfigError for
+    a server that is not installed, or one that is running for several models or an adapter.
+    """
+    names = {*SamplingParams.__dataclass_fields__, "allow_truncated_sampling"}
+    spec = training_engine(config, {name: value for name, value in config.generation.items() if name not in names})
+    if spec.base_urls:
+        key, url = "generation.base_url", spec.base_url
+        require(len(spec.base_urls) == 1, key, url, "an evaluation asks one server; name one")
+        fix = f"that server has one model and {len(models)} are named; evaluate one at a time"
+        require(len(models) == 1, key, url, fix)
+        fix = "MODEL is a LoRA adapter, and that server would answer with its base model; use generation.base_url=null"
+        fix += ", or serve the merged model (python -m offline_grpo.export MODEL OUT) and name its folder"
+        require(all(source.adapter is None for source in models), key, url, fix)
+    if spec.launcher is not None:
+        spec.launcher.check_installed()
+    return spec
+
+
+def evaluate(
+    models: Mapping[str, ModelSource], sets: Sequence[EvaluationSet], spec: EngineSpec, out: Path, results: Results
+) -> None:
+    """Ask every model, by its short name, every problem. Fills `results` as it goes, so that they are there after an
+    interruption too. The folder `out` gets the records and a server's log.
+    """
+    for letter, source in models.items():
+        with ExitStack() as stack:
+            with progress.phase(f"load {letter}"):
+                client, codec = stack.enter_context(_served(source, sets[0], spec, out))
+            is_first = letter == next(iter(models))
+            look = FirstLook(codec.tokenizer, codec.end_ids, shows=is_first)
+            if is_first:  # every model is asked the same
+                sets = [
+                    replace(each, problems=without_long(each.problems, codec, each.config.data, "held-out"))
+                    for each in sets
+                ]
+            check_episodes(codec, [problem for each in sets for problem in each.problems])
+            for number, chosen in enumerate(sets, 1):
+                replicates = chosen.config.eval.replicates
+                asked = f"{len(chosen.problems)} problems, {replicates} completions each"
+                log.info("%s on %s: %s", letter, chosen.name, asked)
+                # the number keeps sets apart whose names differ in other signs than letters
+                file = out / f"{letter}-{number}-{re.sub(r'[^a-zA-Z0-9_.=-]+', '_', chosen.name)}.jsonl"
+                with progress.phase(f"{letter} on {chosen.name}"):
+                    ordered = _evaluate(letter, client, codec, chosen, file, results)
+                look.rollouts("eval", ordered, advantages=None, iteration=-1)
+    results.is_complete = True
+
+
+def _evaluate(
+    letter: str, client: RolloutClient, codec: TokenizerCodec, chosen: EvaluationSet, file: Path, results: Results
+) -> list[RolloutGroup]:
+    settings, key = chosen.config.eval, (letter, chosen.name)
+    groups: dict[int, RolloutGroup] = {}
+    with ExitStack() as stack, recording(file) as record:
+        evaluator = PassAtKEvaluator.of(
+            settings,
+            task=isolated(chosen.task, chosen.config, file.parent, stack),
+            problems=chosen.problems,
+            codec=codec,
+            sampling=chosen.sampling,
+            rank=0,
+            world_size=1,
+        )
+        for index, group in evaluator.groups(client, cycle=CYCLE):
+            groups[index] = group
+            record(index, group)
+    ordered = [groups[index] for index in range(len(groups))]
+    results.metrics[key] = {**evaluator.metrics(ordered, cycle=CYCLE), **score_metrics(ordered)}
+    results.num_correct[key] = np.array([sum(r.score.is_correct for r in group.rollouts) for group in ordered])
+    first = next(iter(results.num_correct))[0]
+    if letter != first:
+        pair = (results.num_correct[first, chosen.name], results.num_correct[key])
+        results.comparisons[key] = compare(*pair, settings.replicates)
+    return ordered
+
+
+@contextmanager
+def _served(
+    source: ModelSource, chosen: EvaluationSet, spec: EngineSpec, out: Path
+) -> Iterator[tuple[RolloutClient, TokenizerCodec]]:
+    """A client that samples from the model: in this process, or from a server that is started with it."""
+    config = chosen.config
+    tokenizer = source.tokenizer(config.model.chat_template)
+    codec = codec_of(config, tokenizer, generation_config_of(source.weights))
+    with ExitStack() as stack:
+        runtime: dict[str, Any] = {"tokenizer": tokenizer, "server": None}
+        place = source.weights
+        if spec.needs_server:
+            about: Any = {"base_url": spec.base_url, "api_key": spec.api_key, "launcher": spec.launcher}
+            runtime["server"] = Server(**about, log_dir=out)
+            if source.adapter is not None:
+                place = str(stack.enter_context(OwnFolder(out, ".merged_")) / "model")
+                export_model(source, Path(place), merge=True, dtype=None, card="")
+            runtime["eos_ids"] = codec.end_ids
+            model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
+            runtime["vocab_size"] = model_config.get_text_config().vocab_size
+        else:
+            dtype = source.trained_dtype or torch_dtype(config.train.precision)
+            how = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
+            runtime["model"] = source.load(device=resolve_device(config.model.device), **how)
+        engine = spec.engine(sampling=chosen.sampling, is_corrected=True, **runtime)
+        stack.callback(engine.stop)
+        engine.start(place, {})
+        if engine.found_at is not None:
+            check_served_model(source, engine)
+        yield engine, codec
+
+
+def check_served_model(source: ModelSource, engine: Any) -> None:
+    """Compare the server's weights with the model's files, tensor by tensor, where both can be read. Rows and columns
+    may be swapped. Raises ConfigError if some differ.
+    """
+    url = engine.server.base_url
+    others: dict[str, str] = {}
+    num_compared = 0
+    if engine.lacks("full") is None:
+        served = engine.served_bits()
+        folder = Path(cached_file(source.weights, "config.json") or "").parent
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in served.fingerprints.keys() & set(file.keys()):
+                    num_compared += 1
+                    cast = [file.get_tensor(name).to(torch_dtype(served.dtype))]
+                    if fingerprints(cast) != [served.fingerprints[name]]:
+                        others |= zip([name], sums(cast), strict=True)
+    if unequal := engine.other_numbers(others):
+        about = f"the server has another model than {KEY}={source.name}"
+        differ = f"{len(unequal)} of {num_compared} tensors differ, {', '.join(unequal[:3])}"
+        fix = "start it from that model, or let the evaluation start one (generation.base_url=null)"
+        raise ConfigError(f"generation.base_url={url}: {about}: {differ}; {fix}")
+    if num_compared:
+        log.info("%s has the weights of %s: %d tensors equal bit for bit", url, source.name, num_compared)
+    else:
+        log.info("%s: its weights cannot be compared with those of %s", url, source.name)

@@ -1,0 +1,141 @@
+"""From the YAML that Hydra composes to typed settings. The dataclasses of `settings.py` are the schema that files and
+overrides must fit.
+
+This module imports no torch, so that `--help`, `--cfg job` and most refusals come at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from offline_grpo.config.help import groups
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.model.device import TORCH_NAMES
+from offline_grpo.redaction import flat
+from offline_grpo.settings import RunConfig
+from offline_grpo.train.schedule import LrSchedule
+
+MAY_BE_INFINITE = ("train.grad_clip",)
+PART = re.compile(r"""'[^']*'|"[^"]*"|[^\s,{}'":[\]](?:[^,{}'":[\]]|:(?!\s))*""")
+"""A text in the value of an override, between the marks of lists, dicts and sweeps."""
+
+
+def folder() -> Path:
+    """The folder `conf/`: beside the package where it was installed from a wheel, else at the top of the repository."""
+    package = Path(__file__).parents[1]
+    return next(path for path in (package / "conf", package.parents[1] / "conf") if path.is_dir())
+
+
+def register() -> None:
+    """Make the schema available to Hydra as `config_schema`, the first entry of the defaults list in conf/config.yaml.
+
+    In YAML, ${torch_dtype:${train.precision}} is what torch and servers call a format, and ${packaged:FILE} a file of
+    the package.
+    """
+    OmegaConf.register_new_resolver("torch_dtype", TORCH_NAMES.get, replace=True)
+    OmegaConf.register_new_resolver("packaged", lambda file: str(Path(__file__).parents[1] / file), replace=True)
+    ConfigStore.instance().store(name="config_schema", node=RunConfig)
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """What `run_grpo.py` would run with these overrides, after `register`. Raises Hydra's own errors for what cannot be
+    composed.
+    """
+    with initialize_config_dir(config_dir=str(folder()), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def typed(cfg: DictConfig) -> RunConfig:
+    """The composed configuration, or a re-read `.hydra/config.yaml`, as dataclasses: interpolations resolved, checks
+    passed. Raises ConfigError, or OmegaConf's own errors for keys that the schema lacks and values of other types.
+    """
+    # merged into the schema, because `+KEY=VALUE` has added keys that it lacks
+    node = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(cfg))
+    for key in sorted(OmegaConf.missing_keys(node)):
+        raise ConfigError(f"{key}: has no value; set {key}=...")
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, RunConfig)
+    for key, value in flat(OmegaConf.to_container(node, resolve=True)).items():
+        is_number = not isinstance(value, float) or isfinite(value) or key in MAY_BE_INFINITE
+        require(is_number, key, value, "must be a finite number")
+    return config
+
+
+def fresh_schedule(config: RunConfig) -> LrSchedule:
+    """The learning-rate schedule of a run that is not resumed."""
+    num_updates = config.train.iterations * config.planned_updates
+    return LrSchedule(kind=config.train.schedule, num_updates=num_updates, warmup_steps=config.train.warmup_steps)
+
+
+def key_of(word: str) -> str:
+    """The key that an override sets, without the marks that add or delete: `++train.lr=1` sets `train.lr`. A word that
+    is no override is its own key.
+    """
+    return word.lstrip("+~").partition("=")[0]
+
+
+def quoted(path: Path | str) -> str:
+    """A path, or any other text, as the value of an override: in quotes unless Hydra reads it bare as the same text."""
+    text = str(path)
+    is_plain = re.fullmatch(r"[\w/.:+@%-]+", text, re.ASCII) is not None
+    if is_plain and OverridesParser.create().parse_override(f"key={text}").value() == text:
+        return text
+    return in_quotes(text)
+
+
+def in_quotes(text: str) -> str:
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def readable(words: Sequence[str]) -> list[str]:
+    """The overrides of a command line as Hydra can read them: text that its parser does not take, such as `=`, `#` or a
+    letter that is not in ASCII, gets quotes. Raises ConfigError for GROUP=null, and for a dot in place of its slash.
+    """
+    parser, options = OverridesParser.create(), groups(folder())
+    nested = {group.replace("/", "."): group for group in (*options, "hydra/sweeper") if "/" in group}
+
+    def is_read(value: str) -> bool:
+        try:
+            parser.parse_override(f"key={value}")
+        except HydraException:
+            return False
+        return True
+
+    found = []
+    for word in words:
+        key, sign, value = word.partition("=")
+        name = key.lstrip("+")
+        if name in nested and re.match(r"(?!null$)[^{$]", value):
+            raise ConfigError(f"{word}: is an option of a group; choose it with {nested[name]}={value}")
+        if name in options and value == "null":
+            raise ConfigError(f"{word}: a group needs an option; choose one of {', '.join(options[name])}")
+        # first each part of a list or a sweep, then the whole
+        parts = PART.sub(lambda part: part[0] if is_read(part[0]) else in_quotes(part[0]), value)
+        found.append(f"{key}{sign}{next(filter(is_read, (value, parts, in_quotes(value))), value)}")
+    return found
+
+
+def sweep_hint(key: str, value: Any) -> str:
+    """A hint on sweep syntax, for users who wrote a list where a single value is expected."""
+    if not isinstance(value, (list, ListConfig)):
+        return ""
+    return f"; to sweep over it: --multirun {key}={','.join(str(item) for item in value)}"
+
+
+def as_plain(cfg: DictConfig) -> Mapping[str, Any]:
+    """The resolved configuration as nested dicts and lists, for loggers and checkpoints. Infinity is the text "inf", as
+    JSON has no such number; OmegaConf reads it as one."""
+    text = json.dumps(OmegaConf.to_container(cfg, resolve=True))
+    return json.loads(text, parse_constant=lambda name: str(float(name)))

@@ -1,0 +1,162 @@
+"""Which engines a run samples from, as far as the configuration says: for training, and for evaluations if they ask
+another one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from offline_grpo.config.build import build, check_settings, resolve
+from offline_grpo.config.compose import folder
+from offline_grpo.engine.engine import Engine
+from offline_grpo.engine.launcher import Launcher
+from offline_grpo.engine.ports import plain_url
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.settings import EvalConfig, RunConfig, check_url
+
+CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids", "vocab_size", "sampling", "is_corrected")
+"""Names under which an engine's constructor may ask for objects that exist only once the model is loaded."""
+OF_BOTH = ("batch_size", "timeout_s", "max_retries")
+"""Settings of engines in `generation` and in `eval`."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine and its servers, before any of them exists."""
+
+    client_node: Mapping[str, Any]  # `_target_` and settings of the engine
+    base_urls: Sequence[str]  # of external servers; empty where the run starts them, or needs none
+    api_key: str | None = field(repr=False)  # of the servers; managed ones always have one
+    launcher: Launcher | None  # starts managed servers; None where none is started
+    key: str  # the group that the engine's settings come from
+    num_managed: int = 0  # servers that the run starts
+
+    @property
+    def base_url(self) -> str | None:
+        """The URLs of external servers, as one types them; None where there are none."""
+        if len(self.base_urls) < 2:
+            return next(iter(self.base_urls), None)
+        return f"[{','.join(self.base_urls)}]"
+
+    @property
+    def engine_class(self) -> type[Engine]:
+        target = resolve(self.client_node, self.key)
+        if not (isinstance(target, type) and issubclass(target, Engine)):
+            fix = "is no RolloutClient that inherits from LocalEngine or ServerEngine (see offline_grpo/engine/)"
+            raise ConfigError(f"{self.key}._target_={self.client_node['_target_']}: {fix}")
+        return target
+
+    @property
+    def needs_server(self) -> bool:
+        return not self.engine_class.is_local
+
+    def engine(self, **runtime: Any) -> Any:
+        """An `Engine`, with those of these objects (`CLIENT_RUNTIME`) that its constructor asks for."""
+        return build(self.client_node, key=self.key, protocol=Engine, **{**dict.fromkeys(CLIENT_RUNTIME), **runtime})
+
+    @property
+    def url_key(self) -> str:
+        """The setting that `base_url` comes from."""
+        return f"{self.key.partition('.')[0]}.base_url"
+
+    def check_client(self) -> None:
+        """Raise ConfigError if the engine's settings do not fit its constructor, or are out of range."""
+        settings = {name: value for name, value in self.client_node.items() if name != "_target_"}
+        check_settings(self.engine_class, settings, self.key, given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
+        for name, is_good, rule in (
+            ("batch_size", settings.get("batch_size", 1) >= 1, "must be at least 1"),
+            ("timeout_s", settings.get("timeout_s", 1) > 0, "must be above 0"),
+            ("max_retries", settings.get("max_retries", 0) >= 0, "must be 0 or more"),
+        ):
+            require(is_good, f"{self.key}.{name}", settings.get(name), rule)
+
+
+def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
+    """What `generation` asks for. Raises ConfigError for a client without a server to ask.
+
+    Args:
+        node: the group `generation` without the sampling settings.
+    """
+    client_node = {name: value for name, value in node.items() if name not in ("base_url", "api_key")}
+    urls, num_engines = urls_of(node.get("base_url")), config.placement.num_engines
+    spec = EngineSpec(client_node, urls, node.get("api_key"), None, "generation")
+    spec.check_client()
+    if urls or not spec.needs_server:
+        fix = "the run starts no server, so this would do nothing; leave it at 1"
+        require(num_engines in (1, len(urls)), "placement.num_engines", num_engines, fix)
+        return spec
+    fix = "no server to ask; name a running one, or let the run start one with engine=vllm"
+    require(config.engine is not None, "generation.base_url", None, fix)
+    engine = config.engine
+    if config.model.trust_remote_code:  # the server loads the same model
+        engine = {**engine, "args": {**engine["args"], "trust_remote_code": True}}
+    if config.model.quantization is not None:
+        typed = engine["args"].get("quantization", "bitsandbytes")
+        fix = "the server rounds its base as model.quantization=nf4 does, by bitsandbytes; leave it out"
+        require(typed == "bitsandbytes", "engine.args.quantization", typed, fix)
+        engine = {**engine, "args": {**engine["args"], "quantization": "bitsandbytes"}}
+    launcher: Launcher = build(engine, key="engine")
+    of_iteration = -(-config.data.problems_per_iteration // num_engines)
+    num_requests = min(client_node.get("batch_size", of_iteration), of_iteration)
+    launcher = launcher.expecting(num_requests * config.data.rollouts_per_problem)
+    # so that nobody else on the machine controls the servers
+    launcher = replace(launcher, api_key=launcher.api_key or secrets.token_hex(32))
+    return replace(spec, api_key=launcher.api_key, launcher=launcher, num_managed=num_engines)
+
+
+def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: str | None) -> EngineSpec | None:
+    """What evaluations ask, None where it is what training samples from. Raises ConfigError for a client without a
+    server, and for a server without a client.
+    """
+    url, backend = settings.base_url, settings.backend
+    spec = EngineSpec(_evaluation_node(settings, training), urls_of(url), api_key, None, "eval.backend")
+    is_same_client = not isinstance(backend, Mapping) and issubclass(training.engine_class, spec.engine_class)
+    is_shared = is_same_client and (url is None or plain_url(url) in map(plain_url, training.base_urls))
+    fix = "applies only to a separate evaluation server; set eval.base_url to one, or leave it null"
+    is_separate = url is not None and not is_shared
+    require(is_separate or settings.weight_sync is None, "eval.weight_sync", settings.weight_sync, fix)
+    if is_shared:
+        return None
+    fix = "training samples from elsewhere; set eval.base_url to the server for evaluations"
+    require(url is not None or not spec.needs_server, "eval.backend", backend, fix)
+    fix = "name the kind of server too: eval.backend=vllm_server or sglang_server"
+    require(url is None or spec.needs_server, "eval.base_url", url, fix)
+    spec.check_client()
+    return spec
+
+
+def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str, Any]:
+    backend = settings.backend
+    if backend is None:  # training's own settings, but for those that both groups have
+        shared = {name: getattr(settings, name) for name in OF_BOTH if name in training.client_node}
+        return {**training.client_node, **shared}
+    if isinstance(backend, Mapping):
+        return backend
+    options = {file.stem: file for file in (folder() / "generation").glob("*.yaml")}
+    fix = f"must be null, one of {', '.join(sorted(options))}, or a client of your own with a _target_"
+    require(backend in options, "eval.backend", backend, fix)
+    option: Any = OmegaConf.load(options[backend])
+    return {"_target_": option["_target_"], **{name: getattr(settings, name) for name in OF_BOTH if name in option}}
+
+
+def num_shards(server_args: Mapping[str, Any]) -> int:
+    """GPUs that a server splits its model over; the option is vLLM's or SGLang's."""
+    return server_args.get("tensor_parallel_size") or server_args.get("tp_size") or 1
+
+
+def urls_of(value: str | Sequence[str] | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def check_urls(key: str, value: Any) -> None:
+    """Raise ConfigError if the setting names a URL that a client cannot ask, names one twice, or is an empty list."""
+    urls = urls_of(value)
+    require(value is None or len(urls) > 0, key, value, "names no server; null starts one")
+    for url in urls:
+        check_url(key, url)
+    require(len({plain_url(url) for url in urls}) == len(urls), key, f"[{','.join(urls)}]", "names a server twice")

@@ -1,0 +1,250 @@
+"""`--multirun`: its folder, exit codes and table; how a sweep is resumed.
+
+A resumed sweep has the overrides that it recorded in `multirun.yaml`, so its jobs have the numbers and folders that
+they had: finished ones are skipped, interrupted ones continue, and the others start. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, read_write
+
+from offline_grpo.checkpoint.files import latest_state
+from offline_grpo.commands import cli
+from offline_grpo.config.compose import key_of, quoted
+from offline_grpo.disk import matching
+from offline_grpo.errors import ConfigError, GrpoError, require
+from offline_grpo.history import folder as run_dir
+from offline_grpo.history import launch
+from offline_grpo.history.folder import RunDir, discard_fresh, take
+from offline_grpo.report.run_files import read_yaml
+
+RECORD = "multirun.yaml"
+ROOT = Path("multirun")  # where sweeps are, by `hydra.sweep.dir` in conf/config.yaml
+OF_ONE_START = ("resume", "hydra.sweep.dir", "hydra.mode", "hydra.searchpath")  # a resumed sweep has its own
+FAILED = ".failed_jobs"
+"""Folder in that of a sweep: a file for each job that failed, with its exit code. Jobs may be other processes."""
+LOCAL = "hydra_plugins.offline_grpo_launchers.LocalLauncher"
+"""Replaces the launcher `joblib` here, because no YAML file can: Hydra's plugin has registered the name."""
+
+folders: list[Path] = []  # of the sweeps that this process has begun
+
+
+class RunCallback(Callback):
+    """Enabled in `conf/config.yaml`. Locks the folder of a run or of a sweep before anything is written there; prints a
+    sweep's table and collects its exit codes.
+    """
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        named = config.resume not in (None, "auto")
+        folder = config.hydra.run.dir
+        _lock(Path(folder), f"resume={config.resume}" if named else f"hydra.run.dir={folder}")
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._folder, self._process = Path(config.hydra.sweep.dir).resolve(), os.getpid()
+        _refuse(lambda: check_search(config))
+        _lock(self._folder, f"hydra.sweep.dir={config.hydra.sweep.dir}")
+        folders.append(self._folder)
+        shutil.rmtree(self._folder / FAILED, ignore_errors=True)  # of a start that was interrupted
+        OmegaConf.save(config, self._folder / RECORD)  # Hydra's sweeper of a grid does, and Optuna's does not
+        atexit.register(self._print_table)  # an interrupted sweep has one too, of the runs so far
+        if (launcher := config.hydra.launcher)._target_.endswith(".JoblibLauncher"):
+            with read_write(launcher):
+                launcher._target_ = LOCAL
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        atexit.unregister(self._print_table)
+        self._print_table()
+
+    def _print_table(self) -> None:
+        if os.getpid() != self._process:  # forked by a launcher
+            return
+        from offline_grpo.logger import output_console
+        from offline_grpo.report.sweep import print_sweep
+
+        with suppress(ConfigError):  # no job started a run, and each has reported why
+            print_sweep([self._folder], output_console())
+
+
+def _lock(folder: Path, key: str) -> None:
+    """Processes beside the first have no folders."""
+    if launch.is_main():
+        _refuse(lambda: take(folder, key))
+
+
+def _refuse(check: Callable[[], None]) -> None:
+    """Hydra makes warnings of a callback's exceptions."""
+    try:
+        check()
+    except GrpoError as error:
+        cli.leave(error)
+
+
+def check_search(config: DictConfig) -> None:
+    """Raise ConfigError where the runs of a search would have no value, or one that it makes worse."""
+    if config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+        return
+    value = "a search looks for the highest last pass@1 of its runs"
+    require(config.eval.enabled, "eval.enabled", "false", f"{value}; leave it out")
+    require(1 in config.eval.ks, "eval.ks", config.eval.ks, f"{value}; name 1 too")
+    loggers = [*(config.logger or {})]
+    require("json" in loggers, "logger", loggers, f"{value}, and json alone keeps it; name json too")
+    direction = str(config.hydra.sweeper.get("direction", "maximize")).rpartition(".")[2]
+    require(direction == "maximize", "hydra.sweeper.direction", direction, f"{value}; use maximize")
+
+
+def take_failures() -> list[int]:
+    """The exit codes of the failed jobs of all sweeps, once."""
+    paths = [path for folder in folders for path in (folder / FAILED).glob("*")]
+    codes = [int(path.read_text()) for path in paths]
+    for folder in {path.parent for path in paths}:
+        shutil.rmtree(folder)
+        discard_fresh(folder.parent)
+    return codes
+
+
+def record_failure(exit_code: int) -> None:
+    config = HydraConfig.get()
+    folder = Path(config.sweep.dir) / FAILED
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(config.job.num)).write_text(str(exit_code))
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError if another job of this sweep has the current job's folder."""
+    config, stored = HydraConfig.get(), folder / ".hydra" / "hydra.yaml"
+    if not stored.is_file():
+        return
+    if (other := read_yaml(stored)["hydra"]["job"]["num"]) != config.job.num:
+        fix = "let it have ${hydra.job.num} in it, or each key that is swept over"
+        raise ConfigError(f"hydra.sweep.subdir={config.sweep.subdir}: job {other} of the sweep has that folder; {fix}")
+    before, now = (
+        {key_of(word): word for word in words}
+        for words in (read_yaml(folder / ".hydra" / "overrides.yaml") or [], config.overrides.task)
+    )
+    for key in map(key_of, config.sweeper.get("params") or {}):
+        if (old := before.get(key)) != (new := now.get(key)):
+            fix = "an earlier run gave another result, or Optuna is another version; start another search"
+            raise ConfigError(f"{new}: run {config.job.num} of this search has {old}; {fix}")
+
+
+@contextmanager
+def numbered_lines() -> Iterator[None]:
+    """Where jobs run at the same time, begin each line that this one prints with its number, without a live display."""
+    config = HydraConfig.get()
+    if config.mode is not RunMode.MULTIRUN or config.launcher._target_.endswith(".BasicLauncher"):
+        yield
+        return
+    number = config.job.num
+    with redirect_stdout(NumberedLines(sys.stdout, number)), redirect_stderr(NumberedLines(sys.stderr, number)):
+        yield
+
+
+class NumberedLines(io.TextIOBase):
+    """Passes whole lines to `stream`, each after `[NUMBER] ` in one write: those of several processes do not mix."""
+
+    def __init__(self, stream: TextIO, number: int) -> None:
+        self._stream, self._number, self._rest = stream, number, ""
+
+    def write(self, text: str, /) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        if lines:
+            self._stream.write("".join(f"[{self._number}] {line}\n" for line in lines))
+            self._stream.flush()
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+# Resuming
+
+
+def sweep_folder(path: str) -> Path | None:
+    """The folder of a sweep at this path, None for anything else."""
+    folder = Path(path).expanduser().resolve()
+    return folder if (folder / RECORD).is_file() else None
+
+
+def newest_alike(typed: Sequence[str]) -> Path | None:
+    """The newest sweep that was started with the same overrides and the same order of jobs, finished or not."""
+    wanted = [word for word in typed if key_of(word) not in OF_ONE_START]
+    for path in sorted(matching(ROOT, f"*/*/{RECORD}"), reverse=True):
+        record = read_yaml(path)["hydra"]
+        own = _recorded(record)
+        if _is_repeatable(record) and sorted(own) == sorted(wanted) and _swept(own) == _swept(wanted):
+            return path.parent.resolve()
+    return None
+
+
+def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
+    """The sweep's own overrides, and on top those that are typed now. Raises ConfigError for a search that drew at
+    random, and where the typed overrides would give its runs other numbers.
+    """
+    record = read_yaml(sweep / RECORD)["hydra"]
+    fix = "this search drew at random, so its runs cannot be found again; set hydra.sweeper.sampler.seed the next time"
+    require(_is_repeatable(record), "resume", sweep, fix)
+    place = Path(record["runtime"]["cwd"])
+    own = [word if place == Path.cwd() else _seen_from(place, word) for word in _recorded(record)]
+    further = [word for word in typed if key_of(word) not in OF_ONE_START and word not in own]
+    again, swept = {key_of(word) for word in further}, [*_swept(own), *_swept(further)]
+    for key in again & {key_of(word) for word in swept}:
+        fix = f"leave {key} out, or start another sweep by leaving resume out"
+        raise ConfigError(f"{key}: another value would number the runs of {sweep} anew; {fix}")
+    return [*(word for word in own if key_of(word) not in again), *further]
+
+
+def is_finished(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the job in this folder has nothing left to do with these settings, and has its report."""
+    if not (folder / "report.png").exists():
+        return False
+    if (state := latest_state(folder / "checkpoints")) is not None:
+        return run_dir.is_finished(RunDir(folder), state, config)
+    from offline_grpo.report.runs import read_run
+
+    return (folder / ".hydra" / "config.yaml").is_file() and read_run(folder, folder.name).is_done
+
+
+def _recorded(record: Mapping[str, Any]) -> list[str]:
+    """The overrides that a sweep was started with, by the part `hydra` of its `multirun.yaml`."""
+    words = [*record["overrides"]["task"], *record["overrides"]["hydra"]]
+    return [word for word in words if key_of(word) not in OF_ONE_START]
+
+
+def _seen_from(place: Path, word: str) -> str:
+    """An override whose relative paths were typed in the folder `place`, with absolute ones."""
+
+    def absolute(found: re.Match[str]) -> str:
+        path = place / found[0].strip("\"'")
+        return quoted(path) if path.exists() else found[0]
+
+    key, _, value = word.partition("=")
+    parts = re.compile(r"'[^']+'|\"[^\"]+\"|[^,\[\]'\"]+")
+    return f"{key}={parts.sub(absolute, value)}" if key_of(word).rpartition(".")[2] in run_dir.LOCAL else word
+
+
+def _swept(words: Sequence[str]) -> list[str]:
+    parsed = OverridesParser.create().parse_overrides(list(words))
+    return [word for word, override in zip(words, parsed, strict=True) if override.is_sweep_override()]
+
+
+def _is_repeatable(record: Mapping[str, Any]) -> bool:
+    """Whether the same results lead to the same runs: of a grid, and of a search that draws with a seed. A search is
+    resumed by repeating it: finished runs are skipped and tell Optuna their pass@1, so that it asks for the same runs.
+    """
+    sweeper = record["sweeper"]
+    return sweeper["_target_"].endswith(".BasicSweeper") or sweeper.get("sampler", {}).get("seed") is not None

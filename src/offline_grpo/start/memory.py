@@ -1,0 +1,478 @@
+"""The memory plan: what every GPU of a run holds at its fullest, by formula, before any weights are loaded.
+
+    a training process   weights + masters + gradients + optimizer state + reference + activations of a microbatch
+    a server             its share of the GPU (engine.args.gpu_memory_utilization): weights, and the rest for KV cache
+    the host             with train.optimizer.offload: masters + optimizer state of all processes, and the processes
+
+The parameters are counted on a model without memory (torch's meta device). The formula for activations is that of a
+decoder with attention and a gated MLP. It lies above all that `benchmarks/memory_plan.py`, `model_sizes.py` and
+`small_card.py` measured on a GPU, by at most a twentieth. The prediction is for the worst case: every completion is as
+long as it may get.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, floor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from transformers import PretrainedConfig
+
+from offline_grpo import progress
+from offline_grpo.config.engine_spec import num_shards
+from offline_grpo.config.plan import Plan
+from offline_grpo.errors import ConfigError
+from offline_grpo.generation.teacher import KEY
+from offline_grpo.model import nf4
+from offline_grpo.model.device import TORCH_NAMES, torch_dtype
+from offline_grpo.model.layers import blocks_of, is_compiled, layer_configs
+from offline_grpo.model.load import (
+    attention_of,
+    build_on_meta,
+    context_length,
+    is_adapted_policy,
+    prepare,
+    read_model_config,
+)
+from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
+from offline_grpo.train.advantage.distill import is_url
+from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit, is_offloaded
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+CONTEXT_BYTES = 3 * GIB // 4  # CUDA context, kernels and cuBLAS workspaces of a process: 0.74 GiB on an H100
+HEAD_TILES_BYTES = GIB // 2  # logits of a tile of the vocabulary, see model/lm_head.py
+LOGITS_COPIES = 5  # float32 [rows, vocabulary] that sampling in process holds at once
+HOST_PROCESS_BYTES = 4 * GIB  # of a process that uses CUDA: libraries, kernels, buffers; a server has two
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks, recomputed; all of them cost a third of the time of an update
+ROUNDING = 0.007  # of tensors: the allocator's blocks, cuBLAS' workspaces; no measured row needs more
+MARGIN = 0.1  # of the activations, which are predicted worst; `choose_share` keeps it free
+CGROUP = Path("/sys/fs/cgroup")  # version 2
+LESS = (
+    "choose a smaller model or model/lora=default, train.optimizer.offload=true or train/optimizer=adamw_8bit, "
+    "train.gradient_checkpointing=true, or fewer train.tokens_per_microbatch, train.batch_size or generation.batch_size"
+)
+SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
+DEFAULT_SHARE = 0.92  # vLLM's own
+ACTIVATIONS = "activations"
+ALLOCATOR = "rounding of the allocator"
+SAMPLING = "KV cache of sampling, beyond gradients and activations"
+STATE_BYTES: dict[type, float] = {AdamW: 8.0, AdamW8bit: 2 * (1 + 4 / 256), Adafactor: 0.0}
+"""Optimizer state per weight; an optimizer from outside counts as AdamW. 8-bit AdamW has a scale for every 256 weights;
+Adafactor's rows and columns are few."""
+
+
+class Part(NamedTuple):
+    """Memory on a GPU."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A GPU's parts: those of its training processes, and of its servers weights, the rest of their share, and contexts
+    (empty where it has none). The host has a plan, too, where it holds offloaded state; its `gpu` is None.
+    """
+
+    gpu: int | None
+    total_bytes: int
+    trainer: tuple[Part, ...]
+    server: tuple[Part, ...]
+    num_servers: int = 1  # that `server` adds up
+
+    @property
+    def name(self) -> str:
+        return "the host" if self.gpu is None else f"GPU {self.gpu}"
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.trainer + self.server)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model in numbers of weights, adapters included."""
+
+    num_weights: int
+    num_quantized: int  # of them, in 4 bits
+    largest_quantized: int  # of one layer
+    num_trained: int
+    block_weights: tuple[int, ...]  # of every block; empty where no list of blocks is found
+    first_trained_block: int  # earlier blocks keep no activations
+    trains_head: bool
+    has_qk_norm: bool
+
+
+@dataclass
+class MemoryRequest:
+    """A run's configuration, its models, and its GPUs."""
+
+    plan: Plan
+    model_config: PretrainedConfig  # of the model to train
+    reference_config: PretrainedConfig | None  # of a reference that is loaded beside it; None if there is none
+    prompt_tokens: tuple[int, int]  # of the shortest and of the longest prompt
+    trainers: Sequence[int]  # the GPU of every training process, that of the first one first
+    engine_gpus: Sequence[int]  # of all servers; a GPU with several is there several times
+    total_bytes: Sequence[int]  # memory of each GPU of this machine
+    reference_gpu: int | None = None  # that the reference, and a teacher, have for themselves
+    teacher_config: PretrainedConfig | None = None  # of a teacher that is loaded; None if there is none
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.plan.config.train.precision)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process has a part of the weights."""
+        return self.plan.config.train.sharding == "fsdp2" and len(self.trainers) > 1
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Of the model to train. Raises as `load_policy` does."""
+        config = self.plan.config
+        bare: Any = build_on_meta(self.model_config, trust_remote_code=config.model.trust_remote_code)
+        quantized = nf4.quantized_sizes(bare) if config.model.quantization is not None else []
+        with torch.device("meta"):
+            model: Any = prepare(bare, config.model, config.train.train_layer_indices)
+        try:
+            blocks = list(blocks_of(bare))
+        except ConfigError:
+            blocks = []
+        embeddings, head = bare.get_input_embeddings().weight, bare.get_output_embeddings()
+        are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
+        return Sizes(
+            num_weights=sum(p.numel() for p in model.parameters()),
+            num_quantized=sum(quantized),
+            largest_quantized=max(quantized, default=0),
+            num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
+            first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
+            trains_head=head is not None and head.weight.requires_grad,
+            has_qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules()),
+        )
+
+
+def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], num_processes: int) -> float:
+    """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
+
+    Returns the share of the blocks that are recomputed (`train.gradient_checkpointing`); on the CPU, `auto` recomputes
+    none. `prompt_tokens`: of the shortest and of the longest prompt.
+    """
+    model, devices = plan.config.model, plan.devices(num_processes)
+    trainers = trainer_gpus(model.device, num_processes)
+    wanted, checks = plan.config.train.gradient_checkpointing, plan.config.placement.check_memory
+    if not trainers or not (checks or wanted == "auto"):
+        return float(wanted is True)
+    with progress.phase("memory plan"):
+        trust, reference = {"trust_remote_code": model.trust_remote_code}, None
+        if needs_reference_copy(plan):
+            reference = read_model_config(model.ref_id or model_id, "model.ref_id", **trust)
+        teacher = plan.advantage.teacher
+        request = MemoryRequest(
+            plan,
+            read_model_config(model_id, "model.train_id", **trust),
+            reference,
+            prompt_tokens=prompt_tokens,
+            trainers=trainers,
+            engine_gpus=[gpu for gpus in server_gpus(devices) for gpu in gpus or ()],
+            total_bytes=[torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())],
+            reference_gpu=reference_gpu(devices),
+            teacher_config=None if teacher is None or is_url(teacher) else read_model_config(teacher, KEY, **trust),
+        )
+        share = float(wanted is True)
+        share, predicted = choose_share(request) if wanted == "auto" else (share, predict(request, share))
+        if wanted == "auto":
+            log.info("train.gradient_checkpointing=auto: recomputes %.0f%% of the blocks", 100 * share)
+        for line in describe(predicted):
+            log.info(line)
+        if checks:
+            check(predicted)
+        return share
+
+
+def needs_reference_copy(plan: Plan) -> bool:
+    """Whether a KL term compares with a model of its own: without LoRA, or with another `model.ref_id`."""
+    return plan.loss.kl_coef > 0 and not is_adapted_policy(plan.config.model)
+
+
+def _num_weights(model_config: PretrainedConfig) -> int:
+    return sum(p.numel() for p in build_on_meta(model_config).parameters())
+
+
+def _weights_bytes(sizes: Sizes, itemsize: int, bytes_of_quantized: float) -> int:
+    return (sizes.num_weights - sizes.num_quantized) * itemsize + int(sizes.num_quantized * bytes_of_quantized)
+
+
+def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
+    """A plan for every GPU that the run uses, in order, and then for the host, if it holds offloaded state.
+
+    Args:
+        recompute: the share of the blocks that are recomputed in the backward pass.
+    """
+    plan, config, dtype = request.plan, request.plan.config, request.dtype
+    model, sizes, offload = config.model, request.sizes, is_offloaded(plan.optimizer)
+    shares_weights = plan.weight_sync.requires.shares_weights  # those of the first process are the server's memory
+    num_parts = len(request.trainers) if request.is_sharded else 1  # of which each process has one
+    has_fp32_parts = request.is_sharded and model.lora is None  # FSDP2 keeps whole models in fp32
+    num_trained = sizes.num_trained if model.lora is not None else ceil(sizes.num_trained / num_parts)
+    needs_masters = (dtype != torch.float32 or shares_weights or offload) and not has_fp32_parts
+    gradients_bytes = 4 * num_trained
+    activations_bytes = _activations_bytes(request, recompute)
+    needed_bytes = activations_bytes
+    if len(request.trainers) > 1 and not request.is_sharded:
+        needed_bytes = max(needed_bytes, 2 * gradients_bytes)  # all gradients as one message, and its copy
+    frozen = [
+        Part(f"{name} weights", ceil(_num_weights(model_config) * dtype.itemsize / num_parts))
+        for name, model_config in (("reference", request.reference_config), ("teacher", request.teacher_config))
+        if model_config is not None
+    ]
+
+    weights_bytes = _weights_bytes(sizes, 4 if has_fp32_parts else dtype.itemsize, nf4.TRAINER_BYTES)
+    weights = Part("policy weights", ceil(weights_bytes / num_parts))
+    state_bytes = int(STATE_BYTES.get(type(plan.optimizer), STATE_BYTES[AdamW]) * num_trained)
+    optimizer = [Part("fp32 masters", 4 * num_trained * needs_masters), Part("optimizer state", state_bytes)]
+    context = Part("CUDA context", CONTEXT_BYTES)
+    others = [
+        *([] if offload else optimizer),
+        Part("gradients", gradients_bytes),
+        *(frozen if request.reference_gpu is None and model.ref_device != "cpu" else []),
+        Part(ACTIVATIONS, needed_bytes),
+        Part(SAMPLING, max(0, _sampling_bytes(request) - gradients_bytes - activations_bytes)),
+        context,
+        Part("dequantised layers", 2 * sizes.largest_quantized * dtype.itemsize),  # one, and the one before it
+        Part("gathered embeddings and blocks", _gathered_bytes(request) if request.is_sharded else 0),
+    ]
+
+    devices = []
+    of_reference = () if request.reference_gpu is None or not frozen else (request.reference_gpu,)
+    for gpu in sorted({*request.trainers, *of_reference, *request.engine_gpus}):
+        processes = [process for process, trained_on in enumerate(request.trainers) if trained_on == gpu]
+        owners = [process for process in processes if process > 0 or not shares_weights]
+        trainer = tuple(part for part in [weights] * len(owners) + others * len(processes) if part.num_bytes > 0)
+        if gpu in of_reference:
+            trainer += (*frozen, context)
+        if trainer:
+            trainer += (Part(ALLOCATOR, int(ROUNDING * sum(part.num_bytes for part in trainer))),)
+        num_servers = request.engine_gpus.count(gpu)
+        served = _server_parts(request, request.total_bytes[gpu], num_servers) if num_servers else ()
+        devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))
+    if offload:
+        num_processes = len(request.trainers) + (2 * plan.engine.num_managed if request.engine_gpus else 0)
+        processes = Part("processes", HOST_PROCESS_BYTES * num_processes)
+        devices.append(DevicePlan(None, _available_bytes(), (*optimizer * len(request.trainers), processes), ()))
+    return devices
+
+
+def choose_share(request: MemoryRequest) -> tuple[float, list[DevicePlan]]:
+    """`train.gradient_checkpointing=auto`: the smallest of `SHARES` whose prediction fits, and that prediction; all
+    blocks, where none does.
+    """
+
+    def fits(device: DevicePlan) -> bool:
+        activations = sum(part.num_bytes for part in device.trainer if part.name == ACTIVATIONS)
+        return device.needed_bytes + MARGIN * activations <= device.total_bytes
+
+    plans = ((share, predict(request, share)) for share in SHARES)
+    return next(plan for plan in plans if plan[0] == SHARES[-1] or all(map(fits, plan[1])))
+
+
+def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
+    """A process's largest microbatch if every sequence is as long as it may get: its tokens, and how many of them are
+    scored.
+
+    Example: of 2000 tokens, with up to 500 sampled after prompts of 100 or more, at most 5/6 are scored.
+    """
+    train, data = request.plan.config.train, request.plan.config.data
+    max_new_tokens = request.plan.sampling.max_new_tokens
+    sequence_tokens = _sequence_tokens(request, max_new_tokens)
+    num_sequences = data.problems_per_iteration * data.rollouts_per_problem
+    if train.grad_accum_steps is not None:
+        num_sequences = min(num_sequences, (train.batch_size or 1) * train.grad_accum_steps)
+    elif train.updates_per_iteration is not None:
+        num_sequences = ceil(num_sequences / train.updates_per_iteration)
+    of_process = ceil(num_sequences / len(request.trainers))
+    rows, limit = min(of_process, train.batch_size or of_process), train.tokens_per_microbatch
+    if limit is None or rows * sequence_tokens <= limit:
+        return rows * sequence_tokens, rows * max(1, min(max_new_tokens, sequence_tokens - 1))
+    num_tokens = max(limit, sequence_tokens)
+    most = num_tokens * max_new_tokens // (request.prompt_tokens[0] + max_new_tokens)
+    return num_tokens, min(most, of_process * max_new_tokens)
+
+
+def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
+    """Of a microbatch when it holds most: in the loss head, or in the backward pass of the last block."""
+    config = request.model_config.get_text_config()
+    num_tokens, scored = largest_microbatch(request)
+    itemsize = request.dtype.itemsize
+    hidden_size, vocab_size, num_blocks = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    block = num_tokens * _block_bytes_per_token(request)
+    active = num_blocks - request.sizes.first_trained_block
+    num_recomputed = round(active * recompute)
+    kept = block * (active - num_recomputed) + num_recomputed * num_tokens * hidden_size * itemsize
+
+    keeps_tiles = request.dtype == torch.bfloat16 and request.plan.loss.entropy_coef == 0
+    kept_gib = getattr(request.plan.head, "kept_gib", 0) if keeps_tiles else 0  # a head from outside keeps nothing
+    kept_by_head = min(int(kept_gib * GIB), 2 * scored * vocab_size)
+    # The last block's result and its norm; the scored rows of it. Then, in the backward pass of the head, the fp32 sum
+    # that becomes their gradient, and a product; and the gradient of the embeddings, if they are trained.
+    edges = 2 * num_tokens * hidden_size * itemsize + scored * hidden_size * itemsize
+    of_weights = request.sizes.trains_head * vocab_size * hidden_size * itemsize
+    tiles = min(HEAD_TILES_BYTES, 8 * scored * vocab_size)
+    backward = 10 * scored * hidden_size + of_weights
+    head = kept_by_head + (max(tiles, backward) if kept_by_head else tiles + tiles // 4 + backward)
+    in_block = 3 * num_tokens * itemsize * _widths(config)[2]  # gradients inside the MLP
+    if getattr(config, "tie_word_embeddings", True):
+        in_block += of_weights  # which are complete in the embeddings' own backward pass
+    return int(kept + edges + max(head, in_block + (block if num_recomputed else 0)))
+
+
+def _widths(config: Any) -> tuple[int, int, int, int]:
+    """Of queries, of keys (and values), of the MLP, and of what is routed to and from experts: for each token, in the
+    widest layer of each."""
+    query, key, mlp, routed = map(max, zip(*map(_widths_of_layer, layer_configs(config)), strict=True))
+    return query, key, mlp, routed
+
+
+def _widths_of_layer(config: Any) -> tuple[int, int, int, int]:
+    hidden_size = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head_dim = getattr(config, "head_dim", None) or hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    mlp, routed = getattr(config, "intermediate_size", None) or 4 * hidden_size, 0
+    experts = getattr(config, "num_experts_per_tok", None)
+    if isinstance(experts, int):
+        mlp = max(mlp, experts * (getattr(config, "moe_intermediate_size", None) or mlp))
+        routed = 2 * experts * hidden_size
+    return heads * head_dim, kv_heads * head_dim, mlp, routed
+
+
+def _block_bytes_per_token(request: MemoryRequest) -> int:
+    """Bytes that a block keeps of a token: inputs and outputs of its matrix products and attention."""
+    config: Any = request.model_config.get_text_config()
+    dtype = request.dtype
+    query, key, mlp, routed = _widths(config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    compiled = is_compiled(request.plan.config.model.compile, device)
+    # A norm that is not compiled keeps its input and its result in fp32 too, and the MLP its activations.
+    of_norm = 1 if compiled else (4 if dtype.itemsize == 2 else 3)  # numbers, besides the compiled one's input
+    numbers = 2 * config.hidden_size * (of_norm + compiled) + 2 * (query + key) + routed
+    numbers += (3 if compiled else 4) * mlp
+    if request.sizes.has_qk_norm:
+        numbers += of_norm * (query + key)
+    if not compiled:
+        numbers += 2 * (query - key)  # keys and values, repeated for the heads that share them
+        if request.plan.config.model.lora is not None:  # a result of each adapter, as peft's own layers have it
+            numbers += query + 2 * key + 2 * mlp + 2 * config.hidden_size
+    heads = getattr(config, "num_attention_heads", None) or 0
+    is_eager = attention_of(request.model_config, request.plan.config.model.attn_implementation) == "eager"
+    has_scores = is_eager or (dtype == torch.float32 and query != key)  # sdpa's kernel for fp32 and fewer keys
+    score_bytes = (4 if dtype.itemsize == 4 else 6) * has_scores  # flash attention keeps none
+    row_tokens = _sequence_tokens(request, request.plan.sampling.max_new_tokens)
+    per_head = 4 * heads * (2 if request.sizes.has_qk_norm else 1)  # fp32: the softmax's sum, and a norm's scale
+    return numbers * dtype.itemsize + heads * row_tokens * score_bytes + per_head
+
+
+def _gathered_bytes(request: MemoryRequest) -> int:
+    """With fsdp2 whole weights: embeddings and head for the length of a pass, and two blocks, because the next one
+    comes while one computes. With their gradients, once in fp32 as well, where the weights are trained.
+    """
+    itemsize, sizes = request.dtype.itemsize, request.sizes
+    rest, largest = sizes.num_weights - sum(sizes.block_weights), max(sizes.block_weights, default=0)
+    trained = 0 if request.plan.config.model.lora is not None else (rest + largest) * itemsize + 4 * largest
+    return (rest + 2 * largest) * itemsize + trained
+
+
+def _sampling_bytes(request: MemoryRequest) -> int:
+    plan, itemsize = request.plan, request.dtype.itemsize
+    if plan.engine.needs_server:
+        return 0
+    rows, config = plan.engine.client_node.get("batch_size", 1), request.model_config.get_text_config()
+    sequence_tokens = _sequence_tokens(request, max(plan.sampling.max_new_tokens, plan.eval_sampling.max_new_tokens))
+    layer_bytes = 2 * rows * sequence_tokens * _widths(config)[1] * itemsize
+    needed = layer_bytes * (config.num_hidden_layers + 1)  # a layer's cache is copied when it grows
+    needed += LOGITS_COPIES * 4 * rows * config.vocab_size
+    return needed + request.sizes.num_weights * itemsize * request.is_sharded  # gathered for it
+
+
+def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) -> tuple[Part, Part, Part]:
+    """Of all servers on the GPU, whose shares add up: weights, what their share leaves for KV cache and the rest (below
+    0 if too little), and CUDA contexts, which the share excludes.
+    """
+    args, dtype = request.plan.server_args, request.plan.server_args.get("dtype")
+    served = torch_dtype(dtype) if dtype in TORCH_NAMES else request.dtype  # auto is the model's own
+    weights_bytes = _num_weights(request.model_config) * served.itemsize
+    if args.get("quantization") == "bitsandbytes":
+        weights_bytes = _weights_bytes(request.sizes, served.itemsize, nf4.SERVER_BYTES)
+    if "fp8" in (args.get("quantization") or ""):
+        weights_bytes -= sum(request.sizes.block_weights) * (served.itemsize - 1)
+    weights = num_servers * (weights_bytes // num_shards(args))
+    key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
+    share_frac = args.get(key) or DEFAULT_SHARE
+    who = "server" if num_servers == 1 else f"{num_servers} servers"
+    rest = Part(f"{who}: KV cache and the rest", int(num_servers * total_bytes * share_frac) - weights)
+    return Part(f"{who}: weights", weights), rest, Part(f"{who}: CUDA context", num_servers * CONTEXT_BYTES)
+
+
+def _sequence_tokens(request: MemoryRequest, max_new_tokens: int) -> int:
+    """Tokens of the longest prompt and completion, or the model's context if that is less."""
+    num_tokens = request.prompt_tokens[1] + max_new_tokens
+    return min(num_tokens, context_length(request.model_config) or num_tokens)
+
+
+def _available_bytes() -> int:
+    """Of the host without swapping: of the machine, or its control group (a container) if that has less."""
+    available, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])  # given back if needed
+        available = min(available, int(most) - used)
+    return max(available, 0)
+
+
+def describe(devices: Sequence[DevicePlan]) -> list[str]:
+    """A small table: one line per part, in GiB."""
+    lines = []
+    for device in devices:
+        needed, total = _gib(device.needed_bytes), _gib(device.total_bytes)
+        lines.append(f"{device.name}: predicted to hold {needed} of {total} at its fullest")
+        lines += [f"  {part.num_bytes / GIB:8.2f} GiB  {part.name}" for part in device.trainer + device.server]
+    return lines
+
+
+def check(devices: Sequence[DevicePlan]) -> None:
+    """Raise ConfigError, with the largest parts, for what cannot fit."""
+    for device in devices:
+        if device.needed_bytes <= device.total_bytes:
+            continue
+        fix = LESS
+        if device.server and (room := room_for_server(device, total_bytes=device.total_bytes)) is not None:
+            fix = f"lower the server's share, engine.args.{' or '.join(SHARE_KEYS)}, to {room:.2f}"
+        parts = sorted(device.trainer + device.server, key=lambda part: -part.num_bytes)
+        held = ", ".join(f"{part.name} {_gib(part.num_bytes)}" for part in parts[:4])
+        raise ConfigError(
+            f"placement.check_memory=true: {device.name} has {_gib(device.total_bytes)} and would have to hold "
+            f"{_gib(device.needed_bytes)} ({held}, ...); {fix}; placement.check_memory=false starts all the same"
+        )
+
+
+def room_for_server(device: DevicePlan, *, total_bytes: int) -> float | None:
+    """The largest share of a GPU of `total_bytes` that each server may have beside the trainer; None if its weights
+    need more.
+    """
+    weights, _, context = device.server
+    trainer_bytes = sum(part.num_bytes for part in device.trainer)
+    room = floor((total_bytes - trainer_bytes - context.num_bytes) / device.num_servers / total_bytes * 100) / 100
+    has_cache = device.num_servers * room * total_bytes >= 1.1 * weights.num_bytes
+    return room if has_cache else None
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

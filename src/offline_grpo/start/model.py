@@ -1,0 +1,257 @@
+"""Loads the model of a run, and connects it with engines, data and optimizer: the steps of `run.train` that need
+transformers, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from offline_grpo import progress
+from offline_grpo.checkpoint.checkpointer import Checkpointer
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import fresh_schedule
+from offline_grpo.config.plan import Plan
+from offline_grpo.config.problems import records, source_node
+from offline_grpo.engine.server import Server
+from offline_grpo.eval.evaluator import PassAtKEvaluator
+from offline_grpo.interfaces import Sharding, Source
+from offline_grpo.logger.first_look import FirstLook
+from offline_grpo.loss.base import reward_penalty
+from offline_grpo.model import load
+from offline_grpo.model.device import make_current, resolve_device, torch_dtype
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.redaction import redacted
+from offline_grpo.report.run_files import WITHOUT_EFFECT
+from offline_grpo.rollouts.store.recorder import Origin, Recorder, architecture_hash, tokenizer_hash
+from offline_grpo.seeding import derive_seed
+from offline_grpo.start import prompts, serving
+from offline_grpo.start.memory import check_memory
+from offline_grpo.start.teacher import load_teacher
+from offline_grpo.state import Run
+from offline_grpo.train.milestones import Milestones
+from offline_grpo.train.offload import OffloadedAdamW
+from offline_grpo.train.optimizer import is_offloaded
+from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.update import Updater
+from offline_grpo.weight_sync.in_process import prove_sampling
+
+BESIDE_BYTES = 4 * 2**30
+"""On the GPU beside a copy of the weights: for short sequences, their gradients, and the compiler's trials."""
+
+
+def check(run: Run) -> None:
+    """The model's config and tokenizer, the prompts in its tokens, and the memory plan, before any weight is read."""
+    run.prompt_tokens = prompts.check_model(run.plan, run.model_id)
+    how = {"prompt_tokens": run.prompt_tokens, "num_processes": run.ranks.world_size}
+    run.recompute = check_memory(run.plan, run.model_id, **how)
+
+
+def load_policy(run: Run) -> None:
+    """Read the policy's weights. Onto a GPU that a server shares not before the server has taken its memory: vLLM
+    measures what is free when it starts.
+    """
+    plan, config, ranks = run.plan, run.config, run.ranks
+    device = resolve_device(config.model.device, ranks.local_rank)
+    if run.servers:  # while they start
+        with progress.phase("imports and data"):
+            import_ahead(plan.layout, config.model.compile, device, torch_dtype(config.train.precision))
+    if serving.loads_onto_servers_gpu(plan.weight_sync, run.devices):
+        for server in run.servers:
+            ranks.on_main(server.wait_for_memory)
+    with progress.step("load model", f"loading the model {run.checkpoint or run.model_id}"):
+        torch.manual_seed(derive_seed(config.seed, "adapters"))  # LoRA draws its first weights
+        run.policy = load.load_policy(
+            config.model,
+            run.model_id,
+            layout=plan.layout,
+            head=plan.head,
+            device=device,
+            precision=config.train.precision,
+            train_layer_indices=config.train.train_layer_indices,
+            gradient_checkpointing=run.recompute,
+            checkpoint=run.checkpoint,
+            shares_weights=_shares_weights(run),
+        )
+    run.sharding = _sharding(config.train.sharding, ranks)
+    run.sharding.prepare(run.policy)
+
+
+def connect_engines(run: Run) -> None:
+    """Wait for the servers, or start those that need the policy, and open the way of its weights to them."""
+    # Where a server's memory becomes the policy's, layout and compiler are tried while it records its CUDA graphs.
+    is_settled = _shares_weights(run) and _moves_beside(run.servers, run.policy)
+    if is_settled:
+        _settle(run)
+    where = run.policy, run.sharding, run.folder.path, run.ranks
+    run.training, run.evaluation = serving.deployments(run.plan, run.servers, *where)
+    for deployment in dict.fromkeys((run.training, run.evaluation)):
+        run.stack.callback(deployment.close)
+        deployment.connect(run.policy)
+    if _shares_weights(run) and not is_settled:  # elsewhere `load_policy` has settled it
+        _settle(run)
+
+
+def prove(run: Run) -> None:
+    """Raise ConfigError unless this model attends to the past alone, and the sampler in this process draws from the
+    distribution that training computes.
+    """
+    with progress.phase("proof"):
+        device = run.policy.compute_device
+        longest = min(max(16, run.prompt_tokens[1] + run.plan.sampling.max_new_tokens), LONGEST[device.type])
+        check_causality(run.policy.scoring, longest, device)
+        samples = run.plan.data.train is not None or run.config.eval.enabled
+        if samples and not run.plan.engine.needs_server:
+            with run.sharding.gathered(run.policy):
+                prove_sampling(run.training.client, run.policy, longest)
+
+
+def prepare_training(run: Run) -> None:
+    """Masters and optimizer, the source of rollouts, the evaluator, the checkpoint's state, and who follows the run."""
+    plan, config, policy, ranks, folder = run.plan, run.config, run.policy, run.ranks, run.folder.path
+    with progress.phase("masters"):
+        masters = policy.make_masters(offload=is_offloaded(plan.optimizer))
+        if config.train.dither_masters and run.checkpoint is None:  # which has its own
+            masters.dither(config.seed)
+    run.updater = make_updater(plan, policy, run.model_id, folder, ranks, run.sharding)
+    if run.resume is not None and run.resume.lr_schedule is not None:
+        run.updater.lr_schedule = run.resume.lr_schedule
+
+    # The record of rollouts says what model sampled them, and under which settings.
+    public = redacted(run.plain)
+    about = {key: value for key, value in public.items() if key not in WITHOUT_EFFECT}
+    origin = Origin(run.model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
+    run.codec = prompts.codec_of(config, policy.tokenizer, policy.causal_lm.generation_config)
+    run.source = _source(run, origin)
+    run.stack.callback(run.source.close)
+    if config.eval.enabled:
+        run.evaluator = PassAtKEvaluator.of(
+            config.eval,
+            task=plan.data.task,
+            problems=plan.data.held_out,
+            codec=run.codec,
+            sampling=plan.eval_sampling,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+
+    run.milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
+    checkpointer = Checkpointer(
+        policy=policy,
+        updater=run.updater,
+        source=run.source,
+        milestones=run.milestones,
+        folder=run.folder.checkpoints,
+        ranks=ranks,
+        config=public,
+        keep_last_k=config.checkpoint.num_kept,
+        format=config.checkpoint.format,
+    )
+    run.checkpointer = checkpointer if config.checkpoint.enabled else None
+    if run.checkpoint is not None:
+        run.restored = checkpointer.restore(run.checkpoint)
+
+    if ranks.is_main and records(config):
+        recorder = Recorder(folder, origin, lambda: (run.updater.counters.version, policy.trained_here()))
+        run.stack.callback(recorder.close)
+        run.listeners.insert(0, recorder)  # the others may look at what it has written
+    run.listeners.append(FirstLook(run.codec.tokenizer, run.codec.end_ids))
+    for listener in run.listeners:
+        listener.loaded(partial(run.codec.decode, skip_special_tokens=False))
+
+
+def make_updater(
+    plan: Plan, policy: Policy, model_id: str, run_folder: Path, ranks: Ranks, sharding: Sharding
+) -> Updater:
+    """The updater of a run whose policy is loaded; loads the reference if there is a KL term, and the teacher."""
+    train, reference = plan.config.train, None
+    if plan.loss.kl_coef > 0:
+        with progress.phase("load reference"):
+            model = plan.config.model
+            reference = load.load_reference(model, model_id, policy, layout=plan.layout, precision=train.precision)
+            sharding.prepare_reference(reference)
+    teacher = load_teacher(plan, policy, sharding)
+    optimizer = plan.optimizer.create(policy.masters.parameters.values())
+    return Updater(
+        policy=policy,
+        reference=reference,
+        loss=plan.loss,
+        advantage=plan.advantage,
+        reward_penalty=reward_penalty(plan.loss),
+        teacher=teacher,
+        optimizer=OffloadedAdamW(optimizer, policy.masters) if is_offloaded(plan.optimizer) else optimizer,
+        scaler=torch.amp.GradScaler(policy.device.type, enabled=train.precision == "fp16"),
+        config=train,
+        ranks=ranks,
+        sharding=sharding,
+        max_new_tokens=plan.sampling.max_new_tokens,
+        lr_schedule=fresh_schedule(plan.config),
+        seed=plan.config.seed,
+        failure_dir=run_folder,
+    )
+
+
+def _shares_weights(run: Run) -> bool:
+    """Whether a server's weights are the memory of this process's policy."""
+    return run.plan.weight_sync.requires.shares_weights and run.ranks.is_main
+
+
+def _moves_beside(servers: Sequence[Server], policy: Policy) -> bool:
+    """Move weights that will be a server's memory, and are on the CPU still, to its device, if a copy has room there
+    for as long as the server starts. Not before the server has taken its memory.
+    """
+    device, model = policy.compute_device, cast(nn.Module, policy.model)
+    if device.type == "cuda":
+        for server in servers:
+            server.wait_for_memory()
+        if torch.cuda.mem_get_info(device)[0] < BESIDE_BYTES + sum(p.nbytes for p in model.parameters()):
+            return False
+        make_current(device)
+    model.to(device)
+    return True
+
+
+def _settle(run: Run) -> None:
+    with progress.phase("layout and compile"):
+        settle_layout(run.policy.scoring, run.plan.layout, run.policy.compute_device)
+        settle_compile(run.policy.scoring, run.config.model.compile, run.policy.compute_device)
+
+
+def _sharding(name: str, ranks: Ranks) -> Sharding:
+    if name == "none" or ranks.world_size == 1:  # a single process has nobody to share with
+        return Replicas(ranks)
+    from offline_grpo.train.fsdp2 import FullyShardedPolicy  # which takes a second
+
+    return FullyShardedPolicy(ranks)
+
+
+def _source(run: Run, origin: Origin) -> Source:
+    """The component of the group `rollouts`, connected to the client that it samples from."""
+    plan, config, policy, updater = run.plan, run.config, run.policy, run.updater
+    runtime = {
+        "client": run.training.client,
+        "task": plan.data.task,
+        "codec": run.codec,
+        "vocab_size": policy.vocab_size,
+        "context": load.context_length(policy.causal_lm.config),
+        "sampling": plan.sampling,
+        "advantage": plan.advantage,
+        "on_failure": config.scoring.on_failure,
+        "run_folder": run.folder.path,
+        "model_id": origin.model,
+        "origin": origin,
+        "rank": run.ranks.rank,
+        "world_size": run.ranks.world_size,
+        "trainer_version": lambda: updater.counters.version,
+        "updates_per_iteration": config.planned_updates,
+        "num_iterations": config.train.iterations,
+        **({} if plan.data.train is None else {"problems": plan.data.train}),
+    }
+    return build(source_node(config), key="rollouts", protocol=Source, **runtime)

@@ -1,0 +1,138 @@
+"""Checks the model's files against the plan, and the prompts in the model's tokens, before weights are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from offline_grpo.config.plan import Plan
+from offline_grpo.config.problems import PREFIX
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.interfaces import TextCodec
+from offline_grpo.model.load import context_length, generation_config_of, load_tokenizer, read_model_config
+from offline_grpo.model.text import TokenizerCodec, end_ids
+from offline_grpo.settings import DataConfig, RunConfig
+from offline_grpo.start.teacher import check_teacher
+from offline_grpo.types import Problem
+
+MAX_LOOKED_AT = 10_000
+"""Of more problems, so many are encoded; of the others those that may be too long."""
+
+log = logging.getLogger(__name__)
+
+
+def codec_of(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+) -> TokenizerCodec:
+    """What turns a run's conversations into tokens, and completions into what its task judges."""
+    prefix = config.task.get(PREFIX) or ""
+    require(isinstance(prefix, str), f"task.{PREFIX}", prefix, "must be text; quote a number twice: '\"1\"'")
+    kwargs = config.model.chat_template_kwargs or {}
+    return TokenizerCodec(tokenizer, end_ids(generation_config, tokenizer), kwargs, prefix)
+
+
+def check_model(plan: Plan, model_id: str) -> tuple[int, int]:
+    """config.json and the tokenizer of the model against the settings. Takes the problems out of the plan that
+    `data.max_prompt_tokens` skips; returns what `check_prompts` does, and raises the same.
+    """
+    config = plan.config.model
+    if config.trust_remote_code:
+        log.warning("model.trust_remote_code=true: Python code that comes with %s is executed", model_id)
+    if plan.loss.kl_coef > 0 and config.ref_id is not None:
+        read_model_config(config.ref_id, "model.ref_id", trust_remote_code=config.trust_remote_code)
+    model_config = read_model_config(model_id, "model.train_id", trust_remote_code=config.trust_remote_code)
+    how = {"trust_remote_code": config.trust_remote_code, "chat_template": config.chat_template}
+    tokenizer = load_tokenizer(model_id, **how)
+    if tokenizer.chat_template is None:
+        without = "has no chat template, so a prompt is the plain contents of its messages, line by line"
+        log.warning("model.train_id=%s: %s", model_id, without)
+    codec = codec_of(plan.config, tokenizer, generation_config_of(model_id))
+    settings, data = plan.config.data, plan.data
+    train = None if data.train is None else without_long(data.train, codec, settings, "training")
+    plan.data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
+    check_episodes(codec, [*(train or ()), *plan.data.held_out])
+    prompt_tokens = check_prompts(plan, model_id, codec, model_config)
+    check_teacher(plan, model_config, tokenizer, prompt_tokens[1])
+    return prompt_tokens
+
+
+def check_episodes(codec: TokenizerCodec, problems: Sequence[Problem]) -> None:
+    """Raise ConfigError if the model's chat template cannot do what playing these problems takes."""
+    rules = [problem.rules for problem in problems if problem.rules is not None]
+    if rules:
+        codec.chat.check(has_tools=any(each.tools for each in rules))
+
+
+def without_long(problems: Sequence[Problem], codec: TextCodec, settings: DataConfig, what: str) -> Sequence[Problem]:
+    """The problems that `data.max_prompt_tokens` does not skip; logs how many it does. Raises ConfigError if all."""
+    limit = settings.max_prompt_tokens
+    long = {} if limit is None else longer_prompts(problems, codec, limit)
+    if not long:
+        return problems
+    fix = f"every {what} prompt is longer; the shortest has {min(long.values())} tokens"
+    require(len(long) < len(problems), "data.max_prompt_tokens", limit, fix)
+    told = f"{len(long):,} of {len(problems):,} {what} problems, whose prompts are longer"
+    log.info("data.max_prompt_tokens=%s: skipped %s", limit, told)
+    return [problem for index, problem in enumerate(problems) if index not in long]
+
+
+def longer_prompts(problems: Sequence[Problem], codec: TextCodec, limit: float) -> dict[int, int]:
+    """Index -> number of tokens of each prompt that has more than `limit`.
+
+    A prompt of fewer bytes has no more tokens, and is not encoded, which takes a hundred times as long as to count
+    them. What a chat template adds to each message is less than a whole short prompt.
+    """
+    added = min((len(codec.encode(problem.messages)) for problem in problems[:20]), default=0)
+    found = {}
+    for index, problem in enumerate(problems):
+        if sum(added + len(each["content"].encode(errors="replace")) for each in problem.messages) > limit:
+            num_tokens = len(codec.encode(problem.messages))
+            if num_tokens > limit:
+                found[index] = num_tokens
+    return found
+
+
+def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config: PretrainedConfig) -> tuple[int, int]:
+    """How many tokens the shortest and the longest prompt of training and evaluation have. Of a source that limits
+    prompt and completion: 0 and what the limit leaves. Raises ConfigError for tokens that the model does not have, and
+    where prompt and `max_new_tokens` do not fit into its context.
+    """
+    context, vocab_size = context_length(model_config), model_config.get_text_config().vocab_size
+    limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
+    found = [] if limit is None else [0, max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)]
+    unreadable: list[str] = []
+    for key, problems, max_new_tokens in (
+        ("generation.max_new_tokens", plan.data.train or [], plan.sampling.max_new_tokens),
+        ("eval.max_new_tokens", plan.data.held_out, plan.eval_sampling.max_new_tokens),
+    ):
+        room = inf if context is None else context - max_new_tokens
+        rules = [problem.rules for problem in problems if problem.rules is not None]
+        added = max((each.max_environment_tokens for each in rules), default=0)
+        room -= added
+        prompts = [codec.encode(problem.messages) for problem in problems[:MAX_LOOKED_AT]]
+        for problem, prompt in zip(problems, prompts, strict=False):
+            largest = max(prompt, default=0)
+            fix = f"its tokenizer gives token {largest} for problem {problem.problem_id}, and the model has"
+            require(largest < vocab_size, "model.train_id", model_id, f"{fix} {vocab_size} tokens; take another copy")
+            if codec.tokenizer.unk_token_id in prompt:
+                unreadable.append(problem.messages[-1]["content"])
+        lengths = [*map(len, prompts), *longer_prompts(problems[MAX_LOOKED_AT:], codec, room).values()]
+        longest = max(lengths, default=0)
+        if context is not None and longest > room:
+            num_too_long = sum(length > room for length in lengths)
+            fix = f"data.max_prompt_tokens={room} skips the {num_too_long} of {len(problems)} problems that do not fit"
+            fix = fix if room >= min(lengths) else "use a model with more"
+            left = context - longest - added
+            fix = f"use {key}={left} or less, or {fix}" if left > 0 else fix
+            more = f" and task.max_environment_tokens={added}" if added else ""
+            excess = f"that is beyond the model's context of {context}; {fix}"
+            raise ConfigError(f"{key}={max_new_tokens}: with the longest prompt of {longest} tokens{more} {excess}")
+        found += [min(lengths), longest + added] if added else lengths
+    if unreadable:
+        lacks = f"lacks characters of {len(unreadable)} prompts, such as {unreadable[0][:60]!r}"
+        log.warning("model.train_id=%s: its tokenizer %s; use another model", model_id, lacks)
+    return min(found, default=0), max(found, default=0)

@@ -1,0 +1,188 @@
+"""What is refused is one line, with the right exit code, and leaves nothing behind. Nothing here gets as far as
+importing a model.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from offline_grpo.commands import cli
+from offline_grpo.commands.main import main
+from offline_grpo.config.compose import folder, readable
+from offline_grpo.config.help import groups
+from offline_grpo.config.hints import OF_OTHER_TRAINERS, known_keys
+
+ROOT = Path(__file__).parents[3]
+NESTED = [(group, names[0]) for group, names in groups(folder()).items() if "/" in group]
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """`run_grpo.py WORDS` in an empty folder with a file `afile`: its exit code, and what it said on stderr."""
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["run_grpo.py", *words])
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            GlobalHydra.instance().clear()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, capfd.readouterr().err
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "SHOWS_TRACEBACKS", False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    (tmp_path / "afile").touch()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train.lr=fast", r"train\.lr=fast: .* Float"),
+        ("train.lr=[1,2]", r"train\.lr=\[1, 2\]: .*; to sweep over it: --multirun train.lr=1,2"),
+        ("train.lr:3", r"train\.lr:3: is not an override; .*"),
+        ("~train.lr", r"train\.lr: .*"),
+        ("eval.num_id=1", r"eval\.num_id: no such key; did you mean eval\.num_ids\?"),
+        ("train/los=dapo", r"train/los: no such key; did you mean train/loss\?"),
+        ("+train.foo=1", r"train\.foo: no such key; .*"),
+        ("+model.lora.rank=1 model/lora=default", r"model\.lora\.rank: no such key; .*"),
+        ("epsilon=0.1", r"epsilon: no such key; the setting is train\.loss\.clip_low; docs/from_the_seeds.md .*"),
+        ("optimizer.lr=1", r"optimizer\.lr: no such key; the setting is train\.lr; docs/from_the_seeds.md .*"),
+        ("algorithm.gamma=1", r"algorithm\.gamma: no such key; `--help` .*; docs/from_the_seeds.md .*"),
+        ("actor_rollout_ref.rollout.n=4", r".*rollout\.n: no such key; the setting is data\.rollouts_per_problem; .*"),
+        ("model.lora.use_dora=true model/lora=default", r"model\.lora\.use_dora: vLLM serves no DoRA; .*"),
+        ("+model.lora.modules_to_save=[a] model/lora=default", r"model\.lora\.modules_to_save: no server loads .*"),
+        ("model.lora.r=32", r"model\.lora\.r: model/lora is empty here; add model/lora=default"),
+        ("engine.args.max_model_len=9", r"engine\.args\..*: engine is empty here; add engine=sglang or engine=vllm"),
+        (
+            "generation=vllm_server engine.args.quantization=fp8",
+            r"engine\.args\.quantization: no such key; did you mean .*\? \+engine\.args\.quantization=\.\.\. passes .*",
+        ),
+        (
+            "generation=vllm_server engine.env.MY_VARIABLE=9",
+            r"engine\.env\.MY_VARIABLE: no such key here; \+engine\.env\.MY_VARIABLE=\.\.\. passes .*",
+        ),
+        ("model=hf model.tiny.hidden_size=3", r"model\.tiny\.hidden_size: the chosen options have no such key; .*"),
+        ("logger=[json,consol]", r"logger=consol: no such option; choose one of console, json, tensorboard, wandb"),
+        ("train/loss=ppo", r"train/loss=ppo: no such option; choose one of cispo, .*"),
+        ("engine=null", r"engine=null: .*"),
+        ("model=Qwen/Qwen2.5-0.5B", r".*; for a model .*, model=hf model\.train_id=Qwen/Qwen2\.5-0\.5B"),
+        ("generation.temperature=0", r"generation\.temperature=0: greedy .* eval\.temperature=0 eval\.replicates=1 .*"),
+        ("eval.temperature=0", r"eval\.replicates=4: greedy .*; use eval\.replicates=1 eval\.ks=\[1\]"),
+        (
+            "train.iterations=2 train.profile=3",
+            r"train\.profile=3: an iteration, from 1 to train\.iterations=2, or null",
+        ),
+    ],
+)
+def test_a_refusal_is_one_line_and_leaves_nothing(command: Command, tmp_path: Path, words: str, message: str) -> None:
+    code, err = command(*words.split())
+    assert code == 2
+    assert re.fullmatch(f"error: {message}\n", err), err
+    assert [path.name for path in tmp_path.iterdir()] == ["afile"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "fix"),
+    [
+        # a dot for the slash of a group, an option of another group, and a group without one
+        *((f"{group.replace('/', '.')}={name}", group.replace("/", "."), f"{group}={name}") for group, name in NESTED),
+        ("hydra.sweeper=optuna", "hydra.sweeper", "hydra/sweeper=optuna"),
+        ("train=dapo", "train", "train/loss=dapo"),
+        ("advantage=rloo", "advantage", "train/advantage"),
+        ("weight_sync.nccl=true", "weight_sync.nccl", "weight_sync=nccl"),
+        ("weight_sync.x=1", "weight_sync.x", "--help weight_sync"),
+        ("task.path=x", "task.path", "task=dataset"),
+        ("temperature=1", "temperature", "eval.temperature or generation.temperature"),
+        ("logger=null", "logger", "json"),
+        # as other trainers have it
+        ("generation.n=4", "generation.n", "data.rollouts_per_problem"),
+        ("data.train_files=x.parquet", "data.train_files", "task.path"),
+        ("--learning_rate 1e-5", "--learning_rate", "train.lr"),
+        ("--num-generations=8", "--num_generations", "data.rollouts_per_problem"),
+        ("--train.lr 1e-5", "--train.lr", "train.lr=..."),
+        # text that Hydra's parser takes for something else
+        ("task=dataset task.path=zeilenü.jsonl", "task.path", "zeilenü.jsonl does not exist"),
+        ("task=dataset task.path=a,b.jsonl", "task.path", "\"task.path='a,b.jsonl'\""),
+        ("eval.ks=[1,2", "eval.ks", "[1,2"),
+        # searches
+        ("--multirun experiment=search eval.enabled=false", "eval.enabled", "leave it out"),
+        ("--multirun experiment=search eval.ks=[4]", "eval.ks", "name 1"),
+        ("--multirun experiment=search logger=console", "logger", "json"),
+        ("--multirun hydra/sweeper=optuna train.lr=interval(0,1)", "hydra.sweeper.direction", "maximize"),
+    ],
+)
+def test_a_refusal_names_the_key_and_what_to_type(
+    command: Command, tmp_path: Path, words: str, key: str, fix: str
+) -> None:
+    code, err = command(*shlex.split(words))
+    assert code == 2
+    assert re.match(rf"error: {re.escape(key)}[=:]", err), err
+    assert fix in err.splitlines()[0]
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["afile"]
+
+
+def test_every_key_that_a_hint_names_exists() -> None:
+    known = [*known_keys(), "hydra.run.dir", "+engine.args.tensor_parallel_size"]
+    assert not set(OF_OTHER_TRAINERS.values()) - set(known)
+
+
+def test_text_that_hydra_cannot_read_gets_quotes() -> None:
+    words = ["train.lr=1e-3,1e-4", "eval.ks=[1,4]", "+a={b: [x, 'y z']}", "a='ü'", "a=${oc.env:HOME}", "~a", "a=b c"]
+    assert readable(words) == words
+    for name in (
+        "日本.jsonl",
+        "a b",
+        "a=b",
+        "a[1].jsonl",
+        "(1).jsonl",
+        "{a}.jsonl",
+        "a#b",
+        "~/a",
+        "it's",
+        'a"b',
+    ):
+        assert OverridesParser.create().parse_override(readable([f"a={name}"])[0]).value() == name
+    assert readable(["a=[ü,b,1]", "a=ü,1", "a={b: ü}"]) == ["a=['ü',b,1]", "a='ü',1", "a={b: 'ü'}"]
+
+
+def test_a_reader_that_has_ended_ends_the_command_quietly(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with capfd.disabled(), os.fdopen(write, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert command("--cfg", "job") == (141, "")
+
+
+def test_a_traceback_is_shown_to_those_who_ask_for_it(tmp_path: Path) -> None:
+    def said(**env: str) -> str:
+        words = [sys.executable, str(ROOT / "run_grpo.py"), "train.lr=-1"]
+        done = subprocess.run(
+            words, cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=100
+        )
+        assert done.returncode == 2
+        return done.stderr
+
+    line = "error: train.lr=-1.0: must be above 0"
+    assert said(HYDRA_FULL_ERROR="0").startswith(line)
+    shown = said(HYDRA_FULL_ERROR="1")
+    assert shown.startswith("Traceback")
+    assert "in typed" in shown
+    assert shown.splitlines()[-1].startswith(line)

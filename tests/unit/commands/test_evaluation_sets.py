@@ -1,0 +1,67 @@
+"""Sets of held-out problems for the checkpoints of a run that chose its task in its own way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from factories import CONF
+
+from offline_grpo.commands.evaluation import evaluation_sets, saved_overrides
+from offline_grpo.task.arithmetic import Arithmetic
+from offline_grpo.task.countdown import Countdown
+from offline_grpo.task.mixture import Mixture
+
+MIXED = ["task=mixture", "+task@task.tasks.sums=arithmetic", "+task@task.tasks.others=arithmetic", "eval.num_ids=3"]
+
+
+def run_with(folder: Path, overrides: list[str], config: dict[str, object] | None = None) -> Path:
+    """The folder of a run with these overrides, as Hydra leaves it."""
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config or {}))
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    return folder
+
+
+@pytest.mark.parametrize("overrides", [MIXED, ["experiment=mixture", "eval.num_ids=3"]])
+def test_another_task_than_that_of_the_run(overrides: list[str], tmp_path: Path) -> None:
+    run = run_with(tmp_path, overrides)
+    words = ["task=countdown", "task.max_number=30"]
+    (found,) = evaluation_sets(saved_overrides(run, words), words)
+    assert isinstance(found.task, Countdown)
+    assert len(found.problems) == 3
+
+
+def test_the_task_of_the_run_where_none_is_named(tmp_path: Path) -> None:
+    run = run_with(tmp_path, MIXED)
+    (found,) = evaluation_sets(saved_overrides(run, []), [])
+    assert isinstance(found.task, Mixture)
+    words = ["task=arithmetic", "task.max_operand=8"]
+    (found,) = evaluation_sets(saved_overrides(run, words), words)
+    assert isinstance(found.task, Arithmetic)
+
+
+def test_a_task_in_a_folder_that_the_run_was_started_with(tmp_path: Path) -> None:
+    """By `hydra.searchpath`; `--config-dir` is stored alike."""
+    mine = tmp_path / "my, own conf"
+    (mine / "task").mkdir(parents=True)
+    (mine / "task" / "mine.yaml").write_text((CONF / "task" / "countdown.yaml").read_text())
+    run = run_with(
+        tmp_path, ["task=mine", "task.max_number=30", "eval.num_ids=3", f"hydra.searchpath=['file://{mine}']"]
+    )
+    sources = [
+        {"path": str(CONF), "schema": "file", "provider": "main"},
+        {"path": str(mine), "schema": "file", "provider": "hydra.searchpath in command-line"},
+    ]
+    (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"config_sources": sources}}}))
+    (found,) = evaluation_sets(saved_overrides(run, []), [])
+    assert isinstance(found.task, Countdown)
+    typed = ["hydra.searchpath=[file:///other]"]
+    assert saved_overrides(run, typed) == ["task=mine", "task.max_number=30", "eval.num_ids=3"], "Hydra reads one"
+
+
+def test_paths_of_the_run_are_found_from_any_folder(tmp_path: Path) -> None:
+    stored = {"task": {"path": "/data/my, own.jsonl", "answer_field": "answer"}}
+    run = run_with(tmp_path, ["+task.path=own.jsonl", "task.answer_field=answer"], stored)
+    assert saved_overrides(run, []) == ["+task.path='/data/my, own.jsonl'", "task.answer_field=answer"]

@@ -1,0 +1,98 @@
+"""What is refused because of the prompts: before weights are read, with what would help."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.text import TokenizerCodec
+from offline_grpo.model.tiny import build_char_tokenizer
+from offline_grpo.start import prompts
+from offline_grpo.start.prompts import check_prompts
+from offline_grpo.types import Problem, SamplingParams
+
+TOKENIZER = build_char_tokenizer(256)
+CODEC = TokenizerCodec(TOKENIZER)
+
+
+def problems(*texts: str) -> list[Problem]:
+    return [Problem(f"p-{i}", ({"role": "user", "content": text},), "2") for i, text in enumerate(texts)]
+
+
+def lengths(
+    train: list[Problem], *, context: int = 20, vocab_size: int | None = None, max_new_tokens: int = 4
+) -> tuple[int, int]:
+    data = SimpleNamespace(train=train, held_out=[])
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    plan: Any = SimpleNamespace(
+        config=SimpleNamespace(rollouts={}), data=data, sampling=sampling, eval_sampling=sampling
+    )
+    text = SimpleNamespace(max_position_embeddings=context, vocab_size=vocab_size or len(TOKENIZER))
+    model_config: Any = SimpleNamespace(get_text_config=lambda: text)
+    return check_prompts(plan, "a/model", TokenizerCodec(TOKENIZER), model_config)
+
+
+def test_the_shortest_and_the_longest_prompt_are_found() -> None:
+    texts = problems("1+1=", "10+10=", "2+2=")
+    (short, same), (long, _) = lengths(texts[:1]), lengths(texts[1:2])
+    assert same == short < long
+    assert lengths(texts) == (short, long)
+    assert lengths([]) == (0, 0)
+
+
+def test_prompts_that_leave_too_little_room_say_what_fits() -> None:
+    length, _ = lengths(problems("10+10="))
+    message = (
+        rf"^generation.max_new_tokens=15: .*longest prompt of {length} tokens .*context of 20; use .*={20 - length} "
+    )
+    with pytest.raises(ConfigError, match=message):
+        lengths(problems("1+1=", "10+10="), max_new_tokens=15)
+    message = r"^generation.max_new_tokens=4: .*; data.max_prompt_tokens=16 skips the 2 of 3 problems that do not fit$"
+    with pytest.raises(ConfigError, match=message):
+        lengths(problems("1+1=", "1+" * 10 + "1=", "1+" * 20 + "1="))
+
+
+def test_a_long_prompt_is_found_in_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "MAX_LOOKED_AT", 3)
+    for place in (0, 2, 3, 6):
+        texts = ["1+1="] * 7
+        texts[place] = "1+" * 9 + "1="
+        with pytest.raises(ConfigError, match="skips the 1 of 7 problems"):
+            lengths(problems(*texts))
+
+
+def test_only_prompts_of_more_bytes_are_encoded_and_their_tokens_count() -> None:
+    """A tokenizer that makes words of several characters: the long text fits, the shorter one of rare characters
+    does not.
+    """
+    encoded: list[str] = []
+
+    def encode(messages: Any) -> list[int]:
+        encoded.append(messages[-1]["content"])
+        return [1] * (3 + len(re.findall(r"[a-z]+|[^a-z]", messages[-1]["content"])))
+
+    codec: Any = SimpleNamespace(encode=encode)
+    rows = problems(*["a"] * 20, "a" * 90, "?" * 40, "?" * 20)
+    assert prompts.longer_prompts(rows, codec, 30) == {21: 43}
+    assert encoded[20:] == ["a" * 90, "?" * 40]
+
+
+def test_long_prompts_are_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    rows = problems("1+1=", "1+" * 10 + "1=", "2+2=")
+    settings: Any = SimpleNamespace(max_prompt_tokens=16)
+    kept = prompts.without_long(rows, CODEC, settings, "training")
+    assert kept == [rows[0], rows[2]]
+    assert caplog.messages == ["data.max_prompt_tokens=16: skipped 1 of 3 training problems, whose prompts are longer"]
+    with pytest.raises(ConfigError, match=r"^data.max_prompt_tokens=16: every training prompt .* has 2\d tokens$"):
+        prompts.without_long(rows[1:2], CODEC, settings, "training")
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    message = r"^model.train_id=a/model: its tokenizer gives token \d+ for problem p-0, and the model has 3 "
+    with pytest.raises(ConfigError, match=message):
+        lengths(problems("1+1="), vocab_size=3)

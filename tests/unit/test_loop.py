@@ -1,0 +1,194 @@
+"""The loop starts an engine that died again, pushes when it is due, and stops at a signal where nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.history.signals import StopSignal
+from offline_grpo.loop import Loop, train
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.settings import StopWhenConfig
+from offline_grpo.train.milestones import Milestones
+from offline_grpo.types import SyncReport
+
+GROUP: Any = SimpleNamespace(rollouts=(), with_failures=lambda _: GROUP)
+
+
+def report_of(version: int) -> SyncReport:
+    return SyncReport(version=version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
+
+
+class Engine:
+    """Dies at the first `num_deaths` pushes."""
+
+    client = SimpleNamespace(is_local=False)
+    is_frozen = False
+
+    def __init__(self, num_deaths: int = 0, error: type[Exception] = EngineDied) -> None:
+        self.num_deaths = num_deaths
+        self.error = error
+        self.calls: list[Any] = []
+        self.losses: list[EngineError] = []
+
+    def push(self, policy: Any, *, version: int, amid_requests: bool = False) -> SyncReport:
+        self.calls.append(("push", version))
+        if self.calls.count(self.calls[-1]) <= self.num_deaths:
+            raise self.error("the server has ended (exit code 1).")
+        return report_of(0 if self.is_frozen else version)
+
+    def check_served(self) -> None:
+        self.calls.append("check_served")
+        if self.losses:
+            raise self.losses.pop()
+
+    def recover(self, policy: Any, *, version: int) -> SyncReport:
+        self.calls.append(("recover", version))
+        return report_of(0 if self.is_frozen else version)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+def make_run(engine: Engine, *, interval: int = 1, iterations: int = 1, **parts: Any) -> Any:
+    source = SimpleNamespace(
+        weights_changed=lambda version: engine.calls.append(("changed", version)),
+        weights_lost=lambda: None,
+        samples_ahead=False,
+        start=lambda *_: [],
+    )
+    values: dict[str, Any] = {
+        "config": SimpleNamespace(
+            train=SimpleNamespace(iterations=iterations), scoring=SimpleNamespace(stop_at_failed_frac=None)
+        ),
+        "plan": SimpleNamespace(weight_sync=SimpleNamespace(interval=interval)),
+        "policy": SimpleNamespace(compute_device=torch.device("cpu")),
+        "source": source,
+        "updater": SimpleNamespace(counters=SimpleNamespace(version=7)),
+        "training": engine,
+        "milestones": Milestones(None, StopWhenConfig("pass@1", None, None)),
+        "listeners": [],
+        "ranks": Ranks(use_cpu=True),
+        "stop": StopSignal(),
+    }
+    return SimpleNamespace(**(values | parts))
+
+
+def make_loop(engine: Engine, **parts: Any) -> Loop:
+    return Loop(make_run(engine, **parts))
+
+
+PUSH, RECOVER, CHANGED = ("push", 7), ("recover", 7), ("changed", 7)
+
+
+def test_a_death_is_recovered_from_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(1)
+    loop = make_loop(engine)
+    assert loop.push(force=False)["sync/num_recoveries"] == 1
+    assert engine.calls == [PUSH, RECOVER, CHANGED, PUSH, CHANGED]
+    assert caplog.messages == ["the server has ended (exit code 1). Serving the weights again."]
+    engine.calls.clear()  # another one, later in the run
+    assert loop.push(force=False)["sync/num_recoveries"] == 2
+
+
+def sampled(loop: Loop, engine: Engine, share: Callable[[], list[Any]]) -> list[Any]:
+    return loop.sample(engine, share)  # type: ignore[arg-type]
+
+
+def test_samples_of_an_engine_that_died_or_lost_the_weights_are_drawn_again() -> None:
+    engine = Engine()
+    outcomes = iter([EngineDied("gone"), ["groups"]])
+
+    def sample() -> list[Any]:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    loop = make_loop(engine)
+    assert sampled(loop, engine, sample) == ["groups"]
+    assert engine.calls == [RECOVER, CHANGED, "check_served"]
+    engine.calls, engine.losses = [], [EngineDied("started anew")]
+    drawn = iter([["of the base model"], ["groups"]])
+    assert sampled(loop, engine, lambda: next(drawn)) == ["groups"]
+    assert engine.calls == ["check_served", RECOVER, CHANGED, "check_served"]
+    assert loop.num_recoveries == 2
+
+
+def test_a_second_death_or_other_weights_end_the_run() -> None:
+    engine = Engine(2)
+    with pytest.raises(EngineDied):
+        make_loop(engine).push(force=False)
+    assert engine.calls == [PUSH, RECOVER, CHANGED, PUSH]
+    engine = Engine(1, EngineError)
+    with pytest.raises(EngineError):
+        make_loop(engine).push(force=False)
+    assert engine.calls == [PUSH]
+    engine = Engine()
+    engine.losses = [EngineError("something else pushes")]
+    with pytest.raises(EngineError, match="something else"):
+        sampled(make_loop(engine), engine, lambda: ["groups"])
+    assert engine.calls == ["check_served"]
+
+
+def test_every_third_opportunity_to_push_is_taken_and_an_evaluation_begins_anew() -> None:
+    engine = Engine()
+    loop = make_loop(engine, interval=3)
+    for force in (False, False, False, True, False, False, False):
+        loop.push(force=force)
+        engine.calls.append("iteration")
+    assert [call for call in engine.calls if call[0] != "changed"] == [
+        *("iteration", "iteration", PUSH, "iteration", PUSH, "iteration", "iteration", "iteration", PUSH, "iteration"),
+    ]
+
+
+class Listener:
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[str, int, float | None]] = []
+
+    def rollouts(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def log(self, name: str, metrics: Any, *, iteration: int) -> None:
+        self.logged.append((name, iteration, metrics.get("stopped_early")))
+
+
+class Saved:
+    """A checkpointer; `commits` are the iterations that were saved."""
+
+    def __init__(self) -> None:
+        self.commits: list[int] = []
+
+    def write(self, iteration: int) -> None:
+        pass
+
+    def commit(self, iteration: int) -> None:
+        self.commits.append(iteration)
+
+
+@pytest.mark.parametrize(("iterations", "mark"), [(3, 1.0), (1, None)])
+def test_an_evaluation_that_was_cut_short_comes_first_and_may_end_the_run(iterations: int, mark: float | None) -> None:
+    """It has the mark then, as the iteration before it was logged without."""
+    engine, listener, saved = Engine(), Listener(), Saved()
+    run = make_run(
+        engine,
+        iterations=iterations,
+        evaluation=engine,
+        evaluator=SimpleNamespace(sample=lambda *_, **__: [GROUP], metrics=lambda *_, **__: {"pass@1": 0.5}),
+        milestones=Milestones(None, StopWhenConfig("pass@1", 0.5, None)),
+        listeners=[listener],
+        checkpointer=saved,
+        folder=SimpleNamespace(misses_evaluation=lambda _: True),
+        restored=SimpleNamespace(iteration=0, source={}),
+    )
+    run.config.eval = SimpleNamespace(eval_first=False)
+    train(run)
+    assert listener.logged == [("eval", 0, mark)]
+    assert saved.commits == [0]
