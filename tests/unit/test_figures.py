@@ -166,7 +166,7 @@ NO_FIGURES = [
     r"planned for one GPU of \d+ GB",
     r"95 ?% (?:CI|intervals?|confidence)",
 ]
-"""Targets, which the results have beside what was measured; cards of presets, which test_presets.py plans; intervals."""
+"""Targets, which stand in the results too; cards of presets, which test_presets.py plans; intervals."""
 
 
 @pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES if page.name != "CHANGELOG.md"])
