@@ -5,7 +5,6 @@ on the device.
     python benchmarks/model_sizes.py --size 0.6b
     # with a server's KV cache beside it, simulated
     python benchmarks/model_sizes.py --size 8b --server-gib 8 --arms offload
-    python benchmarks/model_sizes.py --table        # of the results that are there
 
 Shapes: Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B, Llama-3.1-8B. Every arm runs in its own process: the model with masters of its
 own, as weight_sync=shared_vllm needs them, one update to warm up and two that are timed, of sequences of equal length
@@ -35,10 +34,8 @@ from typing import Any
 
 import psutil
 import torch
-from common import RESULTS, Target, expect_made_up_logprobs, write_result
+from common import Target, expect_made_up_logprobs, write_result
 from hydra import compose, initialize_config_dir
-from rich.console import Console
-from rich.table import Table
 from shapes import SIZES
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -61,14 +58,6 @@ from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBa
 
 CONF = Path(__file__).parents[1] / "conf"
 ARMS = {"full": (), "offload": ("train.optimizer.offload=true",), "lora": ("model/lora=default",)}
-COLUMNS = {
-    "peak_gib": "peak, GiB",
-    "card_gib": "card, GiB",
-    "predicted_gib": "plan, GiB",
-    "host_gib": "host, GiB",
-    "tok_s": "tok/s",
-    "step_s": "step, s",
-}
 ROUNDS = 2
 
 
@@ -215,21 +204,6 @@ def run_arm_in_child(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     return result
 
 
-def print_table() -> None:
-    table = Table("model", "arm", *COLUMNS.values())
-    for path in sorted((RESULTS / "h100").glob("model_sizes_*.json")):
-        result = json.loads(path.read_text())
-        for arm, found in result["details"].items():
-            note = "refused" if "refused" in found else found.get("error", "")
-            server = f" + {result['settings']['server_gib']:g} GiB" if result["settings"]["server_gib"] else ""
-            table.add_row(
-                result["settings"]["size"],
-                arm + server,
-                *(f"{found[c]:,.{0 if c == 'tok_s' else 2}f}" if c in found else note for c in COLUMNS),
-            )
-    Console().print(table)
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="0.6b", choices=list(SIZES))
@@ -245,16 +219,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--completion-tokens", type=int, default=824)
     parser.add_argument("--tokens-per-microbatch", type=int, default=8192)
     parser.add_argument("--overrides", nargs="*", default=[], help="of run_grpo.py, for all arms")
-    parser.add_argument("--table", action="store_true")
     return parser.parse_args()
 
 
 def main() -> None:
     expect_made_up_logprobs()
     args = parse_args()
-    if args.table:
-        print_table()
-    elif args.arm is not None:
+    if args.arm is not None:
         print(json.dumps(run_arm(args)))
     else:
         arms = {arm: run_arm_in_child(args, arm) for arm in args.arms}

@@ -7,8 +7,6 @@ Needs a GPU and vLLM.
     # two trainers with FSDP2 push to two servers, or to one that is spread over two GPUs
     accelerate launch --num_processes 2 benchmarks/weight_sync.py nccl --shape 1.7b --server-gpu 2 3
     python benchmarks/weight_sync.py nccl --shape 1.7b --server-gpu 1 2 --engine +engine.args.tensor_parallel_size=2
-    # all results of this file as one Markdown table
-    python benchmarks/weight_sync.py --table
 
 The time of a push runs from the first write (or the first saved byte) until the server has the weights and continues;
 the verification afterwards is timed separately. `details.phases` has the seconds of each step of a push and its proof,
@@ -20,7 +18,6 @@ differ ("stock_again_vs_stock").
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import tempfile
@@ -32,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Target, alternate, wait_for_device, write_result
+from common import Target, alternate, wait_for_device, write_result
 from hydra import compose, initialize_config_dir
 from nccl_bandwidth import broadcast_gb_s
 from omegaconf import OmegaConf
@@ -140,9 +137,6 @@ class Phases:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     arguments = parse()
-    if arguments.table:
-        print(table())
-        return
     ranks = Ranks(use_cpu=not torch.cuda.is_available())
     phases = Phases()
     with tempfile.TemporaryDirectory() as own:
@@ -399,28 +393,6 @@ def allocated_mib() -> float:
     return torch.cuda.memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0
 
 
-def table() -> str:
-    """The results of all strategies as Markdown."""
-    lines = [
-        "| weight_sync | GPU | seconds per push | server stands still, s | tokens/s, one stream | 256 at once | "
-        "trainer, MiB | results |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for path in sorted(RESULTS.rglob("weight_sync_*.json"), key=lambda path: path.name):
-        result = json.loads(path.read_text())
-        m = result["measured"]
-        cells = [
-            path.stem.removeprefix("weight_sync_"),
-            result["machine"]["gpu"],
-            *(f"{m[key]:.3g}" for key in ("push_s", "paused_s")),
-        ]
-        cells += [
-            f"{m[key]:.0f}" for key in ("single_stream_tokens_per_s", "concurrent_tokens_per_s", "trainer_gpu_mib")
-        ]
-        lines.append(f"| {' | '.join([*cells, path.parent.name])} |")
-    return "\n".join(lines)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strategies", nargs="*")
@@ -438,7 +410,6 @@ def parse() -> argparse.Namespace:
         "--engine", nargs="*", default=[], help="further overrides, such as engine.args.enforce_eager=true"
     )
     parser.add_argument("--out", default="weight_sync_{}", help="name of the result")
-    parser.add_argument("--table", action="store_true")
     return parser.parse_args()
 
 

@@ -5,9 +5,8 @@
     the host             with train.optimizer.offload: masters + optimizer state of all processes, and the processes
 
 The parameters are counted on a model without memory (torch's meta device). The formula for activations is that of a
-decoder with attention and a gated MLP. It lies above all that `benchmarks/memory_plan.py`, `model_sizes.py` and
-`small_card.py` measured on a GPU, by at most a twentieth. The prediction is for the worst case: every completion is as
-long as it may get.
+decoder with attention and a gated MLP. It lies above all that `benchmarks/model_sizes.py` measured on a GPU, by at
+most a twentieth. The prediction is for the worst case: every completion is as long as it may get.
 """
 
 from __future__ import annotations
