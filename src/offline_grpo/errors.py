@@ -42,6 +42,10 @@ class ScoreError(GrpoError):
     """A completion could not be scored: the code that judges it raised, or returned something else than a score."""
 
 
+class RequestError(GrpoError):
+    """A request of one program that cannot be answered; the message is a sentence for it."""
+
+
 class OutOfMemory(GrpoError):
     """A GPU, or the host, has less memory than the run asked for."""
 
