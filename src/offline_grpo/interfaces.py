@@ -108,7 +108,7 @@ class RolloutClient(Protocol):
 class TextCodec(Protocol):
     """Between text and tokens, for one model."""
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """Prompt token ids of a conversation, and of what begins the answer (`task.assistant_prefix`)."""
         ...
 

@@ -69,6 +69,7 @@ class Problem:
     answer: str
     fields: Mapping[str, Any] = field(default_factory=dict)  # the rest of its row in a data set, for reward functions
     rules: Rules | None = None  # of an episode, which `Task.play` plays; None: it is answered in one completion
+    tools: tuple[Schema, ...] = ()  # that the prompt offers, where it is answered in one completion
 
     @property
     def task(self) -> str:

@@ -53,7 +53,7 @@ def sample_groups(
         own = play_groups(client, task, cast(TokenizerCodec, codec), chosen, sampling, **how)
         yield from ((played[number], group) for number, group in own)
         return
-    prompts = [tuple(codec.encode(problem.messages)) for problem, _ in draws]
+    prompts = [tuple(codec.encode(problem.messages, problem.tools)) for problem, _ in draws]
     requests = (SamplingRequest(prompt, group_size, seed) for prompt, (_, seed) in zip(prompts, draws, strict=True))
     num_done, num_asked = 0, len(draws) * group_size
     progress.report(num_done, num_asked, "completions")

@@ -18,18 +18,46 @@ from offline_grpo.types import Problem, Score
 
 T = TypeVar("T")
 
-REWARD = "task.reward"
+REWARD, GROUP = "task.reward", "task.group_reward"
 GIVEN = ("prompt", "completion", "answer", "messages", "problem_id")
-"""What every reward function may ask for by the names of its parameters, beside the other fields of the row."""
+"""What a function may ask for by the names of its parameters, `answer` where there is one; and fields of the row."""
 
 GIVEN_OF_GROUP = ("prompts", "completions", "answers", "messages", "problem_ids")
 """The same of a function that rewards a whole group. All are lists with an item per completion, other fields too."""
 
-GROUP_FORM = "def my_function(prompts, completions, answers), which returns a number or None for each completion"
-FORM = "def my_function(prompt, completion, answer), which returns a number, True or False, a dict of numbers, or None"
+REWARD_FORM = "a number, True or False, a dict of numbers, or None"
+GROUP_FORM = "like def my_function(prompts, completions, answers), which returns a number or None for each completion"
+FORMS = {REWARD: f"like def my_function(prompt, completion, answer), which returns {REWARD_FORM}", GROUP: GROUP_FORM}
 
 TOLERANCE = 1e-9
 """By how much a reward may miss the threshold: weights such as 0.7, 0.2 and 0.1 do not add up to exactly 1."""
+
+
+def reward_parts(value: Any, name: str, source: str, form: str = REWARD_FORM) -> dict[str, float]:
+    """What code of the user's own returned as a reward, by name: a number, also of numpy or torch, is the part `name`;
+    those of a dict have its keys; None is no part.
+
+    Raises:
+        ScoreError: it is no finite number, or an empty dict. The message begins with `source`.
+    """
+    values: Mapping[Any, Any] = value if isinstance(value, Mapping) and value else {name: value}
+    plain = {key: each.item() if hasattr(each, "item") else each for key, each in values.items()}
+    found = {str(key).encode(errors="replace").decode(): each for key, each in plain.items()}
+    for each in found.values():
+        if each is not None and not (isinstance(each, Real) and math.isfinite(each)):
+            raise ScoreError(f"{source} returned {value!r:.80}; it must be {form}")
+    return {key: float(each) for key, each in found.items() if isinstance(each, Real)}
+
+
+def total(parts: Mapping[str, float], threshold: float, measured: Mapping[str, float] | None = None) -> Score:
+    """The score whose reward is the sum of its parts; without a part it is not scored. It counts as correct if the
+    reward is at least `threshold`, or less by no more than rounding.
+    """
+    if not parts:
+        return Score.unscored()
+    reward = math.fsum(parts.values())
+    is_correct = reward >= threshold - TOLERANCE * max(1.0, abs(threshold))
+    return Score(reward, is_correct, parts, measured=measured or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,54 +75,40 @@ class RewardFunction:
 
     @property
     def name(self) -> str:
-        """What its part of the reward is called."""
+        """What its part of the reward is called, or, of a dict, what begins the names of its parts."""
         return self.path.rpartition(":")[2]
 
     def check(self, problem: Problem) -> None:
         """Raise ConfigError if a parameter has no value for this problem."""
-        given = GIVEN if self.key == REWARD else GIVEN_OF_GROUP
+        names = GIVEN if self.key == REWARD else GIVEN_OF_GROUP
+        given = [name for name in names if problem.answer or name not in ("answer", "answers")]
         for name in self.required:
             if name not in given and name not in problem.fields:
                 known = ", ".join([*given, *problem.fields])
+                fix = "; with a default (answer=None) rows need no task.answer_field" if name in names else ""
                 about = f"there is no value for its parameter {name!r} in problem {problem.problem_id}"
-                raise ConfigError(f"{self.key}={self.path}: {about}; parameters are given by name, from {known}")
+                raise ConfigError(f"{self.key}={self.path}: {about}; parameters are given by name, from {known}{fix}")
 
     def __call__(self, problem: Problem, text: str | Sequence[str]) -> Any:
         """What the function returns for a completion, or for those of a group, to be awaited where it is async."""
+        plural = "" if isinstance(text, str) else "s"
         prompt = problem.messages[-1]["content"] if problem.messages else ""
-        messages = [dict(message) for message in problem.messages]
-        given: dict[str, Any]
+        own = {f"prompt{plural}": prompt, f"problem_id{plural}": problem.problem_id}
+        own |= {f"answer{plural}": problem.answer} if problem.answer else {}
+        of_row = {**problem.fields, **own, "messages": [dict(message) for message in problem.messages]}
         if isinstance(text, str):
-            own = {"prompt": prompt, "completion": text, "answer": problem.answer, "problem_id": problem.problem_id}
-            given = {**problem.fields, **own, "messages": messages}
+            given = {**of_row, "completion": text}
         else:
-            own = {"prompts": prompt, "answers": problem.answer, "problem_ids": problem.problem_id}
-            of_all = {**problem.fields, **own, "messages": messages}
-            given = {name: [value] * len(text) for name, value in of_all.items()} | {"completions": list(text)}
+            given = {name: [value] * len(text) for name, value in of_row.items()} | {"completions": list(text)}
         taken = {name: value for name, value in given.items() if self.accepted is None or name in self.accepted}
         return self.function(**deepcopy(taken))  # it may change what it gets, which is also the next call's
-
-    def parts(self, value: Any) -> dict[str, float]:
-        """What the function returned as weighted parts of the reward: NAME, or NAME/KEY for a dict; none for None.
-        Raises ScoreError for what is no finite number, and for an empty dict.
-        """
-        is_dict = isinstance(value, Mapping) and len(value) > 0
-        values = {f"{self.name}/{key}": number for key, number in value.items()} if is_dict else {self.name: value}
-        return {name: self.weight * self._number(number) for name, number in values.items() if number is not None}
-
-    def _number(self, value: Any) -> float:
-        number = value.item() if hasattr(value, "item") else value  # of numpy and torch
-        if not isinstance(number, Real) or not math.isfinite(number):
-            form = FORM if self.key == REWARD else GROUP_FORM
-            raise ScoreError(f"{self.key}={self.path} returned {value!r:.80}; it must be like {form}")
-        return float(number)
 
     def values_of_group(self, value: Any, count: int) -> list[Any]:
         """What the function returned for a group of `count` completions, one by one. Raises ScoreError."""
         values = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
         if not isinstance(values, Sequence) or len(values) != count:
             about = f"{self.key}={self.path} returned {value!r:.80} for {count} completions"
-            raise ScoreError(f"{about}; it must be like {GROUP_FORM}")
+            raise ScoreError(f"{about}; it must be {GROUP_FORM}")
         return list(values)
 
 
@@ -103,8 +117,7 @@ class Rewards:
     """Reward functions whose weighted values are added up. One that returns None does not apply to the completion, and
     is left out; if none applies, the completion is not scored (as TRL has it).
 
-    A completion counts as correct (success_rate, pass@k) if its reward is at least `threshold`, or less by no more than
-    rounding.
+    A completion counts as correct (success_rate, pass@k) as `total` says.
     """
 
     functions: tuple[RewardFunction, ...]
@@ -141,13 +154,14 @@ class Rewards:
         return gathered() if any(map(inspect.isawaitable, values)) else finish(values)
 
     def _sum(self, values: Sequence[Any]) -> Score:
-        pairs = zip(self.functions, values, strict=True)
-        parts = {name: part for function, value in pairs for name, part in function.parts(value).items()}
-        if not parts:
-            return Score.unscored()
-        reward = math.fsum(parts.values())
-        is_correct = reward >= self.threshold - TOLERANCE * max(1.0, abs(self.threshold))
-        return Score(reward=reward, is_correct=is_correct, parts=parts)
+        parts: dict[str, float] = {}
+        for function, value in zip(self.functions, values, strict=True):
+            named = (
+                {f"{function.name}/{key}": each for key, each in value.items()} if isinstance(value, Mapping) else value
+            )
+            own = reward_parts(named, function.name, f"{function.key}={function.path}", FORMS[function.key])
+            parts |= {name: function.weight * number for name, number in own.items()}
+        return total(parts, self.threshold)
 
 
 def load_rewards(setting: Any, threshold: float, key: str = REWARD) -> Rewards:
@@ -173,8 +187,7 @@ def _load(item: Any, key: str) -> RewardFunction:
     function = imported(path, key, "function")
     parameters = list(inspect.signature(function).parameters.values())
     is_named = not inspect.isclass(function) and all(p.kind is not p.POSITIONAL_ONLY for p in parameters)
-    form = FORM if key == REWARD else GROUP_FORM
-    require(is_named, key, path, f"is not a function with named parameters; write {form}")
+    require(is_named, key, path, f"is not a function with named parameters; write one {FORMS[key]}")
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     required = tuple(p.name for p in named if p.default is p.empty)

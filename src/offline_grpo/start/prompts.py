@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -67,6 +68,28 @@ def check_episodes(codec: TokenizerCodec, problems: Sequence[Problem]) -> None:
         codec.chat.check(has_tools=any(each.tools for each in rules))
 
 
+def encoded(codec: TextCodec, problem: Problem) -> list[int]:
+    """The prompt of a problem. Raises ConfigError where the chat template refuses it, or leaves out tools that the row
+    offers, calls of tools, or messages of a role that it does not know.
+    """
+    known = ("system", "user", "assistant", "tool")
+    said = [("content", each["content"]) for each in problem.messages if each["role"] not in known]
+    said += [
+        ("tool_calls", call["function"]["name"]) for each in problem.messages for call in each.get("tool_calls") or ()
+    ]
+    said += [("tools", each["function"]["name"]) for each in problem.tools]
+    try:
+        ids = codec.encode(problem.messages, problem.tools)
+        text = "".join(codec.decode(ids).split()) if said else ""
+        if lost := [f"{name} ({each!r:.60})" for name, each in said if "".join(each.split()) not in text]:
+            fix = "take another template (model.chat_template=FILE), or leave it out of the rows"
+            raise ConfigError(f"the model's chat template leaves out {lost[0]}; {fix}")
+    except ConfigError as error:
+        fields = ", ".join(dict.fromkeys(chain(*problem.messages)))
+        raise ConfigError(f"problem {problem.problem_id}, whose messages have {fields}: {error}") from error
+    return ids
+
+
 def without_long(problems: Sequence[Problem], codec: TextCodec, settings: DataConfig, what: str) -> Sequence[Problem]:
     """The problems that `data.max_prompt_tokens` does not skip; logs how many it does. Raises ConfigError if all."""
     limit = settings.max_prompt_tokens
@@ -86,11 +109,12 @@ def longer_prompts(problems: Sequence[Problem], codec: TextCodec, limit: float) 
     A prompt of fewer bytes has no more tokens, and is not encoded, which takes a hundred times as long as to count
     them. What a chat template adds to each message is less than a whole short prompt.
     """
-    added = min((len(codec.encode(problem.messages)) for problem in problems[:20]), default=0)
+    added = min((len(encoded(codec, problem)) for problem in problems[:20]), default=0)
     found = {}
     for index, problem in enumerate(problems):
-        if sum(added + len(each["content"].encode(errors="replace")) for each in problem.messages) > limit:
-            num_tokens = len(codec.encode(problem.messages))
+        more = problem.tools or any("tool_calls" in each for each in problem.messages)  # templates write these longer
+        if more or sum(added + len(each["content"].encode(errors="replace")) for each in problem.messages) > limit:
+            num_tokens = len(encoded(codec, problem))
             if num_tokens > limit:
                 found[index] = num_tokens
     return found
@@ -113,7 +137,7 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
         rules = [problem.rules for problem in problems if problem.rules is not None]
         added = max((each.max_environment_tokens for each in rules), default=0)
         room -= added
-        prompts = [codec.encode(problem.messages) for problem in problems[:MAX_LOOKED_AT]]
+        prompts = [encoded(codec, problem) for problem in problems[:MAX_LOOKED_AT]]
         for problem, prompt in zip(problems, prompts, strict=False):
             largest = max(prompt, default=0)
             fix = f"its tokenizer gives token {largest} for problem {problem.problem_id}, and the model has"

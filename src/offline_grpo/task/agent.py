@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 from offline_grpo.interfaces import Chat
-from offline_grpo.reward.functions import imported
+from offline_grpo.reward.functions import imported, reward_parts, total
 from offline_grpo.task.environment import EpisodeTask, awaited, seed_globally
 from offline_grpo.types import Problem, Score
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agent(EpisodeTask):
-    """Episodes of a function `solve(row, base_url, api_key)`, sync or async, which returns the reward: a number, True
-    or False, or a dict of numbers, which are added up.
+    """Episodes of a function `solve(row, base_url, api_key)`, sync or async, which returns the reward, see
+    `reward_parts`.
     """
 
     agent: str
@@ -34,5 +33,4 @@ class Agent(EpisodeTask):
     def play(self, problem: Problem, chat: Chat) -> Score:
         seed_globally(chat.seed)
         reward = awaited(self._function(row=dict(problem.fields), base_url=chat.base_url, api_key=chat.api_key))
-        parts = reward if isinstance(reward, Mapping) else {"episode": reward}
-        return self.scored({str(name): float(value) for name, value in parts.items()}, {})
+        return total(reward_parts(reward, "episode", f"task.agent={self.agent}"), self.correct_threshold)

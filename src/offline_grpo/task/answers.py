@@ -5,22 +5,22 @@ the text.
 from __future__ import annotations
 
 import logging
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 MAX_ANSWER_CHARS = 80
-MAX_SYMBOLS = 8
-"""Answers that are longer, or have more signs, brackets and fractions, count as wrong: parsing time grows exponentially
-with these.
+MAX_SYMBOLS = 14
+"""Formulas that are longer, or have more signs, brackets and commands, are compared as words alone: parsing time grows
+exponentially with these.
 """
 
-MAX_FORMULA_SYMBOLS = 14
-"""The same for formulas, which have more of them; what they may contain is limited in other ways."""
-
-MAX_NESTED_POWER = 4
-"""The same for powers of brackets within brackets, multiplied with each other: `((x+1)^2)^2` has 4."""
+MAX_POWER = 8
+"""The same for powers of brackets, all multiplied: `((x+1)^2)^2` has 4."""
 
 _NUMBER_TAIL_CHARS = 1000
 _SIGN_AND_CURRENCY = re.compile(r"-\\?[$€£](?=[0-9.])")
@@ -28,7 +28,10 @@ _NUMBER = re.compile(
     r"(?<![A-Za-z0-9.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
     r"|(?:^|(?<=[\s=:~≈$€£*(\[{])|(?<![A-Za-z0-9.)\]}])(?=-)|(?<=-))-?\.[0-9]+(?!\.?[0-9])"
 )
-_JOINED_DIGITS = r"[0-9]+(?:(?:-[0-9]+)+|/[0-9]+/[0-9]+)"
+_JOINED_DIGITS = r"[0-9]+(?:(?:-[0-9]+)+|/[0-9]+/[0-9]+|(?::[0-9]+)+|_\{?[0-9]+\}?)"
+_DECIMAL = r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+"
+_FORMULA = r"(?:(?<!\\)\$+((?:[^$\\]|\\.)+)\$|\\\(((?:(?!\\[()]).)+)\\\)|\\\[((?:(?!\\[\[\]]).)+)\\\])"
+_SIGNS = {"\N{MINUS SIGN}": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "\N{UNION}": r"\cup ", "±": r"\pm "}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +101,6 @@ def last_number(text: str) -> str | None:
     return number.replace(".", "0.", 1) if number.lstrip("-").startswith(".") else number
 
 
-def is_same_number(reference: str, answer: str) -> bool:
-    r"""True if two numeric answers, plain or LaTeX, are equal in value: `1,234` and `\$1234.00`, `0.5` and
-    `\frac{1}{2}`.
-
-    Currency signs, per cent signs and trailing words are ignored. A few characters can make math-verify hang (a tower
-    of powers, a factorial), and its timeout works only in the main thread. So it gets only short arithmetic without
-    powers; any other answer counts as unequal. Dates, scores and telephone numbers are compared as text.
-    """
-    if _is_joined_digits(reference):
-        return _plain_words(reference) == _plain_words(answer)
-    return _is_equal(_parse_number(reference), _parse_number(answer))
-
-
 def reference_answer(text: str) -> str:
     r"""The answer in a data set's solution: what follows the last `####`, else the content of the last `\boxed{}`, else
     all of it."""
@@ -134,38 +124,65 @@ def marked_answer(text: str) -> str | None:
     return tail.strip() if marker else None
 
 
-def is_same_latex(reference: str, text: str) -> bool:
-    r"""True if math-verify finds the answer of a completion (see `marked_answer`; without a mark, its last formula) to
-    equal a reference in LaTeX, or they are the same words. A date, score or telephone number must be the same text.
+def stated_answer(text: str) -> str | None:
+    """What a completion without a mark says its answer is: the formula in `$...$` or the sentence that follows the last
+    `answer is` or `answer:`, otherwise the last formula. None where a number comes after it, or there is neither.
+    """
+    asked = re.match(r"(?is).*\banswer\**(?: is|:)[:*\s]*(.*)", text)
+    rest = text if asked is None else asked[1]
+    follows = re.match(_FORMULA, rest, re.DOTALL) if asked else None
+    if found := follows or re.match(rf".*{_FORMULA}", rest, re.DOTALL):
+        answer, end = found[found.lastindex or 0], found.end()
+    else:
+        answer = re.split(r"\.?\s*(?:\n|\Z)|\.\s", rest, maxsplit=1)[0] if asked else ""
+        end = len(answer)
+    return answer if answer and (follows or last_number(rest[end:]) is None) else None
+
+
+def is_answer(reference: str, text: str, is_same: Callable[[str, str], bool]) -> bool:
+    """Whether a completion has the reference as its answer: what it marks or states, or all of it; where none of these
+    is a formula, its last number, or date.
+    """
+    marked = marked_answer(text)
+    if marked is not None:
+        return is_same(reference, marked)
+    found = [text.strip(), *filter(None, [stated_answer(text)])]
+    for each in found:
+        has_words = re.search(r"(?<![\\A-Za-z{])[A-Za-z]{3}", each) is not None
+        if (is_same_value if has_words else is_same)(reference, each):
+            return True
+    if any(map(_short_formula, found)) or "\\" in "".join(found[1:]):
+        return False
+    ends = [last_number(text), *re.findall(_JOINED_DIGITS, text)[-1:]]
+    return any(end is not None and is_same_value(reference, end) for end in ends)
+
+
+def is_same_latex(reference: str, answer: str) -> bool:
+    r"""True if `is_same_value` finds two answers equal, or math-verify does, as LaTeX of any kind and length.
 
     It may take for ever, or all memory: to be called where the process can be killed.
     """
-    marked = marked_answer(text)
-    if marked is not None and _plain_words(reference) == _plain_words(marked):
-        return True
-    if _is_joined_digits(reference):
-        return marked is None and re.findall(_JOINED_DIGITS, text)[-1:] == [_plain_words(reference)]
-    found = _parse(text if marked is None else rf"\boxed{{{marked}}}", "first_match")
-    return _is_equal(_parse(rf"\boxed{{{reference}}}", "first_match"), found)
+    if is_same_value(reference, answer) or _is_text(reference):
+        return is_same_value(reference, answer)
+    return _is_equal(*(_parse(rf"\boxed{{{each}}}", "first_match") for each in (reference, answer)))
 
 
 def is_same_value(reference: str, answer: str) -> bool:
     r"""True if two answers are equal in value, as `0.5` and `\frac{1}{2}` or `x^2-1` and `(x-1)(x+1)`, or are the same
     words.
 
-    Words may differ in letter case, blanks, `$` around them and `\text{}`. Short formulas alone: see `is_same_number`.
+    Words may differ in letter case, blanks, `$` around them and `\text{}`; numbers in currency and per cent signs and
+    units. Dates, scores, telephone numbers and words are compared as text. A few characters can make math-verify hang,
+    such as a tower of powers, and its timeout works only in the main thread: so it gets short formulas alone.
     """
-    if _plain_words(reference) == _plain_words(answer):
+    if _words(reference) == _words(answer):
         return True
-    if max(len(reference), len(answer)) > MAX_ANSWER_CHARS or _is_joined_digits(reference):
+    if _is_text(reference):
         return False
-    return is_same_number(reference, answer) or _is_same_formula(reference, answer)
-
-
-@lru_cache(maxsize=4096)
-def _is_same_formula(reference: str, answer: str) -> bool:
-    parsed = _parse_formula(reference), _parse_formula(answer)
-    return all(parsed) and _is_equal(*parsed)
+    plain = _short_formula(reference), _short_formula(answer)
+    if all(re.fullmatch(_DECIMAL, each) for each in plain) and not all("." in each for each in plain):
+        return Fraction(plain[0].replace(",", "")) == Fraction(plain[1].replace(",", ""))
+    return all(plain) and _is_equal(*(_parse(rf"\boxed{{{each}}}", "no_fallback") for each in plain))
 
 
 def _is_equal(reference: list[Any], answer: list[Any]) -> bool:
@@ -174,14 +191,28 @@ def _is_equal(reference: list[Any], answer: list[Any]) -> bool:
     return math_verify.verify(reference, answer, timeout_seconds=None)  # its timeout needs signals
 
 
-def _is_joined_digits(reference: str) -> bool:
-    """True for dates, scores and telephone numbers, such as `2020-01-05` and `3-2`: many have equal values."""
-    return re.fullmatch(_JOINED_DIGITS, _plain_words(reference)) is not None
+def _is_text(reference: str) -> bool:
+    """True for what many others are equal to in value: words (`east` is a product of letters), dates and scores, such
+    as `2020-01-05` and `3-2`, times, ratios and numbers in another base.
+    """
+    text = rf"(?:{_JOINED_DIGITS})(?: ?[ap]\.?m)?|[^\W\d_]{{3,}}(?: [^\W\d_]+)*"
+    return re.fullmatch(text, _plain(reference)) is not None
 
 
-def _plain_words(answer: str) -> str:
-    unwrapped = re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox) *\{([^{}]*)\}", r"\1", answer)
-    return " ".join(unwrapped.strip().strip("$").rstrip(".").split()).casefold()
+def _plain(answer: str) -> str:
+    """LaTeX without what changes its looks alone."""
+    plain = answer.translate(str.maketrans(_SIGNS))
+    plain = re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1", plain)  # unwrap
+    plain = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", "", plain).replace("{,}", ",")
+    plain = re.sub(r"\\([dt])frac", r"\\frac", re.sub(r"(?<!\\)\\[,;: ]|~|\\q?quad\b", " ", plain))
+    plain = re.sub(r"^(?:\*\*|\$+|\\[(\[])|(?:\*\*|(?<!\\)\$+|\\[)\]])$", "", " ".join(plain.split()).rstrip("."))
+    return plain.strip().rstrip(".")
+
+
+def _words(answer: str) -> str:
+    """Equal for answers in the same words. Blanks count between digits alone."""
+    plain = re.sub(r"(?<![0-9]) | (?![0-9])", "", re.sub(r"([_^])\{(\w)\}", r"\1\2", _plain(answer)))
+    return re.sub(r"^\((\w)\)$", r"\1", plain).casefold()
 
 
 @lru_cache(maxsize=4096)
@@ -192,62 +223,29 @@ def _parse(latex: str, fallback_mode: str) -> list[Any]:
     return math_verify.parse(latex, fallback_mode=fallback_mode, parsing_timeout=0)  # type: ignore[arg-type]
 
 
-def _parse_number(answer: str) -> list[Any]:
-    """SymPy forms of a numeric answer; an empty list if the answer is not numeric."""
-    plain = _without_units(answer) if len(answer) <= MAX_ANSWER_CHARS else ""
-    return _parse(rf"\boxed{{{plain}}}", "no_fallback") if _is_short_arithmetic(plain) else []
-
-
-def _parse_formula(answer: str) -> list[Any]:
-    """SymPy forms of a short formula; an empty list if it is none."""
-    plain = answer.replace("\N{MINUS SIGN}", "-").strip().strip("$").strip()
-    plain = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]", " ", plain)
-    plain = re.sub(r"^[A-Za-z] *=", "", plain).strip()
-    is_short = len(plain) <= MAX_ANSWER_CHARS and _is_short_formula(plain)
-    return _parse(rf"\boxed{{{plain}}}", "no_fallback") if is_short else []
-
-
-def _without_units(answer: str) -> str:
-    """`x = \\$1{,}234 \\text{ dollars}.` -> `1,234`."""
-    plain = answer.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
-    plain = re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox) *\{([^{}]*)\}", r" \1", plain)  # unwrap
-    plain = re.sub(r"\\[,;:! ]|~|\\q?quad\b", " ", plain)  # spaces of LaTeX
-    plain = re.sub(r"\\?[$€£%]", "", plain)
+def _short_formula(answer: str) -> str:
+    """A short formula without `x =`, units, currency and per cent signs: `x = \\$1{,}234 \\text{ dollars}.` -> `1,234`.
+    Empty if the answer is none: it may have single letters, roots, small powers, pairs, intervals, sets and matrices,
+    and no words or towers.
+    """
+    if len(answer) > 4 * MAX_ANSWER_CHARS:
+        return ""
+    plain = re.sub(r"\\?[$€£%]|\^? *\{? *\\(?:circ|degree) *\}?", "", _plain(answer))
     plain = re.sub(r"(?<=[0-9]) +(?=[0-9]{3}(?![0-9]))", "", plain)  # 1 234 -> 1234
-    plain = re.sub(r"^\s*[A-Za-z]\w* *=", "", plain)
-    plain = re.sub(r"(?<=[0-9}).]) *[A-Za-z][A-Za-z .]*$", "", plain.strip())
-    return plain.strip().rstrip(".").strip()
-
-
-def _is_short_arithmetic(plain: str) -> bool:
-    """True for numbers combined with a few signs, brackets and fractions: no powers, no letters."""
-    symbol = r"[+\-*/=(){}]|\\(?:[dt]?frac|times|cdot|div|approx|left|right)(?![A-Za-z])"
-    is_arithmetic = re.fullmatch(rf"(?:[0-9., ]|{symbol})+", plain) is not None
-    return is_arithmetic and "**" not in plain.replace(" ", "") and len(re.findall(symbol, plain)) <= MAX_SYMBOLS
-
-
-def _is_short_formula(plain: str) -> bool:
-    """True for arithmetic with single letters, roots, small powers, pairs and intervals: no words or towers."""
-    symbol = r"[+\-*/()\[\]{}^]|\\(?:[dt]?frac|sqrt|pi|infty|cup|times|cdot|div)(?![A-Za-z])"
+    plain = re.sub(r"^(?:[A-Za-z]\w*)? *(?:=|\\in(?![A-Za-z]))", "", plain.strip())
+    units = r"(?<=[0-9}).]) *(?:[A-Za-z]{2}[A-Za-z .]*| [A-Za-z])(?:\^\{?[0-9]\}?)?$"
+    plain = re.sub(units, "", plain).strip().rstrip(".").strip()
+    symbol = r"[+\-*/()\[\]{}^=&]|\\[{}\\]|\\(?:begin|end)\{[bp]matrix\}"
+    symbol += r"|\\(?:frac|sqrt|pi|infty|cup|pm|times|cdot|div|approx|leq?|geq?)(?![A-Za-z])"
     is_formula = re.fullmatch(rf"(?:[0-9., ]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|{symbol})+", plain) is not None
+    is_formula = is_formula and re.search(r"[0-9] [0-9]", plain) is None
     compact = plain.replace(" ", "")
     # 10^{-12} and x^9, but of brackets, whose powers are multiplied out, only (x+1)^4
     powers = re.findall(r"(?<=[0-9])\^(?:-?[0-9]|\{-?[0-9]{1,2}\})(?![0-9^])", compact)
     powers += re.findall(r"(?<=[A-Za-z])\^(?:-?[0-9A-Za-z]|\{-?[0-9A-Za-z]\})(?![0-9^])", compact)
     powers += re.findall(r"(?<=[)}\]])\^(?:[1-4]|\{-?[1-4]\})(?![0-9^])", compact)
-    is_small = "**" not in compact and len(powers) == compact.count("^") and _nested_power(compact) <= MAX_NESTED_POWER
+    product = math.prod(map(int, re.findall(r"[)\]}]\^\{?-?([1-4])", compact)))
+    is_small = "**" not in compact and len(powers) == compact.count("^") and product <= MAX_POWER
     is_small = is_small and re.search("[Ee][-+]?[0-9]{3}", compact) is None  # 1E9999999999 is a number, with a power
-    return is_formula and is_small and len(re.findall(symbol, plain)) <= MAX_FORMULA_SYMBOLS
-
-
-def _nested_power(compact: str) -> int:
-    """The largest product of the powers of brackets that contain each other."""
-    inner = [1]  # for each bracket that is open, the largest product within it
-    for match in re.finditer(r"[(\[{]|[)\]}](?:\^\{?-?([1-4]))?", compact):
-        if match[0] in "([{":
-            inner.append(1)
-            continue
-        product = int(match[1] or 1) * inner.pop()
-        inner = inner or [1]
-        inner[-1] = max(inner[-1], product)
-    return max(inner)
+    is_short = len(plain) <= MAX_ANSWER_CHARS and len(re.findall(symbol, plain)) <= MAX_SYMBOLS
+    return plain if is_formula and is_small and is_short and not re.fullmatch(_JOINED_DIGITS, plain) else ""

@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.reward.functions import GIVEN, Rewards, load_rewards
 from offline_grpo.task.answers import (
+    is_answer,
     is_same_latex,
-    is_same_number,
     is_same_value,
     last_boxed,
-    last_number,
     marked_answer,
     reference_answer,
 )
-from offline_grpo.task.rows import Row, RowTask, messages_or_text, shown, text_field
+from offline_grpo.task.problems import HALF, is_whole
+from offline_grpo.task.rows import Row, RowTask, messages_or_text, shown, text_field, tools_of
 from offline_grpo.types import Message, Problem, Score
 
 ANSWER_KINDS = ("auto", "math", "text", "regex")
@@ -51,6 +51,7 @@ class Dataset(RowTask):
         template, kinds = self.prompt_template, f"must be one of {', '.join(ANSWER_KINDS)}"
         fix = f"must contain {place}, which is replaced by the field {self.prompt_field} (task.prompt_field)"
         require(template is None or place in template, "task.prompt_template", repr(template), fix)
+        require(is_whole(template), "task.prompt_template", repr(template), HALF)
         require(self.answer_kind in ANSWER_KINDS, "task.answer_kind", self.answer_kind, kinds)
         require(0 <= self.format_weight < inf, "task.format_weight", self.format_weight, "must be 0 or more")
         threshold = self.correct_threshold
@@ -99,7 +100,8 @@ class Dataset(RowTask):
         # The prompt and the answer too, unless reward functions are given them under these names anyway.
         given = {self.prompt_field, self.answer_field} & {*GIVEN}
         fields = {str(key): value for key, value in row.value.items() if key not in given}
-        problem = Problem(problem_id, self.messages(row, prompt), self._answer(row), fields)
+        messages, tools = self.messages(row, prompt), tools_of(row)
+        problem = Problem(problem_id, messages, self._answer(row), fields, tools=tools)
         for rewards in filter(None, (self._rewards, self._group_rewards)):
             rewards.check(problem)
         return problem
@@ -127,16 +129,12 @@ class Dataset(RowTask):
 
 
 def is_right(kind: str, reference: str, text: str) -> bool:
-    """Whether a completion has the reference as its answer: what it marks as its answer, or, without a mark, all of it,
-    or with `kind="auto"` its last number. Kinds: see conf/task/dataset.yaml; "math" may take for ever.
+    """Whether a completion has the reference as its answer. Kinds: see conf/task/dataset.yaml; "math" may take for
+    ever.
     """
     if kind == "regex":
         return re.search(reference, text) is not None
-    if kind == "math":
-        return is_same_latex(reference, text)
-    marked = marked_answer(text)
-    answer = text.strip() if marked is None else marked
     if kind == "text":
-        return answer == reference
-    number = last_number(text) if marked is None else None
-    return is_same_value(reference, answer) or (number is not None and is_same_number(reference, number))
+        found, own = (marked_answer(each) or each for each in (text, reference))
+        return text.strip() == reference or found.strip() == own.strip()
+    return is_answer(reference, text, is_same_latex if kind == "math" else is_same_value)

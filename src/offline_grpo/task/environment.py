@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, ScoreError, reason_of, require
 from offline_grpo.interfaces import Chat
-from offline_grpo.reward.functions import imported
+from offline_grpo.reward.functions import imported, reward_parts, total
 from offline_grpo.task.rows import Row, RowTask, messages_or_text
 from offline_grpo.types import Call, Message, Problem, Rules, Schema, Score
 
@@ -41,7 +41,7 @@ class Episodes:
             value = getattr(self, name)
             require(value is None or value > 0, f"task.{name}", value, "must be at least 1")
         seconds = self.episode_timeout_s
-        require(0 < seconds < inf, "task.episode_timeout_s", seconds, "must be above 0 and finite")
+        require(0 < seconds < math.inf, "task.episode_timeout_s", seconds, "must be above 0 and finite")
 
     @property
     def tools(self) -> tuple[Schema, ...]:
@@ -56,10 +56,6 @@ class Episodes:
     def score(self, problem: Problem, text: str) -> Score:
         """Only whole episodes have a score."""
         raise ScoreError(f"problem {problem.problem_id} is played in turns; a text alone has no score")
-
-    def scored(self, parts: Mapping[str, float], measured: Mapping[str, float]) -> Score:
-        value = float(sum(parts.values()))
-        return Score(value, value >= self.correct_threshold, parts, measured=measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +107,12 @@ class ToolEpisodes(Episodes):
         tools = () if rules is None else rules.tools
         messages = [dict(message) for message in problem.messages]
         messages[-1]["content"] += self._text(awaited(world.reset(**problem.fields)) or "")
-        earned, errors = [], 0
+        earned: list[Mapping[str, float]] = []
+        errors = 0
         while True:
             reply = chat.say(messages, tools)
+            if reply.is_cut and not reply.num_tokens:  # a limit was reached before: there was no such turn
+                break
             messages.append(dict(reply.message))
             results = []
             for call in reply.calls:
@@ -124,14 +123,14 @@ class ToolEpisodes(Episodes):
                 answer = awaited(world.respond(reply.content))
                 results += [] if answer is None else [{"role": "user", "content": self._text(answer)}]
             if hasattr(world, "get_turn_reward"):
-                earned.append(float(awaited(world.get_turn_reward())))
-                chat.pay(earned[-1])
+                earned.append(_reward(world, "get_turn_reward", "turns"))
+                chat.pay(sum(earned[-1].values()))
             if reply.is_cut or not results or getattr(world, "is_done", False):
                 break
             messages += results
-        final = float(awaited(world.get_reward())) if hasattr(world, "get_reward") else 0.0
-        parts = {"episode": final, **({"turns": sum(earned)} if earned else {})}
-        return self.scored(parts, {"tool_errors": float(errors)})
+        earned.append(_reward(world, "get_reward", "episode") if hasattr(world, "get_reward") else {"episode": 0.0})
+        parts = {name: math.fsum(own.get(name, 0.0) for own in earned) for each in earned for name in each}
+        return total(parts, self.correct_threshold, {"tool_errors": float(errors)})
 
     def _called(self, world: Any, call: Call) -> tuple[str, bool]:
         """What a call returns, and whether it failed."""
@@ -153,13 +152,13 @@ class Environment(ToolEpisodes, EpisodeTask):
     """Episodes of a class by the contract of TRL's `environment_factory`:
 
         reset(**row)          begins an episode; a text that it returns goes behind the user's message
-        get_reward()          the reward, once the policy calls no tool any more, or a limit is reached
+        get_reward()          the reward (`reward_parts`), once the policy calls no tool any more, or at a limit
         other public methods  tools, with types and Google docstrings; sync or async. One that raises returns the error
 
     and, which TRL has not:
 
         respond(text)         what the user says to a reply that calls no tool; None ends the episode
-        get_turn_reward()     a part of the reward, for the last turn alone
+        get_turn_reward()     a part of the reward, for the last turn alone; asked once for each turn
 
     `Score.measured`: `tool_errors`. The setting `environment` may also name a function that makes such an object.
     """
@@ -178,9 +177,11 @@ class Environment(ToolEpisodes, EpisodeTask):
 
     @cached_property
     def _methods(self) -> dict[str, Any]:
-        """By name, those that are public."""
+        """By name, those that are public, bound as those of an object: also @staticmethod and @classmethod."""
         kind = self._factory if inspect.isclass(self._factory) else type(self._factory())
-        return {name: f for name, f in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+        found = inspect.getmembers(kind, lambda f: isinstance(inspect.unwrap(f), (FunctionType, MethodType)))
+        public = [name for name, _ in found if not name.startswith("_")]
+        return {name: inspect.getattr_static(kind, name).__get__(self, kind) for name in public}
 
     @property
     def tools(self) -> tuple[Schema, ...]:
@@ -195,7 +196,7 @@ class Environment(ToolEpisodes, EpisodeTask):
             if name in OWN:
                 continue
             try:
-                found.append(get_json_schema(MethodType(function, self)))
+                found.append(get_json_schema(function))
             except (DocstringParsingException, TypeHintParsingException) as error:
                 about = f"task.environment={self.environment}: the tool {name} has no schema, {reason_of(error)}"
                 fix = "give it types, and a docstring with a line for each argument below Args:"
@@ -218,6 +219,10 @@ class Environment(ToolEpisodes, EpisodeTask):
         if name in OWN or name not in self._methods:
             raise ValueError(f"Tool {name} not found.")
         return awaited(getattr(world, name)(**arguments))
+
+
+def _reward(world: Any, method: str, part: str) -> dict[str, float]:
+    return reward_parts(awaited(getattr(world, method)()), part, f"{method}() of the environment")
 
 
 def seed_globally(seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from offline_grpo.task.answers import (
-    is_same_number,
+    is_same_value,
     last_boxed,
     last_number,
     last_tagged,
@@ -23,13 +23,13 @@ def tags(completion: str, answer: str) -> float:
     given = next(iter(tagged_blocks(completion, "answer")), "").strip()
     if not given:
         return 0.0
-    return 1.0 if is_same_number(reference_answer(answer), given) else WRONG_IN_TAGS
+    return 1.0 if is_same_value(reference_answer(answer), given) else WRONG_IN_TAGS
 
 
 def boxed(completion: str, answer: str) -> float:
     r"""Atropos': 1 for the right number in the last `\boxed{}` after the last `</think>`, otherwise -1."""
     given = last_boxed(completion.rpartition("</think>")[2])
-    return 1.0 if given is not None and is_same_number(reference_answer(answer), given) else -1.0
+    return 1.0 if given is not None and is_same_value(reference_answer(answer), given) else -1.0
 
 
 def weighted(completion: str, answer: str) -> dict[str, float]:
@@ -47,7 +47,7 @@ def weighted(completion: str, answer: str) -> dict[str, float]:
     working = re.search(r"<start_working_out>", completion, re.IGNORECASE)
     has_worked = working is not None and "</end_working_out>" in completion[working.end() :].lower()
     return {
-        "correctness": 0.6 * (number is not None and is_same_number(reference_answer(answer), number)),
+        "correctness": 0.6 * (number is not None and is_same_value(reference_answer(answer), number)),
         "strict_format": 0.15 * 0.3 * (_NUMBER.fullmatch(content) is not None and trailing == 0),
         "thinking": 0.1 * 0.5 * has_worked,
         "answer": 0.1 * 0.3 * (block is not None),

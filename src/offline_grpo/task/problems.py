@@ -15,6 +15,7 @@ from offline_grpo.types import Message, Problem
 
 MANY = 10**9
 """How many problems a task says it has that makes them without end."""
+HALF = "has half of a character (a surrogate pair that was cut, such as \\ud83d); replace or remove it"
 NUM_WORDS, MIN_SHARE = 8, 0.5
 """See `near_duplicates`."""
 
@@ -38,12 +39,19 @@ def check_system_prompt(system_prompt: str | None) -> None:
     """Raise ConfigError for one that says nothing."""
     fix = "is blank; set it to null to send no system message"
     require(system_prompt is None or bool(system_prompt.strip()), "task.system_prompt", repr(system_prompt), fix)
+    require(is_whole(system_prompt), "task.system_prompt", repr(system_prompt), HALF)
 
 
-def prompt_key(problem: Problem) -> tuple[tuple[str, str], ...]:
+def is_whole(value: object) -> bool:
+    """Whether texts, also in lists and dicts, have no half of a surrogate pair, which no tokenizer takes."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text.encode(errors="ignore").decode() == text
+
+
+def prompt_key(problem: Problem) -> str:
     """Equal for problems that ask the same. An environment asks what it makes of a row."""
-    row = () if problem.rules is None else (("row", json.dumps(dict(problem.fields), sort_keys=True, default=str)),)
-    return tuple((message["role"], message["content"]) for message in problem.messages) + row
+    row = {} if problem.rules is None else dict(problem.fields)
+    return json.dumps([*map(dict, problem.messages), row], sort_keys=True, default=str)
 
 
 def asked(prompt: str, system_prompt: str | None) -> tuple[Message, ...]:

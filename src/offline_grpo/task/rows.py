@@ -9,6 +9,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -19,8 +20,8 @@ import numpy as np
 
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.hub import need_dataset
-from offline_grpo.task.problems import check_system_prompt
-from offline_grpo.types import Message, Problem, Split
+from offline_grpo.task.problems import HALF, check_system_prompt, is_whole
+from offline_grpo.types import Message, Problem, Schema, Split
 
 log = logging.getLogger(__name__)
 
@@ -93,20 +94,51 @@ def text_field(row: Row, name: str, key: str) -> str:
 
 
 def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
-    """The prompt of a row: text, or a list of chat messages that ends with one of the user."""
-    value = field(row, name, key)
+    """The prompt of a row: text, or a list of chat messages that ends with one of the user. They are whole, with calls
+    of tools, names and whatever else the chat template may write.
+    """
+    value = without_none(field(row, name, key))
     if not isinstance(value, list):
         return text_field(row, name, key)
     messages: list[Message] = []
     for message in value:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(x), str) for x in ("role", "content")):
-            fix = "a message must have role and content, both text"
-            raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(message)}")
-        messages.append({"role": message["role"], "content": message["content"]})
+        try:
+            messages.append(_message(message))
+        except (KeyError, TypeError, AttributeError) as error:
+            fix = "a message must have role and content, both text; tool_calls are [{function: {name, ...}}]"
+            raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(message)}") from error
     if not messages or messages[-1]["role"] != "user":
         fix = "the last message must have the role user"
         raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(value)}")
     return messages
+
+
+def _message(value: Any) -> Message:
+    """With content, which is empty beside calls of tools alone. May raise for what is no message."""
+    names = [call["function"]["name"] for call in value.get("tool_calls") or ()]
+    message = {"role": value["role"], "content": "" if names else value["content"], **value}
+    if not all(isinstance(text, str) for text in (message["role"], message["content"], *names)):
+        raise TypeError
+    return message
+
+
+def tools_of(row: Row) -> tuple[Schema, ...]:
+    """The schemas in the column `tools`, or in its JSON text. Another kind of column of this name has none."""
+    value = without_none(field(row, "tools", "tools")) if "tools" in row.value else None
+    with suppress(ValueError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        return ()
+    functions = [each.get("function", each) for each in value]
+    are_named = all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions)
+    return tuple({"type": "function", "function": each} for each in functions) if are_named else ()
+
+
+def without_none(value: Any) -> Any:
+    """Without entries that are None, which tables have for keys that other rows have."""
+    if isinstance(value, Mapping):
+        return {key: without_none(each) for key, each in value.items() if each is not None}
+    return [without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def field(row: Row, name: str, key: str) -> Any:
@@ -115,6 +147,8 @@ def field(row: Row, name: str, key: str) -> Any:
     if name not in row.value:
         names = ", ".join(map(str, row.value))
         raise ConfigError(f"{key}={name}: {row.where} has no such field; it has {names}")
+    if not is_whole(row.value[name]):
+        raise ConfigError(f"{row.where} field {name!r} ({key}): {HALF}: {shown(row.value[name])}")
     return row.value[name]
 
 
@@ -178,7 +212,7 @@ def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
             rows = parquet.ParquetFile(file).read().to_pylist()
         for number, value in enumerate(rows, start=1):
             yield f"task.path: {file}, row {number},", value
-    except (ValueError, csv.Error) as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         kind = file.suffix.removeprefix(".").upper()
         raise ConfigError(f"task.path: {file}, row {number + 1}, is not valid {kind} ({reason_of(error)})") from error
 
@@ -259,7 +293,11 @@ class RowTask(ABC):
 
     def _load(self, spec: str, split: Split) -> tuple[list[Row], list[Problem]]:
         rows = read_split(self.path, self.name, spec, f"task.{split}_split")
-        return rows, [self.problem_of(f"{split}-{row.index}", row) for row in rows]
+        problems = [self.problem_of(f"{split}-{row.index}", row) for row in rows]
+        names = {name for problem in problems for message in problem.messages for name in message}
+        if more := sorted(names - {"role", "content", "tool_calls", "tool_call_id"}):
+            log.info("messages in rows have %s too, of which the model reads what its template writes", ", ".join(more))
+        return rows, problems
 
 
 def hold_out(
@@ -267,7 +305,7 @@ def hold_out(
 ) -> Mapping[Split, Sequence[Problem]]:
     """Both splits of problems that have none, by a hash of what each asks. Raises ConfigError if all ask the same."""
     # all problems with the same prompt are on the same side, whatever their order and whatever is added
-    contents = ("\0".join(f"{each['role']}\0{each['content']}" for each in messages) for messages in asked)
+    contents = ("\0".join("\0".join(map(str, each.values())) for each in messages) for messages in asked)
     hashes = [hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest() for content in contents]
     different = sorted(set(hashes))
     fix = f"the data has {len(different)} different prompts; it needs 2 or more"
@@ -280,6 +318,6 @@ def hold_out(
             held_out.setdefault(key, problem)
         else:
             left.append(problem)
-    counts = len(held_out), len(problems), eval_frac
-    log.info("held out: %d of %d rows, without a split for it (task.eval_frac=%s)", *counts)
+    counts = len(held_out), len(different), len(left), len(problems), eval_frac
+    log.info("held out: %d of %d distinct rows; %d of all %d are left for training (task.eval_frac=%s)", *counts)
     return {Split.TRAIN: left, Split.EVAL: list(held_out.values())}

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, ScoreError, require
 from offline_grpo.interfaces import Chat
+from offline_grpo.reward.functions import total
 from offline_grpo.task.environment import Episodes, seed_globally
 from offline_grpo.task.rows import hold_out
 from offline_grpo.types import Message, Problem, Score, Split
@@ -157,4 +158,4 @@ class Verifiers(Episodes):
         [trace] = [trace for trace in episode.traces if trace.agent.config.client == client]
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         measured = {name: value for name, value in trace.metrics.items() if value is not None}
-        return self.scored(rewards, measured) if rewards else Score.unscored()
+        return total(rewards, self.correct_threshold, measured)

@@ -19,6 +19,7 @@ from offline_grpo.types import (
     Problem,
     SamplingParams,
     SamplingRequest,
+    Schema,
     Score,
     ServedWeights,
     Split,
@@ -66,7 +67,7 @@ class SeededClient:
 class Characters:
     """A codec of one token per character."""
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         return [ord(character) for message in messages for character in message["content"]]
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -213,7 +213,7 @@ MISBEHAVE = {
     "memory": "memory",
     "await": None,
     "nan": "raised",
-    "none": "raised",
+    "none": None,  # no reward of the episode: those of its turns are all
     "text": "raised",
 }
 

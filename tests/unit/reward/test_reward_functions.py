@@ -14,6 +14,7 @@ from offline_grpo.types import Problem
 MINE = """
 import asyncio
 def exact(completion, answer): return completion == answer
+def may(completion, answer="none", **fields): return {answer: 1.0, "others": "answer" in fields}
 def short(prompt, completion, level, **fields): return {"brief": len(completion) < 5, "level": level}
 async def judge(completion, messages):
     await asyncio.sleep(0.01)
@@ -87,7 +88,7 @@ def test_a_function_that_changes_what_it_gets_changes_it_for_no_other_call(mine)
     [
         (
             "fails",
-            r"ZeroDivisionError: division by zero \(mine_.*, line 8, in fails\); problem train-3, completion 'hm'",
+            r"ZeroDivisionError: division by zero \(mine_.*, line 9, in fails\); problem train-3, completion 'hm'",
         ),
         ("nan", r":nan returned nan; .*; problem train-3"),
     ],
@@ -114,6 +115,22 @@ def test_what_cannot_be_called_is_refused(mine, setting, message):
 
     with pytest.raises(ConfigError, match=message):
         scored([named(item) for item in setting] if isinstance(setting, list) else named(setting))
+
+
+@pytest.mark.parametrize("key", ["task.reward", "task.group_reward"])
+def test_rows_without_an_answer_are_no_empty_answers(mine, key):
+    nothing = Problem("train-3", PROBLEM.messages, "", {"level": 2})
+    module, name = (mine, "answer") if key == "task.reward" else (f"group_{mine}", "answers")
+    rewards = load_rewards(f"{module}:exact" if key == "task.reward" else f"{module}:rank", 1.0, key)
+    rewards.check(PROBLEM)
+    with pytest.raises(ConfigError, match=rf"no value for its parameter '{name}' in problem train-3; .*answer=None"):
+        rewards.check(nothing)
+    optional = load_rewards(f"{mine}:may", 1.0)
+    optional.check(nothing)
+    assert optional.score(nothing, "").parts == {"may/none": 1.0, "may/others": 0.0}
+    assert optional.score(PROBLEM, "").parts == {"may/4": 1.0, "may/others": 0.0}
+    own = Problem("train-3", PROBLEM.messages, "", {"answer": "5"})  # task.answer_field=null, and such a column
+    assert optional.score(own, "").parts == {"may/5": 1.0, "may/others": 0.0}
 
 
 class Grouped:

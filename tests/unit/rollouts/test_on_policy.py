@@ -27,7 +27,7 @@ class Client:
 
 
 class Codec:
-    def encode(self, messages):
+    def encode(self, messages, tools=()):
         return [1]
 
     def judged(self, token_ids, sampling):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dialogues import codec_of
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.text import TokenizerCodec
@@ -71,7 +72,7 @@ def test_only_prompts_of_more_bytes_are_encoded_and_their_tokens_count() -> None
     """
     encoded: list[str] = []
 
-    def encode(messages: Any) -> list[int]:
+    def encode(messages: Any, tools: Any) -> list[int]:
         encoded.append(messages[-1]["content"])
         return [1] * (3 + len(re.findall(r"[a-z]+|[^a-z]", messages[-1]["content"])))
 
@@ -96,3 +97,30 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
     message = r"^model.train_id=a/model: its tokenizer gives token \d+ for problem p-0, and the model has 3 "
     with pytest.raises(ConfigError, match=message):
         lengths(problems("1+1="), vocab_size=3)
+
+
+CALL = {"id": "000000000", "type": "function", "function": {"name": "add_up", "arguments": {"a": 1}}}
+TOOL = {"type": "function", "function": {"name": "add_up", "description": "Add.", "parameters": {"type": "object"}}}
+ASK = {"role": "user", "content": "1+1="}
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "tools", "lost"),
+    [
+        ("qwen3", [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, ASK], (), None),
+        ("qwen3", [{"role": "system", "content": "Be brief."}, ASK], (TOOL,), None),
+        ("qwen3", [{"role": "developer", "content": "Be brief."}, ASK], (), r"content .'Be brief\.'"),
+        ("phi3", [ASK], (TOOL,), "tools .'add_up'"),
+        ("llama3", [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, ASK], (), "tool_calls"),
+        ("gemma", [{"role": "system", "content": "Be brief."}, ASK], (), "refuses messages of system, user"),
+    ],
+)
+def test_what_the_chat_template_leaves_out_is_refused(
+    name: str, messages: list[Any], tools: tuple[Any, ...], lost: str | None
+) -> None:
+    codec, problem = codec_of(name), Problem("train-7", tuple(messages), "2", tools=tools)
+    if lost is None:
+        assert prompts.encoded(codec, problem) == codec.encode(messages, tools)
+        return
+    with pytest.raises(ConfigError, match=rf"^problem train-7, whose messages have role, content.*{lost}"):
+        prompts.encoded(codec, problem)

@@ -9,7 +9,7 @@ from factories import compose_config
 
 from offline_grpo.config.compose import as_plain
 from offline_grpo.config.problems import build_task
-from offline_grpo.task.answers import is_same_latex, is_same_number, is_same_value, last_boxed, last_number
+from offline_grpo.task.answers import is_same_latex, is_same_value, last_boxed, last_number, reference_answer
 from offline_grpo.task.dataset import is_right
 from offline_grpo.types import Problem
 
@@ -54,9 +54,93 @@ def test_answers_are_compared():
     ("reference", "answer"), [("2020-01-05", "2021-01-06"), ("01/05/2020", "02/10/2020"), ("$3-2$", "2-1")]
 )
 def test_dates_scores_and_telephone_numbers_are_text(reference, answer):
-    for compare in (is_same_value, is_same_number, is_same_latex):
-        assert compare(reference, rf"\boxed{{{reference}}}" if compare is is_same_latex else reference)
-        assert not compare(reference, rf"\boxed{{{answer}}}" if compare is is_same_latex else answer)
+    for compare in (is_same_value, is_same_latex):
+        assert compare(reference, reference)
+        assert not compare(reference, answer)
+
+
+FORMS = (
+    "{}",
+    "${}$",
+    r"\[{}\]",
+    "**{}**",
+    r"\boxed{{{}}}",
+    r"First $x=3$, so it is $\boxed{{{}}}$.",
+    "<answer>{}</answer>",
+    "Add 4 and 5.\n#### {}",
+    "The answer is {}.",
+    "Add 4 and 5 to 7.\n\n**Answer:** {}",
+    "Take $x=3$ of 12.\nTherefore, the final answer is ${}$. I hope it is correct.",
+    r"As $x=3$, it is \({}\).",
+)
+"""In which a completion has its answer."""
+KINDS = [  # of answers, as in MATH-500: right ones, of which the first is the row's, and wrong ones
+    ([r"\frac{13}{8}", r"\dfrac{13}{8}", "13/8", "1.625"], [r"\frac{8}{13}", r"\frac{13}{9}", "13"]),
+    ([r"-\frac{1}{3}", "-1/3", r"-\dfrac13"], [r"\frac{1}{3}", "3"]),
+    (["8", "8.0"], [r"\frac{13}{8}", "-8"]),
+    ([r"17\sqrt{9}", "51"], ["17", r"17\sqrt{3}"]),
+    (["(7,23]", r"x \in \left(7,23\right]"], ["(7,23)", "[7,23)", "23"]),
+    (["23"], ["(7,23]"]),
+    ([r"(-\infty,-2]\cup[3,\infty)", "(-∞, -2] \N{UNION} [3, ∞)"], [r"(-\infty,-2)\cup[3,\infty)"]),
+    ([r"\left(3,\frac{\pi}{2}\right)", "(3, π/2)"], [r"(3,\pi)"]),
+    (["(6,31,-1)", "(6, 31, -1)"], ["(6,31,1)", "(31,6,-1)"]),
+    ([r"\{2,3\}", r"\{3,2\}"], [r"\{2,4\}"]),
+    (["1,-2", "-2, 1"], ["1", "1,2"]),
+    ([r"\begin{pmatrix} 1 & -2 \\ 3 & 4 \end{pmatrix}", r"\begin{bmatrix}1&-2\\3&4\end{bmatrix}"], ["4"]),
+    ([r"90^\circ", "90", r"90^{\circ}", "90°", "90 degrees"], ["45"]),
+    ([r"10\%", "10%", "10"], [r"100\%"]),
+    ([r"5\text{ cm}", "5 cm", "5"], ["6 cm"]),
+    ([r"864 \mbox{ inches}^2", "864"], ["846"]),
+    ([r"\$18.90", "18.9"], ["1890"]),
+    (["58,500", r"58{,}500", r"58,\!500", "58500"], ["58", "500"]),
+    (["-7", "\N{MINUS SIGN}7"], ["7"]),
+    ([r"\text{Evelyn}", "evelyn"], ["Briana"]),
+    ([r"\text{(C)}", "C", "(C)"], ["(D)"]),
+    ([r"\text{east}", "east"], ["seat"]),  # the same product of letters
+    (["6 - 5i", "-5i+6"], ["6+5i"]),
+    ([r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"], [r"1+\sqrt{19}"]),
+    (["x^3+3x-6", "3x-6+x^3"], ["x^3-3x-6"]),
+    (["y = 2x + 3", "2x+3"], ["y=3x+2"]),
+    (["2k"], ["2"]),
+    (["4210_5", "4210_{5}"], ["4210_6"]),
+    ([r"12:30\text{ p.m.}", "12:30 p.m."], ["12:31", "12:30 a.m."]),
+    ([r"3 \frac{1}{2}", "3.5", r"\frac{7}{2}"], [r"\frac{3}{2}", "2"]),
+    (["1,000,000", "10^6"], ["1"]),
+    ([r"\log_2 5"], [r"\log_2 6"]),
+]
+
+
+@pytest.mark.parametrize("kind", ["auto", "math"])
+@pytest.mark.parametrize(("right", "wrong"), KINDS, ids=lambda each: each[0])
+def test_answers_count_in_every_form(kind, right, wrong):
+    for form in FORMS if kind == "auto" else FORMS[::4]:
+        for answer in (*right, *wrong):
+            text = form.format(answer)
+            assert is_right(kind, right[0], text) is (answer in right), text
+
+
+@pytest.mark.parametrize("kind", ["auto", "math", "text"])
+def test_a_completion_that_is_the_answer_counts(kind):
+    for answer in (r"\boxed{5}", "#### 5", r"\overline{AB}", "Let $x$ be 2. Then #### no", "x" * 500, "a\nb"):
+        assert is_right(kind, answer if kind == "text" else reference_answer(answer), answer), answer
+    assert is_right("text", r"\boxed{x+1}", r"It is \boxed{x+1}.")
+    assert not is_right("text", r"\boxed{x+1}", r"It is \boxed{1+x}.")
+
+
+STATED = [
+    ("72", "The answer is 72 apples (in total)."),
+    ("72", "Answer:\n1. Add 48 and 24.\n2. That is 72."),
+    ("72", "It costs $5 and then $7, which is 72."),
+    ("72", "48+24=72\n72"),
+    ("72", "= 72"),
+    ("8", "The answer is $8$, not $9$."),
+]
+
+
+def test_what_a_completion_states_goes_before_its_last_number():
+    for reference, text in STATED:
+        assert is_right("auto", reference, text), text
+    assert not is_right("auto", "9", "The answer is $8$, not $9$.")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import datasets
@@ -17,6 +18,7 @@ from offline_grpo.config.compose import as_plain, typed
 from offline_grpo.config.describe import describe_data
 from offline_grpo.config.problems import build_task, task_data
 from offline_grpo.errors import ConfigError
+from offline_grpo.task.problems import prompt_key
 from offline_grpo.types import Split
 
 ROWS = [{"prompt": f"What is {i} + {i}?", "answer": 2 * i, "level": i % 3} for i in range(40)]
@@ -141,6 +143,55 @@ def test_chat_messages_as_pyarrow_writes_them(tmp_path):
             make(tmp_path / "chats.parquet", **{key: value}).problems(Split.TRAIN)
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "add_up", "arguments": {"a": 1}}}
+CALLS = [
+    {"role": "user", "content": "a", "name": "bob"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
+    {"role": "tool", "content": "2", "tool_call_id": "1"},
+    {"role": "user", "content": "b"},
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_messages_reach_the_chat_template_whole(tmp_path, suffix, caplog):
+    """Tables have a key for each message that any message has, which is None where it says nothing."""
+    caplog.set_level("INFO")
+    rows = [{"prompt": CALLS, "answer": "2"}, {"prompt": [{"role": "user", "content": "c"}], "answer": "2"}]
+    if suffix == ".jsonl":
+        write_jsonl(tmp_path / "my.jsonl", rows)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "my.parquet")
+    first, second = make(tmp_path / f"my{suffix}", eval_split="train").problems(Split.TRAIN)
+    assert list(first.messages) == [CALLS[0], {**CALLS[1], "content": ""}, *CALLS[2:]]
+    assert second.messages == ({"role": "user", "content": "c"},)
+    without = tuple({**message, "tool_calls": []} for message in first.messages)
+    assert prompt_key(first) != prompt_key(replace(first, messages=without))
+    assert "messages in rows have name, reasoning_content too" in caplog.text
+
+
+TOOL = {"type": "function", "function": {"name": "add_up", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]]])
+def test_a_column_of_tools_is_offered(tmp_path, tools):
+    task = make(write_jsonl(tmp_path / "my.jsonl", [{**row, "tools": tools} for row in ROWS]))
+    assert {json.dumps(problem.tools) for problem in task.problems(Split.TRAIN)} == {json.dumps([TOOL])}
+
+
+@pytest.mark.parametrize("tools", [None, "a hammer", ["hammer", "saw"], [{"price": 1}], {"a": 1}])
+def test_another_column_of_this_name_is_a_column_as_any_other(tmp_path, tools):
+    [problem] = make(write_jsonl(tmp_path / "my.jsonl", [{**ROWS[0], "tools": tools}]), eval_split="train").problems(
+        Split.TRAIN
+    )
+    assert (problem.tools, problem.fields["tools"]) == ((), tools)
+
+
+def test_the_log_says_that_rows_are_held_out_by_what_they_ask(tmp_path, caplog):
+    caplog.set_level("INFO")
+    make(write_jsonl(tmp_path / "my.jsonl", ROWS[:10] * 6)).problems(Split.TRAIN)
+    assert "held out: 1 of 10 distinct rows; 54 of all 60 are left for training" in caplog.text
+
+
 GOOD = '{"prompt": "q", "answer": 1}'
 
 
@@ -152,6 +203,23 @@ GOOD = '{"prompt": "q", "answer": 1}'
         ('{"prompt": "q", "answer": "("}', {"answer_kind": "regex"}, "has no regular expression"),
         ('{"prompt": "q", "answer": ', {}, "task.path: .*my.jsonl, row 2, is not valid JSON"),
         ("[1, 2]", {}, r"row 2, is not a JSON object: \[1, 2\]"),
+        (
+            '{"prompt": "q\\ud83d", "answer": 1}',
+            {},
+            r"row 2, field 'prompt' .*: has half of a character .*: 'q\\ud83d'$",
+        ),
+        ('{"prompt": "q", "answer": "\\ud83d"}', {}, "row 2, field 'answer' .*: has half of a character"),
+        ('{"prompt": [{"role": "user", "content": "\\ude00"}], "answer": 1}', {}, "row 2, field 'prompt' .*: has half"),
+        ('{"prompt": "q", "answer": 1, "tools": [{"name": "\\ude00"}]}', {}, "row 2, field 'tools' .*: has half"),
+        (GOOD, {"system_prompt": "\ud83d"}, "task.system_prompt='.ud83d': has half of a character"),
+        (GOOD, {"prompt_template": "{prompt}\ud83d"}, "task.prompt_template=.*: has half of a character"),
+        ('{"prompt": [{"role": "user"}], "answer": 1}', {}, "row 2, field 'prompt' .*role and content, both text"),
+        (
+            '{"prompt": [{"role": "assistant", "tool_calls": [{"name": "f"}]}], "answer": 1}',
+            {},
+            r"row 2, .*; tool_calls are \[\{function: \{name, ...\}\}\]: .*'name': 'f'",
+        ),
+        ("[" * 100_000 + "]" * 100_000, {}, "row 2, is not valid JSONL .maximum recursion depth"),
         (GOOD, {}, "has 1 different prompts; it needs 2 or more"),
         (GOOD, {"eval_split": "dev"}, "task.eval_split=dev: task.path=.* is a file, one split"),
         (GOOD, {"eval_split": "train[10:]"}, r"task.eval_split=train\[10:\] selects none of the 2 rows"),
