@@ -9,6 +9,7 @@ from transformers import Qwen2Config
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.placement.devices import Devices, check_devices, reference_gpu, server_gpus
+from offline_grpo.placement.ranks import Ranks
 from offline_grpo.run.config import typed
 from offline_grpo.run.gpu_memory import check_memory
 from offline_grpo.run.plan import make_plan
@@ -154,3 +155,10 @@ def test_what_travels_between_gpus_needs_one():
     plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=nccl", "model.device=cpu")))
     with pytest.raises(ConfigError, match=r"^model\.device=cpu: weight_sync=nccl moves weights from GPU to GPU, "):
         check_devices(plan.devices(1))
+
+
+def test_what_processes_worked_on_in_turns_is_put_in_order_again(monkeypatch):
+    """Of five items, process 0 of two had the first, the third and the fifth."""
+    ranks = Ranks(use_cpu=True)
+    monkeypatch.setattr(Ranks, "gather_results", lambda _, action: [*action(), *enumerate("bd")])
+    assert ranks.gather_interleaved(lambda: "ace") == list("abcde")
