@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories import make_group
 
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.history.signals import StopSignal
@@ -192,3 +193,16 @@ def test_an_evaluation_that_was_cut_short_comes_first_and_may_end_the_run(iterat
     train(run)
     assert listener.logged == [("eval", 0, mark)]
     assert saved.commits == [0]
+
+
+def test_a_checkpoint_is_written_before_the_metrics_and_counts_after_them() -> None:
+    """A run that is killed in between repeats the iteration: none that counts lacks its metrics."""
+    events: list[Any] = []
+    saved = SimpleNamespace(write=lambda i: events.append(("write", i)), commit=lambda i: events.append(("commit", i)))
+    listener = SimpleNamespace(log=lambda name, _, iteration: events.append((name, iteration)))
+    parts = {"checkpointer": saved, "listeners": [listener], "save_due": lambda _: True}
+    loop: Any = make_loop(Engine(), config=SimpleNamespace(iterations=2), **parts)
+    loop.source.next, loop.source.metrics = lambda _: [make_group(("4", 1.0), ("5", 0.0))], dict
+    loop._train = lambda *_: {}
+    loop.run(0, None)
+    assert events == [(name, i) for i in (0, 1) for name in ("write", "train", "commit")]

@@ -1,5 +1,6 @@
 """Checkpoints: what is in the folder, and that it is whole or absent."""
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from offline_grpo.checkpoint import checkpointer as module
 from offline_grpo.checkpoint.checkpointer import Checkpointer
-from offline_grpo.checkpoint.files import list_checkpoints, newest_sound
+from offline_grpo.checkpoint.files import MANIFEST, list_checkpoints, newest_sound
 from offline_grpo.errors import DiskFull
 from offline_grpo.history.folder import RunDir
 from offline_grpo.run import shortage_in_a_line
@@ -68,6 +69,8 @@ def test_folder_is_a_plain_hugging_face_model(saved, tmp_path, token_batch):
     assert "lm_head.weight" not in weights  # tied to the embedding: stored once
     num_bytes = sum(p.numel() * 4 for p in updater.policy.model.parameters())
     assert (folder / "model.safetensors").stat().st_size < num_bytes * 1.02 + 5000
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert json.loads((folder / MANIFEST).read_text())["files"].keys() == files - {MANIFEST}
 
 
 def test_only_the_newest_are_kept_beside_those_of_another_history(saved, tmp_path):

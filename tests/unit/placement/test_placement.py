@@ -11,6 +11,7 @@ from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.placement.devices import Devices, check_devices, reference_gpu, server_gpus
+from offline_grpo.placement.ranks import Ranks
 from offline_grpo.start.memory import check_memory
 
 
@@ -154,3 +155,10 @@ def test_what_travels_between_gpus_needs_one():
     plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=nccl", "model.device=cpu")))
     with pytest.raises(ConfigError, match=r"^model\.device=cpu: weight_sync=nccl moves weights from GPU to GPU, "):
         check_devices(plan.devices(1))
+
+
+def test_what_processes_worked_on_in_turns_is_put_in_order_again(monkeypatch):
+    """Of five items, process 0 of two had the first, the third and the fifth."""
+    ranks = Ranks(use_cpu=True)
+    monkeypatch.setattr(Ranks, "gather_results", lambda _, action: [*action(), *enumerate("bd")])
+    assert ranks.gather_interleaved(lambda: "ace") == list("abcde")

@@ -220,6 +220,22 @@ def test_the_buffer_bounds_what_is_sampled_ahead(buffer_size, ahead):
     assert trainer.client.calls == ahead + 1
 
 
+def test_samples_one_version_too_old_are_drawn_again_and_an_engine_one_version_too_old_ends_the_run():
+    trainer = Trainer(max_staleness=1)
+    trainer.begin()
+    wait_until(lambda: trainer.client.calls == 2)
+    trainer.train(0)
+    trainer.version += 1  # more updates than an iteration makes
+    trainer.push()
+    assert answers(trainer.train(1)) == answers(trainer.on_policy.next(1))
+    metrics = trainer.source.metrics()
+    assert (metrics["async/num_discarded"], metrics["async/age_max"]) == (PROBLEMS_PER_ITERATION, 0)
+    trainer.version += 2
+    with pytest.raises(ConfigError, match="the engine's weights are 2 versions old"):
+        trainer.source.next(2)
+    trainer.source.close()
+
+
 def test_an_error_reaches_the_trainer_at_once_with_its_cause():
     """Also while it waits for an earlier iteration."""
     trainer = Trainer(Client(lambda: 60.0), max_staleness=1)

@@ -98,6 +98,13 @@ def test_it_depends_on_the_iteration_alone_and_not_on_the_number_of_processes(it
     assert alone.state_dict() == {}
 
 
+def test_the_same_problems_are_sampled_with_other_seeds_in_the_next_iteration():
+    one = source(problems=PROBLEMS[:8], resample_zero_signal=False)
+    first, second = ({g.problem.problem_id: [r.text for r in g.rollouts] for g in one.next(i)} for i in (0, 1))
+    assert first.keys() == second.keys()
+    assert all(first[name] != second[name] for name in first)
+
+
 # L_max = 10, L_cache = 4, by hand: (L_max - L_cache - length) / L_cache between 6 and 10
 def test_the_soft_overlong_penalty_is_dapos():
     assert [overlong_penalty(length, 10, 4) for length in (1, 6, 7, 9, 10, 99)] == [0, 0, -0.25, -0.75, -1, -1]

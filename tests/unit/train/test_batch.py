@@ -3,7 +3,14 @@
 import pytest
 from factories import make_completion, make_rollout
 
-from offline_grpo.train.batch import build_batch, microbatches, split_updates, totals_of, with_advantages
+from offline_grpo.train.batch import (
+    build_batch,
+    microbatches,
+    share_of_rank,
+    split_updates,
+    totals_of,
+    with_advantages,
+)
 from offline_grpo.types import FinishReason
 
 
@@ -61,6 +68,16 @@ def test_updates_cover_every_sequence_once():
             parts = split_updates(n, num_updates=k, sequences_per_update=None)
             assert [s for part in parts for s in part] == list(range(n))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_every_sequence_is_trained_by_one_process_and_the_longest_come_first():
+    """By hand: 9, 8 and 7 go to processes 0, 1 and 2; then 4 to 2, 3 to 1, 3 to 0, and 2 to the first of those with 11
+    tokens, which is process 1.
+    """
+    lengths = [3, 9, 4, 7, 3, 8, 2]
+    shares = [share_of_rank(range(7), lengths, rank=rank, world_size=3) for rank in range(3)]
+    assert shares == [[1, 4], [5, 0, 6], [3, 2]]
+    assert share_of_rank([6, 2, 1], lengths, rank=0, world_size=1) == [1, 2, 6]
 
 
 def test_microbatches_by_sequences():
