@@ -11,14 +11,13 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offline_grpo import progress
 from offline_grpo.engine.background import in_background
-from offline_grpo.errors import ConfigError, ScoreError, told
-from offline_grpo.generation.dialogue import OVER, Ask, Dialogue
-from offline_grpo.generation.judging import background_loop, checked
-from offline_grpo.generation.proxy import the_proxy
+from offline_grpo.errors import GrpoError, RequestError, ScoreError, told
+from offline_grpo.generation.dialogue import OVER, Ask, Dialogue, transcript
+from offline_grpo.generation.judging import background_loop, checked, warn_once
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.seeding import derive_seed
@@ -33,10 +32,16 @@ from offline_grpo.types import (
     Score,
 )
 
+if TYPE_CHECKING:
+    from offline_grpo.generation.proxy import Proxy
+
 NUM_LIVE = 64
 """Episodes at a time where they share the run's process (`scoring.workers=0`)."""
 LOOK_S = 0.05
 """How often programs are waited for, so that signals are heard in between."""
+SHOWN_CHARS = 300
+MUCH_DROPPED_FRAC = 0.1
+"""Of the tokens that a group sampled: beyond it, a line says that they are not trained on."""
 
 
 @dataclass(eq=False)
@@ -48,10 +53,13 @@ class Episode:
     dialogue: Dialogue
     events: SimpleQueue[tuple[Episode, _Question | None]]  # None: it is over
     score: Future[Score] = field(init=False)
+    proxy: Proxy | None = None  # of one whose program is a client of OpenAI's API
     base_url: str = ""
     api_key: str = ""
     open: set[Future[Reply]] = field(default_factory=set)
     is_cancelled: bool = False
+    failure: str = ""  # why it has no score, whatever its program returns
+    _reply: Reply | None = None  # the last
     _replied_s: float = field(default_factory=time.monotonic)
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Schema], longest: int | None = None) -> Future[Reply]:
@@ -67,11 +75,21 @@ class Episode:
     def _replied(self, reply: Future[Reply]) -> None:
         self._replied_s = time.monotonic()
         self.open.discard(reply)
+        if not reply.cancelled() and reply.exception() is None:
+            self._reply = reply.result()
 
     @property
     def working_s(self) -> float:
         """For how long its program has been working by itself: 0 while it waits for the policy."""
         return 0.0 if self.open else time.monotonic() - self._replied_s
+
+    @property
+    def place(self) -> str:
+        """What the policy said last, such as the call of a tool that its program is busy with."""
+        if self._reply is None:
+            return "before the policy's first reply"
+        said = repr(transcript([self._reply.message]))
+        return f"after the policy's reply {said if len(said) <= SHOWN_CHARS else said[:SHOWN_CHARS] + '...'}"
 
     def say(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Reply:
         """See `Chat`, for a program in the run's process."""
@@ -82,8 +100,8 @@ class Episode:
 
     def start(self, task: Any) -> None:
         """Let the task's program play, in the background."""
-        if self.problem.rules is not None and self.problem.rules.has_address:
-            self.base_url, self.api_key = the_proxy().open(self)
+        if self.proxy is not None:
+            self.base_url, self.api_key = self.proxy.open(self.ask)
         if inspect.iscoroutinefunction(task.play):
             self.score = asyncio.run_coroutine_threadsafe(task.play(self.problem, self), background_loop())
         else:
@@ -91,8 +109,8 @@ class Episode:
         self.score.add_done_callback(self._over)
 
     def _over(self, score: Future[Score]) -> None:
-        if self.api_key:
-            the_proxy().episodes.pop(self.api_key, None)
+        if self.proxy is not None:
+            self.proxy.end(self.api_key)
         self.events.put((self, None))
         self._cancel_open()
 
@@ -102,6 +120,8 @@ class Episode:
 
     def result(self) -> Score:
         """The score, which must be there. Raises ScoreError where the program failed in the run's process."""
+        if self.failure:
+            return Score.unscored(self.failure)
         try:
             return checked(self.score.result())
         except ScoreError:
@@ -124,9 +144,9 @@ class _Question:
     longest: int | None
     reply: Future[Reply] = field(default_factory=Future)
 
-    def answer(self, reply: Reply | ConfigError) -> None:
+    def answer(self, reply: Reply | RequestError) -> None:
         with suppress(InvalidStateError):  # its program has been ended
-            self.reply.set_exception(reply) if isinstance(reply, ConfigError) else self.reply.set_result(reply)
+            self.reply.set_exception(reply) if isinstance(reply, RequestError) else self.reply.set_result(reply)
 
 
 def play_groups(
@@ -146,6 +166,7 @@ def play_groups(
     always in the same order: what is sampled together changes no token, but the last bits of logprobs.
     """
     num_live = getattr(task, "num_live", NUM_LIVE)
+    said: set[str] = getattr(task, "said", set())
     members = [(index, j) for index in range(len(draws)) for j in range(group_size)]
     episodes: dict[int, list[Episode]] = {index: [] for index in range(len(draws))}
     owners: dict[Episode, int] = {}
@@ -166,6 +187,7 @@ def play_groups(
         first_ids = codec.encode(problem.messages)
         dialogue = Dialogue(codec.chat, sampling, problem.rules, first_ids, seed + j)
         episode = Episode(problem, derive_seed(seed, "environment"), dialogue, events)
+        episode.proxy = proxy if problem.rules.has_address else None
         numbers[episode], owners[episode] = len(numbers), index
         episodes[index].append(episode)
         live.add(episode)
@@ -175,8 +197,8 @@ def play_groups(
         if question is not None:
             try:
                 ask = episode.dialogue.ask(question.messages, question.tools, question.longest)
-            except ConfigError as error:  # the program's own fault: the problem's prompt was looked at before
-                question.answer(error)
+            except Exception as error:  # whatever a chat template raises at what the program sent
+                question.answer(RequestError(str(error) if isinstance(error, GrpoError) else told(error)))
                 return
             if ask is None:
                 question.answer(OVER)
@@ -214,20 +236,40 @@ def play_groups(
     def groups() -> Iterator[tuple[int, RolloutGroup]]:
         while done:
             index = done.pop()
-            rollouts = (episode.dialogue.rollout(episode.result()) for episode in episodes[index])
+            rollouts = [episode.dialogue.rollout(episode.result()) for episode in episodes[index]]
+            dropped = sum(rollout.score.measured["dropped_tokens"] for rollout in rollouts)
+            share = dropped / max(dropped + sum(rollout.num_sampled for rollout in rollouts), 1)
+            if share > MUCH_DROPPED_FRAC:
+                about = f"problem {draws[index][0].problem_id}: {share:.0%} of the tokens that its episodes sampled"
+                why = "their program rewrote what the policy had said, or asked for several replies"
+                fix = "of an episode only the sequence with the most is; measured/dropped_tokens counts the others"
+                warn_once(said, "dropped", f"{about} are not trained on, because {why}: {fix}")
             yield index, RolloutGroup(draws[index][0], tuple(rollouts))
 
     progress.report(0, len(members), "episodes")
+    proxy = None
+    if any(problem.rules is not None and problem.rules.has_address for problem, _ in draws):
+        from offline_grpo.generation.proxy import Proxy
+
+        proxy = Proxy(codec.chat_template_kwargs, said)
     try:
         with closing(client.generate(requests(), sampling)) as answers:
             for number, [completion] in answers:
                 answered_s = time.perf_counter()
                 episode, question, ask = sent.pop(number)
                 waiting -= Counter([episode])
-                question.answer(episode.dialogue.answer(ask, completion))
+                try:
+                    question.answer(episode.dialogue.answer(ask, completion))
+                except Exception as error:  # whatever reading calls raises at what the policy said
+                    episode.failure = f"raised: a reply of the policy cannot be read, {told(error)}"
+                    episode.cancel()
+                    about = f"problem {episode.problem.problem_id}, {episode.failure.removeprefix('raised: ')}"
+                    warn_once(said, "reply", f"{about}; its episode has no score (scoring.on_failure)")
                 yield from groups()
         yield from groups()
         on_scored(time.perf_counter() - answered_s)
     finally:
         for episode in live:
             episode.cancel()
+        if proxy is not None:
+            proxy.close()

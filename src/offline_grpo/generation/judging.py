@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 import warnings
 from collections.abc import Awaitable, Iterator, Sequence
@@ -20,6 +21,7 @@ from offline_grpo.interfaces import Task
 from offline_grpo.types import Problem, Score
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 MAX_CONCURRENT = 64
 """How many async scores are awaited at a time: what they ask, such as a server with another model, has limits too."""
@@ -105,6 +107,13 @@ def about_completion(problem: Problem, text: str | tuple[str, ...]) -> str:
     what, shown = "completion" if isinstance(text, str) else "completions", repr(text)
     shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
     return f"problem {problem.problem_id}, {what} {shown}"
+
+
+def warn_once(said: set[str], kind: str, text: str) -> None:
+    """Log a warning, the first of its kind in a run. `said`: the kinds that were logged."""
+    if kind not in said:
+        said.add(kind)
+        log.warning("%s", text)
 
 
 def checked(score: object) -> Score:

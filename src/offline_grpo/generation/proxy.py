@@ -1,40 +1,67 @@
 """The policy behind an address on this machine, for programs that bring a client of OpenAI's API.
 
 Each episode has an address with a random key in it, and answers come from its dialogue: see `Episode.ask`. What a
-client asks for that would change what tokens are drawn from is refused, or, where it is a mere wish, replaced by the
-run's settings.
+client asks for that would change the prompt, or what tokens are drawn from, is refused. Other wishes do not count; the
+first of each kind is logged.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import resource
 import secrets
-from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from offline_grpo.engine.background import made_once
-from offline_grpo.errors import ConfigError
-from offline_grpo.types import Message, Reply
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic_core import from_json
 
-if TYPE_CHECKING:
-    from offline_grpo.generation.episodes import Episode
+from offline_grpo.errors import RequestError
+from offline_grpo.generation.judging import warn_once
+from offline_grpo.types import Message, Reply, Schema
 
 MODEL = "policy"
 LARGEST_BODY = 64 * 2**20
+STRANGER_S, IDLE_S = 5.0, 30.0
+"""How long a connection may be open before its client shows a key, and then wait for a request, or for its body."""
+STRANGERS_FRAC = 0.25
+"""Of the files that this process may have open; beyond that, the first connection without a key makes room."""
+ACCEPTED_AT_ONCE, BACKLOG = 8, 1024
+"""The former is small, so that a connection that has sent its key is never the first of too many."""
+PLACES = {"models": ("GET", "HEAD"), "chat/completions": ("POST",)}
+NOTHING = (None, False, "", [], {})
+ALLOWED = {"n": (1,), "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},)}
+"""What those that are refused may be nevertheless."""
+OF_PROMPT = "it would change the prompt; set model.chat_template_kwargs, for all replies"
+OF_DRAWS = "it would change what is sampled from; ask for it in words"
 REFUSED = {
-    "functions": "use tools",
-    "logit_bias": "it would change what is sampled from",
-    "logprobs": "the run keeps them itself",
+    "n": "an episode has one reply at a time; ask again for another",
+    "tool_choice": "a forced call would change what is sampled from; use auto",
     "stop": "set generation.stop, for all replies",
+    **dict.fromkeys(("functions", "function_call"), "use tools"),
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), "the run keeps them itself"),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "reasoning_effort", "documents"), OF_PROMPT),
+    **dict.fromkeys(("continue_final_message", "add_special_tokens"), OF_PROMPT),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids"), OF_DRAWS),
+    **dict.fromkeys(("ignore_eos", "min_tokens", "response_format", "structured_outputs"), OF_DRAWS),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), OF_DRAWS),
 }
-REPLACED = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
+NO_TEXT = ("refusal", "audio", "images", "function_call")
+"""Fields of a message."""
 
-log = logging.getLogger(__name__)
+OF_CLIENTS = (HttpProcessingError, web.RequestPayloadError, OSError)
+logging.getLogger("aiohttp.server").addFilter(  # that a client sends no HTTP, or hangs up, is no news
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], OF_CLIENTS))
+)
 
 
 class Refusal(Exception):
@@ -45,155 +72,209 @@ class Refusal(Exception):
         self.status = status
 
 
-class Proxy(ThreadingHTTPServer):
-    """Listens on a free port of the loopback interface, with a thread for each connection."""
+class _Read(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
 
-    daemon_threads = True
-    request_queue_size = 256
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.episodes: dict[str, Episode] = {}
-        self.told: set[str] = set()
-        Thread(target=self.serve_forever, name="proxy", daemon=True).start()
+class _Part(_Read):
+    type: Literal["text"] = "text"
+    text: str
 
-    def open(self, episode: Episode) -> tuple[str, str]:
-        """The address and the key of an episode, until `episodes` has the key no more."""
+
+class _Function(_Read):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+class _Tool(_Read):
+    """A tool, or a call of one."""
+
+    function: _Function
+    id: str | None = None
+    type: str | None = None
+
+
+class _Message(_Read):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Tool] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Request(_Read):
+    """The types of what is heeded in a request."""
+
+    messages: list[_Message] = Field(min_length=1)
+    model: str | None = None
+    tools: list[_Tool] | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+
+HEEDED, KNOWN = REFUSED.keys() | _Request.model_fields.keys(), _Message.model_fields.keys() - {"name"}
+Ask = Callable[[Sequence[Message], Sequence[Schema], int | None], Future[Reply]]
+
+
+class Proxy(web.Server):
+    """Listens on a free port of the loopback interface, on an event loop in a thread of its own, until it is closed.
+
+    Args:
+        template_kwargs: the run's arguments of the chat template.
+        said: what was logged once in this run, and is not again.
+    """
+
+    def __init__(self, template_kwargs: Mapping[str, Any], said: set[str]) -> None:
+        self._said, own = said, {name: (value,) for name, value in template_kwargs.items()}
+        self._allowed = {**ALLOWED, **own, "chat_template_kwargs": (template_kwargs,)}
+        self._most_strangers = int(STRANGERS_FRAC * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self._own_loop, self._is_over = asyncio.new_event_loop(), asyncio.Event()
+        self._asks: dict[str, Ask] = {}  # by the key of the episode
+        self._keys: dict[web.RequestHandler, str] = {}  # of the connections on which one was shown
+        read = partial(web.BaseRequest, loop=self._own_loop, client_max_size=LARGEST_BODY)
+        how: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepalive_timeout": IDLE_S}
+        super().__init__(self._answer, request_factory=read, loop=self._own_loop, **how)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        Thread(target=self._run, name="proxy", daemon=True).start()
+
+    def open(self, ask: Ask) -> tuple[str, str]:
+        """The address and the key of an episode, which is asked by `ask` until it is over."""
         key = secrets.token_urlsafe(24)
-        self.episodes[key] = episode
-        return f"http://127.0.0.1:{self.server_port}/{key}/v1", key
+        self._asks[key] = ask
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}/{key}/v1", key
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up is no news."""
+    def end(self, key: str) -> None:
+        """Close the connections of an episode that is over."""
+        del self._asks[key]
+        with suppress(RuntimeError):  # all are closed
+            self._own_loop.call_soon_threadsafe(self._close, key)
 
+    def close(self) -> None:
+        """Close all connections, and end the thread."""
+        self._own_loop.call_soon_threadsafe(self._is_over.set)
 
-@made_once
-def the_proxy() -> Proxy:
-    """One for the life of the process."""
-    return Proxy()
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._own_loop) as runner:
+            runner.run(self._serve())
 
+    async def _serve(self) -> None:
+        server = await self._own_loop.create_server(self, sock=self._socket, backlog=ACCEPTED_AT_ONCE)
+        self._socket.listen(BACKLOG)  # the number above was also how many may wait to be accepted
+        await self._is_over.wait()
+        server.close()
+        for connection in self.connections:
+            connection.force_close()
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Any  # the Proxy
+    def _close(self, key: str) -> None:
+        for connection in [each for each, own in self._keys.items() if own == key]:
+            connection.force_close()
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are no news."""
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._own_loop.call_later(STRANGER_S, lambda: handler in self._keys or handler.force_close())
+        strangers = [each for each in self.connections if each not in self._keys]
+        for stranger in strangers[: -self._most_strangers]:
+            stranger.force_close()
 
-    def do_GET(self) -> None:
-        self._answer(lambda episode, place: self._models(place))
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._keys.pop(handler, None)
 
-    def do_POST(self) -> None:
-        self._answer(self._chat)
-
-    def _answer(self, act: Any) -> None:
-        key, _, place = self.path.strip("/").partition("/v1/")
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        key, _, place = request.path.strip("/").partition("/v1/")
+        status, kind = 200, "application/json"
         try:
-            if (episode := self.server.episodes.get(key)) is None:
+            if (ask := self._asks.get(key)) is None:
                 raise Refusal(404, "there is no such episode, or it is over")
-            act(episode, place)
+            self._keys[request.protocol] = key
+            if place not in PLACES:
+                raise Refusal(404, f"there is no /v1/{place}; there are {', '.join(PLACES)}")
+            if request.method not in PLACES[place]:
+                raise Refusal(405, f"/v1/{place} takes {PLACES[place][0]}")
+            models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "offline_grpo"}]
+            content = json.dumps({"object": "list", "data": models}).encode()
+            if place != "models":
+                kind, content = await self._chat(request, ask)
         except Refusal as refusal:
-            error = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.status}
-            self.close_connection = True  # its body may not have been read
-            self._send(refusal.status, "application/json", json.dumps({"error": error}).encode())
+            status = refusal.status
+            error = {"message": str(refusal), "type": "invalid_request_error", "code": status}
+            content = json.dumps({"error": error}).encode()
+        response = web.Response(status=status, body=content, content_type=kind)
+        if request.protocol not in self._keys:
+            response.force_close()
+        return response
 
-    def _models(self, place: str) -> None:
-        if place != "models":
-            raise Refusal(404, f"there is no GET /v1/{place}; there is /v1/models")
-        models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "offline_grpo"}]
-        self._send(200, "application/json", json.dumps({"object": "list", "data": models}).encode())
-
-    def _chat(self, episode: Episode, place: str) -> None:
-        if place != "chat/completions":
-            raise Refusal(404, f"there is no POST /v1/{place}; there is /v1/chat/completions")
-        body = self._body()
-        self._check(body)
-        messages = [_message(each) for each in body["messages"]]
-        tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    async def _chat(self, request: web.BaseRequest, ask: Ask) -> tuple[str, bytes]:
+        """The type and the content of an answer."""
         try:
-            reply = episode.ask(messages, tools, limit).result()
-        except ConfigError as error:
+            async with asyncio.timeout(IDLE_S):
+                body = await request.read()
+        except (TimeoutError, web.RequestPayloadError) as error:
+            raise Refusal(400, f"the body cannot be read ({type(error).__name__})") from error
+        asked = self._read(body)
+        messages = [self._message(message) for message in asked["messages"]]
+        tools = [] if asked.get("tool_choice") == "none" else asked.get("tools") or []
+        longest = asked.get("max_completion_tokens") or asked.get("max_tokens")
+        try:
+            reply = await asyncio.wrap_future(ask(messages, tools, longest))
+        except RequestError as error:
             raise Refusal(400, str(error)) from error
-        except CancelledError as error:
-            raise Refusal(410, "the episode is over") from error
-        if body.get("stream"):
-            options = body.get("stream_options") or {}
-            self._send(200, "text/event-stream", _events(reply, with_usage=bool(options.get("include_usage"))))
-        else:
-            choice = {"index": 0, "message": _said(reply), "finish_reason": _end(reply), "logprobs": None}
-            whole = {"choices": [choice], "usage": _usage(reply)}
-            self._send(200, "application/json", json.dumps(_whole("chat.completion") | whole).encode())
+        if asked.get("stream"):
+            with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
+            return "text/event-stream", _events(reply, with_usage=with_usage)
+        choice = {"index": 0, "message": _said(reply), "finish_reason": _end(reply), "logprobs": None}
+        whole = _whole("chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+        return "application/json", json.dumps(whole).encode()
 
-    def _body(self) -> dict[str, Any]:
-        length = self.headers.get("content-length", "")
-        if not length.isdigit() or int(length) > LARGEST_BODY:
-            raise Refusal(413, f"a request needs a content-length of at most {LARGEST_BODY} bytes")
+    def _read(self, body: bytes) -> dict[str, Any]:
+        """A request, if all that is heeded has its type, and nothing is asked for that must not be ignored."""
         try:
-            body = json.loads(self.rfile.read(int(length)))
+            asked = from_json(body)
+            _Request.model_validate(asked)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise Refusal(400, f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
         except ValueError as error:
             raise Refusal(400, f"the body is not JSON ({error})") from error
-        if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-            raise Refusal(400, "the body must be an object with messages")
-        return body
+        for name in asked.keys() & REFUSED.keys():
+            if asked[name] not in (*NOTHING, *self._allowed.get(name, ())):
+                raise Refusal(400, f"{name}: {REFUSED[name]}")
+        for name in asked.keys() - HEEDED:
+            if asked[name] is not None:
+                warn_once(self._said, name, f"an agent asks for {name:.40} of its own; the run's settings count")
+        return asked
 
-    def _check(self, body: Mapping[str, Any]) -> None:
-        if body.get("n") not in (None, 1):
-            raise Refusal(400, f"n={body['n']}: an episode has one reply at a time; ask again for another")
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            raise Refusal(400, "tool_choice: a forced call would change what is sampled from; use auto")
-        if (body.get("response_format") or {}).get("type", "text") != "text":
-            raise Refusal(400, "response_format: it would change what is sampled from; ask for the form in words")
-        for name, fix in REFUSED.items():
-            if body.get(name):
-                raise Refusal(400, f"{name}: {fix}")
-        replaced = {name for name in REPLACED if body.get(name) is not None} - self.server.told
-        if replaced:
-            self.server.told |= replaced
-            log.info("an agent asks for %s of its own; the run's settings count", ", ".join(sorted(replaced)))
-
-    def _send(self, status: int, kind: str, content: bytes) -> None:
-        with suppress(OSError):  # the client has hung up
-            self.send_response(status)
-            self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(content)))
-            if self.close_connection:  # else a client would use it once more
-                self.send_header("connection", "close")
-            self.end_headers()
-            self.wfile.write(content)
-
-
-def _message(message: Any) -> Message:
-    """A message of a client: text parts as one text, arguments of calls as objects."""
-    if not isinstance(message, dict) or message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
-        raise Refusal(400, f"a message must have a role that is known: {message!r:.80}")
-    found = {**message, "role": {"developer": "system"}.get(message["role"], message["role"])}
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise Refusal(400, "a message's content must be text")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, (str, type(None))):
-        raise Refusal(400, "a message's content must be text")
-    found["content"] = content or ""
-    if not message.get("tool_calls"):
-        found.pop("tool_calls", None)
+    def _message(self, message: Mapping[str, Any]) -> Message:
+        """As chat templates know it, without fields that say nothing."""
+        found = {name: value for name, value in message.items() if value}
+        for name in found.keys() - KNOWN:
+            if name in NO_TEXT:
+                raise Refusal(400, f"{name}: a message's content must be text")
+            if (name, message["role"]) != ("name", "tool"):
+                about = f"an agent's messages have {name:.40}; of that the policy sees what the chat template writes"
+                warn_once(self._said, f"message.{name}", about)
+        content = message.get("content") or ""
+        found["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        found["role"] = "system" if message["role"] == "developer" else message["role"]
+        if calls := message.get("tool_calls"):
+            given = [{**call["function"], "arguments": _arguments(call["function"].get("arguments"))} for call in calls]
+            found["tool_calls"] = [{**call, "function": own} for call, own in zip(calls, given, strict=True)]
         return found
-    try:
-        found["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-    except (KeyError, TypeError) as error:
-        raise Refusal(400, f"a call needs a function with a name and arguments ({error!r})") from error
-    return found
 
 
-def _arguments(text: Any) -> Any:
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError):
-        return text
+def _arguments(given: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    """Of a call, from their JSON; text that is no object of JSON stays as it is."""
+    if isinstance(given, dict):
+        return given
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(given or "{}"), dict):
+            return found
+    return given or {}
 
 
 def _said(reply: Reply) -> dict[str, Any]:

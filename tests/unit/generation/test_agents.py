@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +19,12 @@ import pytest
 import worlds
 from openai import OpenAI
 from players import EOS, Server, ids, isolated, problem_of, sampled
+from waiting import wait_until
 
-from offline_grpo.types import FinishReason, Rollout
+from offline_grpo.generation import proxy as proxies
+from offline_grpo.generation.dialogue import Dialogue
+from offline_grpo.generation.proxy import Proxy, Refusal
+from offline_grpo.types import FinishReason, Reply, Rollout
 
 ASK = [{"role": "user", "content": "1+1="}]
 
@@ -98,30 +105,138 @@ def test_a_history_that_was_rewritten_is_another_sequence(monkeypatch: pytest.Mo
     assert rollout.score.measured["dropped_tokens"] > 0
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({"n": 2}, "n=2: an episode has one reply at a time"),
-        ({"tool_choice": "required"}, "tool_choice: a forced call"),
-        ({"response_format": {"type": "json_object"}}, "response_format: "),
-        ({"logit_bias": {"5": 1}}, "logit_bias: it would change"),
-        ({"stop": ["x"]}, "stop: set generation.stop"),
-        ({"messages": []}, "the body must be an object with messages"),
-        ({"messages": [{"role": "robot", "content": "?"}]}, "a message must have a role that is known"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a message's content must be text"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "a call needs a function"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused_in_a_sentence(
-    body: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def call(**function: Any) -> list[Any]:
+    """A history with a call."""
+    return [*ASK, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}]
+
+
+DEEP = "[" * 600 + "]" * 600
+REFUSED: list[tuple[Any, str]] = [
+    ({"n": 2}, "n: an episode has one reply at a time"),
+    ({"n": "many"}, "n: an episode"),
+    ({"tool_choice": "required"}, "tool_choice: a forced call"),
+    ({"response_format": {"type": "json_object"}}, "response_format: it would change what is sampled from"),
+    ({"logit_bias": {"5": 1}}, "logit_bias: it would change"),
+    ({"stop": ["x"]}, "stop: set generation.stop"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs: it would change the prompt"),
+    ({"reasoning_effort": "low"}, "reasoning_effort: it would change the prompt"),
+    ({"stop_token_ids": [1]}, "stop_token_ids: it would change"),
+    ({"min_tokens": 5}, "min_tokens: it would change"),
+    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs: it would change"),
+    ({"guided_json": {}, "guided_regex": "a+"}, "guided_regex: it would change"),
+    ({"messages": []}, "messages: List should have at least 1 item"),
+    ({"messages": "hello"}, "messages: Input should be a valid list"),
+    ({"messages": ["hello"]}, "messages.0: Input should be"),
+    ({"messages": [{"role": "robot", "content": "?"}]}, "messages.0.role: Input should be 'system'"),
+    ({"messages": [{"role": ["user"], "content": "?"}]}, "messages.0.role: "),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content.str: Input should be a valid string"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.con"),
+    ({"messages": [{"role": "user", "content": "?", "images": ["x"]}]}, "images: a message's content must be text"),
+    ({"messages": [{"role": "assistant", "refusal": "No."}]}, "refusal: a message's content must be text"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "1"}}]}, "audio: a message's content must be text"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0.function: Field req"),
+    ({"messages": call(arguments="{}")}, "messages.1.tool_calls.0.function.name: Field required"),
+    ({"messages": call(name=None, arguments="{}")}, "messages.1.tool_calls.0.function.name: "),
+    ({"messages": call(name="f", arguments=[1])}, "messages.1.tool_calls.0.function.arguments.str: "),
+    ({"max_tokens": "many"}, "max_tokens: Input should be a valid integer"),
+    ({"max_tokens": -1}, "max_tokens: Input should be greater than 0"),
+    ({"max_completion_tokens": 1.5}, "max_completion_tokens: Input should be a valid integer"),
+    ({"stream": "yes"}, "stream: Input should be a valid boolean"),
+    ({"stream": True, "stream_options": "usage"}, "stream_options: Input should be a valid dictionary"),
+    ({"tools": {"name": "f"}}, "tools: Input should be a valid list"),
+    ({"tools": ["f"]}, "tools.0: Input should be"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function: Field required"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "none"}}]}, "tools.0.function.parameters"),
+    (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "the body is not JSON"),
+    (b'{"messages": [{"role": "user", "content": "\xff"}]}', "the body is not JSON"),
+    (f'{{"messages": {DEEP}}}'.encode(), "the body is not JSON (recursion limit exceeded"),
+    (b'{"messages": ' + b"9" * 5000 + b"}", "the body is not JSON (number out of range"),
+    (b"[]", "the body: Input should be"),
+    (b"", "the body is not JSON"),
+]
+
+
+def test_what_cannot_be_answered_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes after it, on the same connection, is answered."""
+
     def act(http: httpx.Client, url: str, key: str) -> float:
-        answer = post(http, url, **{"messages": ASK, **body})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"].startswith(said)
-        return 1.0
+        for body, said in REFUSED:
+            content = body if isinstance(body, bytes) else json.dumps({"messages": ASK, **body}).encode()
+            answer = http.post(f"{url}/chat/completions", content=content)
+            assert answer.status_code == 400, body
+            assert answer.json()["error"]["message"].startswith(said), (body, answer.json())
+        return float(post(http, url, ASK).status_code == 200)
 
     assert run(monkeypatch, act).score.reward == 1.0
+
+
+def test_wishes_do_not_count_and_are_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wishes = {"temperature": 0.1, "top_k": 5, "seed": 3, "parallel_tool_calls": False, "metadata": {}, "user": None}
+    fine = {"n": 1, "logprobs": False, "stop": [], "response_format": {"type": "text"}, "tool_choice": "auto"}
+
+    def act(http: httpx.Client, url: str, key: str) -> float:
+        said = [{**ASK[0], "name": "Ann", "mood": "good"}, {"role": "tool", "name": "f", "content": "1"}]
+        return float(all(post(http, url, said, **wishes, **fine).status_code == 200 for _ in range(2)))
+
+    assert run(monkeypatch, act).score.reward == 1.0
+    asked = [text.split()[4] for text in caplog.messages if text.startswith("an agent asks for")]
+    assert sorted(asked) == ["metadata", "parallel_tool_calls", "seed", "temperature", "top_k"]
+    had = [text.split()[4] for text in caplog.messages if text.startswith("an agent's messages have")]
+    assert sorted(had) == ["mood;", "name;"]
+
+
+def test_the_runs_own_arguments_of_the_chat_template_are_fine() -> None:
+    own = {"enable_thinking": False, "reasoning_effort": "low"}
+    asked = {"messages": ASK, "chat_template_kwargs": own, "reasoning_effort": "low"}
+    proxy = Proxy(own, set())
+    assert proxy._read(json.dumps(asked).encode()) == asked
+    for other in ({"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "high"}):
+        with pytest.raises(Refusal):
+            proxy._read(json.dumps({**asked, **other}).encode())
+    proxy.close()
+
+
+def test_what_templates_and_readers_raise_is_of_one_program(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever they raise: at a request its client reads it; at a reply its episode has no score."""
+    ask, answer = Dialogue.ask, Dialogue.answer
+
+    def asks(self: Dialogue, messages: Any, *others: Any) -> Any:
+        if messages[-1]["content"] == "raise":
+            raise RecursionError("too deep")
+        return ask(self, messages, *others)
+
+    def answers(self: Dialogue, asked: Any, completion: Any) -> Any:
+        if asked.messages[-1]["content"] == "9+9=":
+            raise KeyError("parameters")
+        return answer(self, asked, completion)
+
+    monkeypatch.setattr(Dialogue, "ask", asks)
+    monkeypatch.setattr(Dialogue, "answer", answers)
+
+    def act(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        with httpx.Client(timeout=20) as http:
+            refused = post(http, base_url, [{"role": "user", "content": "raise"}])
+            assert refused.json()["error"]["message"].startswith("RecursionError: too deep")
+            return float(refused.status_code == 400 and post(http, base_url, [user(row["say"])]).status_code == 200)
+
+    monkeypatch.setattr(worlds, "act", act)
+    task = worlds.agent()
+    problems = [problem_of(task, say=say) for say in ("1+1=", "9+9=")]
+    fine, bad = sampled(Server(), task, problems, group_size=2)
+    assert [(rollout.score.reward, len(rollout.turns)) for rollout in fine] == [(1.0, 1)] * 2
+    assert [rollout.num_sampled for rollout in bad] == [0, 0]
+    for rollout in bad:
+        assert str(rollout.score.failure).startswith("raised: a reply of the policy cannot be read, KeyError: 'param")
+    [said] = [text for text in caplog.messages if "cannot be read" in text]
+    assert said.startswith("problem train-0, a reply of the policy cannot be read, KeyError: 'parameters'")
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
 def test_wrong_addresses_large_bodies_and_asks_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +246,12 @@ def test_wrong_addresses_large_bodies_and_asks_after_the_end(monkeypatch: pytest
         urls.append(url)
         assert post(http, url.replace(key, "0" * 32), ASK).status_code == 404
         assert http.post(f"{url}/embeddings", json={}).status_code == 404
-        assert http.post(f"{url}/chat/completions", content=b"{").status_code == 400
+        assert http.get(f"{url}/chat/completions").status_code == 405
+        assert http.head(f"{url}/models").status_code == 200
+        chunks = (b"9" * 2**20 for _ in range(65))
+        assert http.post(f"{url}/chat/completions", content=chunks).status_code == 413
+        for header in ({"content-encoding": "gzip"}, {"transfer-encoding": "chunked"}):
+            assert httpx.post(f"{url}/chat/completions", content=b"junk", headers=header).status_code == 400
         long = post(http, url, [{"role": "user", "content": "9" * 8_000_000}])
         assert long.json()["choices"][0]["finish_reason"] == "length"
         assert json.loads(post(http, url, ASK, max_tokens=1).content)["usage"]["completion_tokens"] == 1
@@ -139,7 +259,79 @@ def test_wrong_addresses_large_bodies_and_asks_after_the_end(monkeypatch: pytest
 
     rollout = run(monkeypatch, act)
     assert rollout.finish_reason is FinishReason.LENGTH
-    assert post(httpx.Client(), urls[0], ASK).status_code == 404
+    with pytest.raises(httpx.ConnectError):
+        post(httpx.Client(), urls[0], ASK)
+
+
+def answered(messages: Any, tools: Any, longest: int | None) -> Future[Reply]:
+    reply: Future[Reply] = Future()
+    reply.set_result(Reply("4", "4"))
+    return reply
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(10)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_connections_end_with_their_episode_and_those_of_strangers_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxies, "STRANGER_S", 0.3)
+    monkeypatch.setattr(proxies, "STRANGERS_FRAC", 20.5 / resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    proxy = Proxy({}, set())
+    (url, key), (other, _) = proxy.open(answered), proxy.open(answered)
+    place = url.split("/")[2].split(":")
+    with httpx.Client() as http, httpx.Client() as more, ExitStack() as stack:
+        assert post(http, url, ASK).status_code == post(more, other, ASK).status_code == 200
+        lines = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n", b"\x16\x03\x01junk\r\n\r\n", b"", b"POST /v"
+        silent = [stack.enter_context(socket.create_connection((place[0], int(place[1])))) for _ in range(40)]
+        for number, connection in enumerate(silent[20:]):
+            connection.sendall(lines[number % len(lines)])
+        assert all(map(is_closed, silent[:20])), "they made room"
+        assert post(http, url, ASK).status_code == 200
+        answers = [connection.recv(12) for connection in silent[20:22]]
+        assert answers == [b"HTTP/1.1 404", b"HTTP/1.0 400"]
+        assert all(map(is_closed, silent[22:24])), "they said nothing for too long"
+        proxy.end(key)
+        kept = http._transport._pool.connections  # type: ignore[attr-defined]
+        assert wait_until(lambda: kept[0].has_expired()), "the connection of the episode is closed"
+        assert post(more, other, ASK).status_code == 200
+    proxy.close()
+
+
+def test_idle_connections_and_bodies_that_do_not_come_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxies, "IDLE_S", 0.2)
+    proxy = Proxy({}, set())
+    url, _ = proxy.open(answered)
+    _, _, place, path = url.split("/", 3)
+    address = place.split(":")[0], int(place.split(":")[1])
+    with socket.create_connection(address) as idle, socket.create_connection(address) as slow:
+        idle.sendall(f"GET /{path}/models HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        slow.sendall(f"POST /{path}/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{{".encode())
+        assert slow.recv(12) == b"HTTP/1.1 400"
+        assert idle.recv(12) == b"HTTP/1.1 200"
+        idle.recv(9999)
+        assert is_closed(idle)
+    proxy.close()
+
+
+def test_a_line_says_how_much_is_dropped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Three turns of four, in each of which one digit and its end were sampled."""
+
+    def act(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        with httpx.Client(timeout=20) as http:
+            for turn in range(4):
+                said = [{"role": "assistant", "content": "rewritten"}, user("2+2=")] * turn
+                post(http, base_url, [*ASK, *said], max_tokens=1)
+        return 0.0
+
+    monkeypatch.setattr(worlds, "act", act)
+    task = worlds.agent()
+    sampled(Server(), task, [problem_of(task)] * 2, group_size=2)
+    [said] = [text for text in caplog.messages if "are not trained on" in text]
+    assert said.startswith("problem train-0: 75% of the tokens that its episodes sampled are not trained on")
 
 
 @pytest.mark.slow
