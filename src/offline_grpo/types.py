@@ -147,7 +147,7 @@ class Score:
     reward: float  # NaN: it could not be scored
     is_correct: bool
     parts: Mapping[str, float]  # the weighted terms that `reward` is the sum of
-    failure: str | None = None  # why it could not be scored: one of FAILURES
+    failure: str | None = None  # why it could not be scored: one of FAILURES, and what happened after a colon
     measured: Mapping[str, float] = field(default_factory=dict)  # other numbers, whose means are metrics
 
     @classmethod

@@ -31,7 +31,7 @@ HOST = "offline_grpo.generation.scoring.worker"
 
 def scored(task: IsolatedTask, kinds: Sequence[str]) -> list[Any]:
     scores = [judgement.result() for judgement in [bad_rewards.judge(task, kind) for kind in kinds]]
-    return [score.failure or score.reward for score in scores]
+    return [score.failure.partition(":")[0] if score.failure else score.reward for score in scores]
 
 
 def hosts() -> list[psutil.Process]:

@@ -187,7 +187,7 @@ def check_scored(groups: Sequence[RolloutGroup], stop_at_frac: float | None) -> 
 
 def _failures(groups: Sequence[RolloutGroup]) -> list[str]:
     scores = [rollout.score for group in groups for rollout in group.rollouts]
-    return [score.failure for score in scores if score.failure is not None]
+    return [score.failure.partition(":")[0] for score in scores if score.failure is not None]
 
 
 def _without_zeroed(group: RolloutGroup, advantages: Advantages) -> list[float | Sequence[float]]:

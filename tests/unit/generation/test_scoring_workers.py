@@ -12,6 +12,7 @@ import psutil
 import pytest
 from bad_rewards import Task, isolated, judge, setup_of
 from factories import make_group
+from waiting import wait_until
 
 from offline_grpo.errors import ScoreError
 from offline_grpo.generation.judging import judging, scores_of
@@ -42,7 +43,7 @@ EXPECTED = {
 def outcome(judgement):
     score = judgement.result()
     assert score.is_scored == (score.failure is None)
-    return score.failure or score.reward
+    return score.failure.partition(":")[0] if score.failure else score.reward
 
 
 def outcomes(path, kinds, **settings):
@@ -85,6 +86,20 @@ def test_misbehaviour_costs_one_reward(tmp_path, caplog):
     for line in ("printed by a reward", "and to stderr", "past Python"):
         assert printed.count(f"{line}\n") == 2
     assert "Segmentation fault" in printed
+
+
+def test_what_is_printed_is_bounded(tmp_path):
+    """Where it has grown too large, the later half goes; what comes after is appended."""
+    log = tmp_path / "scoring.log"
+    log.write_text("first\n" + "x" * 64 * 2**20)
+    task = isolated("bad_rewards:misbehaves", log)
+    try:
+        wait_until(lambda: log.stat().st_size <= 32 * 2**20, 20)
+        assert judge(task, "prints").result().reward == 0.25
+    finally:
+        task.close()
+    printed = log.read_bytes()
+    assert (printed[:6], printed.count(b"past Python\n")) == (b"first\n", 1)
 
 
 def test_what_a_sound_worker_has_started_outlives_another_worker():
@@ -146,7 +161,7 @@ def with_scores(*scores):
 
 
 def failures(*causes):
-    return with_scores(*(Score(0.0, False, {}, cause) for cause in causes))
+    return with_scores(*(Score(0.0, False, {}, cause and f"{cause}: more: words") for cause in causes))
 
 
 def test_a_reward_over_the_group_that_misbehaves_costs_the_group_its_rewards():
@@ -166,7 +181,7 @@ def test_a_reward_over_the_group_that_misbehaves_costs_the_group_its_rewards():
     finally:
         task.close()
     assert [
-        [score.failure or score.parts["own"] + score.parts[part] for score in own]
+        [score.failure.partition(":")[0] if score.failure else score.parts["own"] + score.parts[part] for score in own]
         for own, part in zip(found, ["group", *[""] * 2, "group_later", *[""] * 2], strict=True)
     ] == [[1.0, 2.0], ["raised"] * 2, ["timeout"] * 2, [1.0, 2.0], ["timeout"] * 2, ["crashed"] * 2]
 

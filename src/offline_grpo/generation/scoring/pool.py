@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import pickle
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offline_grpo.errors import ScoreError
-from offline_grpo.generation.judging import about_completion
+from offline_grpo.generation.judging import about_completion, warn_once
 from offline_grpo.generation.scoring.worker import MESSAGE_BYTES, Opening, Setup, failed, frame
 from offline_grpo.interfaces import Task
 from offline_grpo.settings import ScoringConfig
@@ -25,8 +24,6 @@ from offline_grpo.types import Problem, Reply, Score, Split
 
 if TYPE_CHECKING:
     from offline_grpo.generation.episodes import Episode
-
-log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """An async score has so much beyond its deadline, which its worker keeps: that may be busy with another one."""
@@ -50,9 +47,8 @@ class IsolatedTask:
     def __init__(self, task: Task, scorers: Asked, settings: ScoringConfig, num_live: int = 0) -> None:
         self._task, self._scorers, self.num_live = task, scorers, num_live
         self._on_failure = settings.on_failure
-        self._logged: set[str] = set()
+        self.said: set[str] = set()  # what was logged once in this run, and is not again
         self._causes = {
-            "timeout": f"took more than {settings.timeout_s:g} s (scoring.timeout_s)",
             "memory": f"needed more than {settings.memory_mib} MiB (scoring.memory_mib)",
             "crashed": "killed its process",
             "raised": "failed",
@@ -86,12 +82,14 @@ class IsolatedTask:
         failure = answer.get("failure")
         if failure is None:
             return Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
-        if failure not in self._logged:
-            self._logged.add(failure)
-            about = f"the code that scores {self._causes[failure]}; {about}"
-            get = f"scoring.on_failure={self._on_failure}; scoring/num_failed_{failure} counts them"
-            log.warning("%s", f"{about}. {get}.\n{answer['details']}".rstrip())
-        return Score.unscored(failure)
+        details = answer["details"].rstrip()
+        what = self._causes.get(failure, details)
+        get = f"scoring.on_failure={self._on_failure}; scoring/num_failed_{failure} counts them"
+        warn_once(
+            self.said, failure, f"the code that scores {what}; {about}. {get}.\n{details.removeprefix(what)}".rstrip()
+        )
+        what = details.rpartition("\n")[2] if failure == "raised" else what  # the last line of a traceback
+        return Score.unscored(failure if failure == "none" else f"{failure}: {what}")
 
     def close(self) -> None:
         """End all processes that score."""
@@ -231,7 +229,8 @@ class Scorers:
         if not isinstance(text, (str, tuple)):
             assert problem.rules is not None
             request.episode = text
-            request.end = loop.call_later(problem.rules.timeout_s, self._end, worker, "timeout")
+            limit = problem.rules.timeout_s, "task.episode_timeout_s"
+            request.end = loop.call_later(problem.rules.timeout_s, self._time_out, worker, request, *limit)
         worker.transport.write(frame(problem, asked, number))
         return request.answer
 
@@ -245,7 +244,11 @@ class Scorers:
         if left_s > 0:
             request.deadline = asyncio.get_running_loop().call_later(left_s, self._late, worker, number)
         else:
-            self._end(worker, "timeout")
+            self._time_out(worker, request, self._setup.timeout_s, "scoring.timeout_s")
+
+    def _time_out(self, worker: _Worker, request: _Request, seconds: float, key: str) -> None:
+        after = "" if request.episode is None else f" {request.episode.place}"
+        self._end(worker, "timeout", f"took more than {seconds:g} s ({key}){after}")
 
     def _reply(self, worker: _Worker, reply: asyncio.Future[Reply]) -> None:
         if worker.is_alive and not reply.cancelled():
@@ -290,7 +293,7 @@ class Scorers:
         if worker.is_shared and not request.is_awaited:
             self._free.put_nowait(worker)
 
-    def _end(self, worker: _Worker, failure: str | None) -> None:
+    def _end(self, worker: _Worker, failure: str | None, details: str = "") -> None:
         """Kill a worker with all that it started. With `failure`, its request has failed, if it has one alone."""
         if not worker.is_alive:
             return
@@ -298,7 +301,7 @@ class Scorers:
         with suppress(OSError):  # nothing is left of it where the process that started it has ended
             self._control.send(worker.number.to_bytes(MESSAGE_BYTES, "big"))
         worker.transport.close()
-        answer = failed(failure) if failure is not None and len(worker.pending) == 1 else None
+        answer = failed(failure, details) if failure is not None and len(worker.pending) == 1 else None
         for request in worker.pending.values():
             self._finish(worker, request, answer)
         worker.pending.clear()

@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import sys
@@ -41,6 +42,8 @@ PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 8
 """Of a number that stands for a worker: with its end of a connection it asks for one, alone it ends that worker."""
 KILL_S = 10.0
+LOOK_S, LARGEST_LOG = 1.0, 64 * 2**20
+"""How often the file with what foreign code prints is looked at, and beyond how many bytes it loses the later half."""
 
 _TRACEBACK_CHARS = 8000
 
@@ -89,6 +92,10 @@ def main(control_fd: int) -> None:
         importlib.import_module(name)
     pids: dict[int, int] = {}
     while True:
+        if not select.select([control], [], [], LOOK_S)[0]:
+            if setup.printed is not None and setup.printed.is_file() and setup.printed.stat().st_size > LARGEST_LOG:
+                os.truncate(setup.printed, LARGEST_LOG // 2)  # whoever prints appends, wherever it ends
+            continue
         message, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
         if not message:
             _kill_all_but(set())
@@ -232,7 +239,8 @@ class _Worker:
             async with deadline:
                 answer = _answer(await score)
         except BaseException as error:  # see `_answer`
-            answer = failed("timeout") if deadline.expired() else _failure(error)
+            late = failed("timeout", f"took more than {self._timeout_s:g} s (scoring.timeout_s)")
+            answer = late if deadline.expired() else _failure(error)
         self._send(number, answer, pid)
 
     def _send(self, number: int, answer: dict[str, Any], pid: int) -> None:
@@ -278,4 +286,5 @@ def _failure(error: BaseException) -> dict[str, Any]:
 def _details(error: BaseException) -> str:
     if isinstance(error, GrpoError):  # our own, which names key and value
         return reason_of(error)
-    return "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
+    text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
+    return text.encode(errors="backslashreplace").decode()  # halves of characters

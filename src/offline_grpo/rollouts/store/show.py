@@ -116,7 +116,7 @@ def print_stats(console: Console, tables: Iterable[pa.Table]) -> None:
     of, has_signal = _facts_of(tables)
     count = len(of["reward"])
     reasons = Counter(reason or "unknown" for reason in of["finish_reason"])
-    failures = Counter(failure for failure in of["failure"] if failure is not None)
+    failures = Counter(failure.partition(":")[0] for failure in of["failure"] if failure is not None)
     equal = 1 - np.mean(has_signal)
     correlation = "one of them does not vary"
     pair = np.stack([of["length"], of["reward"]])[:, ~np.isnan(of["reward"])]
