@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import closing, suppress
@@ -51,9 +50,11 @@ class Episode:
     problem: Problem
     seed: int
     dialogue: Dialogue
-    events: SimpleQueue[tuple[Episode, _Question | None]]  # None: it is over
-    score: Future[Score] = field(init=False)
+    events: SimpleQueue[_Question | Episode]  # it gets what is asked, and at the end the episode
+    number: int = 0
     proxy: Proxy | None = None  # of one whose program is a client of OpenAI's API
+    score: Future[Score] = field(init=False)
+    num_asked: int = 0  # replies that the policy owes it
     base_url: str = ""
     api_key: str = ""
     open: set[Future[Reply]] = field(default_factory=set)
@@ -64,10 +65,10 @@ class Episode:
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Schema], longest: int | None = None) -> Future[Reply]:
         """The reply, once it is there, of at most `longest` tokens."""
-        question = _Question(messages, tools, longest)
+        question = _Question(self, messages, tools, longest)
         self.open.add(question.reply)
         question.reply.add_done_callback(self._replied)
-        self.events.put((self, question))
+        self.events.put(question)
         if self.is_cancelled:  # nobody reads the events any more
             question.reply.cancel()
         return question.reply
@@ -111,7 +112,7 @@ class Episode:
     def _over(self, score: Future[Score]) -> None:
         if self.proxy is not None:
             self.proxy.end(self.api_key)
-        self.events.put((self, None))
+        self.events.put(self)
         self._cancel_open()
 
     def _cancel_open(self) -> None:
@@ -139,10 +140,12 @@ class Episode:
 
 @dataclass(eq=False)
 class _Question:
+    episode: Episode
     messages: Sequence[Message]
     tools: Sequence[Schema]
     longest: int | None
     reply: Future[Reply] = field(default_factory=Future)
+    ask: Ask | None = None  # what is sampled for it
 
     def answer(self, reply: Reply | RequestError) -> None:
         with suppress(InvalidStateError):  # its program has been ended
@@ -166,105 +169,97 @@ def play_groups(
     always in the same order: what is sampled together changes no token, but the last bits of logprobs.
     """
     num_live = getattr(task, "num_live", NUM_LIVE)
-    said: set[str] = getattr(task, "said", set())
-    members = [(index, j) for index in range(len(draws)) for j in range(group_size)]
-    episodes: dict[int, list[Episode]] = {index: [] for index in range(len(draws))}
-    owners: dict[Episode, int] = {}
+    said: set[str] = getattr(task, "said", set())  # see `warn_once`
+    waits, num_all = client.engine_name is None, len(draws) * group_size
+    proxy: Proxy | None = None
+    events: SimpleQueue[_Question | Episode] = SimpleQueue()  # what programs ask, and episodes that are over
+    episodes: list[Episode] = []  # that have begun: the members of the first draw's group, then those of the second's
     live: set[Episode] = set()
-    events: SimpleQueue[tuple[Episode, _Question | None]] = SimpleQueue()
-    ready: list[tuple[Episode, _Question, Ask]] = []
-    waiting: Counter[Episode] = Counter()  # for replies that have been asked for
-    numbers: dict[Episode, int] = {}
-    waits = client.engine_name is None
-    sent: dict[int, tuple[Episode, _Question, Ask]] = {}
-    num_sent, answered_s = 0, time.perf_counter()
-    done: list[int] = []
-
-    def begin() -> None:
-        index, j = members[len(owners)]
-        problem, seed = draws[index]
-        assert problem.rules is not None
-        first_ids = codec.encode(problem.messages)
-        dialogue = Dialogue(codec.chat, sampling, problem.rules, first_ids, seed + j)
-        episode = Episode(problem, derive_seed(seed, "environment"), dialogue, events)
-        episode.proxy = proxy if problem.rules.has_address else None
-        numbers[episode], owners[episode] = len(numbers), index
-        episodes[index].append(episode)
-        live.add(episode)
-        episode.start(task)
-
-    def handle(episode: Episode, question: _Question | None) -> None:
-        if question is not None:
-            try:
-                ask = episode.dialogue.ask(question.messages, question.tools, question.longest)
-            except Exception as error:  # whatever a chat template raises at what the program sent
-                question.answer(RequestError(str(error) if isinstance(error, GrpoError) else told(error)))
-                return
-            if ask is None:
-                question.answer(OVER)
-            else:
-                ready.append((episode, question, ask))
-                waiting[episode] += 1
-            return
-        live.remove(episode)
-        progress.report(len(owners) - len(live), len(members), "episodes")
-        index = owners[episode]
-        if len(episodes[index]) == group_size and live.isdisjoint(episodes[index]):
-            done.append(index)
+    ready: list[_Question] = []  # for the policy
+    sent: dict[int, _Question] = {}  # to the policy, by the number of the request
+    finished: list[int] = []  # draws whose episodes are all over
+    answered_s = time.perf_counter()
 
     def requests() -> Iterator[SamplingRequest | None]:
-        nonlocal num_sent
-        while live or ready or len(owners) < len(members):
-            while len(live) < num_live and len(owners) < len(members):
-                begin()
-            is_waited_for = waits and not live <= waiting.keys()
-            if ready and not is_waited_for:
+        nonlocal proxy
+        num_sent = 0
+        while live or ready or len(episodes) < num_all:
+            # 1. Episodes begin where there is room.
+            while len(live) < num_live and len(episodes) < num_all:
+                index, j = divmod(len(episodes), group_size)
+                problem, seed = draws[index]
+                assert problem.rules is not None
+                if problem.rules.has_address and proxy is None:
+                    from offline_grpo.generation.proxy import Proxy
+
+                    proxy = Proxy(codec.chat_template_kwargs, said)
+                dialogue = Dialogue(codec.chat, sampling, problem.rules, codec.encode(problem.messages), seed + j)
+                episode = Episode(problem, derive_seed(seed, "environment"), dialogue, events, len(episodes))
+                episode.proxy = proxy if problem.rules.has_address else None
+                episodes.append(episode)
+                live.add(episode)
+                episode.start(task)
+            # 2. What is ready is sampled, unless a program may still add to what is sampled together.
+            is_early = waits and any(episode.num_asked == 0 for episode in live)
+            if ready and not is_early:
                 if waits:
-                    ready.sort(key=lambda asked: numbers[asked[0]])
-                asked = ready.pop(0)
-                if asked[0] in live:  # else its program has ended
-                    sent[num_sent] = asked
+                    ready.sort(key=lambda question: question.episode.number)
+                question = ready.pop(0)
+                if question.ask is not None and question.episode in live:  # else its program has ended
+                    sent[num_sent] = question
                     num_sent += 1
-                    yield asked[2].request
+                    yield question.ask.request
                 continue
+            # 3. Otherwise the next event is looked at, or waited for if there is nothing else to do.
             try:
-                handle(*(events.get(timeout=LOOK_S) if is_waited_for or not sent else events.get_nowait()))
+                event = events.get(timeout=LOOK_S) if is_early or not sent else events.get_nowait()
             except Empty:
-                if not is_waited_for:
+                if not is_early:
                     yield None
+                continue
+            if isinstance(event, _Question):
+                # 4. A program asks: what is within its limits is for the policy.
+                try:
+                    event.ask = event.episode.dialogue.ask(event.messages, event.tools, event.longest)
+                except Exception as error:  # whatever a chat template raises at what a program sent
+                    event.answer(RequestError(str(error) if isinstance(error, GrpoError) else told(error)))
+                    continue
+                if event.ask is None:
+                    event.answer(OVER)
+                else:
+                    ready.append(event)
+                    event.episode.num_asked += 1
+            else:
+                # 5. An episode is over, and perhaps the last one of its group.
+                live.remove(event)
+                progress.report(len(episodes) - len(live), num_all, "episodes")
+                index = event.number // group_size
+                members = episodes[index * group_size : (index + 1) * group_size]
+                if len(members) == group_size and live.isdisjoint(members):
+                    finished.append(index)
 
     def groups() -> Iterator[tuple[int, RolloutGroup]]:
-        while done:
-            index = done.pop()
-            rollouts = [episode.dialogue.rollout(episode.result()) for episode in episodes[index]]
-            dropped = sum(rollout.score.measured["dropped_tokens"] for rollout in rollouts)
-            share = dropped / max(dropped + sum(rollout.num_sampled for rollout in rollouts), 1)
-            if share > MUCH_DROPPED_FRAC:
-                about = f"problem {draws[index][0].problem_id}: {share:.0%} of the tokens that its episodes sampled"
-                why = "their program rewrote what the policy had said, or asked for several replies"
-                fix = "of an episode only the sequence with the most is; measured/dropped_tokens counts the others"
-                warn_once(said, "dropped", f"{about} are not trained on, because {why}: {fix}")
-            yield index, RolloutGroup(draws[index][0], tuple(rollouts))
+        while finished:
+            index = finished.pop()
+            yield index, _group(draws[index][0], episodes[index * group_size : (index + 1) * group_size], said)
 
-    progress.report(0, len(members), "episodes")
-    proxy = None
-    if any(problem.rules is not None and problem.rules.has_address for problem, _ in draws):
-        from offline_grpo.generation.proxy import Proxy
-
-        proxy = Proxy(codec.chat_template_kwargs, said)
+    progress.report(0, num_all, "episodes")
     try:
         with closing(client.generate(requests(), sampling)) as answers:
             for number, [completion] in answers:
                 answered_s = time.perf_counter()
-                episode, question, ask = sent.pop(number)
-                waiting -= Counter([episode])
+                question = sent.pop(number)
+                episode, ask = question.episode, question.ask
+                assert ask is not None
+                episode.num_asked -= 1
                 try:
                     question.answer(episode.dialogue.answer(ask, completion))
                 except Exception as error:  # whatever reading calls raises at what the policy said
-                    episode.failure = f"raised: a reply of the policy cannot be read, {told(error)}"
-                    episode.cancel()
-                    about = f"problem {episode.problem.problem_id}, {episode.failure.removeprefix('raised: ')}"
+                    reason = f"a reply of the policy cannot be read, {told(error)}"
+                    about = f"problem {episode.problem.problem_id}, {reason}"
                     warn_once(said, "reply", f"{about}; its episode has no score (scoring.on_failure)")
+                    episode.failure = f"raised: {reason}"
+                    episode.cancel()
                 yield from groups()
         yield from groups()
         on_scored(time.perf_counter() - answered_s)
@@ -273,3 +268,15 @@ def play_groups(
             episode.cancel()
         if proxy is not None:
             proxy.close()
+
+
+def _group(problem: Problem, episodes: Sequence[Episode], said: set[str]) -> RolloutGroup:
+    """Of episodes that are over. Raises ScoreError as `Episode.result`."""
+    rollouts = [episode.dialogue.rollout(episode.result()) for episode in episodes]
+    dropped = sum(rollout.score.measured["dropped_tokens"] for rollout in rollouts)
+    share = dropped / max(dropped + sum(rollout.num_sampled for rollout in rollouts), 1)
+    if share > MUCH_DROPPED_FRAC:
+        about = f"problem {problem.problem_id}: {share:.0%} of the tokens that its episodes sampled are not trained on"
+        why = "because their program rewrote what the policy had said, or asked for several replies"
+        warn_once(said, "dropped", f"{about}, {why} (measured/dropped_tokens counts them)")
+    return RolloutGroup(problem, tuple(rollouts))

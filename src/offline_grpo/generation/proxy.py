@@ -64,14 +64,6 @@ logging.getLogger("aiohttp.server").addFilter(  # that a client sends no HTTP, o
 )
 
 
-class Refusal(Exception):
-    """What a client gets in place of an answer: a status and a sentence."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
 class _Read(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -83,7 +75,6 @@ class _Part(_Read):
 
 class _Function(_Read):
     name: str
-    description: str | None = None
     parameters: dict[str, Any] | None = None
     arguments: str | dict[str, Any] | None = None
 
@@ -92,8 +83,6 @@ class _Tool(_Read):
     """A tool, or a call of one."""
 
     function: _Function
-    id: str | None = None
-    type: str | None = None
 
 
 class _Message(_Read):
@@ -186,50 +175,36 @@ class Proxy(web.Server):
         self._keys.pop(handler, None)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
+        # Whoever knows no key gets no further.
         key, _, place = request.path.strip("/").partition("/v1/")
-        status, kind = 200, "application/json"
-        try:
-            if (ask := self._asks.get(key)) is None:
-                raise Refusal(404, "there is no such episode, or it is over")
-            self._keys[request.protocol] = key
-            if place not in PLACES:
-                raise Refusal(404, f"there is no /v1/{place}; there are {', '.join(PLACES)}")
-            if request.method not in PLACES[place]:
-                raise Refusal(405, f"/v1/{place} takes {PLACES[place][0]}")
+        if (ask := self._asks.get(key)) is None:
+            refusal = _refusal(404, "there is no such episode, or it is over")
+            refusal.force_close()
+            return refusal
+        self._keys[request.protocol] = key
+        if place not in PLACES:
+            return _refusal(404, f"there is no /v1/{place}; there are {', '.join(PLACES)}")
+        if request.method not in PLACES[place]:
+            return _refusal(405, f"/v1/{place} takes {PLACES[place][0]}")
+        if place == "models":
             models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "offline_grpo"}]
-            content = json.dumps({"object": "list", "data": models}).encode()
-            if place != "models":
-                kind, content = await self._chat(request, ask)
-        except Refusal as refusal:
-            status = refusal.status
-            error = {"message": str(refusal), "type": "invalid_request_error", "code": status}
-            content = json.dumps({"error": error}).encode()
-        response = web.Response(status=status, body=content, content_type=kind)
-        if request.protocol not in self._keys:
-            response.force_close()
-        return response
-
-    async def _chat(self, request: web.BaseRequest, ask: Ask) -> tuple[str, bytes]:
-        """The type and the content of an answer."""
+            return web.json_response({"object": "list", "data": models})
         try:
             async with asyncio.timeout(IDLE_S):
                 body = await request.read()
-        except (TimeoutError, web.RequestPayloadError) as error:
-            raise Refusal(400, f"the body cannot be read ({type(error).__name__})") from error
-        asked = self._read(body)
-        messages = [self._message(message) for message in asked["messages"]]
-        tools = [] if asked.get("tool_choice") == "none" else asked.get("tools") or []
-        longest = asked.get("max_completion_tokens") or asked.get("max_tokens")
-        try:
+            asked = self._read(body)
+            messages = [self._message(message) for message in asked["messages"]]
+            tools = [] if asked.get("tool_choice") == "none" else asked.get("tools") or []
+            longest = asked.get("max_completion_tokens") or asked.get("max_tokens")
             reply = await asyncio.wrap_future(ask(messages, tools, longest))
+        except (TimeoutError, web.RequestPayloadError) as error:
+            return _refusal(400, f"the body cannot be read ({type(error).__name__})")
         except RequestError as error:
-            raise Refusal(400, str(error)) from error
-        if asked.get("stream"):
-            with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
-            return "text/event-stream", _events(reply, with_usage=with_usage)
-        choice = {"index": 0, "message": _said(reply), "finish_reason": _end(reply), "logprobs": None}
-        whole = _whole("chat.completion") | {"choices": [choice], "usage": _usage(reply)}
-        return "application/json", json.dumps(whole).encode()
+            return _refusal(400, str(error))
+        if not asked.get("stream"):
+            return web.json_response(_completion(reply))
+        with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
+        return web.Response(body=_events(_completion(reply), with_usage=with_usage), content_type="text/event-stream")
 
     def _read(self, body: bytes) -> dict[str, Any]:
         """A request, if all that is heeded has its type, and nothing is asked for that must not be ignored."""
@@ -238,12 +213,12 @@ class Proxy(web.Server):
             _Request.model_validate(asked)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            raise Refusal(400, f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
+            raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
         except ValueError as error:
-            raise Refusal(400, f"the body is not JSON ({error})") from error
+            raise RequestError(f"the body is not JSON ({error})") from error
         for name in asked.keys() & REFUSED.keys():
             if asked[name] not in (*NOTHING, *self._allowed.get(name, ())):
-                raise Refusal(400, f"{name}: {REFUSED[name]}")
+                raise RequestError(f"{name}: {REFUSED[name]}")
         for name in asked.keys() - HEEDED:
             if asked[name] is not None:
                 warn_once(self._said, name, f"an agent asks for {name:.40} of its own; the run's settings count")
@@ -254,7 +229,7 @@ class Proxy(web.Server):
         found = {name: value for name, value in message.items() if value}
         for name in found.keys() - KNOWN:
             if name in NO_TEXT:
-                raise Refusal(400, f"{name}: a message's content must be text")
+                raise RequestError(f"{name}: a message's content must be text")
             if (name, message["role"]) != ("name", "tool"):
                 about = f"an agent's messages have {name:.40}; of that the policy sees what the chat template writes"
                 warn_once(self._said, f"message.{name}", about)
@@ -262,9 +237,13 @@ class Proxy(web.Server):
         found["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
         found["role"] = "system" if message["role"] == "developer" else message["role"]
         if calls := message.get("tool_calls"):
-            given = [{**call["function"], "arguments": _arguments(call["function"].get("arguments"))} for call in calls]
-            found["tool_calls"] = [{**call, "function": own} for call, own in zip(calls, given, strict=True)]
+            found["tool_calls"] = _with_arguments(_arguments, calls)
         return found
+
+
+def _with_arguments(convert: Callable[[Any], Any], calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    functions = [{**call["function"], "arguments": convert(call["function"].get("arguments"))} for call in calls]
+    return [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
 
 
 def _arguments(given: str | dict[str, Any] | None) -> str | dict[str, Any]:
@@ -277,39 +256,37 @@ def _arguments(given: str | dict[str, Any] | None) -> str | dict[str, Any]:
     return given or {}
 
 
-def _said(reply: Reply) -> dict[str, Any]:
+def _refusal(status: int, reason: str) -> web.Response:
+    error = {"message": reason, "type": "invalid_request_error", "code": status}
+    return web.json_response({"error": error}, status=status)
+
+
+def _completion(reply: Reply) -> dict[str, Any]:
     message = dict(reply.message)
     if reply.calls:
-        message["content"] = message["content"] or None
-        message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-    return message
+        message |= {"content": reply.content or None, "tool_calls": _with_arguments(json.dumps, message["tool_calls"])}
+    end = "length" if reply.is_cut else "tool_calls" if reply.calls else "stop"
+    prompt, sampled = reply.num_prompt_tokens, reply.num_tokens
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": [{"index": 0, "message": message, "finish_reason": end, "logprobs": None}],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+    }
 
 
-def _end(reply: Reply) -> str:
-    return "length" if reply.is_cut else "tool_calls" if reply.calls else "stop"
-
-
-def _usage(reply: Reply) -> dict[str, int]:
-    prompt, completion = reply.num_prompt_tokens, reply.num_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _whole(kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": kind, "created": 0, "model": MODEL}
-
-
-def _events(reply: Reply, *, with_usage: bool) -> bytes:
-    """The reply as a stream of one piece."""
-    delta = _said(reply)
-    delta |= {"tool_calls": [{**call, "index": i} for i, call in enumerate(delta["tool_calls"])]} if reply.calls else {}
-    choices: Sequence[Any] = [
-        [{"index": 0, "delta": delta, "finish_reason": None}],
-        [{"index": 0, "delta": {}, "finish_reason": _end(reply)}],
+def _events(whole: Mapping[str, Any], *, with_usage: bool) -> bytes:
+    """A completion as a stream of one piece."""
+    [choice], usage = whole["choices"], whole["usage"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{**call, "index": i} for i, call in enumerate(delta["tool_calls"])]
+    parts: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+        *([{"choices": [], "usage": usage}] if with_usage else []),
     ]
-    head = _whole("chat.completion.chunk")
-    chunks = [head | {"choices": each} for each in choices]
-    chunks += [head | {"choices": [], "usage": _usage(reply)}] if with_usage else []
-    return b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in chunks) + b"data: [DONE]\n\n"
+    head = {name: whole[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    return b"".join(b"data: " + json.dumps(head | part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n"

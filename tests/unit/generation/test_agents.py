@@ -21,9 +21,10 @@ from openai import OpenAI
 from players import EOS, Server, ids, isolated, problem_of, sampled
 from waiting import wait_until
 
+from offline_grpo.errors import RequestError
 from offline_grpo.generation import proxy as proxies
 from offline_grpo.generation.dialogue import Dialogue
-from offline_grpo.generation.proxy import Proxy, Refusal
+from offline_grpo.generation.proxy import Proxy
 from offline_grpo.types import FinishReason, Reply, Rollout
 
 ASK = [{"role": "user", "content": "1+1="}]
@@ -193,7 +194,7 @@ def test_the_runs_own_arguments_of_the_chat_template_are_fine() -> None:
     proxy = Proxy(own, set())
     assert proxy._read(json.dumps(asked).encode()) == asked
     for other in ({"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "high"}):
-        with pytest.raises(Refusal):
+        with pytest.raises(RequestError):
             proxy._read(json.dumps({**asked, **other}).encode())
     proxy.close()
 
