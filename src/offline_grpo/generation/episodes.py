@@ -38,7 +38,6 @@ NUM_LIVE = 64
 """Episodes at a time where they share the run's process (`scoring.workers=0`)."""
 LOOK_S = 0.05
 """How often programs are waited for, so that signals are heard in between."""
-SHOWN_CHARS = 300
 MUCH_DROPPED_FRAC = 0.1
 """Of the tokens that a group sampled: beyond it, a line says that they are not trained on."""
 
@@ -89,8 +88,7 @@ class Episode:
         """What the policy said last, such as the call of a tool that its program is busy with."""
         if self._reply is None:
             return "before the policy's first reply"
-        said = repr(transcript([self._reply.message]))
-        return f"after the policy's reply {said if len(said) <= SHOWN_CHARS else said[:SHOWN_CHARS] + '...'}"
+        return f"after the policy's reply {transcript([self._reply.message])!r:.300}"
 
     def say(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Reply:
         """See `Chat`, for a program in the run's process."""
@@ -145,7 +143,7 @@ class _Question:
     tools: Sequence[Schema]
     longest: int | None
     reply: Future[Reply] = field(default_factory=Future)
-    ask: Ask | None = None  # what is sampled for it
+    ask: Ask = field(init=False)  # what is sampled for it
 
     def answer(self, reply: Reply | RequestError) -> None:
         with suppress(InvalidStateError):  # its program has been ended
@@ -205,7 +203,7 @@ def play_groups(
                 if waits:
                     ready.sort(key=lambda question: question.episode.number)
                 question = ready.pop(0)
-                if question.ask is not None and question.episode in live:  # else its program has ended
+                if question.episode in live:  # else its program has ended
                     sent[num_sent] = question
                     num_sent += 1
                     yield question.ask.request
@@ -220,13 +218,14 @@ def play_groups(
             if isinstance(event, _Question):
                 # 4. A program asks: what is within its limits is for the policy.
                 try:
-                    event.ask = event.episode.dialogue.ask(event.messages, event.tools, event.longest)
+                    ask = event.episode.dialogue.ask(event.messages, event.tools, event.longest)
                 except Exception as error:  # whatever a chat template raises at what a program sent
                     event.answer(RequestError(str(error) if isinstance(error, GrpoError) else told(error)))
                     continue
-                if event.ask is None:
+                if ask is None:
                     event.answer(OVER)
                 else:
+                    event.ask = ask
                     ready.append(event)
                     event.episode.num_asked += 1
             else:
@@ -249,11 +248,10 @@ def play_groups(
             for number, [completion] in answers:
                 answered_s = time.perf_counter()
                 question = sent.pop(number)
-                episode, ask = question.episode, question.ask
-                assert ask is not None
+                episode = question.episode
                 episode.num_asked -= 1
                 try:
-                    question.answer(episode.dialogue.answer(ask, completion))
+                    question.answer(episode.dialogue.answer(question.ask, completion))
                 except Exception as error:  # whatever reading calls raises at what the policy said
                     reason = f"a reply of the policy cannot be read, {told(error)}"
                     about = f"problem {episode.problem.problem_id}, {reason}"

@@ -85,11 +85,10 @@ class IsolatedTask:
         details = answer["details"].rstrip()
         what = self._causes.get(failure, details)
         get = f"scoring.on_failure={self._on_failure}; scoring/num_failed_{failure} counts them"
-        warn_once(
-            self.said, failure, f"the code that scores {what}; {about}. {get}.\n{details.removeprefix(what)}".rstrip()
-        )
-        what = details.rpartition("\n")[2] if failure == "raised" else what  # the last line of a traceback
-        return Score.unscored(failure if failure == "none" else f"{failure}: {what}")
+        text = f"the code that scores {what}; {about}. {get}.\n{details.removeprefix(what)}"
+        warn_once(self.said, failure, text.rstrip())
+        raised = details.rpartition("\n")[2] if failure == "raised" else ""  # the last line of a traceback
+        return Score.unscored(failure if failure == "none" else f"{failure}: {raised or what:.300}")
 
     def close(self) -> None:
         """End all processes that score."""

@@ -17,7 +17,6 @@ import json
 import os
 import pickle
 import resource
-import select
 import signal
 import socket
 import sys
@@ -84,17 +83,19 @@ def main(control_fd: int) -> None:
     """Fork and end workers until the other side of the socket closes. Standard input has the pickled `Setup`."""
     setup: Setup = pickle.load(sys.stdin.buffer)
     control = socket.socket(fileno=control_fd)
-    adopt_orphans()
+    control.settimeout(LOOK_S)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # processes that workers leave behind when they end become our children
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     for name in setup.preload:
         importlib.import_module(name)
     pids: dict[int, int] = {}
     while True:
-        if not select.select([control], [], [], LOOK_S)[0]:
+        try:
+            message, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
+        except TimeoutError:
             if setup.printed is not None and setup.printed.is_file() and setup.printed.stat().st_size > LARGEST_LOG:
                 os.truncate(setup.printed, LARGEST_LOG // 2)  # whoever prints appends, wherever it ends
             continue
-        message, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
         if not message:
             _kill_all_but(set())
             os._exit(0)
@@ -277,7 +278,6 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _details(error: BaseException) -> str:
-    if isinstance(error, GrpoError):  # our own, which names key and value
-        return reason_of(error)
-    text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
+    is_ours = isinstance(error, GrpoError)  # which names key and value
+    text = reason_of(error) if is_ours else "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
     return text.encode(errors="backslashreplace").decode()  # halves of characters
