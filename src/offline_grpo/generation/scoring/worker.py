@@ -84,7 +84,7 @@ def main(control_fd: int) -> None:
     setup: Setup = pickle.load(sys.stdin.buffer)
     control = socket.socket(fileno=control_fd)
     control.settimeout(LOOK_S)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # processes that workers leave behind when they end become our children
+    adopt_orphans()  # processes that workers leave behind when they end become our children
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     for name in setup.preload:
         importlib.import_module(name)
