@@ -200,9 +200,12 @@ def test_a_checkpoint_is_written_before_the_metrics_and_counts_after_them() -> N
     events: list[Any] = []
     saved = SimpleNamespace(write=lambda i: events.append(("write", i)), commit=lambda i: events.append(("commit", i)))
     listener = SimpleNamespace(log=lambda name, _, iteration: events.append((name, iteration)))
-    parts = {"checkpointer": saved, "listeners": [listener], "save_due": lambda _: True}
-    loop: Any = make_loop(Engine(), config=SimpleNamespace(iterations=2), **parts)
-    loop.source.next, loop.source.metrics = lambda _: [make_group(("4", 1.0), ("5", 0.0))], dict
+    run = make_run(Engine(), iterations=2, checkpointer=saved, listeners=[listener], evaluator=None, restored=None)
+    run.config.scoring.on_failure, run.config.checkpoint = "exclude", SimpleNamespace(save_interval=1)
+    run.source.next, run.source.metrics = lambda _: [make_group(("4", 1.0), ("5", 0.0))], dict
+    run.source.sampled = lambda *_: None
+    loop: Any = Loop(run)
     loop._train = lambda *_: {}
-    loop.run(0, None)
+    for iteration in range(2):
+        loop.iterate(iteration)
     assert events == [(name, i) for i in (0, 1) for name in ("write", "train", "commit")]
