@@ -97,9 +97,9 @@ class Dialogue:
         """
         try:
             key = tuple(map(_canonical, messages))
-            named = [tool["function"]["name"] for tool in tools]
-            if is_deep([key, messages, tools]):
-                raise ValueError("too many lists and objects within each other")
+            roles, named = [each["role"] for each in messages], [tool["function"]["name"] for tool in tools]
+            if is_deep([key, messages, tools]) or not all(isinstance(name, str) for name in [*roles, *named]):
+                raise ValueError("roles and names must be text, and only a few lists and objects be within each other")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise RequestError(f"messages and tools must be as OpenAI's API has them ({error!r:.80})") from error
         if named and self._chat.fault is not None:
@@ -210,9 +210,7 @@ def _canonical(message: Message) -> tuple[Any, ...]:
     """Equal for messages that say the same. Of the policy's, ids, white space at both ends, how arguments are written,
     and thinking, which clients leave out or move into the content, say nothing.
     """
-    content = message.get("content") or ""
-    if message["role"] != "assistant":
-        return message["role"], content
+    role, content = message["role"], message.get("content") or ""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(function["name"], arguments_of(function)) for function in functions]
-    return "assistant", content.rpartition(THINKING_ENDS)[2].strip(), calls
+    return role, content.rpartition(THINKING_ENDS)[2].strip() if role == "assistant" else content, calls
