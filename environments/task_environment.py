@@ -3,7 +3,7 @@
     uv run --extra atropos environments/task_environment.py serve --env.task gsm8k --env.task_overrides
     'format_weight=0.2'
 
-Where the package was installed without this folder, `python -m offline_grpo.commands.task_environment serve` is the same.
+Where the package was installed without this folder, it is `python -m offline_grpo.commands.task_environment serve`.
 """
 
 from offline_grpo.commands.task_environment import TaskEnvironment

@@ -60,7 +60,7 @@ def resolve(node: Mapping[str, Any], key: str) -> Any:
         sys.path.append(os.getcwd())
     name = MOVED.get(node["_target_"], node["_target_"])
     try:
-        target = hydra.utils.get_object(name)
+        target = hydra.utils.get_object(str(name))
     except (ImportError, ValueError, AttributeError, InstantiationException) as error:
         if isinstance(error.__cause__, ConfigError):  # the module itself has said what it lacks
             raise error.__cause__ from None
