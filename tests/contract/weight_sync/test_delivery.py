@@ -159,11 +159,12 @@ def test_raw_logprobs_are_no_use_to_filtered_samples(
     connect: Callable[..., Any], full_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, policy, client = connect("reload")
-    filtered = deploy(strategy("reload"), client, sampling=SamplingParams(1, top_k=5))
-    filtered.connect(policy)
+    top_5 = SamplingParams(1, top_k=5)
+    deploy(strategy("reload"), client, sampling=top_5).connect(policy)
     describe = VllmEngine.describe
     monkeypatch.setattr(VllmEngine, "describe", lambda self: describe(self) | {"logprobs_mode": "raw_logprobs"})
     deploy(strategy("reload"), client).connect(policy)
+    filtered = deploy(strategy("reload"), client, sampling=top_5)
     with pytest.raises(ConfigError, match=r"^logprobs_mode of generation.base_url=raw_logprobs: top_p, top_k"):
         filtered.connect(policy)
 
