@@ -36,7 +36,10 @@ def need_model(name: str, key: str) -> None:
     be reached, this process and those that it starts use the cache alone from then on.
     """
     require(not os.path.isfile(name), key, name, "is a file; give the folder of a model, or a Hugging Face id")
-    if is_model_id(name):
+    is_id = is_model_id(name)
+    fix = "no such folder; give a local model folder or a Hugging Face id"
+    require(is_id or os.path.exists(name), key, name, fix)
+    if is_id:
         from huggingface_hub import try_to_load_from_cache
 
         fix = f"give a folder, set a proxy (HTTPS_PROXY), or run `hf download {name}` where there is a network"

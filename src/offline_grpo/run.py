@@ -26,6 +26,7 @@ from offline_grpo.history import launch, resume
 from offline_grpo.history.folder import (
     ResumePoint,
     RunDir,
+    begin_anew,
     copy_metrics,
     discard_after,
     discard_fresh,
@@ -74,10 +75,12 @@ def train(
             print("offline-grpo: loading ...", flush=True)
         os.environ.update(kept_compiled())
         run.config, run.plain = typed(cfg), as_plain(cfg)
+        if launch.num_processes() == 1:
+            take_folder(run, fresh, typed_keys)
         with importing():
             run.plan = make_plan(run.config)
             refuse_idle_overrides(overrides, cfg, run.plan)
-        take_folder(run, fresh, typed_keys)
+        join_processes(run, fresh, typed_keys)
 
         # The folder is this run's, so its log begins, and from here on errors are in it.
         from offline_grpo.placement.ranks import told_if_abandoned
@@ -127,17 +130,18 @@ def refuse_idle_overrides(overrides: Sequence[str], cfg: DictConfig, plan: Plan)
         raise ConfigError(problem)
 
 
-def take_folder(run: Run, fresh: RunDir, typed_keys: Collection[str]) -> None:
+def take_folder(run: Run, fresh: RunDir, typed_keys: Collection[str]) -> tuple[ResumePoint | None, RunDir]:
     """Find the checkpoint to go on from, if there is one, and lock the folder to work in, which is its run's or the
-    fresh one; join the run's other processes.
+    fresh one. Needs no torch.
     """
+    point = find_resume_point(run.config.resume, fresh, run.plain)
+    run.resume = None if point is None else resume.checked(point, run.config, run.plain, typed_keys)
+    run.folder = fresh if point is None else point.run_dir
+    return run.resume, run.folder
 
-    def find() -> tuple[ResumePoint | None, RunDir]:
-        point = find_resume_point(run.config.resume, fresh, run.plain)
-        point = None if point is None else resume.checked(point, run.config, run.plain, typed_keys)
-        return point, fresh if point is None else point.run_dir
 
-    found = find() if launch.num_processes() == 1 else None  # a refusal needs no torch
+def join_processes(run: Run, fresh: RunDir, typed_keys: Collection[str]) -> None:
+    """Join the run's other processes, of which the first takes the folder."""
     with importing():
         import torch
 
@@ -147,7 +151,8 @@ def take_folder(run: Run, fresh: RunDir, typed_keys: Collection[str]) -> None:
         if run.config.num_threads is not None:
             torch.set_num_threads(run.config.num_threads)
         run.ranks = Ranks(use_cpu=resolve_device(run.config.model.device).type == "cpu")
-    run.resume, run.folder = found or run.ranks.on_main(find)  # in the group, so that a refusal ends all processes
+    if launch.num_processes() > 1:  # in the group, so that a refusal ends all processes
+        run.resume, run.folder = run.ranks.on_main(lambda: take_folder(run, fresh, typed_keys))
 
 
 def open_records(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
@@ -156,6 +161,8 @@ def open_records(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
     if run.ranks.is_main:
         sweep(folder)
         run.stack.callback(sweep, folder)
+        if run.resume is None:  # what a start left that was killed before it saved anything
+            begin_anew(run.folder)
         if not (folder / ".hydra").exists():
             resume.write_configuration(run.folder, cfg, overrides)
     run.ranks.on_main(lambda: run.listeners.extend(listeners(run.config, folder)))

@@ -11,6 +11,7 @@ which OmegaConf would make read-only nodes. Nothing assigns to their fields.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -91,7 +92,10 @@ class ModelConfig(Group):
 
     train_id: str | None
     ref_id: str | None
-    device: str
+    device: Annotated[
+        str,
+        Range("use auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None),
+    ]
     attn_implementation: str
     layout: Any
     head: Any

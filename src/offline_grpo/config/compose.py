@@ -28,6 +28,8 @@ from offline_grpo.settings import RunConfig
 from offline_grpo.train.schedule import LrSchedule
 
 MAY_BE_INFINITE = ("train.grad_clip",)
+OF_SEVERAL = ("logger", "experiment")
+"""Groups of which several options may be chosen. Of two of another one, Hydra would make a mixture."""
 PART = re.compile(r"""'[^']*'|"[^"]*"|[^\s,{}'":[\]](?:[^,{}'":[\]]|:(?!\s))*""")
 """A text in the value of an override, between the marks of lists, dicts and sweeps."""
 
@@ -121,6 +123,8 @@ def readable(words: Sequence[str]) -> list[str]:
             raise ConfigError(f"{word}: is an option of a group; choose it with {nested[name]}={value}")
         if name in options and value == "null":
             raise ConfigError(f"{word}: a group needs an option; choose one of {', '.join(options[name])}")
+        if name in options and name not in OF_SEVERAL and re.match(r"\[.*,", value):
+            raise ConfigError(f"{word}: takes one option; for a run with each, --multirun {key}={value.strip('[]')}")
         # first each part of a list or a sweep, then the whole
         parts = PART.sub(lambda part: part[0] if is_read(part[0]) else in_quotes(part[0]), value)
         found.append(f"{key}{sign}{next(filter(is_read, (value, parts, in_quotes(value))), value)}")

@@ -144,15 +144,13 @@ def is_finished(run: RunDir, state: TrainerState, config: Mapping[str, Any]) -> 
 
 
 def _begin(fresh: RunDir, *, may_repeat: bool = False) -> None:
-    """Lock the folder of a new run. `may_repeat`: delete what a start left that was killed before it saved anything."""
+    """Lock the folder of a new run. `may_repeat`: there may be a start that was killed before it saved anything."""
     key = f"hydra.run.dir={fresh.path}"
     take(fresh.path, key)
     may_repeat = may_repeat and not (fresh.path / "report.png").exists()
     is_new = latest_checkpoint(fresh.checkpoints) is None and (may_repeat or not any(fresh.records()))
     fix = "this folder has a run; continue it with resume=auto, or choose another folder"
     require(is_new, "hydra.run.dir", fresh.path, fix)
-    discard_after(fresh, -2)
-    shutil.rmtree(fresh.path / ".hydra", ignore_errors=True)  # it may have other settings now
 
 
 def _newest_in(run: Path, key: str) -> ResumePoint:
@@ -180,6 +178,12 @@ def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | Non
             log.warning("%s; skipped", error)
             release(run)
     return None
+
+
+def begin_anew(run: RunDir) -> None:
+    """Delete the records and the configuration of an earlier start: this one may have other settings."""
+    discard_after(run, -2)
+    shutil.rmtree(run.path / ".hydra", ignore_errors=True)
 
 
 def discard_after(run: RunDir, iteration: int) -> None:

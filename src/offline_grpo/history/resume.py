@@ -91,7 +91,7 @@ def arguments(words: Sequence[str]) -> list[str]:
         run = path
         if launch.is_main():
             print(f"resume={named}: has no checkpoint yet; it starts from the beginning, in that folder", flush=True)
-    if run is None:
+    if run is None or not path.exists():
         raise ConfigError(f"resume={named}: {NO_CHECKPOINT}")
     typed = [word for word in typed if key_of(word) != "resume"] + [f"resume={quoted(named)}"]
     if path in (run, latest_checkpoint(run / "checkpoints")):

@@ -120,23 +120,20 @@ def with_saved_adapter(model: PreTrainedModel, adapter: str, *, key: str, is_tra
     return wrapped
 
 
-def left_out_by_peft(model: PeftModel) -> list[str]:
-    """The tensors in the adapter's file that peft's own `from_pretrained` finds no place for: it renames them as
-    transformers renames the model's old checkpoints.
+def warn_of_peft(model: LanguageModel) -> None:
+    """Log which tensors of a saved adapter peft's own `from_pretrained` finds no place for, layers as `*`: it renames
+    them as transformers renames the model's old checkpoints.
     """
+    if not has_adapters(model):
+        return
     try:
         from peft.utils import transformers_weight_conversion as of_peft
     except ImportError:  # an older peft, which renames nothing
-        return []
+        return
     shapes = {name: tensor.shape for name, tensor in unwrapped(model).named_parameters() if ".lora_" in name}
     own = {name_in_file(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
     convert = of_peft.convert_peft_adapter_state_dict_for_transformers
-    return sorted(own.keys() - convert(model, model.peft_config[ADAPTER], dict(own)).keys())
-
-
-def warn_of_peft(model: LanguageModel) -> None:
-    """Log which tensors of an adapter others lose, layers as `*`."""
-    if has_adapters(model) and (lost := left_out_by_peft(model)):
+    if lost := own.keys() - convert(model, model.peft_config[ADAPTER], dict(own)).keys():
         names = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in lost}))
         fix = "merge it for others, with `python -m offline_grpo.export`"
         log.warning("peft's own from_pretrained leaves out %d tensors of this adapter, %s; %s", len(lost), names, fix)

@@ -20,7 +20,7 @@ from offline_grpo.commands import cli
 from offline_grpo.commands.main import main
 from offline_grpo.config.compose import folder, readable
 from offline_grpo.config.help import groups
-from offline_grpo.config.hints import OF_OTHER_TRAINERS, known_keys
+from offline_grpo.config.hints import known_keys, of_other_trainers
 
 ROOT = Path(__file__).parents[3]
 NESTED = [(group, names[0]) for group, names in groups(folder()).items() if "/" in group]
@@ -109,6 +109,12 @@ def test_a_refusal_is_one_line_and_leaves_nothing(command: Command, tmp_path: Pa
         ("task.path=x", "task.path", "task=dataset"),
         ("temperature=1", "temperature", "eval.temperature or generation.temperature"),
         ("logger=null", "logger", "json"),
+        ("task=[gsm8k,math]", "task", "--multirun task=gsm8k,math"),
+        # what is not there
+        ("model=hf model.train_id=./nowhere", "model.train_id", "no such folder"),
+        ("model.device=gpu", "model.device", "cuda:N"),
+        ("resume=nowhere/checkpoints/iter_004", "resume", "no checkpoint found"),
+        ("hydra.run.dir=afile", "hydra.run.dir", "cannot be made"),
         # as other trainers have it
         ("generation.n=4", "generation.n", "data.rollouts_per_problem"),
         ("data.train_files=x.parquet", "data.train_files", "task.path"),
@@ -139,7 +145,7 @@ def test_a_refusal_names_the_key_and_what_to_type(
 
 def test_every_key_that_a_hint_names_exists() -> None:
     known = [*known_keys(), "hydra.run.dir", "+engine.args.tensor_parallel_size"]
-    assert not set(OF_OTHER_TRAINERS.values()) - set(known)
+    assert not set(of_other_trainers().values()) - set(known)
 
 
 def test_text_that_hydra_cannot_read_gets_quotes() -> None:

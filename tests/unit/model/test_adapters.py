@@ -20,7 +20,7 @@ from transformers import LagunaConfig, LagunaForCausalLM
 
 from offline_grpo.checkpoint.pretrained import export_model, find_model
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.adapters import left_out_by_peft, name_in_file, with_lora, with_saved_adapter
+from offline_grpo.model.adapters import with_lora, with_saved_adapter
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import ADAPTER_FILE, save_adapter
 from offline_grpo.model.scoring import BaseScoring
@@ -129,8 +129,7 @@ def test_a_saved_adapter_is_loaded_whole_or_not_at_all(
 
     stock = dict(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path)).get_base_model().named_parameters())
     own = {name: value for name, value in model.get_base_model().named_parameters() if ".lora_" in name}
-    lost = sorted(name_in_file(name) for name, value in own.items() if not torch.equal(value, stock[name]))
-    assert left_out_by_peft(model) == lost
+    lost = [name.replace(".default", "") for name, value in own.items() if not torch.equal(value, stock[name])]
     assert bool(lost) == (build is make_laguna)
 
     ids = torch.arange(3, 19)[None]
@@ -152,9 +151,8 @@ def test_a_saved_adapter_is_loaded_whole_or_not_at_all(
     export_model(find_model(str(tmp_path)), tmp_path / "out", **alone)
     lines = [line for line in caplog.messages if "peft's own" in line]
     assert len(lines) == bool(lost)
-    assert all(
-        f"{len(lost)} tensors" in line and "layers.*.mlp.shared_experts.up_proj.lora_A" in line for line in lines
-    )
+    assert all(f"leaves out {len(lost)} tensors" in line for line in lines)
+    assert all(name.replace(".1.", ".*.") in line for line in lines for name in lost)
     assert (tmp_path / "out" / ADAPTER_FILE).read_bytes() == (tmp_path / ADAPTER_FILE).read_bytes()
     other = name.replace("layers.0.", "layers.9.")
     save_file({**tensors, other: tensors[name].clone()}, tmp_path / ADAPTER_FILE)
