@@ -94,10 +94,6 @@ def quoted(path: Path | str) -> str:
     is_plain = re.fullmatch(r"[\w/.:+@%-]+", text, re.ASCII) is not None
     if is_plain and OverridesParser.create().parse_override(f"key={text}").value() == text:
         return text
-    return in_quotes(text)
-
-
-def in_quotes(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
 
 
@@ -126,8 +122,8 @@ def readable(words: Sequence[str]) -> list[str]:
         if name in options and name not in OF_SEVERAL and re.match(r"\[.*,", value):
             raise ConfigError(f"{word}: takes one option; for a run with each, --multirun {key}={value.strip('[]')}")
         # first each part of a list or a sweep, then the whole
-        parts = PART.sub(lambda part: part[0] if is_read(part[0]) else in_quotes(part[0]), value)
-        found.append(f"{key}{sign}{next(filter(is_read, (value, parts, in_quotes(value))), value)}")
+        parts = PART.sub(lambda part: part[0] if is_read(part[0]) else quoted(part[0]), value)
+        found.append(f"{key}{sign}{next(filter(is_read, (value, parts, quoted(value))), value)}")
     return found
 
 

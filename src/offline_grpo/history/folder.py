@@ -159,18 +159,15 @@ def _newest_in(run: Path, key: str) -> ResumePoint:
     return ResumePoint(RunDir(run), *newest_sound(run / "checkpoints"))
 
 
-def _began_as_another(run: Path) -> bool:
-    """Whether it began at another run's checkpoint, and with other settings than that run's."""
-    return any(start.get("changes") for start in starts_of(run)[:1])
-
-
 def _newest_alike(fresh: RunDir, config: Mapping[str, Any]) -> ResumePoint | None:
     """The newest match in `outputs`, for outputs/DATE/TIME; other folders only resume themselves."""
     if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.path.parent.name):
         return None
     for run in sorted(matching(fresh.path.parent.parent, "*/*"), reverse=True):
         latest = latest_state(run / "checkpoints") if run != fresh.path else None
-        if latest is None or changed_keys(latest.config, config) or _began_as_another(run):
+        # one whose first start had changes is a branch of another run
+        is_branch = any(start.get("changes") for start in starts_of(run)[:1])
+        if latest is None or is_branch or changed_keys(latest.config, config):
             continue
         try:
             return _newest_in(run, "resume=auto")
