@@ -57,6 +57,9 @@ def one_of(*known: Any) -> Range:
     return Range(f"must be one of {names}", lambda value: value in known)
 
 
+DEVICE = Range("use auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None)
+
+
 class Group:
     """The settings of a group: checks each field against the range in its type."""
 
@@ -92,10 +95,7 @@ class ModelConfig(Group):
 
     train_id: str | None
     ref_id: str | None
-    device: Annotated[
-        str,
-        Range("use auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None),
-    ]
+    device: Annotated[str, DEVICE]
     attn_implementation: str
     layout: Any
     head: Any

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from offline_grpo.config.compose import quoted
 from offline_grpo.errors import ConfigError
 from offline_grpo.history import resume
-from offline_grpo.history.folder import RunDir, find_resume_point, released_at_end
+from offline_grpo.history.folder import RunDir, begin_anew, find_resume_point, released_at_end
 
 
 @pytest.fixture
@@ -61,6 +61,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_begin
     (run / "metrics" / "train_iter_000.json").touch()
     with released_at_end():
         assert find_resume_point(str(run), RunDir(run), {}) is None
+    begin_anew(RunDir(run))
     assert not any(RunDir(run).records())
     assert not stored.exists(), "the run writes its new one"
     for is_enabled, name in ((False, "nothing"), (True, "report.png")):

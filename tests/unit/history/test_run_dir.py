@@ -91,6 +91,7 @@ def test_a_new_run_does_not_mix_with_another(fresh):
     assert len(list(fresh.metrics.iterdir())) == 3, "nothing is deleted without the lock"
     os.close(descriptor)
     assert found("auto", fresh) is None
+    run_dir.begin_anew(fresh)
     assert [path.name for path in fresh.metrics.iterdir()] == ["mine.json"]
 
 
