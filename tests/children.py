@@ -329,7 +329,8 @@ def assert_alike(run: Path, expected: Path) -> None:
     ours, theirs = metrics_of(run), metrics_of(expected)
     assert ours.keys() == theirs.keys()
     for name in theirs:
-        assert ours[name] == pytest.approx(theirs[name], abs=1e-6, rel=1e-5), name
+        # float32: `alignment/diff_max` alone is some ulps of a logprob
+        assert ours[name] == pytest.approx(theirs[name], abs=5e-6, rel=1e-5), name
 
 
 def alone_and_together(folder: Path, *overrides: str) -> tuple[Path, Path]:

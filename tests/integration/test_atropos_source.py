@@ -231,4 +231,4 @@ def test_two_processes_train_on_what_the_first_one_fetches(api: RunApi, recorded
     assert run_in_children(2, tmp_path / "run", *recorded.from_environments(api)) == [0, 0], printed(tmp_path / "run")
     weights, ours = last_weights(recorded.folder), last_weights(tmp_path / "run")
     for name, tensor in weights.items():
-        torch.testing.assert_close(ours[name], tensor, atol=1e-6, rtol=0)
+        torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)  # in another order of sums

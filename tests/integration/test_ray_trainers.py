@@ -89,9 +89,8 @@ def test_they_train_as_one_does_whatever_dies_and_nothing_is_left_running(cluste
         actor.kill()
         code, out, err = command.end()
         assert code == 1, out + err
-        assert err.splitlines()[-1].startswith(
-            "error: Ray's process around training process 1 was lost; go on with resume"
-        )
+        lost = "error: the machine of training process 1 has lost the process that Ray started there; go on with resume"
+        assert err.splitlines()[-1].startswith(lost)
 
     with started(folder, "command", f"resume={folder}") as command:
         command.process.kill()

@@ -55,7 +55,7 @@ REFUSED = {
     **dict.fromkeys(("ignore_eos", "min_tokens", "response_format", "structured_outputs"), OF_DRAWS),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), OF_DRAWS),
 }
-NO_TEXT = ("refusal", "audio", "images", "function_call")
+NO_TEXT = {"refusal", "audio", "images", "function_call"}
 """Fields of a message."""
 
 OF_CLIENTS = (HttpProcessingError, web.RequestPayloadError, OSError)
@@ -219,20 +219,18 @@ class Proxy(web.Server):
         for name in asked.keys() & REFUSED.keys():
             if asked[name] not in (*NOTHING, *self._allowed.get(name, ())):
                 raise RequestError(f"{name}: {REFUSED[name]}")
-        for name in asked.keys() - HEEDED:
-            if asked[name] is not None:
-                warn_once(self._said, name, f"an agent asks for {name:.40} of its own; the run's settings count")
+        if wishes := ", ".join(sorted(name for name in asked.keys() - HEEDED if asked[name] is not None)):
+            warn_once(self._said, wishes, f"an agent asks for {wishes:.200} of its own; the run's settings count")
         return asked
 
     def _message(self, message: Mapping[str, Any]) -> Message:
         """As chat templates know it, without fields that say nothing."""
         found = {name: value for name, value in message.items() if value}
-        for name in found.keys() - KNOWN:
-            if name in NO_TEXT:
-                raise RequestError(f"{name}: a message's content must be text")
-            if (name, message["role"]) != ("name", "tool"):
-                about = f"an agent's messages have {name:.40}; of that the policy sees what the chat template writes"
-                warn_once(self._said, f"message.{name}", about)
+        if wrong := NO_TEXT & found.keys():
+            raise RequestError(f"{min(wrong)}: a message's content must be text")
+        if others := ", ".join(sorted(found.keys() - (KNOWN | {"name"} if message["role"] == "tool" else KNOWN))):
+            about = f"an agent's messages have {others:.200}; of that the policy sees what the chat template writes"
+            warn_once(self._said, about, about)
         content = message.get("content") or ""
         found["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
         found["role"] = "system" if message["role"] == "developer" else message["role"]

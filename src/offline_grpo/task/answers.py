@@ -151,7 +151,7 @@ def is_answer(reference: str, text: str, is_same: Callable[[str, str], bool]) ->
         has_words = re.search(r"(?<![\\A-Za-z{])[A-Za-z]{3}", each) is not None
         if (is_same_value if has_words else is_same)(reference, each):
             return True
-    if any(map(_short_formula, found)) or "\\" in "".join(found[1:]):
+    if any(_short_formula(each) and not _is_text(each) for each in found) or "\\" in "".join(found[1:]):
         return False
     ends = [last_number(text), *re.findall(_JOINED_DIGITS, text)[-1:]]
     return any(end is not None and is_same_value(reference, end) for end in ends)
@@ -191,12 +191,12 @@ def _is_equal(reference: list[Any], answer: list[Any]) -> bool:
     return math_verify.verify(reference, answer, timeout_seconds=None)  # its timeout needs signals
 
 
-def _is_text(reference: str) -> bool:
+def _is_text(answer: str) -> bool:
     """True for what many others are equal to in value: words (`east` is a product of letters), dates and scores, such
     as `2020-01-05` and `3-2`, times, ratios and numbers in another base.
     """
     text = rf"(?:{_JOINED_DIGITS})(?: ?[ap]\.?m)?|[^\W\d_]{{3,}}(?: [^\W\d_]+)*"
-    return re.fullmatch(text, _plain(reference)) is not None
+    return re.fullmatch(text, _plain(answer)) is not None
 
 
 def _plain(answer: str) -> str:
@@ -248,4 +248,4 @@ def _short_formula(answer: str) -> str:
     is_small = "**" not in compact and len(powers) == compact.count("^") and product <= MAX_POWER
     is_small = is_small and re.search("[Ee][-+]?[0-9]{3}", compact) is None  # 1E9999999999 is a number, with a power
     is_short = len(plain) <= MAX_ANSWER_CHARS and len(re.findall(symbol, plain)) <= MAX_SYMBOLS
-    return plain if is_formula and is_small and is_short and not re.fullmatch(_JOINED_DIGITS, plain) else ""
+    return plain if is_formula and is_small and is_short else ""

@@ -182,10 +182,11 @@ def test_wishes_do_not_count_and_are_logged_once(
         return float(all(post(http, url, said, **wishes, **fine).status_code == 200 for _ in range(2)))
 
     assert run(monkeypatch, act).score.reward == 1.0
-    asked = [text.split()[4] for text in caplog.messages if text.startswith("an agent asks for")]
-    assert sorted(asked) == ["metadata", "parallel_tool_calls", "seed", "temperature", "top_k"]
-    had = [text.split()[4] for text in caplog.messages if text.startswith("an agent's messages have")]
-    assert sorted(had) == ["mood;", "name;"]
+    asked = "metadata, parallel_tool_calls, seed, temperature, top_k"
+    assert caplog.messages[:-1] == [  # the last one is about the second reply
+        f"an agent asks for {asked} of its own; the run's settings count",
+        "an agent's messages have mood, name; of that the policy sees what the chat template writes",
+    ]
 
 
 def test_the_runs_own_arguments_of_the_chat_template_are_fine() -> None:

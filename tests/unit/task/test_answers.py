@@ -28,6 +28,7 @@ RIGHT = [
     ("math", "2020-01-05", "It was on 2020-01-05."),
     ("auto", "1/2", r"\boxed{0.5}"),
     ("auto", "3 - 2", r"\boxed{1}"),
+    ("auto", "72", r"\boxed{100-28}"),
     ("auto", "10^{-3}", r"\boxed{0.001}"),
     ("text", "x = 1", r"\boxed{x = 1}"),
     ("regex", r"(?i)\bparis\b", "It is PARIS."),

@@ -87,7 +87,7 @@ class IsolatedTask:
         get = f"scoring.on_failure={self._on_failure}; scoring/num_failed_{failure} counts them"
         text = f"the code that scores {what}; {about}. {get}.\n{details.removeprefix(what)}"
         warn_once(self.said, failure, text.rstrip())
-        raised = details.rpartition("\n")[2] if failure == "raised" else ""  # the last line of a traceback
+        raised = details.partition("\n")[0] if failure == "raised" else ""
         return Score.unscored(failure if failure == "none" else f"{failure}: {raised or what:.300}")
 
     def close(self) -> None:

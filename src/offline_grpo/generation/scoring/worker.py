@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import psutil
 
 from offline_grpo.engine.guardian import adopt_orphans, end_with_parent
-from offline_grpo.errors import GrpoError, reason_of
+from offline_grpo.errors import GrpoError, reason_of, told
 from offline_grpo.generation.judging import checked
 from offline_grpo.interfaces import Task
 from offline_grpo.types import Message, Problem, Reply, Schema
@@ -278,6 +278,6 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _details(error: BaseException) -> str:
-    is_ours = isinstance(error, GrpoError)  # which names key and value
-    text = reason_of(error) if is_ours else "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
+    text = f"{told(error)}\n{''.join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]}"
+    text = reason_of(error) if isinstance(error, GrpoError) else text  # our own names key and value
     return text.encode(errors="backslashreplace").decode()  # halves of characters
