@@ -120,11 +120,11 @@ def test_what_only_an_own_server_obeys(start):
     assert idle(OWN) == []
 
 
-def test_the_command_line_is_looked_at(output_dir):
+def test_the_command_line_is_looked_at(output_dir, tmp_path):
     """Files are not: a preset for runs that start a server may be used with one that was found."""
     with pytest.raises(ConfigError, match=r"^engine.port=8000: the server at"):
         train(compose_config(*FOUND.split(), "engine.port=8000"), output_dir, ["engine.port=8000"])
-    words = ("weight_sync=reload", "engine.port=8000", "model.train_id=/no/such")
+    words = ("weight_sync=reload", "engine.port=8000", f"model.train_id={tmp_path}")
     with pytest.raises(EngineError, match="no healthy server answers"):
         train(compose_config(*FOUND.split(), *words), output_dir)
 
