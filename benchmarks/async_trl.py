@@ -39,7 +39,7 @@ from common import Target, write_result
 from iteration_gpu import GROUP, PROMPTS, TOKENS, check_same_work, num_iterations, our_command
 from pyarrow.parquet import read_table
 
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.http import choose_port
 
 ARMS = ("ours", "sync", "trl")
 SHOWN = ("perf/fwd_bwd_s", "perf/rollout_wait_s", "perf/weight_sync_s", "sample/staleness_mean", "ratio")

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 from common import complete_in_order
-
 from offline_grpo.engine.server import Server
+
 from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 

@@ -40,7 +40,7 @@ from typing import Any
 from common import Target, write_result
 from random_model import save, sevens
 
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.http import choose_port
 
 ROOT = Path(__file__).parents[1]
 OURS = ("ours", "lora", "distill", "async", "two")

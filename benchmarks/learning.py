@@ -42,7 +42,7 @@ import learning_tasks
 import numpy as np
 from common import Target, write_result
 
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.http import choose_port
 from offline_grpo.eval.intervals import mean_interval, t_975
 from offline_grpo.report.history import load_history
 

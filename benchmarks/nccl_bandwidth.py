@@ -14,7 +14,7 @@ import torch
 from torch import distributed, multiprocessing
 from torch.multiprocessing.spawn import spawn
 
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.http import choose_port
 
 ROUNDS = 10
 

@@ -32,13 +32,13 @@ import torch
 from common import Target, alternate, wait_for_device, write_result
 from hydra import compose, initialize_config_dir
 from nccl_bandwidth import broadcast_gb_s
+from offline_grpo.engine.server import Server
 from omegaconf import OmegaConf
 from shapes import SIZES as LARGER
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain, register
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.layouts.padded import Padded

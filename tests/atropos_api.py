@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from children import child_process
 
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.http import choose_port
 from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.types import RolloutGroup, SamplingParams
 

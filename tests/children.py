@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import pytest
 from factories import compose_config
 
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.http import choose_port
 from offline_grpo.interfaces import RunListener
 from offline_grpo.types import Metrics
 

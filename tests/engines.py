@@ -25,7 +25,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
@@ -42,6 +41,14 @@ CPU_ARGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 2**26,
     "gpu_memory_utilization": None,
 }
+CLIENT: dict[str, Any] = {
+    "eos_ids": [2],
+    "vocab_size": 1000,
+    "batch_size": 16,
+    "timeout_s": 120,
+    "max_retries": 2,
+}
+"""Settings of an engine."""
 FORKED_ENGINE = Path(__file__).with_name("forked_engine.py")
 PRELOADED_VLLM = Path(__file__).with_name("preloaded_vllm.py")
 CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
@@ -116,16 +123,14 @@ def make_server(
     env: Mapping[str, str] | None = None,
     gpus: Sequence[int] = (0,),
     **changes: Any,
-) -> Server:
-    """A server, not started yet. `changes` are settings of its engine."""
-    return Server(
-        base_url=None,
-        api_key=None,
-        launcher=engine(where, **changes),
+) -> VllmEngine:
+    """A server, not started yet. `changes` are settings of its command line."""
+    own = engine(where)
+    return VllmEngine(
+        launcher=engine(where, args={**where.args, **(args or {})}, env={**own.env, **(env or {})}, **changes),
         log_dir=log_dir,
         gpus=list(gpus) if where.device.type == "cuda" else None,
-        args=args,
-        env=env,
+        **CLIENT,
     )
 
 
@@ -165,20 +170,14 @@ def _preloaded_vllm() -> str:
     return path
 
 
-def found(server: Server) -> Server:
-    """The same server as somebody sees it who did not start it."""
-    return Server(base_url=server.base_url, api_key=server.api_key, launcher=None, log_dir=server.log_dir)
+def make_client(server: VllmEngine | str, **changes: Any) -> VllmEngine:
+    """The same server as somebody asks it who did not start it; or the one at a URL."""
+    where = {"base_url": server} if isinstance(server, str) else place_of(server)
+    return VllmEngine(**{**CLIENT, **where, **changes})
 
 
-def make_client(server: Server, **changes: Any) -> VllmEngine:
-    settings: dict[str, Any] = {
-        "eos_ids": [2],
-        "vocab_size": 1000,
-        "batch_size": 16,
-        "timeout_s": 120,
-        "max_retries": 2,
-    }
-    return VllmEngine(server=server, **{**settings, **changes})
+def place_of(server: VllmEngine) -> dict[str, Any]:
+    return {"base_url": server.base_url, "api_key": server.api_key, "log_dir": server.log_dir}
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
@@ -289,7 +288,7 @@ def distance(
     return (torch.cat(score(policy, completions, prompts, temperature=temperature)) - theirs).abs().mean().item()
 
 
-def num_running(server: Server) -> float:
+def num_running(server: VllmEngine) -> float:
     """Requests that the server is working on."""
     lines = server.api.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
@@ -312,10 +311,10 @@ def switch_of(logprobs: Sequence[float], old: Tensor, new: Tensor, where: Where)
     return fits[-1]
 
 
-def serve_again(server: Server, model: Path, where: Where) -> None:
+def serve_again(server: VllmEngine, model: Path, where: Where) -> None:
     """Give a server the weights of a saved model, whatever it serves or waits for."""
     sync = Reload(interval=1, pause_mode="abort", tolerance_nats=1.0, server_args={}, location="memory")
-    client = make_client(found(server))
+    client = make_client(server)
     client.resume()  # a test that failed may have left it paused
     policy = load(model, where)
     deployment = deploy(sync, client)
@@ -387,14 +386,14 @@ def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
 
     def next_and_kill(self: OnPolicy, iteration: int) -> Any:
         if iteration == 1 and not deaths.pids:
-            deaths.pids.append(kill_engine(self.client.server.log_dir))
+            deaths.pids.append(kill_engine(self.client.log_dir))
         return sampled(self, iteration)
 
     def push_and_kill(self: Deployment, policy: Policy, *, version: int, **how: Any) -> Any:
         if version == at_push:
             deaths.masters.append({name: p.detach().cpu().clone() for name, p in policy.masters.parameters.items()})
             if len(deaths.masters) == 1:
-                deaths.pids.append(kill_engine(self.engines[0].server.log_dir))  # type: ignore[attr-defined]
+                deaths.pids.append(kill_engine(self.engines[0].log_dir))  # type: ignore[attr-defined]
         return pushed(self, policy, version=version, **how)
 
     monkeypatch.setattr(OnPolicy, "next", next_and_kill)
@@ -403,10 +402,10 @@ def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
 
 
 @contextmanager
-def running(server: Server, model: Path) -> Iterator[Server]:
+def running(server: VllmEngine, model: Path) -> Iterator[VllmEngine]:
     """The server, started, and stopped afterwards."""
     try:
-        server.start(str(model))
+        server.start(str(model), {})
         yield server
     finally:
         server.stop()

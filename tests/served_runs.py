@@ -11,7 +11,6 @@ import pytest
 from children import SMALL, Mishaps, draw_nothing, metrics_of
 from factories import compose_config
 
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.report import plots
 from offline_grpo.run import train
@@ -73,7 +72,7 @@ def five(model: Path) -> tuple[str, ...]:
     )
 
 
-def at(server: Server | str) -> tuple[str, str]:
+def at(server: VllmEngine | str) -> tuple[str, str]:
     """Overrides for sampling from a server that is there."""
     return "generation=vllm_server", f"generation.base_url={server if isinstance(server, str) else server.base_url}"
 

@@ -111,7 +111,7 @@ class LocalLauncher(SideBySideLauncher):
         return [results[number] for number in jobs]
 
     def _work(self, writer: Connection, overrides: list[str], number: int, parent: int) -> None:
-        from offline_grpo.engine.guardian import end_with_parent
+        from offline_grpo.engine.spawn import end_with_parent
 
         os.setpgid(0, 0)  # a terminal's Ctrl-C comes from the sweep's process alone, once
         end_with_parent(signal.SIGTERM)

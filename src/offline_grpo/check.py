@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 
 from offline_grpo import hub
-from offline_grpo.engine.process import usable_cores
 from offline_grpo.engine.sglang import SglangEngine
+from offline_grpo.engine.spawn import usable_cores
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ending_with_reader
 from offline_grpo.history.starts import newer_than_tested, this_start

@@ -20,7 +20,7 @@ from offline_grpo.config.describe import describe_batches, describe_data, warnin
 from offline_grpo.config.parts import listeners, make_plan
 from offline_grpo.config.plan import Plan
 from offline_grpo.disk import is_full, sweep
-from offline_grpo.engine.process import kept_compiled
+from offline_grpo.engine.spawn import kept_compiled
 from offline_grpo.errors import ConfigError, DiskFull, GrpoError, OutOfMemory, StopRequested, reason_of
 from offline_grpo.history import launch, resume
 from offline_grpo.history.folder import (

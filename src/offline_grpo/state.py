@@ -18,7 +18,7 @@ from offline_grpo.train.milestones import Milestones
 
 if TYPE_CHECKING:  # which import torch, or transformers
     from offline_grpo.checkpoint.checkpointer import Checkpointer
-    from offline_grpo.engine.server import Server
+    from offline_grpo.engine.server_engine import ServerEngine
     from offline_grpo.eval.evaluator import PassAtKEvaluator
     from offline_grpo.model.policy import Policy
     from offline_grpo.model.text import TokenizerCodec
@@ -46,7 +46,7 @@ class Run:
     # Before transformers is imported.
     devices: Devices = field(init=False)
     model_id: str = field(init=False)  # a folder or Hub id
-    servers: list[Server] = field(default_factory=list, init=False)  # that training samples from
+    servers: list[ServerEngine] = field(default_factory=list, init=False)  # that training samples from
     # Once servers have taken their memory.
     prompt_tokens: tuple[int, int] = field(init=False)  # of the shortest and the longest prompt
     recompute: float = field(init=False)  # share of the blocks whose activations are computed again

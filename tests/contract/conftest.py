@@ -18,7 +18,6 @@ from engines import (
     SERVER_PYTHON,
     Where,
     deploy,
-    found,
     load,
     make_client,
     make_server,
@@ -29,7 +28,6 @@ from engines import (
 )
 from factories import strategy
 
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.deployment import Deployment
@@ -55,7 +53,7 @@ def one_serves_all(where: Where) -> bool:
 
 
 @pytest.fixture(scope="session")
-def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     """For strategies that move all weights."""
     folder = tmp_path_factory.mktemp("full")
     args: dict[str, Any] = LORA_ARGS if one_serves_all(where) else {}
@@ -68,7 +66,7 @@ def full_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
-def second_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def second_server(where: Where, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     """Like `full_server`, beside it, with vLLM's own logprobs: those before the temperature."""
     folder = tmp_path_factory.mktemp("second")
     settings: dict[str, Any] = (
@@ -84,7 +82,7 @@ def second_server(where: Where, model_folder: Path, tmp_path_factory: pytest.Tem
 @pytest.fixture(scope="session")
 def lora_server(
     where: Where, model_folder: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+) -> Iterator[VllmEngine]:
     """For strategies that move adapters."""
     if one_serves_all(where):
         yield request.getfixturevalue("full_server")
@@ -100,17 +98,17 @@ def connect(where: Where, model_folder: Path, request: pytest.FixtureRequest) ->
     """
     opened: list[Deployment] = []
 
-    def connect(option: str, *overrides: str, others: Sequence[Server] = (), rank: int = 8) -> Connected:
+    def connect(option: str, *overrides: str, others: Sequence[VllmEngine] = (), rank: int = 8) -> Connected:
         is_lora = option.startswith("lora")
-        server = found(request.getfixturevalue("lora_server" if is_lora else "full_server"))
+        server = request.getfixturevalue("lora_server" if is_lora else "full_server")
         if not is_lora or one_serves_all(where):
             serve_again(server, model_folder, where)
         sync = strategy(option, f"weight_sync.tolerance_nats={where.tolerance_nats}", *overrides)
         for other in others:
-            serve_again(found(other), model_folder, where)
+            serve_again(other, model_folder, where)
         policy = load(model_folder, where, shared=sync.requires.shares_weights, lora=is_lora, rank=rank)
         client = make_client(server)
-        deployment = deploy(sync, client, *(make_client(found(other)) for other in others))
+        deployment = deploy(sync, client, *(make_client(other) for other in others))
         opened.append(deployment)
         deployment.connect(policy)
         policy.make_masters()

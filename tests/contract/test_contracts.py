@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Where, deploy, found
+from engines import Where, deploy, place_of
 from factories import CONF, compose_config, generate, make_batch, make_policy, make_qwen2
 from fake_sglang import FakeSglang
 from omegaconf import OmegaConf
@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain, typed
 from offline_grpo.config.problems import build_task
-from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Loss, RolloutClient, RunListener, Task
 from offline_grpo.model.policy import Policy
@@ -278,12 +277,12 @@ def client(
     runtime: dict[str, Any] = {"model": model, "tokenizer": build_char_tokenizer(64), "eos_ids": [2], "vocab_size": 100}
     with ExitStack() as stack:
         if request.param == "vllm_server":
-            runtime["server"] = found(request.getfixturevalue("full_server"))
+            runtime |= place_of(request.getfixturevalue("full_server"))
         elif request.param == "sglang_server":
             web = stack.enter_context(ScriptedServer(FakeSglang()))
-            runtime["server"] = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
+            runtime |= {"base_url": web.base_url, "api_key": None, "log_dir": tmp_path}
         client = make("generation", request.param, protocol=RolloutClient, leave_out=CLIENT_ONLY, **runtime)
-        if "server" in runtime:
+        if "base_url" in runtime:
             stack.callback(client.close)
         yield client
 

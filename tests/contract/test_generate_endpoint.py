@@ -34,7 +34,7 @@ from factories import complete_in_order
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopPLogitsWarper
 from waiting import wait_until
 
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.model.policy import Policy
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest
 
@@ -45,22 +45,22 @@ LENGTH = 24
 
 
 @pytest.fixture(scope="module")
-def server(full_server: Server, model_folder: Path, where: Where) -> Server:
+def server(full_server: VllmEngine, model_folder: Path, where: Where) -> VllmEngine:
     serve_again(full_server, model_folder, where)
     return full_server
 
 
-def post(server: Server, path: str = "/generate", **body: Any) -> httpx.Response:
+def post(server: VllmEngine, path: str = "/generate", **body: Any) -> httpx.Response:
     return httpx.post(f"{server.base_url}{path}", json=body, timeout=60)
 
 
-def generated(server: Server, **body: Any) -> dict[str, Any]:
+def generated(server: VllmEngine, **body: Any) -> dict[str, Any]:
     answer = post(server, **body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def completed(server: Server, **body: Any) -> list[dict[str, Any]]:
+def completed(server: VllmEngine, **body: Any) -> list[dict[str, Any]]:
     """The same question to vLLM's own endpoint."""
     body = {"logprobs": 0, "return_token_ids": True, **body, "prompt": body["prompt"]["prompt_token_ids"]}
     return post(server, "/v1/completions", **body).json()["choices"]
@@ -75,7 +75,7 @@ def completed(server: Server, **body: Any) -> list[dict[str, Any]]:
         {"seed": 4, "stop_token_ids": [20, 30], "min_tokens": 9, "max_tokens": 500, "skip_special_tokens": False},
     ],
 )
-def test_an_answer_is_that_of_the_completions_endpoint(server: Server, asked: dict[str, Any]) -> None:
+def test_an_answer_is_that_of_the_completions_endpoint(server: VllmEngine, asked: dict[str, Any]) -> None:
     ours = generated(server, prompt=IDS, **asked)
     theirs = completed(server, prompt=IDS, **asked)
     assert set(ours) == {"text", "prompt", "finish_reasons", "logprobs", "prompt_token_ids", "token_ids"}
@@ -94,7 +94,7 @@ def test_an_answer_is_that_of_the_completions_endpoint(server: Server, asked: di
     assert max(map(len, ours["token_ids"])) > 1
 
 
-def test_a_stream_is_lines_of_all_text_so_far(server: Server) -> None:
+def test_a_stream_is_lines_of_all_text_so_far(server: VllmEngine) -> None:
     asked = {"prompt": IDS, "n": 2, "seed": 7, "max_tokens": LENGTH}
     answer = post(server, **asked, stream=True)
     lines = [json.loads(line)["text"] for line in answer.text.splitlines()]
@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[int, str]] = {
 }
 
 
-def test_what_cannot_be_answered_is_one_line(server: Server) -> None:
+def test_what_cannot_be_answered_is_one_line(server: VllmEngine) -> None:
     for body, (status, message) in REFUSED.items():
         answer = httpx.post(f"{server.base_url}/generate", content=body, timeout=60)
         assert answer.status_code == status, body[:80]
@@ -130,7 +130,7 @@ def test_what_cannot_be_answered_is_one_line(server: Server) -> None:
     assert generated(server, prompt=IDS, max_tokens=2, ignore_eos=True)["finish_reasons"] == ["length"]
 
 
-def test_who_hangs_up_is_not_worked_for(server: Server) -> None:
+def test_who_hangs_up_is_not_worked_for(server: VllmEngine) -> None:
     body = json.dumps({"prompt": IDS, "max_tokens": 3900, "ignore_eos": True, "n": 2}).encode()
     host, port = server.base_url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as caller:
@@ -147,7 +147,7 @@ def test_who_hangs_up_is_not_worked_for(server: Server) -> None:
         SamplingParams(LENGTH, temperature=0),
     ],
 )
-def test_a_run_gets_the_tokens_that_a_stock_server_gives(server: Server, sampling: SamplingParams) -> None:
+def test_a_run_gets_the_tokens_that_a_stock_server_gives(server: VllmEngine, sampling: SamplingParams) -> None:
     def completions(path: str) -> list[list[Completion]]:
         client = make_client(server)
         client.path = path
@@ -171,7 +171,7 @@ def test_a_run_gets_the_tokens_that_a_stock_server_gives(server: Server, samplin
         assert {FinishReason.STOP} == {one.finish_reason for one in ours}
 
 
-def test_a_completion_ends_at_any_end_id(server: Server) -> None:
+def test_a_completion_ends_at_any_end_id(server: VllmEngine) -> None:
     client, ends = make_client(server), {2, 20, 40}
     client._eos_ids = sorted(ends)
     [answers] = complete_in_order(client, [SamplingRequest(tuple(PROMPTS[1]), 8, 5)], SamplingParams(400))
@@ -181,7 +181,7 @@ def test_a_completion_ends_at_any_end_id(server: Server) -> None:
     assert {answer.finish_reason for answer in answers} == {FinishReason.STOP}
 
 
-def test_logprobs_are_those_of_the_filtered_distribution(server: Server, model_folder: Path) -> None:
+def test_logprobs_are_those_of_the_filtered_distribution(server: VllmEngine, model_folder: Path) -> None:
     """transformers' filters, in vLLM's order: min-p before top-p."""
     client, prompt = make_client(server), PROMPTS[1]
     sampling = SamplingParams(LENGTH, temperature=0.5, min_p=0.3, top_p=0.7)
@@ -198,7 +198,7 @@ def test_logprobs_are_those_of_the_filtered_distribution(server: Server, model_f
         assert scores.isneginf().any()
 
 
-def test_tokens_that_nobody_waits_for_travel_in_bundles(server: Server) -> None:
+def test_tokens_that_nobody_waits_for_travel_in_bundles(server: VllmEngine) -> None:
     """From vLLM's engine to the process that answers; vLLM counts what arrives there, without each first one."""
 
     def num_arrived(**body: Any) -> float:
@@ -220,7 +220,7 @@ def test_tokens_that_nobody_waits_for_travel_in_bundles(server: Server) -> None:
     assert num_arrived(stop=["no text has this"]) == 100
 
 
-def test_what_is_cut_short_is_no_answer(server: Server) -> None:
+def test_what_is_cut_short_is_no_answer(server: VllmEngine) -> None:
     """And a paused engine lets requests wait."""
     with ThreadPoolExecutor(1) as thread:
         asking = thread.submit(post, server, prompt=IDS, max_tokens=3900, ignore_eos=True)
@@ -238,7 +238,7 @@ def test_what_is_cut_short_is_no_answer(server: Server) -> None:
 
 
 @contextmanager
-def asking_all_the_time(server: Server) -> Iterator[list[dict[str, Any]]]:
+def asking_all_the_time(server: VllmEngine) -> Iterator[list[dict[str, Any]]]:
     """Answers to the same question, over and over, while the block runs and once after it."""
     answers: list[dict[str, Any]] = []
     is_over = False
@@ -267,7 +267,7 @@ def test_answers_are_whole_and_new_while_weights_are_pushed(
     sync, policy, client = connect(option)
     sync.push(policy, version=0)
     old = load(model_folder, where, lora=option == "lora_hotswap")
-    with asking_all_the_time(client.server) as answers:
+    with asking_all_the_time(client) as answers:
         train(policy, seed=9, scale=0.1)
         sync.push(policy, version=1)
     check_answers(answers, old, policy, where)
@@ -291,7 +291,7 @@ def check_answers(answers: list[dict[str, Any]], old: Policy, new: Policy, where
     assert switches[-2:] == [0, 0]  # of the new ones
 
 
-def test_what_atroposlib_reads_is_what_vllm_says(server: Server, model_folder: Path) -> None:
+def test_what_atroposlib_reads_is_what_vllm_says(server: VllmEngine, model_folder: Path) -> None:
     """With a key, which this server does not ask for, and an address that ends in /v1."""
     from atroposlib.envs.server_handling.managed_server import ManagedServer
     from atroposlib.envs.server_handling.server_baseline import APIServerConfig
@@ -330,11 +330,11 @@ def test_adapters_are_sampled_from_by_name_or_the_newest(connect: Callable[..., 
     train(policy, seed=4, scale=0.2)
     sync.push(policy, version=1)
     asked = {"prompt": IDS, "seed": 1, "max_tokens": LENGTH, "ignore_eos": True}
-    unnamed = generated(client.server, **asked)
-    named = generated(client.server, **asked, model=client.weights.name)
-    base = generated(client.server, **asked, model="policy")
-    [theirs] = completed(client.server, **asked, model=client.weights.name)
-    [base_theirs] = completed(client.server, **asked, model="policy")
+    unnamed = generated(client, **asked)
+    named = generated(client, **asked, model=client.weights.name)
+    base = generated(client, **asked, model="policy")
+    [theirs] = completed(client, **asked, model=client.weights.name)
+    [base_theirs] = completed(client, **asked, model="policy")
     assert (
         unnamed["token_ids"]
         == named["token_ids"]

@@ -20,7 +20,7 @@ from engines import CPU, CPU_ENV, forking_python, processes_naming
 from served_runs import run
 from transformers import AutoModelForCausalLM
 
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.http import choose_port
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,7 +12,6 @@ import worlds
 from engines import CPU, distance, load, train
 from players import problem_of
 
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.model.load import load_tokenizer
@@ -64,7 +63,7 @@ def apart(policy: Policy, rollout: Rollout, turns: tuple[Turn, ...]) -> float:
 
 
 def test_later_turns_find_the_earlier_ones_in_the_cache(
-    full_server: Server, connect: Callable[..., Any], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    full_server: VllmEngine, connect: Callable[..., Any], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hits: list[float] = []
 

@@ -18,7 +18,6 @@ from engines import (
     LORA_ARGS,
     deploy,
     distance,
-    found,
     load,
     make_client,
     make_server,
@@ -58,7 +57,7 @@ def served(
     server = make_server(replace(CPU, dtype=dtype), folder.parent, args=args, python=preloaded_python(folder.parent))
     try:
         server.start(str(folder))
-        yield make_client(found(server))
+        yield make_client(server)
     finally:
         server.stop()
 

@@ -18,7 +18,6 @@ from engines import (
     Where,
     deploy,
     distance,
-    found,
     make_client,
     make_server,
     preloaded_python,
@@ -59,7 +58,7 @@ def test_every_strategy_serves_what_was_trained(
     with running(make_server(place, tmp_path, **settings), folder) as server:
         for seed, option in enumerate(options):
             with subtests.test(option), caplog.at_level("INFO"):
-                client = make_client(found(server))
+                client = make_client(server)
                 sync = strategy(option, f"weight_sync.tolerance_nats={place.tolerance_nats}")
                 is_lora = option == "lora_hotswap"
                 adapters = ["all-linear"] if is_lora else None

@@ -26,8 +26,8 @@ from scripted_server import Reply, Request, ScriptedServer
 from served_runs import assert_same, at, five, own_server, run
 
 from offline_grpo import evaluate
-from offline_grpo.engine.background import in_background
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.streaming import in_background
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError
 from offline_grpo.model import load as loading
 from offline_grpo.rollouts.on_policy import OnPolicy
@@ -39,13 +39,13 @@ pytestmark = pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], ind
 
 
 @pytest.fixture
-def server(full_server: Server, model_folder: Path) -> Server:
+def server(full_server: VllmEngine, model_folder: Path) -> VllmEngine:
     """The session's, with the saved model's weights."""
     serve_again(full_server, model_folder, CPU)
     return full_server
 
 
-def test_strategies_follow_one_trajectory(server: Server, model_folder: Path, tmp_path: Path) -> None:
+def test_strategies_follow_one_trajectory(server: VllmEngine, model_folder: Path, tmp_path: Path) -> None:
     three = ("train.iterations=3", "eval.interval=3")
     results = {}
     for option in ("reload", "shared_vllm"):
@@ -61,7 +61,7 @@ def test_strategies_follow_one_trajectory(server: Server, model_folder: Path, tm
 
 
 @pytest.mark.slow  # three starts of a server
-def test_restarted_servers_follow_it_too(lora_server: Server, model_folder: Path, tmp_path: Path) -> None:
+def test_restarted_servers_follow_it_too(lora_server: VllmEngine, model_folder: Path, tmp_path: Path) -> None:
     serve_again(lora_server, model_folder, CPU)
     words = ("train.iterations=2", "eval.interval=2", *LORA)
     undisturbed = run(tmp_path / "quick", model_folder, *at(lora_server), "weight_sync=lora_hotswap", *words)
@@ -71,13 +71,13 @@ def test_restarted_servers_follow_it_too(lora_server: Server, model_folder: Path
     assert_same(undisturbed, restarted)
 
 
-def count_requests(server: Server) -> float:
+def count_requests(server: VllmEngine) -> float:
     lines = server.api.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{"))
 
 
 def test_a_found_server_that_is_started_anew_gets_the_weights_again(
-    server: Server, model_folder: Path, tmp_path: Path
+    server: VllmEngine, model_folder: Path, tmp_path: Path
 ) -> None:
     """Between a push and the sampling after it: what it samples from its own weights is not trained on."""
 
@@ -95,7 +95,7 @@ def test_a_found_server_that_is_started_anew_gets_the_weights_again(
     assert "was started anew" in (tmp_path / "disturbed" / "run.log").read_text()
 
 
-def passed_on(server: Server, request: Request) -> Reply:
+def passed_on(server: VllmEngine, request: Request) -> Reply:
     """The server's own answer."""
     answer = httpx.request(
         request.method, server.base_url + request.path, params=request.query, json=request.body, timeout=120
@@ -111,7 +111,7 @@ USED_OF_STOCK = {"/health", "/version", "/v1/completions"}
 
 
 @pytest.fixture
-def stock(server: Server) -> Iterator[ScriptedServer]:
+def stock(server: VllmEngine) -> Iterator[ScriptedServer]:
     """The server as `vllm serve` starts it: what development mode and the worker extension add is not there."""
 
     def script(request: Request) -> Reply:
@@ -183,7 +183,7 @@ def distance_of(policy: Any, rollouts: list[Rollout]) -> float:
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_server_and_its_recovery(server: Server, model_folder: Path, tmp_path: Path) -> None:
+def test_two_processes_share_a_server_and_its_recovery(server: VllmEngine, model_folder: Path, tmp_path: Path) -> None:
     """The engine is killed in the run; the second process did not start it and learns of its death too."""
     words, folder = ("weight_sync=shared_vllm", "train.iterations=6", "eval.interval=6"), tmp_path / "together"
     alone = run(tmp_path / "alone", model_folder, *at(server), *words)
@@ -204,7 +204,7 @@ def test_two_processes_share_a_server_and_its_recovery(server: Server, model_fol
     "mode", [("weight_sync.interval=2",), ("mode=async", "rollouts.max_staleness=0")], ids=["interval", "async"]
 )
 def test_four_that_have_a_part_of_each_weight_are_one(
-    mode: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path
+    mode: tuple[str, ...], server: VllmEngine, model_folder: Path, tmp_path: Path
 ) -> None:
     """Served weights older than the policy's, which four processes keep in parts, and sampling in a thread beside
     collectives. Every push is proven by logprobs, which all compute.
@@ -222,7 +222,7 @@ def test_four_that_have_a_part_of_each_weight_are_one(
                 assert found[name][key] == pytest.approx(value, abs=5e-5, rel=5e-5), (name, key)
 
 
-def test_evaluate_asks_a_server_what_it_asks_the_module(server: Server, model_folder: Path, tmp_path: Path) -> None:
+def test_evaluate_asks_a_server_what_it_asks_the_module(server: VllmEngine, model_folder: Path, tmp_path: Path) -> None:
     """Greedy completions of the same model, of a server and in this process."""
     words = ["eval.do_sample=false", "eval.replicates=1", "eval.ks=[1]", "eval.num_ids=4"]
     asked = count_requests(server)
@@ -262,7 +262,7 @@ ASYNC = (
     ids=["abort", "lora"],
 )
 def test_pushes_to_a_server_that_samples(
-    overrides: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path
+    overrides: tuple[str, ...], server: VllmEngine, model_folder: Path, tmp_path: Path
 ) -> None:
     """Sampling takes longer than training, and is two iterations ahead, so that each push meets requests that run."""
     aborted, aborts = count_aborted(server), "rollouts.in_flight=abort" in overrides
@@ -284,7 +284,7 @@ def test_pushes_to_a_server_that_samples(
     pytest.fail("no push met a request that ran")
 
 
-def count_aborted(server: Server) -> float:
+def count_aborted(server: VllmEngine) -> float:
     lines = server.api.get("/metrics").text.splitlines()
     return sum(
         float(line.split()[-1])

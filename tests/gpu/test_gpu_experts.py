@@ -17,7 +17,6 @@ from engines import (
     LORA_ARGS,
     deploy,
     distance,
-    found,
     make_client,
     make_server,
     running,
@@ -27,7 +26,7 @@ from engines import (
 from factories import strategy
 
 from offline_grpo.engine.http import Refused
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineError
 from offline_grpo.model.layouts.padded import Padded
 from offline_grpo.model.tiny import build_char_tokenizer
@@ -45,14 +44,14 @@ def saved(name: str, folder: Path) -> Path:
     return folder
 
 
-def started(tmp_path: Path, args: Mapping[str, Any], env: Mapping[str, str]) -> Server:
+def started(tmp_path: Path, args: Mapping[str, Any], env: Mapping[str, str]) -> VllmEngine:
     return make_server(GPU, tmp_path, args={**args, "max_model_len": 256, "enforce_eager": True}, env=env)
 
 
-def push_twice(option: str, folder: Path, server: Server, lora: list[str] | None = None) -> None:
+def push_twice(option: str, folder: Path, server: VllmEngine, lora: list[str] | None = None) -> None:
     """Two versions, of which the second is far from the first."""
     policy = load_composite(folder, lora=lora, device=GPU.device, precision="bf16", layout=Padded())
-    client = make_client(found(server))
+    client = make_client(server)
     deployment = deploy(strategy(option, f"weight_sync.tolerance_nats={GPU.tolerance_nats}"), client)
     deployment.connect(policy)
     policy.make_masters()

@@ -18,7 +18,7 @@ from engines import preloaded_python, writers
 from served_runs import own_server, run
 from waiting import wait_until
 
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.http import choose_port
 from offline_grpo.errors import StopRequested
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from children import SMALL, draw_nothing, metrics_of, printed, run_in_children
 from factories import compose_config
 from safetensors.torch import load_file
 
-from offline_grpo.engine.background import in_background
+from offline_grpo.engine.streaming import in_background
 from offline_grpo.errors import ConfigError
 from offline_grpo.report import plots
 from offline_grpo.rollouts.atropos import Atropos

@@ -28,7 +28,7 @@ from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
 from offline_grpo.config.problems import isolated
 from offline_grpo.generation.scoring import cluster, pool
-from offline_grpo.start import serving
+from offline_grpo.start import servers
 from offline_grpo.types import SamplingParams
 
 SOURCE = CONF.parent / "src"
@@ -217,13 +217,13 @@ def launcher_effect(overrides: str) -> Any:
 def cluster_effect(overrides: str) -> Any:
     """What is asked of which Ray cluster."""
     asked: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            serving,
-            "RayCluster",
-            lambda *words, **size: asked.append((words, size)) or SimpleNamespace(close=list, server=None),
+            servers,
+            "Room",
+            lambda *words, **size: asked.append((words, size)) or SimpleNamespace(machines=""),
         )
-        serving.server_maker(make_plan(typed(compose_config(*overrides.split()))), [], stack)
+        servers.reserve_room(make_plan(typed(compose_config(*overrides.split()))))
     return asked
 
 

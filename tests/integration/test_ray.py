@@ -17,7 +17,7 @@ from engines import CPU, engine, preloaded_python, processes_naming, save_model
 from served_runs import assert_same, own_server, run
 from waiting import wait_until
 
-from offline_grpo.engine.ray_server import ServerActor
+from offline_grpo.engine.ray_actor import ServerActor
 from offline_grpo.errors import ConfigError
 
 TWO = ("weight_sync=reload", "placement.num_engines=2")
@@ -102,9 +102,9 @@ def test_a_cluster_that_is_not_there_is_refused_in_time(
 
 
 def test_a_machine_without_vllm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offline_grpo.engine.launcher.find_spec", lambda _: None)
+    monkeypatch.setattr("offline_grpo.engine.server_engine.find_spec", lambda _: None)
     monkeypatch.setattr("platform.node", lambda: "node7")
     with pytest.raises(
         ConfigError, match=r"^node7, a machine of the Ray cluster: engine.python=null: vLLM is not inst"
     ):
-        ServerActor().start("model", engine(CPU, python=None, api_key="ours"), tmp_path, {}, {})
+        ServerActor().start(engine(CPU, python=None, api_key="ours"), "model", {}, {}, None, tmp_path)

@@ -15,7 +15,7 @@ from children import metrics_of
 from engines import CPU, engine_core, make_server, preloaded_python, processes_naming, save_model, writers
 from served_runs import assert_same, own_server, run
 
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.vllm import VllmEngine
 
 pytestmark = pytest.mark.slow  # eight starts of a server
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmEngine]]:
     """Two that nobody owns."""
     folder = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
@@ -39,7 +39,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
         yield found
 
 
-def at(*servers: Server) -> tuple[str, ...]:
+def at(*servers: VllmEngine) -> tuple[str, ...]:
     urls = ",".join(server.base_url for server in servers)
     return ("generation=vllm_server", f"generation.base_url=[{urls}]", "generation.api_key=ours", "weight_sync=reload")
 
@@ -56,7 +56,7 @@ def drawn(folder: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def one(model: Path, servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one(model: Path, servers: list[VllmEngine], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with one server."""
     folder = tmp_path_factory.mktemp("one") / "run"
     run(folder, model, *at(servers[0]))
@@ -76,7 +76,7 @@ def assert_same_run(folder: Path, expected: Path) -> list[dict[str, float]]:
     return [found[f"train_iter_{i:03d}.json"] for i in range(5)]
 
 
-def test_a_list_of_servers(model: Path, servers: list[Server], one: Path, tmp_path: Path) -> None:
+def test_a_list_of_servers(model: Path, servers: list[VllmEngine], one: Path, tmp_path: Path) -> None:
     """Seeds belong to the requests, so the record is that of one server."""
     run(tmp_path / "run", model, *at(*servers))
     trained = assert_same_run(tmp_path / "run", one)

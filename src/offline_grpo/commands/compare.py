@@ -25,9 +25,8 @@ from omegaconf import OmegaConf
 from offline_grpo.config import compose as conf
 from offline_grpo.config.compose import key_of, quoted, readable
 from offline_grpo.disk import require_new
-from offline_grpo.engine.launcher import visible
-from offline_grpo.engine.ports import choose_port
-from offline_grpo.engine.process import ServerProcess, last_lines
+from offline_grpo.engine.http import choose_port
+from offline_grpo.engine.spawn import Child, last_lines, visible
 from offline_grpo.errors import GrpoError, StopRequested, require
 from offline_grpo.history.signals import StopSignal
 from offline_grpo.history.starts import this_start
@@ -158,7 +157,7 @@ class Runs:
         self.states = dict.fromkeys(commands, "not started")
         self._waiting, self._free, self._out = dict(commands), [*slots], out
         self._logs = {name: out / f"trainer_{name}.log" for name in commands}
-        self._running: dict[str, tuple[ServerProcess, list[int] | None]] = {}
+        self._running: dict[str, tuple[Child, list[int] | None]] = {}
         self._noted = set[str]()
 
     def run(self) -> None:
@@ -166,7 +165,7 @@ class Runs:
             while self._waiting and self._free:
                 name, gpus = next(iter(self._waiting)), self._free.pop(0)
                 env = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)})}
-                process = ServerProcess(self._waiting.pop(name), env=env, log_path=self._logs[name])
+                process = Child(self._waiting.pop(name), env=env, log_path=self._logs[name])
                 self._running[name], self.states[name] = (process, gpus), "stopped"
                 self._say(name, f"starts, see {self._logs[name]}")
             time.sleep(POLL_S)

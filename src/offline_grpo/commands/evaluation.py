@@ -26,7 +26,6 @@ from offline_grpo.config.parts import evaluation_sampling
 from offline_grpo.config.problems import build_task, held_out_problems, isolated
 from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints, sums
-from offline_grpo.engine.server import Server
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare
@@ -238,25 +237,22 @@ def _served(
     tokenizer = source.tokenizer(config.model.chat_template)
     codec = codec_of(config, tokenizer, generation_config_of(source.weights))
     with ExitStack() as stack:
-        runtime: dict[str, Any] = {"tokenizer": tokenizer, "server": None}
+        runtime: dict[str, Any] = {"tokenizer": tokenizer, "eos_ids": codec.end_ids, "vocab_size": None}
         place = source.weights
         if spec.needs_server:
-            about: Any = {"base_url": spec.base_url, "api_key": spec.api_key, "launcher": spec.launcher}
-            runtime["server"] = Server(**about, log_dir=out)
             if source.adapter is not None:
                 place = str(stack.enter_context(OwnFolder(out, ".merged_")) / "model")
                 export_model(source, Path(place), merge=True, dtype=None, card="")
-            runtime["eos_ids"] = codec.end_ids
             model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
             runtime["vocab_size"] = model_config.get_text_config().vocab_size
         else:
             dtype = source.trained_dtype or torch_dtype(config.train.precision)
             how = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
             runtime["model"] = source.load(device=resolve_device(config.model.device), **how)
-        engine = spec.engine(sampling=chosen.sampling, is_corrected=True, **runtime)
+        engine = spec.engine(sampling=chosen.sampling, is_corrected=True, log_dir=out, **runtime)
         stack.callback(engine.stop)
         engine.start(place, {})
-        if engine.found_at is not None:
+        if spec.base_urls:
             check_served_model(source, engine)
         yield engine, codec
 
@@ -265,7 +261,7 @@ def check_served_model(source: ModelSource, engine: Any) -> None:
     """Compare the server's weights with the model's files, tensor by tensor, where both can be read. Rows and columns
     may be swapped. Raises ConfigError if some differ.
     """
-    url = engine.server.base_url
+    url = engine.base_url
     others: dict[str, str] = {}
     num_compared = 0
     if engine.lacks("full") is None:

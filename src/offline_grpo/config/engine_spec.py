@@ -14,13 +14,15 @@ from omegaconf import OmegaConf
 from offline_grpo.config.build import build, check_settings, resolve
 from offline_grpo.config.compose import folder
 from offline_grpo.engine.engine import Engine
-from offline_grpo.engine.launcher import Launcher
-from offline_grpo.engine.ports import plain_url
+from offline_grpo.engine.http import plain_url
+from offline_grpo.engine.server_engine import Launcher
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.settings import EvalConfig, RunConfig, check_url
 
-CLIENT_RUNTIME = ("model", "tokenizer", "server", "eos_ids", "vocab_size", "sampling", "is_corrected")
-"""Names under which an engine's constructor may ask for objects that exist only once the model is loaded."""
+OF_SERVER = ("base_url", "api_key", "key", "launcher", "number", "log_dir", "log_numbers", "gpus", "room")
+CLIENT_RUNTIME = ("model", "tokenizer", "eos_ids", "vocab_size", "sampling", "is_corrected", *OF_SERVER)
+"""What an engine's constructor may ask for beside its settings: what exists once the model is loaded, and its server's
+place. See `ServerEngine`."""
 OF_BOTH = ("batch_size", "timeout_s", "max_retries")
 """Settings of engines in `generation` and in `eval`."""
 
@@ -55,9 +57,21 @@ class EngineSpec:
     def needs_server(self) -> bool:
         return not self.engine_class.is_local
 
-    def engine(self, **runtime: Any) -> Any:
-        """An `Engine`, with those of these objects (`CLIENT_RUNTIME`) that its constructor asks for."""
-        return build(self.client_node, key=self.key, protocol=Engine, **{**dict.fromkeys(CLIENT_RUNTIME), **runtime})
+    def engine(self, number: int = 0, **runtime: Any) -> Any:
+        """An `Engine`, of several servers with the one of this number. Its constructor gets those of these objects
+        (`CLIENT_RUNTIME`) that it asks for.
+        """
+        url = self.base_urls[number] if self.base_urls else None
+        server = {"base_url": url, "api_key": self.api_key, "key": self.url_key}
+        server |= {"launcher": self.launcher, "number": number}
+        return build(self.client_node, key=self.key, protocol=Engine, **{**server, **runtime})
+
+    def with_needs(self, server_args: Mapping[str, Any], env: Mapping[str, str]) -> EngineSpec:
+        """With what a weight-sync strategy adds to a server's command line and environment; `engine.env` wins."""
+        if self.launcher is None:
+            return self
+        args, env = {**self.launcher.args, **server_args}, {**env, **self.launcher.env}
+        return replace(self, launcher=replace(self.launcher, args=args, env=env))
 
     @property
     def url_key(self) -> str:
@@ -114,7 +128,18 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
     server, and for a server without a client.
     """
     url, backend = settings.base_url, settings.backend
-    spec = EngineSpec(_evaluation_node(settings, training), urls_of(url), api_key, None, "eval.backend")
+    if isinstance(backend, Mapping):
+        node: Mapping[str, Any] = backend
+    elif backend is None:  # training's own settings, but for those that both groups have
+        node = training.client_node
+        node = {**node, **{name: getattr(settings, name) for name in OF_BOTH if name in node}}
+    else:
+        options = {file.stem: file for file in (folder() / "generation").glob("*.yaml")}
+        fix = f"must be null, one of {', '.join(sorted(options))}, or a client of your own with a _target_"
+        require(backend in options, "eval.backend", backend, fix)
+        option: Any = OmegaConf.load(options[backend])
+        node = {"_target_": option["_target_"], **{name: getattr(settings, name) for name in OF_BOTH if name in option}}
+    spec = EngineSpec(node, urls_of(url), api_key, None, "eval.backend")
     is_same_client = not isinstance(backend, Mapping) and issubclass(training.engine_class, spec.engine_class)
     is_shared = is_same_client and (url is None or plain_url(url) in map(plain_url, training.base_urls))
     fix = "applies only to a separate evaluation server; set eval.base_url to one, or leave it null"
@@ -128,20 +153,6 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
     require(url is None or spec.needs_server, "eval.base_url", url, fix)
     spec.check_client()
     return spec
-
-
-def _evaluation_node(settings: EvalConfig, training: EngineSpec) -> Mapping[str, Any]:
-    backend = settings.backend
-    if backend is None:  # training's own settings, but for those that both groups have
-        shared = {name: getattr(settings, name) for name in OF_BOTH if name in training.client_node}
-        return {**training.client_node, **shared}
-    if isinstance(backend, Mapping):
-        return backend
-    options = {file.stem: file for file in (folder() / "generation").glob("*.yaml")}
-    fix = f"must be null, one of {', '.join(sorted(options))}, or a client of your own with a _target_"
-    require(backend in options, "eval.backend", backend, fix)
-    option: Any = OmegaConf.load(options[backend])
-    return {"_target_": option["_target_"], **{name: getattr(settings, name) for name in OF_BOTH if name in option}}
 
 
 def num_shards(server_args: Mapping[str, Any]) -> int:

@@ -48,6 +48,7 @@ def make_plan(config: RunConfig) -> Plan:
     api_key, layout = client_node.get("api_key"), config.model.layout
     eval_engine = evaluation_engine(config.eval, engine, api_key=api_key) if config.eval.enabled else None
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
+    engine = engine.with_needs(weight_sync.requires.server_args, weight_sync.requires.env)
     plan = Plan(
         config=config,
         data=data,

@@ -37,9 +37,8 @@ class Plan:
 
     @property
     def server_args(self) -> Mapping[str, Any]:
-        """The arguments of the server that the run starts, with those of the strategy; empty if it starts none."""
-        launcher = self.engine.launcher
-        return {} if launcher is None else {**launcher.args, **self.weight_sync.requires.server_args}
+        """The arguments of the server that the run starts; empty if it starts none."""
+        return {} if self.engine.launcher is None else self.engine.launcher.args
 
     @property
     def lora_rank(self) -> int | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from offline_grpo.types import CompletionStream, SamplingParams, SamplingRequest, ServedWeights
+
+E = TypeVar("E", bound="Engine")
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,18 @@ class Engine(ABC):
     Attributes:
         name: of its kind, for messages.
         pause_modes: what can become of requests in flight while weights are loaded (`weight_sync.pause_mode`).
+        gpus: that a server which the run starts may see; None: all, or none.
+        is_managed: the run starts a server for it, so can restart it.
+        has_lost_weights: whether it has ended, or was started anew by somebody since the last push.
     """
 
     name: ClassVar[str]
     is_local: ClassVar[bool]
     pause_modes: ClassVar[tuple[str, ...]] = ()
     weights: ServedWeights
+    gpus: Sequence[int] | None = None
+    is_managed: bool = False
+    has_lost_weights: bool = False
 
     @abstractmethod
     def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
@@ -42,10 +50,8 @@ class Engine(ABC):
         """Start, and do not wait. Does nothing if it has begun already."""
 
     def start(self, model: str, args: Mapping[str, object]) -> None:  # noqa: B027 - nothing is started in this process
-        """Start what samples with this model, and wait until it is ready.
-
-        Args:
-            args: added to a server's command line for this start.
+        """Start what samples with this model, and wait until it is ready. `args`: added to a server's command line for
+        this start.
 
         Raises:
             EngineError: it ended, was not ready in time, or is unreachable.
@@ -59,21 +65,6 @@ class Engine(ABC):
     def check_alive(self) -> None:  # noqa: B027
         """Raise EngineDied if a server that the run started has ended."""
 
-    @property
-    def gpus(self) -> Sequence[int] | None:
-        """Those that a server which the run starts may see; None: all, or none."""
-        return None
-
-    @property
-    def found_at(self) -> str | None:
-        """The URL of a server that the run does not start; None where it starts one, or needs none."""
-        return None
-
-    @property
-    def has_lost_weights(self) -> bool:
-        """Whether it has ended, or was started anew by somebody since the last push."""
-        return False
-
     def check_logprobs(self) -> None:  # noqa: B027
         """Raise ConfigError if it returns logprobs of another distribution than the run draws from."""
 
@@ -83,3 +74,17 @@ class LocalEngine(Engine):
 
     name: ClassVar[str] = "this process"
     is_local: ClassVar[bool] = True
+
+
+def next_to_start(waiting: Iterable[E]) -> list[E]:
+    """Engines whose servers can start in parallel: they share no GPU.
+
+    A starting vLLM server measures its memory use, and counts what another one allocates meanwhile as its own.
+    """
+    taken: set[int] = set()
+    chosen = []
+    for engine in waiting:
+        if not taken & {*(engine.gpus or ())}:
+            chosen.append(engine)
+            taken |= {*(engine.gpus or ())}
+    return chosen

@@ -1,19 +1,25 @@
-"""Actors in a Ray cluster: connecting to it, reserving room for them, placing them, and asking them."""
+"""A Ray cluster: connecting to it, reserving room for actors, placing and asking them; and servers there, each started
+and watched by an actor on its machine.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import platform
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.errors import ConfigError, EngineDied, reason_of, require
+from offline_grpo.engine.http import RELEASE_S, choose_port, is_loopback, reachable
+from offline_grpo.engine.spawn import Lost, Scratch
+from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
 
 CONNECT_S = 4.0
 """Timeout of a connection to the cluster's address."""
@@ -21,10 +27,10 @@ SETTLE_S = 10.0
 """Until Ray must have granted a reservation that fits by its own numbers."""
 CALLS = 8
 """Of an actor that run at the same time: it may be asked while it starts something."""
-
-
-class Lost(EngineDied):
-    """An actor has gone, by itself or with its machine."""
+ANSWER_S = 10.0
+"""An actor answers within milliseconds. A longer silence means that its machine is lost; Ray notices after about 30 s.
+"""
+STOP_S = 30.0
 
 
 def connect(address: str, settings: Mapping[str, Any], *, group: str = "placement") -> bool:
@@ -51,8 +57,15 @@ def connect(address: str, settings: Mapping[str, Any], *, group: str = "placemen
     on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
-        if address != "local":
-            _check_answers(address)
+        if address != "local":  # Ray itself would wait for minutes where nothing listens
+            found = address
+            if address == "auto":
+                found = os.environ.get("RAY_ADDRESS", "")
+                current = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # by `ray start`
+                if not found and current.exists():
+                    found = current.read_text().strip()
+            host, _, port = found.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         ray.init(address=address, **{**quiet, **settings})
     except (ConnectionError, RuntimeError, TypeError, ValueError, OSError) as error:
         fix = f"start one with `ray start --head` (docs/scaling.md), or use {group}.address=local"
@@ -63,48 +76,42 @@ def connect(address: str, settings: Mapping[str, Any], *, group: str = "placemen
     return True
 
 
-def _check_answers(address: str) -> None:
-    """Raise OSError or ValueError where nothing listens: Ray itself would wait for minutes."""
-    found = address
-    if address == "auto":
-        found = os.environ.get("RAY_ADDRESS", "")
-        current = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # written by `ray start`
-        if not found and current.exists():
-            found = current.read_text().strip()
-    host, _, port = found.removeprefix("ray://").rpartition(":")
-    socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-
-
 class Room:
-    """A reservation for `count` actors of one kind in the cluster that this process is connected to. `close` ends them.
+    """A reservation for `count` actors of one kind in a cluster, until `close` or this process's end.
 
     Args:
-        address: see `connect`; for messages.
+        address, settings: see `connect`.
         key: the setting that says `count`.
         gpus: that each actor gets where the cluster has GPUs, beside a CPU core.
         strategy: PACK or SPREAD: on as few machines as possible, or on different ones where there is room.
 
     Raises:
-        ConfigError: the cluster is too small, or others use it.
+        ConfigError: as `connect`; or the cluster is too small, or others use it.
     """
 
-    def __init__(self, address: str, key: str, count: int, *, gpus: int, strategy: str) -> None:
+    def __init__(
+        self, address: str, settings: Mapping[str, Any], key: str, count: int, *, gpus: int, strategy: str
+    ) -> None:
+        self._is_ours, self._group = connect(address, settings), None
         import ray
         from ray.util.placement_group import placement_group
 
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        has_gpus = gpus > 0 and any(node["Resources"].get("GPU") for node in nodes)
-        self._needs = {"CPU": 1.0, "GPU": float(gpus)} if has_gpus else {"CPU": 1.0}
-        what = f"{gpus} GPU{'s' if gpus > 1 else ''} and a CPU core" if has_gpus else "a CPU core"
-        self.machines = ", ".join(f"{node['NodeManagerHostname']}: {shown(node['Resources'])}" for node in nodes)
-        room = int(sum(room_for(node["Resources"], self._needs) for node in nodes))
-        fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={address}"
-        require(count <= room, key, count, f"{fix} has room for {room} ({self.machines})")
-        self._group = placement_group([self._needs] * count, strategy=strategy)
-        if not self._group.wait(SETTLE_S):
+        try:
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            has_gpus = gpus > 0 and any(node["Resources"].get("GPU") for node in nodes)
+            self._needs = {"CPU": 1.0, "GPU": float(gpus)} if has_gpus else {"CPU": 1.0}
+            what = f"{gpus} GPU{'s' if gpus > 1 else ''} and a CPU core" if has_gpus else "a CPU core"
+            self.machines = ", ".join(f"{node['NodeManagerHostname']}: {shown(node['Resources'])}" for node in nodes)
+            room = int(sum(room_for(node["Resources"], self._needs) for node in nodes))
+            fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={address}"
+            require(count <= room, key, count, f"{fix} has room for {room} ({self.machines})")
+            self._group = placement_group([self._needs] * count, strategy=strategy)
+            if not self._group.wait(SETTLE_S):
+                left = shown(ray.available_resources())
+                raise ConfigError(f"{key}={count}: {fix} has only {left} left; others use it. Try again later")
+        except BaseException:
             self.close()
-            left = shown(ray.available_resources())
-            raise ConfigError(f"{key}={count}: {fix} has only {left} left; others use it. Try again later")
+            raise
 
     def hire(self, index: int, kind: type) -> Any:
         """The handle of an actor of class `kind` in place `index`; Ray starts it when the place is there."""
@@ -116,11 +123,110 @@ class Room:
         return ray.remote(kind).options(**size, scheduling_strategy=place).remote()
 
     def close(self) -> None:
-        """End all actors in it, and release the reservation."""
+        """End all actors in it, release the reservation, and leave a cluster that nobody else here uses."""
+        import ray
         from ray.util.placement_group import remove_placement_group
 
-        with suppress(Exception):  # the cluster may be gone
-            remove_placement_group(self._group)
+        if self._group is not None:
+            with suppress(Exception):  # the cluster may be gone
+                remove_placement_group(self._group)
+        if self._is_ours:
+            ray.shutdown()
+
+
+class ServerActor:
+    """What Ray runs on a server's machine: starts it there, and watches it. The server ends with the actor."""
+
+    def start(self, launcher: Any, model: str, args: Mapping[str, Any], port: Any, log_path: Path) -> tuple[str, str]:
+        """The server listens at this machine's address. Returns its URL, and the machine's name.
+
+        Args:
+            port: None for a free one.
+            log_path: where machines do not share the run's folder, in a folder of the same name on this one.
+        """
+        import ray
+
+        try:
+            launcher.check_installed()
+        except ConfigError as error:
+            raise ConfigError(f"{platform.node()}, a machine of the Ray cluster: {error}") from error
+        address = ray.util.get_node_ip_address()
+        launcher = replace(launcher, host=address) if is_loopback(launcher.host) else launcher
+        port = choose_port(launcher.host, port, key="engine.port", wait_s=RELEASE_S)
+        self._scratch = Scratch()  # whose lock this process holds
+        where: Any = {"port": port, "gpus": None, "log_path": log_path, "scratch": self._scratch.path}
+        self._child = launcher.spawn(model, args, **where)
+        return f"http://{reachable(address)}:{port}", platform.node()
+
+    def how_it_ended(self) -> str | None:
+        return self._child.how_it_ended()
+
+    def stop(self) -> str:
+        """Stop the server. Returns its last words."""
+        self._child.stop()
+        return self._child.last_words()
+
+    def sees(self, path: Path) -> bool:
+        """Whether the machine has this file."""
+        return path.exists()
+
+
+class RemoteChild:
+    """As `Child`, a server that an actor starts wherever the cluster has room for it, at once or later.
+
+    Args:
+        number: its place in the room.
+        words: of `ServerActor.start`.
+        on_place: called with its URL once it has been started somewhere.
+    """
+
+    pid = None
+
+    def __init__(self, room: Room, number: int, words: Sequence[Any], on_place: Callable[[str], None]) -> None:
+        self.machine = "in the Ray cluster"
+        self._actor = room.hire(number, ServerActor)
+        self._answer = self._actor.start.remote(*words)
+        self._on_place, self._is_placed = on_place, False
+        self._words = "the Ray cluster had no room for it."
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it has been started somewhere. Raises ConfigError if it cannot be."""
+        import ray
+
+        if not self._is_placed and ray.wait([self._answer], timeout=0)[0]:
+            url, self.machine = self._result(self._answer)
+            self._on_place(url)
+            self._is_placed = True
+        return self._is_placed
+
+    def how_it_ended(self) -> str | None:
+        """Raises Lost, or EngineDied if the actor does not answer."""
+        if self._actor is None:
+            return f"was stopped; {self._words}"
+        return self._result(self._actor.how_it_ended.remote()) if self.is_placed else None
+
+    def last_words(self) -> str:
+        """Of a server that was stopped."""
+        return self._words
+
+    def sees(self, path: Path) -> bool:
+        """Whether its machine has this file."""
+        return self._result(self._actor.sees.remote(path))
+
+    def stop(self) -> None:
+        """End it and its actor; what a lost one has started ends with its machine."""
+        import ray
+
+        if self._actor is not None:
+            if self._is_placed:
+                with suppress(EngineError):
+                    self._words = self._result(self._actor.stop.remote(), timeout_s=STOP_S)
+            ray.kill(self._actor)
+            self._actor = None
+
+    def _result(self, reference: Any, *, timeout_s: float = ANSWER_S) -> Any:
+        return result_of(reference, f"the machine of a server, {self.machine},", timeout_s=timeout_s)
 
 
 def result_of(reference: Any, name: str, *, timeout_s: float) -> Any:

@@ -15,15 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.engine.http import authorization
-from offline_grpo.engine.launcher import ELSEWHERE
-from offline_grpo.engine.ports import choose_port, is_loopback
-from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import LORA_KERNELS, VllmLauncher
+from offline_grpo.engine.http import authorization, choose_port, is_loopback
+from offline_grpo.engine.server_engine import ELSEWHERE
+from offline_grpo.engine.vllm import LORA_KERNELS, VllmEngine, VllmLauncher
 from offline_grpo.errors import ConfigError, GrpoError, require
 
 KEY_VARIABLE = "VLLM_API_KEY"
 POLL_S = 1.0
+NO_KEY = "\n  without a key: any user of this machine can call it"
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Option of vLLM -> `train.precision`."""
 EPILOG = f"""
@@ -37,25 +36,18 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m offline_grpo.engine.serve", description=__doc__, epilog=EPILOG, allow_abbrev=False
     )
-    parser.add_argument("model", metavar="MODEL", help="model folder or Hub id")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than the default need a key")
-    parser.add_argument("--port", default="9001", help="null: any free one (default: 9001)")
-    parser.add_argument("--dtype", default="bfloat16", help="that of the trainer's train.precision (default: bfloat16)")
-    parser.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.45, metavar="FRAC", help="of the GPU (default: 0.45)"
-    )
-    parser.add_argument(
-        "--max-model-len", type=int, metavar="TOKENS", help="prompt and completion (default: the model's limit)"
-    )
-    parser.add_argument("--enable-lora", action="store_true", help="for weight_sync=lora_hotswap")
-    parser.add_argument("--max-lora-rank", type=int, default=16, metavar="RANK", help="of adapters (default: 16)")
-    parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="requests must carry the key that this file holds"
-    )
-    parser.add_argument("--python", metavar="FILE", help="interpreter that has vLLM (default: this one)")
-    parser.add_argument(
-        "--log-dir", type=Path, default=Path("logs"), metavar="FOLDER", help="for what vLLM prints (default: logs)"
-    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="model folder or Hub id")
+    add("--host", default="127.0.0.1", help="address to listen on; others than the default need a key")
+    add("--port", default="9001", help="null: any free one (default: 9001)")
+    add("--dtype", default="bfloat16", help="that of the trainer's train.precision (default: bfloat16)")
+    add("--gpu-memory-utilization", type=float, default=0.45, metavar="FRAC", help="of the GPU (default: 0.45)")
+    add("--max-model-len", type=int, metavar="TOKENS", help="prompt and completion (default: the model's limit)")
+    add("--enable-lora", action="store_true", help="for weight_sync=lora_hotswap")
+    add("--max-lora-rank", type=int, default=16, metavar="RANK", help="of adapters (default: 16)")
+    add("--api-key-file", type=Path, metavar="FILE", help="requests must carry the key that this file holds")
+    add("--python", metavar="FILE", help="interpreter that has vLLM (default: this one)")
+    add("--log-dir", type=Path, default=Path("logs"), metavar="FOLDER", help="for what vLLM prints (default: logs)")
     return parser
 
 
@@ -71,15 +63,19 @@ def run(words: Sequence[str] | None = None) -> None:
     fix = "must be from 1 to 65535, or null for any free one"
     require(options.port == "null" or options.port.isdecimal(), "--port", options.port, fix)
     port = choose_port(options.host, None if options.port == "null" else int(options.port), key="--port")
-    server = Server(launcher=launcher(options, others, key, port), log_dir=options.log_dir / f"serve_{port}")
+    unasked: Any = {"batch_size": 1, "timeout_s": 1.0, "max_retries": 0}  # requests are others'
+    folder = options.log_dir / f"serve_{port}"
+    settings = launcher(options, others, key, port)
+    engine = VllmEngine(launcher=settings, log_dir=folder, **unasked)
     try:
-        server.start(options.model)
-        print("\n".join(how_to_use(options.model, options.dtype, server)), flush=True)
+        engine.begin(options.model, {})
+        engine.wait_until_ready(settings, options.model, {})
+        print(how_to_use(options.model, options.dtype, engine.base_url, has_key=key is not None), flush=True)
         while True:
-            server.check_alive()
+            engine.check_alive()
             time.sleep(POLL_S)
     finally:
-        server.stop()
+        engine.stop()
 
 
 def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None, port: int) -> VllmLauncher:
@@ -131,20 +127,15 @@ def read_key(file: Path | None) -> str | None:
     return key
 
 
-def how_to_use(model: str, dtype: str, server: Server) -> list[str]:
+def how_to_use(model: str, dtype: str, url: str, *, has_key: bool) -> str:
     """What a trainer and an environment must be told."""
     precision = f" train.precision={PRECISIONS[dtype]}" if dtype in PRECISIONS else ""
-    key = " generation.api_key=KEY", " --openai.api_key KEY"
-    for_trainer, for_environment = key if server.api_key is not None else ("", "")
-    return [
-        f"{model} is served at {server.base_url}",
-        *(["  without a key: any user of this machine can call it"] if server.api_key is None else []),
-        "  trainer:",
-        f"    generation=vllm_server generation.base_url={server.base_url}{precision}{for_trainer}",
-        "  environment:",
-        f"    --openai.server_type vllm --openai.base_url {server.base_url}/v1{for_environment}",
-        "Ctrl-C ends it.",
-    ]
+    return f"""{model} is served at {url}{"" if has_key else NO_KEY}
+  trainer:
+    generation=vllm_server generation.base_url={url}{precision}{" generation.api_key=KEY" if has_key else ""}
+  environment:
+    --openai.server_type vllm --openai.base_url {url}/v1{" --openai.api_key KEY" if has_key else ""}
+Ctrl-C ends it."""
 
 
 def main() -> None:

@@ -1,62 +1,212 @@
-"""An engine that is a server: requests for samples, retried where that is safe, calls that control it, and its life."""
+"""An engine that is a server: the settings that it is started with, its life, calls that control it, and requests for
+samples, retried where that is safe.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 import re
-from abc import abstractmethod
+import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import httpx
+import psutil
 
+from offline_grpo import progress
+from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.engine import Engine, ServedBits
-from offline_grpo.engine.http import SAFE_TO_RETRY_STATUS, Refused, checked, connection, describe, read, reason
-from offline_grpo.engine.server import GRACE_S, Server
-from offline_grpo.engine.streaming import Streaming
-from offline_grpo.errors import ConfigError, EngineError, require
+from offline_grpo.engine.http import (
+    HEALTH_TIMEOUT_S,
+    RELEASE_S,
+    SAFE_TO_RETRY_STATUS,
+    Refused,
+    ServerApi,
+    checked,
+    choose_port,
+    connection,
+    describe,
+    is_loopback,
+    plain_url,
+    reachable,
+    read,
+    reason,
+)
+from offline_grpo.engine.ray_actor import RemoteChild, Room
+from offline_grpo.engine.spawn import Child, Lost, Scratch, temporary_folder, visible, without_launch_variables
+from offline_grpo.engine.streaming import Streaming, in_background
+from offline_grpo.errors import ConfigError, EngineDied, EngineError, require
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 """Between the attempts of a request; see `ServerEngine`."""
 LOOK_S = 5.0
 """How often a request that waits for its answer checks that the server is alive."""
 END_LOOK_S = 0.25
 """The same after a request that has failed, because the server may be ending."""
+GRACE_S = 5.0
+"""How long a dying server may take to exit after a failed request."""
+HEALTH_INTERVAL_S = 2.0
+"""Interval of a server's health checks during a control call."""
+PATIENCE_S = 30.0
+"""Health-check timeout: vLLM's server has one thread, which long responses also keep busy."""
+START_POLL_S, START_SAYS_S = 0.25, 30.0
+"""How often a server that starts is looked at, and how often a log says for how long it has been waited for."""
 LOWEST_LOGPROB = -9999.0
 """Servers send this or a lower value for minus infinity, which JSON cannot represent."""
+SHARED_PREFIX = ".weights-"
+
+ELSEWHERE = {
+    "host": "engine.host",
+    "port": "engine.port",
+    "api_key": "engine.api_key",
+    "model": "model.train_id",
+    "model_path": "model.train_id",
+    "worker_extension_cls": "nothing: the run needs its own",
+    "middleware": "engine.api_key, whose check it is",
+}
+"""Options that `engine.args` must not set, and the setting that controls each."""
 
 Choice = tuple[Sequence[int], Sequence[float], str]
 """A completion as parsed from an answer: token ids, their logprobs in nats, and the server's finish reason."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launcher(ABC):
+    """The group `engine`: settings of a server that the run starts, on this machine or another one, and the command
+    line that they make. Without `api_key` it asks for none; a run makes one up, see `training_engine`.
+    """
+
+    python: str | None
+    host: str
+    port: int | None
+    api_key: str | None = field(repr=False)
+    start_timeout_s: float
+    args: Any
+    env: Any
+
+    name: ClassVar[str]
+    package: ClassVar[str]
+    variables: ClassVar[Mapping[str, str]]
+    """Environment variables that the server needs."""
+    tells_of_memory: ClassVar[bool] = False
+    """Whether the server makes the file OFFLINE_GRPO_HAS_MEMORY of its environment; see `wait_for_memory`."""
+
+    def __post_init__(self) -> None:
+        port_fix = "must be from 1 to 65535, or null for a free one"
+        require(self.port is None or 0 < self.port < 65536, "engine.port", self.port, port_fix)
+        require(self.start_timeout_s > 0, "engine.start_timeout_s", self.start_timeout_s, "must be above 0")
+        python_fix = "no such interpreter; null takes the one that runs this"
+        require(self.python is None or os.access(self.python, os.X_OK), "engine.python", self.python, python_fix)
+        for name, value in self.args.items():
+            instead = ELSEWHERE.get(name.replace("-", "_"))
+            require(instead is None, f"engine.args.{name}", value, f"is decided elsewhere; set {instead}")
+        key_fix = "on that address others could control the server; set engine.api_key, or engine.host=127.0.0.1"
+        require(self.api_key is not None or is_loopback(self.host), "engine.host", self.host, key_fix)
+
+    @abstractmethod
+    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
+        """The command line that serves `model`, with `args` of this start on top of the configured ones."""
+
+    def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
+        """The whole environment of the command: `env`, over which `engine.env` wins, and the GPUs that it may see; None
+        for those that we see.
+        """
+        chosen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)}
+        given = {name: str(value) for name, value in self.env.items()}
+        return {**without_launch_variables(os.environ), **chosen, **self.variables, **env, **given}
+
+    def key_args(self, folder: Path) -> list[str]:
+        """Options for a key, which must not stand on the command line: other users can read that. May write to the
+        private `folder`.
+        """
+        return []
+
+    def check_installed(self) -> None:
+        """Raise ConfigError if the server's package is certainly missing. Another interpreter is not looked into."""
+        if self.python is None and "PYTHONPATH" not in self.env and find_spec(self.package) is None:
+            extra = "start with `uv run --extra vllm run_grpo.py ...`, or " if self.package == "vllm" else ""
+            fix = f"name an interpreter that has {self.name}, or the generation.base_url of a server that is running"
+            raise ConfigError(f"engine.python=null: {self.name} is not installed in this environment; {extra}{fix}")
+
+    def expecting(self, num_sequences: int) -> Self:
+        """The same engine, ready for as many sequences at once."""
+        return self
+
+    def spawn(
+        self,
+        model: str,
+        args: Mapping[str, Any],
+        *,
+        port: int,
+        gpus: Sequence[int] | None,
+        log_path: Path,
+        scratch: Path,
+    ) -> Child:
+        """Start the server on this machine, and do not wait. `scratch` goes away with it."""
+        command = self.command(model, port, args) + self.key_args(scratch)
+        for file in scratch.glob("has_memory*"):  # of an earlier start
+            file.unlink()
+        ours = {**temporary_folder(scratch), "OFFLINE_GRPO_HAS_MEMORY": str(scratch / "has_memory")}
+        return Child(command, env=self.environment(ours, gpus), log_path=log_path, remove=scratch)
+
+
+def flags(settings: Mapping[str, Any]) -> list[str]:
+    """`{"max_model_len": 512, "enable_lora": True, "seed": None}` as `--max-model-len 512 --enable-lora`."""
+    words = []
+    for name, value in settings.items():
+        if value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if isinstance(value, dict):
+            words.append(json.dumps(value))
+        elif value is not True:
+            words += map(str, value if isinstance(value, list) else [value])
+    return words
+
+
 class ServerEngine(Streaming, Engine):
-    """Asks a server over HTTP: token ids in, token ids and logprobs out. Each subclass implements one server's API.
+    """Asks a server over HTTP: token ids in, token ids and logprobs out. Each subclass implements one server's API. The
+    server is one that the run starts, watches and stops, or one that is found at a URL.
 
     Generation is a pure function of weights, prompt and seed, so a request that failed on the way is sent again: after
     a refused or broken connection, a truncated answer, or a status that asks for it (429, 502, 503, 504). Any other
-    status is an error at once. See `Server.watched` for what calls that control the server raise.
+    status is an error at once. The server's death is noticed between attempts, and every few seconds while an answer is
+    awaited.
 
     Args:
-        server: what to ask. Its death is noticed between attempts, and every few seconds while an answer is awaited.
-        eos_ids: tokens that end a completion.
-        vocab_size: ids that the trained model can embed and score; a completion with another one is refused.
-        sampling: how the run draws; a proof of the weights uses the same temperature.
-        is_corrected: training allows for other probabilities than the trainer's, such as those of quantised weights.
         batch_size: requests in flight; each asks for all completions of one prompt.
         timeout_s: for one request, from sending it to the last byte of its answer.
         max_retries: further attempts of a request; the pauses between them double, from half a second to at most ten.
+        eos_ids: tokens that end a completion. These four are known once the model is loaded.
+        vocab_size: ids that the trained model can embed and score; a completion with another one is refused.
+        sampling: how the run draws; a proof of the weights uses the same temperature.
+        is_corrected: training allows for other probabilities than the trainer's, such as those of quantised weights.
+        base_url, api_key: of a server that is found.
+        key: the setting that `base_url` comes from, for messages.
+        launcher: starts a server.
+        log_dir: the first start's output goes to `server_0.log` there, the next one's to `server_1.log`, and so on.
+        number: of several that the run starts; the port is the configured one plus this.
+        log_numbers: for log names; shared by servers that log to one folder.
+        gpus: that a server of the run may see; None: all, or none.
+        room: of the Ray cluster, where the server is started; None for this machine.
 
     Attributes:
         num_asked: this process's requests that are under way, by the name of the weights that they ask for.
         path: the endpoint for completions.
         oldest, newest: versions that are supported.
+        watched_pid: of a server that another process of the run started; its exit is detected.
     """
 
     name: ClassVar[str] = "a server"
@@ -69,81 +219,254 @@ class ServerEngine(Streaming, Engine):
     def __init__(
         self,
         *,
-        server: Server,
-        eos_ids: Sequence[int],
-        vocab_size: int,
         batch_size: int,
         timeout_s: float,
         max_retries: int,
+        eos_ids: Sequence[int] = (),
+        vocab_size: int = 0,
         sampling: SamplingParams = SamplingParams(1),  # noqa: B008 - it is frozen
         is_corrected: bool = True,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        key: str = "generation.base_url",
+        launcher: Launcher | None = None,
+        log_dir: Path = Path(),
+        number: int = 0,
+        log_numbers: Iterator[int] | None = None,
+        gpus: Sequence[int] | None = None,
+        room: Room | None = None,
     ) -> None:
-        super().__init__(server.base_url, batch_size)
+        self.timeout_s, self.max_retries = timeout_s, max_retries
+        self.eos_ids, self.vocab_size, self.sampling, self.is_corrected = eos_ids, vocab_size, sampling, is_corrected
+        self.key, self.launcher, self.log_dir, self.number, self.gpus = key, launcher, log_dir, number, gpus
+        self.is_managed = launcher is not None
+        self._log_numbers, self._room, self.api_key = log_numbers or count(), room, api_key
+        if launcher is not None:
+            self.api_key, self._port = launcher.api_key, None if launcher.port is None else launcher.port + number
+            base_url = "http://a-machine-of-the-cluster"
+            if room is None:
+                self._port = choose_port(launcher.host, self._port, key="engine.port")
+                base_url = f"http://{reachable(launcher.host)}:{self._port}"
+        assert base_url is not None, "a server is either found or started"
+        super().__init__(base_url, batch_size)
+        self._move_to(base_url)
         self.weights = ServedWeights()
         self.num_asked: Counter[str] = Counter()
-        self.server = server
-        self._eos_ids = list(eos_ids)
-        self._ids = range(vocab_size)
-        self.batch_size = batch_size
-        self.timeout_s = timeout_s
-        self.max_retries = max_retries
-        self.sampling = sampling
-        self.is_corrected = is_corrected
+        self.watched_pid: int | None = None
+        self._child: Child | RemoteChild | None = None
+        self._scratch: OwnFolder | None = None
+        self._began_s: float | None = None  # set from `begin` until the server is ready
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
+
+    def _move_to(self, base_url: str) -> None:
+        self.base_url = plain_url(base_url)
+        self.api = ServerApi(self.base_url, self.api_key)
 
     # Its life
 
-    def begin(self, model: str, args: Mapping[str, object]) -> None:
-        self.server.begin(model, args=args)
+    @property
+    def pid(self) -> int | None:
+        """Of what watches a server of the run on this machine; None for others, or one that is not running."""
+        return None if self._child is None else self._child.pid
 
-    def start(self, model: str, args: Mapping[str, object]) -> None:
-        self.server.start(model, args=args)
-        log.info("connected to %s %s at %s", self.name, self.check_version(), self.server.base_url)
+    @property
+    def scratch(self) -> Path:
+        """A folder for what the server reads from us: in shared memory, or for a server on another machine in the run's
+        folder. It is deleted with the server, for a found one by `stop` or the next run.
+
+        Raises:
+            ConfigError: the server's machine does not see it.
+        """
+        if self._scratch is None:
+            self._scratch = Scratch() if self._room is None else OwnFolder(self.log_dir.absolute(), SHARED_PREFIX)
+        if self._child is not None and not self._child.sees(self._scratch.path):
+            raise ConfigError(
+                f"hydra.run.dir={self.log_dir}: the server's machine has to read weights there, and does not see this "
+                "folder; put it on a file system that all machines share, or use weight_sync=nccl"
+            )
+        return self._scratch.path
+
+    def begin(self, model: str, args: Mapping[str, Any]) -> None:
+        """Does not wait for room in a cluster either. Raises ConfigError if the port is taken."""
+        if self.launcher is not None and self._began_s is None:
+            self._spawn(self.launcher, model, args)
+            progress.server_begins()
+
+    def _spawn(self, launcher: Launcher, model: str, args: Mapping[str, Any]) -> None:
+        log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
+        if self._room is not None:
+            words = launcher, model, args, self._port, log_path.absolute()
+            self._child = RemoteChild(self._room, self.number, words, self._move_to)
+        else:
+            port = choose_port(launcher.host, self._port, key="engine.port", wait_s=RELEASE_S)
+            log.info("starting %s; command and output in %s", launcher.name, log_path)
+            where: Any = {"port": port, "gpus": self.gpus, "log_path": log_path, "scratch": self.scratch}
+            self._child = launcher.spawn(model, args, **where)
+        self._began_s = time.monotonic()
+
+    def start(self, model: str, args: Mapping[str, Any]) -> None:
+        """Of a server that is found, health and version are checked."""
+        if self.launcher is None:
+            try:
+                self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
+            except EngineError as error:
+                raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error})") from error
+        else:
+            self.begin(model, args)
+            self.wait_until_ready(self.launcher, model, args)
+        log.info("connected to %s %s at %s", self.name, self.check_version(), self.base_url)
+
+    def wait_until_ready(self, launcher: Launcher, model: str, args: Mapping[str, Any]) -> None:
+        """Wait until a server that has begun answers. Where its machine is lost, it starts on another. Raises
+        EngineError if it ends, or is not ready in time.
+        """
+        began_s = time.monotonic() if self._began_s is None else self._began_s
+        while self._began_s is not None:
+            try:
+                self._wait_until(launcher, lambda: self.api.is_healthy())
+                self._began_s = None
+            except Lost as loss:
+                log.warning("%s It is started elsewhere.", loss)
+                self._spawn(launcher, model, args)
+        log.info("%s is ready at %s after %.0f s", launcher.name, self.base_url, time.monotonic() - began_s)
+
+    def wait_for_memory(self) -> None:
+        """Wait until a server that `begin` started has taken its GPU's memory. Until then it profiles free memory: it
+        counts others' allocations as its own, and exits if they free any. Raises like `start`.
+        """
+        if self.launcher is not None and self._began_s is not None:
+            file = self.scratch / "has_memory"
+            self._wait_until(self.launcher, lambda: file.exists() or self.api.is_healthy())
+
+    def _wait_until(self, launcher: Launcher, is_ready: Callable[[], bool]) -> None:
+        child, began_s, said_s = self._child, self._began_s, time.monotonic()
+        assert child is not None
+        assert began_s is not None
+        with progress.phase(progress.WAIT):
+            while True:
+                self.check_alive()
+                if child.is_placed and is_ready():
+                    return
+                now, what = time.monotonic(), f"{launcher.name} at {self.base_url}"
+                if now - began_s > launcher.start_timeout_s:
+                    child.stop()
+                    limit = f"{launcher.start_timeout_s:g} s (engine.start_timeout_s)"
+                    raise EngineError(f"{what} was not ready after {limit}; {child.last_words()}")
+                if now - said_s >= START_SAYS_S:
+                    said_s = now  # in the log alone: the screen has the phase
+                    log.info("waiting for %s: %.0f s", what, now - began_s, extra=progress.LOG_ALONE)
+                time.sleep(START_POLL_S)
 
     def follow(self, base_url: str, pid: int | None) -> None:
         """Ask and watch the server that another process of the run has started. In a Ray cluster it may have moved."""
-        if base_url != self.server.base_url:
+        if base_url != self.base_url:
             self.close()
-            self.server.move_to(base_url)
-        self.server.watched_pid = pid
+            self._move_to(base_url)
+        self.watched_pid = pid
 
-    def stop(self) -> None:
-        """See `Engine.stop`. A server that was found keeps running."""
-        self.close()
-        self.server.stop()
+    def check_alive(self, *, grace_s: float = 0.0) -> None:
+        """Raise EngineDied if a server that the run started has ended, or ends within `grace_s` seconds."""
+        deadline = time.monotonic() + grace_s
+        while self._child is not None or self.watched_pid is not None:
+            if self._child is not None:
+                if (end := self._child.how_it_ended()) is not None:
+                    raise EngineDied(f"the server {end}")
+            else:
+                try:
+                    is_running = psutil.Process(self.watched_pid).status() != psutil.STATUS_ZOMBIE
+                except psutil.NoSuchProcess:
+                    is_running = False
+                if not is_running:
+                    what = f"the server at {self.base_url}, which another process of this run started,"
+                    raise EngineDied(f"{what} has ended.")
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.1)
 
-    def check_alive(self) -> None:
-        self.server.check_alive()
+    def check_healthy(self) -> None:
+        """Raise EngineDied if a server of the run has ended or is unhealthy: after its engine dies, it exits only once
+        requests end.
+        """
+        self.check_alive()
+        if self._child is not None:
+            try:
+                self.api.get("/health", timeout_s=PATIENCE_S)
+            except EngineError:
+                self._give_up("the server was unhealthy")
+
+    def _give_up(self, why: str) -> None:
+        """Stop a server of the run, whose state is unknown. Raises EngineDied."""
+        if self._child is not None:
+            self._child.stop()
+            why = f"{why} and was stopped; {self._child.last_words()}"
+        raise EngineDied(why)
 
     @property
-    def gpus(self) -> Sequence[int] | None:
-        return self.server.gpus
+    def has_ended(self) -> bool:
+        """Whether a server that the run started has; see `check_alive`."""
+        try:
+            self.check_alive()
+        except EngineDied:
+            return True
+        return False
 
     @property
-    def found_at(self) -> str | None:
-        return None if self.server.is_managed else self.server.base_url
-
-    @property
-    def has_lost_weights(self) -> bool:
+    def has_lost_weights(self) -> bool:  # type: ignore[override]
         """Whether a server that the run started has ended, or a server that was found was started anew since its
         weights were tagged.
         """
-        if self.server.is_managed:
-            return self.server.has_ended
+        if self.is_managed:
+            return self.has_ended
         try:
             return self.served_tag() is None
         except Refused:  # it notes no tags, because it takes adapters alone: these are loaded anew whatever it has
             return False
 
+    def stop(self) -> None:
+        """A server that was found keeps running."""
+        self.close()
+        if self._child is not None:
+            # the log of a server that nobody has waited for does not say why the run ends
+            is_unasked = isinstance(self._child, Child) and self._began_s is not None and not self.has_ended
+            self._child.stop()
+            if is_unasked:
+                self._child.log_path.unlink(missing_ok=True)
+            self._child = self._began_s = None
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = None
+
     # Control
 
     def get(self, path: str) -> httpx.Response:
-        """GET `path`, see `ServerApi.get`."""
-        return self.server.watched(lambda: self.server.api.get(path), changes=False)
+        """GET `path`, watched."""
+        return self._watched(lambda: self.api.get(path), changes=False)
 
     def post(self, path: str, body: Any = None, *, changes: bool = True, **arguments: Any) -> httpx.Response:
-        """POST `path`, see `ServerApi.post`. `changes`: it does more than to read."""
-        return self.server.watched(lambda: self.server.api.post(path, body, **arguments), changes=changes)
+        """POST `path`, watched; see `ServerApi.post`. `changes`: it does more than to read."""
+        return self._watched(lambda: self.api.post(path, body, **arguments), changes=changes)
+
+    def _watched(self, call: Callable[[], httpx.Response], *, changes: bool) -> httpx.Response:
+        """Make a control call, and check meanwhile the health of a server of the run: if its engine has died, the call
+        would block until its timeout. One that only reads is made again where no answer came.
+
+        Raises:
+            EngineDied: the server has ended, ends within seconds of a failed call, is unhealthy, or has not answered.
+            EngineError: the server refused the call; it is alive.
+        """
+        outcome = in_background(call)
+        while True:
+            try:
+                return outcome.result(timeout=HEALTH_INTERVAL_S)
+            except TimeoutError:
+                self.check_healthy()
+            except EngineError as error:
+                self.check_alive(grace_s=GRACE_S)
+                if isinstance(error, Refused):
+                    raise
+                if not changes:
+                    return self._watched(call, changes=changes)
+                self._give_up(str(error))
 
     def check_version(self) -> str:
         """The server's version; raises ConfigError if it is not from `oldest` to `newest`."""
@@ -151,24 +474,23 @@ class ServerEngine(Streaming, Engine):
         numbers = re.match(r"\.".join([r"(\d{1,9})"] * len(self.oldest)), version)
         if numbers is None or not self.oldest <= tuple(map(int, numbers.groups())) <= self.newest:
             oldest, newest = (".".join(map(str, limit)) for limit in (self.oldest, self.newest))
-            key = "engine.python" if self.server.is_managed else self.server.key
+            key = "engine.python" if self.is_managed else self.key
             raise ConfigError(
-                f"{self.server.base_url}: {self.name} {version[:40]} answers there, and versions {oldest} to {newest} "
+                f"{self.base_url}: {self.name} {version[:40]} answers there, and versions {oldest} to {newest} "
                 f"are supported; see {key}"
             )
         return version
 
     def check_logprobs(self) -> None:
-        """See `Engine.check_logprobs`; also raises it for quantised weights, where nothing corrects for them."""
+        """Also raises it for quantised weights, where nothing corrects for them."""
         quantization = None if self.is_corrected else self.quantization()
-        fix = f"{self.server.base_url} has {quantization} weights, so other probabilities; use token_truncate"
+        fix = f"{self.base_url} has {quantization} weights, so other probabilities; use token_truncate"
         require(quantization is None, "train.loss.importance_correction", "none", fix)
-        if not self.sampling.is_filtered:
-            return
-        mode = self.logprobs_mode()
-        fix = "top_p, top_k, min_p and penalties need processed_logprobs; start the server so"
-        key = "engine.args.logprobs_mode" if self.server.is_managed else f"logprobs_mode of {self.server.key}"
-        require(mode in (None, "processed_logprobs"), key, mode, fix)
+        if self.sampling.is_filtered:
+            mode = self.logprobs_mode()
+            fix = "top_p, top_k, min_p and penalties need processed_logprobs; start the server so"
+            key = "engine.args.logprobs_mode" if self.is_managed else f"logprobs_mode of {self.key}"
+            require(mode in (None, "processed_logprobs"), key, mode, fix)
 
     @classmethod
     @abstractmethod
@@ -239,7 +561,7 @@ class ServerEngine(Streaming, Engine):
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop),
-            "stop_token_ids": self._eos_ids,
+            "stop_token_ids": list(self.eos_ids),
             "skip_special_tokens": False,
         }
 
@@ -256,29 +578,17 @@ class ServerEngine(Streaming, Engine):
             await self._idle.pop().aclose()
 
     async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        if self._idle:
-            http = self._idle.pop()
-        else:
-            http = httpx.AsyncClient(**connection(self.server.base_url, self.server.api_key), timeout=None)
+        """A request that the server aborted is sent again: a partial completion is useless. One
+        that a push has aborted is no failed attempt.
+        """
         if request.max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=request.max_new_tokens)
-        try:
-            return await self._complete(http, request, sampling)
-        finally:
-            self._idle.append(http)
-
-    async def _complete(
-        self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams
-    ) -> list[Completion]:
-        """Sends a request again that the server aborted: a partial completion is useless. One that a push has aborted
-        is no failed attempt.
-        """
         num_aborted = 0
         while num_aborted <= self.max_retries:
             weights = self.weights  # read once: a push may replace them while the request is open
             self.num_asked[weights.name] += 1
             try:
-                answer = await self._post(http, self.body(request, sampling, weights))
+                answer = await self._post(self.body(request, sampling, weights))
             except Refused:
                 if self.weights is weights:
                     raise
@@ -295,18 +605,18 @@ class ServerEngine(Streaming, Engine):
         times = f"{self.max_retries + 1} times"
         raise EngineError(f"{self._url}: the server aborted the request, {times}; does another client pause it?")
 
-    async def _post(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> httpx.Response:
+    async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
+        """The answer to a request, after as many attempts as it takes."""
         failure = ""
         for attempt in range(self.max_retries + 1):
             if attempt > 0:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)))
-                await asyncio.to_thread(self.server.check_alive)
+                await asyncio.to_thread(self.check_alive)
             try:
-                answer = await self._exchange(http, body)
+                answer = await self._exchange(body)
             except TimeoutError as error:
-                group = self.server.key.partition(".")[0]
-                fix = f"raise {group}.timeout_s, or look at the server"
-                await asyncio.to_thread(self.server.check_healthy)
+                fix = f"raise {self.key.partition('.')[0]}.timeout_s, or look at the server"
+                await asyncio.to_thread(self.check_healthy)
                 raise EngineError(f"{self._url}: no answer after {self.timeout_s:g} s; {fix}") from error
             except httpx.HTTPError as error:
                 failure = describe(error)
@@ -318,58 +628,65 @@ class ServerEngine(Streaming, Engine):
                 await self._look(self.weights)
             return checked(answer)
         await self._look(self.weights)
-        await asyncio.to_thread(self.server.check_healthy)
-        fix = f"is the server running, and {self.server.key} its address?"
+        await asyncio.to_thread(self.check_healthy)
+        fix = f"is the server running, and {self.key} its address?"
         raise EngineError(f"{self._url}: {failure}, after {self.max_retries + 1} attempts; {fix}")
 
-    async def _exchange(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> httpx.Response:
-        """The response; EngineDied where the server ends first: a machine that is lost closes no connection."""
-        async with asyncio.timeout(self.timeout_s):
-            task = asyncio.create_task(http.post(self.path, json=body))
-            try:
-                while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
-                    await asyncio.to_thread(self.server.check_alive)
-                return task.result()
-            finally:
-                if not task.done():
-                    task.cancel()
-                    await asyncio.wait([task])
+    async def _exchange(self, body: Mapping[str, Any]) -> httpx.Response:
+        """One attempt. Raises EngineDied where the server ends first: a machine that is lost closes no connection."""
+        http = self._idle.pop() if self._idle else None
+        http = http or httpx.AsyncClient(**connection(self.base_url, self.api_key), timeout=None)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                task = asyncio.create_task(http.post(self.path, json=body))
+                try:
+                    while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
+                        await asyncio.to_thread(self.check_alive)
+                    return task.result()
+                finally:
+                    if not task.done():
+                        task.cancel()
+                        await asyncio.wait([task])
+        finally:
+            self._idle.append(http)
 
     async def _look(self, weights: ServedWeights) -> None:
         """Raise EngineDied where a failure was the first sign of the server's death. A push that has replaced `weights`
         meanwhile explains it.
         """
         for _ in range(round(GRACE_S / END_LOOK_S)):
-            await asyncio.to_thread(self.server.check_alive)
+            await asyncio.to_thread(self.check_alive)
             if self.weights is not weights:
                 return
             await asyncio.sleep(END_LOOK_S)
 
     @property
     def _url(self) -> str:
-        return f"{self.server.base_url}{self.path}"
+        return f"{self.base_url}{self.path}"
 
     def _completions(
         self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int
     ) -> list[Completion]:
+        """What the server has sampled, if it is what was asked for. Raises what `http.read` expects."""
         choices = self.choices(parsed, request)
         if len(choices) != request.num_completions:
             raise ValueError(f"{len(choices)} completions where {request.num_completions} were asked for")
-        return [self._completion(*choice, sampling.max_new_tokens, version) for choice in choices]
-
-    def _completion(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], reason: str, max_new_tokens: int, version: int
-    ) -> Completion:
-        finish = FinishReason(reason)
-        if not (finish is not FinishReason.ABORT) <= len(token_ids) <= max_new_tokens:
-            raise ValueError(f"{len(token_ids)} tokens where 1 to {max_new_tokens} were asked for")
-        if len(logprobs) != len(token_ids):
-            raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
-        wrong = [token for token in (min(token_ids, default=0), max(token_ids, default=0)) if token not in self._ids]
-        if wrong:
-            raise ValueError(f"a token has id {wrong[0]}, and the model that is trained has {len(self._ids)}")
-        for position, logprob in enumerate(logprobs):
-            if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
-                cause = "the served weights, or their activations, are probably not finite"
-                raise ValueError(f"the logprob of token {position} is {logprob} (weights version {version}): {cause}")
-        return Completion(tuple(token_ids), tuple(map(float, logprobs)), finish, (version,) * len(token_ids))
+        completions = []
+        for token_ids, logprobs, why in choices:
+            finish, most = FinishReason(why), sampling.max_new_tokens
+            if not (finish is not FinishReason.ABORT) <= len(token_ids) <= most:
+                raise ValueError(f"{len(token_ids)} tokens where 1 to {most} were asked for")
+            if len(logprobs) != len(token_ids):
+                raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
+            for token in (min(token_ids, default=0), max(token_ids, default=0)):
+                if not 0 <= token < self.vocab_size:
+                    raise ValueError(f"a token has id {token}, and the model that is trained has {self.vocab_size}")
+            for position, logprob in enumerate(logprobs):
+                if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
+                    cause = "the served weights, or their activations, are probably not finite"
+                    raise ValueError(
+                        f"the logprob of token {position} is {logprob} (weights version {version}): {cause}"
+                    )
+            versions = (version,) * len(token_ids)
+            completions.append(Completion(tuple(token_ids), tuple(map(float, logprobs)), finish, versions))
+        return completions

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from offline_grpo.engine.http import read
-from offline_grpo.engine.launcher import Launcher, flags
-from offline_grpo.engine.server_engine import Choice, ServerEngine
+from offline_grpo.engine.server_engine import Choice, Launcher, ServerEngine, flags
 from offline_grpo.errors import require
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
@@ -44,12 +44,12 @@ class SglangLauncher(Launcher):
         require(file is None, "engine.args.config", file, fix)
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
-        """See `Launcher.command`. The module is started, not the `sglang` script: an interpreter is all it needs."""
+        """The module is started, not the `sglang` script: an interpreter is all it needs."""
         settings = {"host": self.host, "port": port, **self.args, **args}
-        return [self.interpreter, "-m", "sglang.launch_server", "--model-path", model, *flags(settings)]
+        return [self.python or sys.executable, "-m", "sglang.launch_server", "--model-path", model, *flags(settings)]
 
     def key_args(self, folder: Path) -> list[str]:
-        """See `Launcher.key_args`. The server takes its key as an option alone."""
+        """The server takes its key as an option alone."""
         if self.api_key is None:
             return []
         file = folder / "key.yaml"
@@ -81,12 +81,12 @@ class SglangEngine(ServerEngine):
         return read(self.get("/server_info"), lambda answer: answer["version"])
 
     def lacks(self, moves: str) -> str | None:
-        """See `ServerEngine.lacks`. Weights can be loaded into every SGLang server."""
+        """Weights can be loaded into every SGLang server."""
         is_seeded = self.get("/server_info").json()["enable_deterministic_inference"]
         return None if is_seeded is True else "ignores the seeds of requests (--enable-deterministic-inference)"
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
-        """See `ServerEngine.load_weights`; caches are cleared too.
+        """Caches are cleared too.
 
         The steps are those that cannot end the server: it stops with an error when it loads weights and still has a
         request, or what the last one left behind.
@@ -106,7 +106,7 @@ class SglangEngine(ServerEngine):
         return None if found == NO_TAG else found
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
-        """See `ServerEngine.body`. SGLang keeps seeds in 64 bits with a sign, so the last one is followed by 0."""
+        """SGLang keeps seeds in 64 bits with a sign, so the last one is followed by 0."""
         common = {
             "max_new_tokens": sampling.max_new_tokens,
             **self.sampler_settings(sampling),
@@ -120,7 +120,7 @@ class SglangEngine(ServerEngine):
         }
 
     def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
-        """See `ServerEngine.choices`. The answers of a batch come in its order."""
+        """The answers of a batch come in its order."""
         return [_choice(item["meta_info"], len(request.prompt_ids)) for item in answer]
 
 

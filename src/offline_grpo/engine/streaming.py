@@ -1,4 +1,5 @@
-"""Many requests at a time: how a client takes them from an iterable, sends them, and yields what is answered.
+"""Much at a time: calls in daemon threads, which never keep the process from ending; how a client takes requests from
+an iterable, sends them, and yields what is answered; and how requests are spread over several clients.
 
 The public side is synchronous. Requests run in an event loop on a thread of their own, so that a signal to the main
 thread interrupts the wait at once, and connections outlive a call.
@@ -7,31 +8,89 @@ thread interrupts the wait at once, and connections outlive a call.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from functools import cache, partial
 from itertools import count, islice
 from queue import Empty, SimpleQueue
+from typing import ClassVar, TypeVar
 
-from offline_grpo.errors import EngineError
-from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest
+from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.types import Completion, CompletionStream, Metrics, SamplingParams, SamplingRequest, ServedWeights
 
-LOOK_S = 0.01
+log = logging.getLogger(__name__)
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+NEXT_S = 0.01
 """How often requests are looked for that were not there yet."""
+SERVING_S = 0.1
+"""How often a server is looked for where none serves."""
+
+
+# Calls in threads
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """The future result of `call`, which runs in a thread of its own."""
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()  # nobody can cancel it
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # it belongs to the thread that waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
+    """The results of `call` for all items, at the same time. The first error is raised when all calls have ended."""
+    return [call(items[0])] if len(items) == 1 else results(started(call, items))
+
+
+def started(call: Callable[[S], T], items: Sequence[S]) -> list[Future[T]]:
+    """The future results of `call` for all items, at the same time."""
+    return [in_background(partial(call, item)) for item in items]
+
+
+def results(outcomes: Sequence[Future[T]]) -> list[T]:
+    """All of them. The first error is raised when all calls have ended."""
+    wait(outcomes)
+    return [outcome.result() for outcome in outcomes]
+
+
+def made_once(make: Callable[[], T]) -> Callable[[], T]:
+    """`functools.cache` for threads: alone it may call `make` twice if two threads come first at once."""
+    making, cached = threading.Lock(), cache(make)
+
+    def made() -> T:
+        with making:
+            return cached()
+
+    return made
+
+
+# Requests to one server
 
 
 class Streaming(ABC):
     """`RolloutClient.generate` for a client that implements one request. Several threads may use it.
 
     Args:
-        name: of what is asked, for messages and the thread.
-        num_at_once: requests in flight, of all calls together: those of an earlier call go first.
+        base_url: of what is asked.
+        batch_size: requests in flight, of all calls together: those of an earlier call go first.
     """
 
-    def __init__(self, name: str, num_at_once: int) -> None:
-        self._name = name
-        self._num_at_once = num_at_once
+    def __init__(self, base_url: str, batch_size: int) -> None:
+        self.base_url = base_url
+        self.batch_size = batch_size
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: asyncio.Semaphore  # of the loop, and made with it; first come, first served
         self._changing_loop = threading.RLock()  # connections belong to one loop: no request may get into an old one
@@ -44,7 +103,7 @@ class Streaming(ABC):
         """Close connections; no request is open any more."""
 
     def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
-        """See `RolloutClient.generate`. As many requests as may be in flight wait behind them.
+        """As many requests as may be in flight wait behind them.
 
         Raises:
             EngineDied: the server, one that this run started, has ended.
@@ -57,7 +116,7 @@ class Streaming(ABC):
         try:
             while True:
                 none_yet = False
-                for request in islice(coming, 2 * self._num_at_once - len(unanswered)):
+                for request in islice(coming, 2 * self.batch_size - len(unanswered)):
                     if none_yet := request is None:
                         break
                     index = next(indices)
@@ -70,7 +129,7 @@ class Streaming(ABC):
                 if not unanswered and not none_yet:
                     return
                 try:
-                    index = answered.get(timeout=(LOOK_S if unanswered else 0.0) if none_yet else None)
+                    index = answered.get(timeout=(NEXT_S if unanswered else 0.0) if none_yet else None)
                 except Empty:
                     continue
                 yield index, self._result(unanswered.pop(index))
@@ -105,7 +164,7 @@ class Streaming(ABC):
                 self._loop = None
 
     def _closed(self) -> EngineError:
-        return EngineError(f"{self._name}: the client was closed while it waited")
+        return EngineError(f"{self.base_url}: the client was closed while it waited")
 
     def _result(self, answer: Future[list[Completion]]) -> list[Completion]:
         try:
@@ -116,8 +175,14 @@ class Streaming(ABC):
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._changing_loop:
             if self._loop is None:
-                self._loop, self._slots = asyncio.new_event_loop(), asyncio.Semaphore(self._num_at_once)
-                threading.Thread(target=_run, args=[self._loop], name=f"requests to {self._name}", daemon=True).start()
+                self._loop, self._slots = asyncio.new_event_loop(), asyncio.Semaphore(self.batch_size)
+
+                def run(loop: asyncio.AbstractEventLoop) -> None:
+                    loop.run_forever()
+                    loop.close()
+
+                name = f"requests to {self.base_url}"
+                threading.Thread(target=run, args=[self._loop], name=name, daemon=True).start()
             return self._loop
 
     async def _ask_in_turn(
@@ -141,6 +206,73 @@ class Streaming(ABC):
         await self.disconnect()
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
+# Requests to several
+
+
+class SpreadClient(Streaming):
+    """A `RolloutClient` over the clients of several servers that serve the same weights.
+
+    All completions of a prompt come from one server, which computes the prompt once; so do the turns of an episode,
+    unless that server has more than twice the load of another. Which one it is changes no sample, because seeds belong
+    to the requests. What was open at a server that died is asked of the others.
+
+    Args:
+        clients: at least one. Each is asked for its own `batch_size` at once; more where others have died.
+    """
+
+    is_local: ClassVar[bool] = False
+
+    def __init__(self, clients: Sequence[Streaming]) -> None:
+        names = ", ".join(client.base_url for client in clients)
+        super().__init__(names, sum(client.batch_size for client in clients))
+        self.serving = list(clients)
+        """Those that are asked; replaced as a whole, by the thread of the requests too. Empty where the last one has
+        died while another one gets the weights: requests wait for that one.
+        """
+        self.weights = ServedWeights()
+        self._num_open = dict.fromkeys(clients, 0)
+        self._num_tokens = dict.fromkeys(clients, 0)  # since the last `metrics`
+
+    async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+        """Raises EngineDied when all servers have."""
+        task = asyncio.current_task()
+        assert task is not None
+        while True:
+            while not (serving := self.serving):
+                await asyncio.sleep(SERVING_S)
+            client = min(serving, key=lambda client: (self._num_open[client], self._num_tokens[client]))
+            if request.episode is not None:
+                own = serving[request.episode % len(serving)]
+                client = own if self._num_open[own] <= 2 * self._num_open[client] + 4 else client
+            self._num_open[client] += 1
+            try:
+                completions = await asyncio.wrap_future(client.submit(request, sampling))
+            except EngineDied as death:
+                self._continue_without(client, death)
+            except EngineError:
+                if client in self.serving:
+                    raise  # else its server has died, and is being started again
+            except asyncio.CancelledError:
+                if task.cancelling():
+                    raise  # else the client was closed, because its server is started again
+            else:
+                self._num_tokens[client] += sum(len(completion.token_ids) for completion in completions)
+                return completions
+            finally:
+                self._num_open[client] -= 1
+
+    def metrics(self) -> Metrics:
+        """How evenly the tokens sampled since the last call are spread: those of the busiest server over the mean."""
+        num_tokens = list(self._num_tokens.values())
+        self._num_tokens = dict.fromkeys(self._num_tokens, 0)
+        mean = sum(num_tokens) / len(num_tokens)
+        imbalance = max(num_tokens) / mean if mean else 1.0
+        return {"engines/num_serving": float(len(self.serving)), "engines/imbalance": imbalance}
+
+    def _continue_without(self, client: Streaming, death: EngineDied) -> None:
+        before, others = self.serving, [other for other in self.serving if other is not client]
+        if not others:
+            raise death
+        self.serving = others
+        if client in before:
+            log.warning("sampling continues with %d of the servers: %s", len(others), death)

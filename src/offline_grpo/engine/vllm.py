@@ -7,19 +7,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-import httpx
-
 from offline_grpo.engine.engine import ServedBits
 from offline_grpo.engine.http import TIMEOUT_S, NotFound, Refused, read
-from offline_grpo.engine.launcher import Launcher, flags
-from offline_grpo.engine.process import usable_cores
-from offline_grpo.engine.server_engine import Choice, ServerEngine
+from offline_grpo.engine.server_engine import Choice, Launcher, ServerEngine, flags
+from offline_grpo.engine.spawn import usable_cores
 from offline_grpo.errors import EngineDied, require
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
 
@@ -92,7 +90,7 @@ class VllmLauncher(Launcher):
         require("VLLM_API_KEY" not in self.env, "engine.env.VLLM_API_KEY", "...", fix)
 
     def check_installed(self) -> None:
-        """See `Launcher.check_installed`. vLLM 0.28 moved bitsandbytes into a package of its own."""
+        """VLLM 0.28 moved bitsandbytes into a package of its own."""
         super().check_installed()
         package = find_spec(self.package)
         if self.args.get("quantization") != "bitsandbytes" or self.python is not None or package is None:
@@ -104,7 +102,7 @@ class VllmLauncher(Launcher):
         require(is_good, "engine.args.quantization", "bitsandbytes", fix)
 
     def expecting(self, num_sequences: int) -> VllmLauncher:
-        """See `Launcher.expecting`: adds CUDA graphs for as many sequences, unless `args` say which ones there are."""
+        """Adds CUDA graphs for as many sequences, unless `args` say which ones there are."""
         given = {name.replace("-", "_") for name, value in self.args.items() if value not in (None, False)}
         num_sequences = min(num_sequences, int(self.args.get("max_num_seqs") or MOST_GRAPHED))
         if num_sequences <= GRAPHED[-1] or given & OF_GRAPHS:
@@ -113,12 +111,12 @@ class VllmLauncher(Launcher):
         return replace(self, args={**self.args, "cudagraph_capture_sizes": [*GRAPHED, *further]})
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
-        """See `Launcher.command`. A module is started, not the `vllm` script, which some builds lack."""
+        """A module is started, not the `vllm` script, which some builds lack."""
         ours = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, "scheduler_cls": SCHEDULER}
         settings = {**ours, **self.args, **args, "worker_extension_cls": EXTENSION}
         if settings.get(EXECUTOR) == "auto":
             settings[EXECUTOR] = "mp" if usable_cores() >= CORES_FOR_MP else None
-        words = [self.interpreter, "-m", SERVER, "--model", model, *flags(settings)]
+        words = [self.python or sys.executable, "-m", SERVER, "--model", model, *flags(settings)]
         words += ["--middleware", GENERATE]
         if self.api_key is not None:  # which travels in the environment, where other users cannot read it
             words += ["--middleware", TOKEN_GATE]  # vLLM puts each around those before it
@@ -157,9 +155,9 @@ class VllmEngine(ServerEngine):
         return read(self.get("/version"), lambda answer: answer["version"])
 
     def lacks(self, moves: str) -> str | None:
-        if moves == "lora" and not self.server.api.has("/v1/load_lora_adapter"):
+        if moves == "lora" and not self.api.has("/v1/load_lora_adapter"):
             return "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)"
-        if moves == "full" and not self.server.api.has("/collective_rpc"):
+        if moves == "full" and not self.api.has("/collective_rpc"):
             return "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"
         if moves == "full":
             try:
@@ -189,9 +187,9 @@ class VllmEngine(ServerEngine):
         self.post("/resume")
         self.is_paused = False
 
-    def call_worker(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> Any:
+    def call_worker(self, method: str, **kwargs: Any) -> Any:
         """The result of the worker's method, of several workers the first one's."""
-        return self.call_workers(method, timeout_s=timeout_s, **kwargs)[0]
+        return self.call_workers(method, **kwargs)[0]
 
     def call_workers(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> list[Any]:
         """The results of the method of each worker."""
@@ -220,11 +218,11 @@ class VllmEngine(ServerEngine):
         return ServedBits(states[0]["dtype"], of_wholes([state["fingerprints"] for state in states]))
 
     def logprobs_mode(self) -> str | None:
-        """See `ServerEngine.logprobs_mode`. The worker extension says it."""
+        """The worker extension says it."""
         return self.describe()["logprobs_mode"] if self.lacks("full") is None else None
 
     def quantization(self) -> str | None:
-        """See `ServerEngine.quantization`. It is asked once after each start."""
+        """It is asked once after each start."""
         if self._quantization is None:
             self._quantization = (self.describe()["quantization"] if self.lacks("full") is None else None,)
         return self._quantization[0]
@@ -248,7 +246,7 @@ class VllmEngine(ServerEngine):
         self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
-        """See `ServerEngine.body`. vLLM draws completion j of a request with its seed + j, and refuses n > 1 at
+        """VLLM draws completion j of a request with its seed + j, and refuses n > 1 at
         temperature 0.
         """
         prompt = list(request.prompt_ids)
@@ -276,27 +274,22 @@ class VllmEngine(ServerEngine):
             raise ValueError("the prompt came back changed")
         return found
 
-    async def _complete(
-        self, http: httpx.AsyncClient, request: SamplingRequest, sampling: SamplingParams
-    ) -> list[Completion]:
+    async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
+        """A server that has lost the adapter has died, for all that the run knows."""
         path = self.path
         try:
-            return await super()._complete(http, request, sampling)
+            return await super().ask(request, sampling)
         except Refused as refusal:
-            if self.weights.name:
-                await asyncio.to_thread(self._check_adapter, self.weights.name)
+            name = self.weights.name
+            if name and name not in await asyncio.to_thread(self.adapters):
+                why = "it was started anew, or it was told to unload it"
+                raise EngineDied(f"{self.base_url}: the server has lost the adapter {name}: {why}.") from None
             if path == STOCK or not isinstance(refusal, NotFound):
                 raise
             if self.path == TOKENS:  # else another request was told so
-                log.info("%s has no POST %s; it is asked at %s, slower", self.server.base_url, TOKENS, STOCK)
+                log.info("%s has no POST %s; it is asked at %s, slower", self.base_url, TOKENS, STOCK)
                 self.path = STOCK
-            return await super()._complete(http, request, sampling)
-
-    def _check_adapter(self, name: str) -> None:
-        """Raise EngineDied where the server does not have it."""
-        if name not in self.adapters():
-            why = "it was started anew, or it was told to unload it"
-            raise EngineDied(f"{self.server.base_url}: the server has lost the adapter {name}: {why}.")
+            return await super().ask(request, sampling)
 
     def _completions(
         self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int

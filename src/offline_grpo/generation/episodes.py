@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from offline_grpo import progress
-from offline_grpo.engine.background import in_background
+from offline_grpo.engine.streaming import in_background
 from offline_grpo.errors import GrpoError, RequestError, ScoreError, told
 from offline_grpo.generation.dialogue import OVER, Ask, Dialogue, transcript
 from offline_grpo.generation.judging import background_loop, checked, warn_once

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from offline_grpo.engine.background import made_once
+from offline_grpo.engine.streaming import made_once
 from offline_grpo.errors import ScoreError, told
 from offline_grpo.interfaces import Task
 from offline_grpo.types import Problem, Score

@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from offline_grpo.config.compose import quoted
-from offline_grpo.engine.guardian import end_with_parent
+from offline_grpo.engine.spawn import end_with_parent
 from offline_grpo.errors import GrpoError, require
 from offline_grpo.history import launch
 from offline_grpo.history.folder import release
@@ -50,24 +50,17 @@ def train(config: RunConfig, folder: Path) -> None:
     assert placement.address is not None  # see PlacementConfig
     fix = "would end with this command; training needs a cluster that stays, or here accelerate launch"
     require(placement.address != "local", "placement.address", "local", fix)
-    from offline_grpo.engine.ray_actor import Room, connect
+    from offline_grpo.engine.ray_actor import Room
 
-    is_ours = connect(placement.address, placement.ray_init)
-    import ray
-
-    try:
-        gpus = 0 if config.model.device == "cpu" else 1
-        room = Room(placement.address, "placement.num_trainers", placement.num_trainers, gpus=gpus, strategy="PACK")
+    size = "placement.num_trainers", placement.num_trainers
+    gpus = 0 if config.model.device == "cpu" else 1
+    with closing(Room(placement.address, placement.ray_init, *size, gpus=gpus, strategy="PACK")) as room:
         print(f"starting the training processes on the Ray cluster at {placement.address}: {room.machines}", flush=True)
         release(folder)  # the first of the processes writes there
-        with closing(room):
-            actors = [room.hire(index, TrainingActor) for index in range(placement.num_trainers)]
-            actors = _start(actors, folder)
-            with StopSignal.listening() as stop, stop.held("the training processes have saved"):
-                code = _wait(actors, stop)
-    finally:
-        if is_ours:
-            ray.shutdown()
+        actors = [room.hire(index, TrainingActor) for index in range(placement.num_trainers)]
+        actors = _start(actors, folder)
+        with StopSignal.listening() as stop, stop.held("the training processes have saved"):
+            code = _wait(actors, stop)
     if code != 0:
         sys.exit(code)
 

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 from offline_grpo import progress
-from offline_grpo.engine.background import in_background
+from offline_grpo.engine.streaming import in_background
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.rollouts.on_policy import OnPolicy

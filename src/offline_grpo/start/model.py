@@ -18,7 +18,7 @@ from offline_grpo.config.build import build
 from offline_grpo.config.compose import fresh_schedule
 from offline_grpo.config.plan import Plan
 from offline_grpo.config.problems import records, source_node
-from offline_grpo.engine.server import Server
+from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.interfaces import Sharding, Source
 from offline_grpo.logger.first_look import FirstLook
@@ -32,7 +32,7 @@ from offline_grpo.redaction import redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
 from offline_grpo.rollouts.store.recorder import Origin, Recorder, architecture_hash, tokenizer_hash
 from offline_grpo.seeding import derive_seed
-from offline_grpo.start import prompts, serving
+from offline_grpo.start import prompts, servers
 from offline_grpo.start.memory import check_memory
 from offline_grpo.start.teacher import load_teacher
 from offline_grpo.state import Run
@@ -63,7 +63,7 @@ def load_policy(run: Run) -> None:
     if run.servers:  # while they start
         with progress.phase("imports and data"):
             import_ahead(plan.layout, config.model.compile, device, torch_dtype(config.train.precision))
-    if serving.loads_onto_servers_gpu(plan.weight_sync, run.devices):
+    if servers.loads_onto_servers_gpu(plan.weight_sync, run.devices):
         for server in run.servers:
             ranks.on_main(server.wait_for_memory)
     with progress.step("load model", f"loading the model {run.checkpoint or run.model_id}"):
@@ -90,8 +90,7 @@ def connect_engines(run: Run) -> None:
     is_settled = _shares_weights(run) and _moves_beside(run.servers, run.policy)
     if is_settled:
         _settle(run)
-    where = run.policy, run.sharding, run.folder.path, run.ranks
-    run.training, run.evaluation = serving.deployments(run.plan, run.servers, *where)
+    run.training, run.evaluation = servers.deployments(run)
     for deployment in dict.fromkeys((run.training, run.evaluation)):
         run.stack.callback(deployment.close)
         deployment.connect(run.policy)
@@ -203,14 +202,14 @@ def _shares_weights(run: Run) -> bool:
     return run.plan.weight_sync.requires.shares_weights and run.ranks.is_main
 
 
-def _moves_beside(servers: Sequence[Server], policy: Policy) -> bool:
+def _moves_beside(engines: Sequence[ServerEngine], policy: Policy) -> bool:
     """Move weights that will be a server's memory, and are on the CPU still, to its device, if a copy has room there
     for as long as the server starts. Not before the server has taken its memory.
     """
     device, model = policy.compute_device, cast(nn.Module, policy.model)
     if device.type == "cuda":
-        for server in servers:
-            server.wait_for_memory()
+        for engine in engines:
+            engine.wait_for_memory()
         if torch.cuda.mem_get_info(device)[0] < BESIDE_BYTES + sum(p.nbytes for p in model.parameters()):
             return False
         make_current(device)

@@ -1,26 +1,43 @@
-"""What a run starts before it imports transformers and looks at its prompts: the servers, which take longest."""
+"""What a run samples from: the servers, which take longest and so are started before transformers is imported and
+prompts are looked at; and the deployments of training and evaluation, once there is a policy.
+"""
 
 from __future__ import annotations
 
+import logging
+import shlex
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from offline_grpo.checkpoint.files import check_model_folder
 from offline_grpo.config.build import build
+from offline_grpo.config.engine_spec import EngineSpec, num_shards
+from offline_grpo.config.plan import Plan
 from offline_grpo.config.problems import isolated
-from offline_grpo.engine.server import next_to_start
-from offline_grpo.errors import ScoreError, require
+from offline_grpo.engine.engine import next_to_start
+from offline_grpo.engine.ray_actor import Room
+from offline_grpo.engine.server_engine import ServerEngine
+from offline_grpo.errors import ConfigError, EngineError, ScoreError, require
 from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.history.run_log import hide_progress_bars
 from offline_grpo.model import nf4
-from offline_grpo.model.device import resolve_device, torch_dtype
+from offline_grpo.model.device import TORCH_NAMES, resolve_device, torch_dtype
 from offline_grpo.model.gguf import convert
-from offline_grpo.placement.devices import check_devices, server_gpus
-from offline_grpo.start.serving import check_found_servers, starts_before_the_policy, training_servers
+from offline_grpo.model.text import end_ids
+from offline_grpo.placement.devices import Devices, check_devices, server_gpus, trainer_gpus
 from offline_grpo.state import Run
 from offline_grpo.train.advantage.gdpo import GDPO
+from offline_grpo.types import SamplingParams
+from offline_grpo.weight_sync.deployment import Deployment
+from offline_grpo.weight_sync.lora import LoraRestart, room_for
+from offline_grpo.weight_sync.strategy import WeightSync
+
+log = logging.getLogger(__name__)
 
 
 def begin(run: Run) -> None:
@@ -51,7 +68,7 @@ def begin(run: Run) -> None:
     ranks.on_main(lambda: check_found_servers(plan, run.model_id))
 
     # A resumed run's server begins with the checkpoint's weights, unless only an adapter moves.
-    run.servers = training_servers(plan, server_gpus(run.devices), folder, ranks, run.stack)
+    run.servers = make_engines(run)
     if starts_before_the_policy(plan.engine, plan.weight_sync, run.devices):
         moves_all = plan.lora_rank is None and plan.weight_sync.requires.moves != "nothing"
         served = str(run.checkpoint) if run.checkpoint is not None and moves_all else run.model_id
@@ -80,3 +97,130 @@ def _model_id(run: Run) -> str:
         fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={room}"
         require(sampling.max_new_tokens < room, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
     return ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache, show_progress=True)))
+
+
+def check_found_servers(plan: Plan, model_id: str) -> None:
+    """Look at servers that the run does not start, before anything large is loaded.
+
+    Args:
+        model_id: the model that they should serve, for the message. Of a model with adapters, a server has the base.
+
+    Raises:
+        EngineError: nobody answers there.
+        ConfigError: a server lacks what weight sync needs; names the command that starts a right one.
+    """
+    asked = [(plan.engine, plan.weight_sync)]
+    asked += [] if plan.eval_engine is None else [(plan.eval_engine, plan.eval_weight_sync)]
+    for spec, weight_sync in asked:
+        for number in range(len(spec.base_urls)):
+            engine = spec.engine(number)
+            command = _command(plan, weight_sync, model_id, engine)
+            try:
+                engine.start(model_id, {})
+            except EngineError as error:
+                raise EngineError(f"{error}; this starts one: {command}") from error
+            lack = engine.lacks(weight_sync.requires.moves)
+            asked_by_environments = spec is plan.engine and plan.config.rollouts.get("url") is not None
+            if asked_by_environments and not engine.api.has("/generate"):
+                lack = "has no POST /generate, which environments call (--middleware offline_grpo_generate.Generate)"
+            elif lack is not None and weight_sync.requires.moves == "nothing":
+                log.warning(
+                    "%s=%s: that server %s; weight_sync=none uses it as it is", engine.key, engine.base_url, lack
+                )
+                continue
+            if lack is not None:
+                fix = f"that server {lack}; see docs/weight_sync.md, Your own server. Start one that has it: {command}"
+                raise ConfigError(f"{engine.key}={engine.base_url}: {fix}")
+
+
+def _command(plan: Plan, weight_sync: WeightSync, model_id: str, engine: ServerEngine) -> str:
+    """What starts a server that has what weight sync needs, at the address of the engine's."""
+    needs, room = weight_sync.requires, {} if plan.lora_rank is None else {"max_lora_rank": room_for(plan.lora_rank)}
+    args = {"port": urlsplit(engine.base_url).port, "dtype": TORCH_NAMES[plan.config.train.precision]}
+    args |= {} if plan.config.model.quantization is None else {"quantization": "bitsandbytes"}
+    words = engine.start_words(model_id, args, {**needs.server_args, **room})
+    env = [f"{name}={shlex.quote(value)}" for name, value in needs.env.items()]
+    return " ".join([*env, shlex.join(["python", "-m", *words])])
+
+
+def make_engines(run: Run) -> list[ServerEngine]:
+    """The engines of the servers that training samples from, not started yet; none where it samples in this process."""
+    plan, spec, ranks, about = run.plan, run.plan.engine, run.ranks, {"log_dir": run.folder.path}
+    engines: list[ServerEngine] = []
+
+    def make() -> list[tuple[str, str | None]]:
+        """On rank 0: with what starts and restarts them. All processes share the key that a run makes up."""
+        room, gpus, numbers = reserve_room(plan), server_gpus(run.devices), count()
+        if room is not None:
+            run.stack.callback(room.close)
+        for number in range(spec.num_managed):
+            place = {"room": room} if room is not None else {"gpus": gpus[number]}
+            engines.append(spec.engine(number, **about, log_numbers=numbers, **place))
+        return [(engine.base_url, engine.api_key) for engine in engines]
+
+    if spec.launcher is not None:
+        addresses = ranks.on_main(make)
+        if not engines:  # on another rank
+            found: list[Any] = [{"base_url": url, "api_key": key, "launcher": None} for url, key in addresses]
+            engines = [spec.engine(**about, **each) for each in found]
+    else:
+        engines = [spec.engine(number, **about) for number in range(len(spec.base_urls))]
+    for engine in engines:
+        run.stack.callback(engine.stop)
+    return engines
+
+
+def reserve_room(plan: Plan) -> Room | None:
+    """Room in the Ray cluster for the servers that the run starts; None where they are on this machine."""
+    placement = plan.config.placement
+    if placement.address is None or plan.engine.num_managed == 0:
+        return None
+    where: Any = {"gpus": num_shards(plan.server_args), "strategy": "SPREAD"}
+    key, count = "placement.num_engines", plan.engine.num_managed
+    room = Room(placement.address, placement.ray_init, key, count, **where)
+    log.info("the Ray cluster at %s: %s", placement.address, room.machines)
+    return room
+
+
+def starts_before_the_policy(spec: EngineSpec, weight_sync: WeightSync, devices: Devices) -> bool:
+    """Whether the servers may start before the policy is loaded."""
+    needs_policy = isinstance(weight_sync, LoraRestart)  # its command line names the adapter
+    tells = spec.launcher is not None and spec.launcher.tells_of_memory
+    return not needs_policy and (tells or not loads_onto_servers_gpu(weight_sync, devices))
+
+
+def loads_onto_servers_gpu(weight_sync: WeightSync, devices: Devices) -> bool:
+    """Whether the policy is loaded onto a GPU of a server, and so not before that has taken its memory
+    (`ServerEngine.wait_for_memory`).
+    """
+    trainers = trainer_gpus(devices.trainer, devices.num_processes)
+    is_shared = any(own is None or gpu in own for own in server_gpus(devices) for gpu in trainers)
+    return is_shared and not weight_sync.requires.shares_weights
+
+
+def deployments(run: Run) -> tuple[Deployment, Deployment]:
+    """What training samples from and what evaluations ask, which may be the same; not connected yet."""
+    plan, policy, ranks, sharding = run.plan, run.policy, run.ranks, run.sharding
+
+    def deployment(
+        spec: EngineSpec, engines: list[ServerEngine], sync: WeightSync, sampling: SamplingParams
+    ) -> Deployment:
+        known: Any = {
+            "eos_ids": end_ids(policy.causal_lm.generation_config, policy.tokenizer),
+            "vocab_size": policy.vocab_size,
+            "sampling": sampling,
+            "is_corrected": plan.is_corrected or spec is plan.eval_engine,
+        }
+        if not spec.needs_server:
+            local = spec.engine(model=policy.model, tokenizer=policy.tokenizer, **known)
+            return Deployment([local], sync, sharding.full_weights)
+        for engine in engines:
+            vars(engine).update(known)
+        leads = (ranks, sharding.lead) if ranks.world_size > 1 else None
+        return Deployment(engines, sync, sharding.full_weights, leads)
+
+    training = deployment(plan.engine, run.servers, plan.weight_sync, plan.sampling)
+    if plan.eval_engine is None:
+        return training, training
+    found = [plan.eval_engine.engine(i, log_dir=run.folder.path) for i in range(len(plan.eval_engine.base_urls))]
+    return training, deployment(plan.eval_engine, found, plan.eval_weight_sync, plan.eval_sampling)

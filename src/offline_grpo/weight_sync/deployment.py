@@ -6,11 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
-from offline_grpo.engine.engine import Engine
-from offline_grpo.engine.server import next_to_start
-from offline_grpo.engine.spread import SpreadClient
+from offline_grpo.engine.engine import Engine, next_to_start
+from offline_grpo.engine.streaming import SpreadClient
 from offline_grpo.errors import EngineError
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.policy import Policy
@@ -21,25 +20,39 @@ from offline_grpo.weight_sync.strategy import WeightSync
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Deployment:
-    """Implements `interfaces.Deployment`: a push stages the weights once, and gives them to all engines at once.
+    """A push stages the weights once, gives them to all engines at once, and verifies each.
 
     Of several engines, one that dies is left out, and sampling continues with the others. The next push starts it again
     before it gives the weights to all.
 
+    Of several processes each has a deployment around the same servers. Rank 0 alone starts servers and pushes; the
+    others follow. An error on rank 0 is raised on all. `metrics` are about what this process has sampled, and `close`
+    uses no collectives: processes may end at different times.
+
     Args:
         engines: all serve the same weights. Several are servers.
         full_weights: the one place where a push reads the policy's weights from.
+        leads: the processes, and `Sharding.lead`; None where this process is alone, or samples from its own policy.
     """
 
-    def __init__(self, engines: Sequence[Engine], weight_sync: WeightSync, full_weights: FullWeights) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        weight_sync: WeightSync,
+        full_weights: FullWeights,
+        leads: tuple[Ranks, Callable[[Callable[[], Any]], Any]] | None = None,
+    ) -> None:
         assert len(engines) == 1 or not weight_sync.requires.one_engine, f"{weight_sync.name} serves one engine"
         self.engines: list[Any] = list(engines)  # of several each is a `ServerEngine`
         self._spread = SpreadClient(self.engines) if len(engines) > 1 else None
         self._num_restarts = 0
         self._strategy = weight_sync
         self._full_weights = full_weights
+        self._ranks, self._lead = leads or (None, lambda action: action())
         self._version: int | None = None
 
     @property
@@ -49,37 +62,70 @@ class Deployment:
 
     @property
     def is_frozen(self) -> bool:
+        """Whether the engine keeps its own weights (weight_sync=none)."""
         return self._strategy.requires.moves == "nothing"
 
     def connect(self, policy: Policy) -> None:
-        snapshot = self._snapshot(policy)
-        words = self._strategy.start_model(snapshot), self._strategy.start_args(snapshot)
-        self._start(self.engines, words, lambda engine: self._strategy.attach(engine, snapshot))
+        """Start the engines, or wait for those that have begun, and open the way of the weights to them."""
+
+        def connect() -> None:
+            snapshot = self._snapshot(policy)
+            words = self._strategy.start_model(snapshot), self._strategy.start_args(snapshot)
+            self._start(self.engines, words, lambda engine: self._strategy.attach(engine, snapshot))
+
+        self._led(connect)
 
     def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
-        """See `Deployment.push` in interfaces.py. Of several engines, the dead are started again first."""
-        if self._spread is not None and not self._strategy.requires.own_server:
-            dead = [engine for engine in self.engines if engine not in self._serving]
-            self._num_restarts += len(dead)
-            self._restart(dead, policy)
-        return self._push(policy, version, amid_requests)
+        """Have the engines serve the policy's weights, and prove that they do. Every process's client then asks for
+        them. Of several engines, the dead are started again first.
+
+        Args:
+            version: number of updates in the weights.
+            amid_requests: requests of this run are open, so what others have loaded must be noticed before it is gone.
+
+        Raises:
+            EngineDied: an engine has ended. EngineError: it serves something else, or refuses.
+        """
+
+        def push() -> SyncReport:
+            if self._spread is not None and not self._strategy.requires.own_server:
+                dead = [engine for engine in self.engines if engine not in self._serving]
+                self._num_restarts += len(dead)
+                self._restart(dead, policy)
+            return self._push(policy, version, amid_requests)
+
+        return self._led(push)
 
     def check_served(self) -> None:
-        """See `Deployment.check_served` in interfaces.py. What the dead sampled had the weights of the last push."""
-        assert self._version is not None, "check_served() before push()"
-        for engine in self._serving:
-            self._strategy.check_served(engine, self._version)
+        """See that what was sampled had the weights of the last push, also from engines that have died since."""
+
+        def check() -> None:
+            assert self._version is not None, "check_served() before push()"
+            for engine in self._serving:
+                self._strategy.check_served(engine, self._version)
+
+        if self._ranks is None:
+            check()
+        else:
+            self._ranks.on_main(check)
 
     def recover(self, policy: Policy, *, version: int) -> SyncReport:
-        self._restart([engine for engine in self.engines if engine.has_lost_weights], policy)
-        return self._push(policy, version, amid_requests=False)
+        """Start engines again that have lost their weights, and push."""
+
+        def recover() -> SyncReport:
+            self._restart([engine for engine in self.engines if engine.has_lost_weights], policy)
+            return self._push(policy, version, amid_requests=False)
+
+        return self._led(recover)
 
     def metrics(self) -> Metrics:
+        """Of several engines, for the iteration's metrics file."""
         if self._spread is None:
             return {}
         return {**self._spread.metrics(), "engines/num_restarts": float(self._num_restarts)}
 
     def close(self) -> None:
+        """Leave the engines behind, and end those that the run has started."""
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.callback(engine.stop)
@@ -90,7 +136,19 @@ class Deployment:
     @property
     def _serving(self) -> list[Engine]:
         """All but servers of the run that have ended; where that is none, all, so that the dead say why."""
-        return [e for e in self.engines if e.found_at is not None or not e.has_lost_weights] or self.engines
+        return [e for e in self.engines if not (e.is_managed and e.has_lost_weights)] or self.engines
+
+    def _led(self, action: Callable[[], T]) -> T:
+        """Do it on rank 0. The others then sample from what it has started and pushed to: weights, URL and pid."""
+        result = self._lead(action)
+        if self._ranks is not None:
+            state = self._ranks.broadcast([(engine.weights, engine.base_url, engine.pid) for engine in self.engines])
+            if not self._ranks.is_main:
+                for engine, (weights, url, pid) in zip(self.engines, state, strict=True):
+                    engine.weights = weights
+                    engine.follow(url, pid)
+                self._ask_all()
+        return result
 
     def _push(self, policy: Policy, version: int, amid_requests: bool) -> SyncReport:
         started = time.perf_counter()
@@ -155,54 +213,3 @@ class Deployment:
 
     def _snapshot(self, policy: Policy) -> Snapshot:
         return Snapshot(policy, self._full_weights, host=self.engines[0])
-
-
-class RankZeroDeployment(Deployment):
-    """The `Deployment` of a run with several processes, each of which has one around the same servers.
-
-    Rank 0 alone starts servers and pushes; the others follow. An error on rank 0 is raised on all. `metrics` are about
-    what this process has sampled, and `close` uses no collectives: processes may end at different times.
-
-    Args:
-        lead: see `Sharding.lead`.
-    """
-
-    def __init__(
-        self,
-        engines: Sequence[Engine],
-        weight_sync: WeightSync,
-        full_weights: FullWeights,
-        ranks: Ranks,
-        lead: Callable[[Callable[[], Any]], Any],
-    ) -> None:
-        super().__init__(engines, weight_sync, full_weights)
-        self._ranks = ranks
-        self._lead = lead
-
-    def connect(self, policy: Policy) -> None:
-        self._lead(lambda: Deployment.connect(self, policy))
-        self._follow()
-
-    def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
-        """See `Deployment.push`. Every process's client then asks for the same weights."""
-        report = self._lead(lambda: Deployment.push(self, policy, version=version, amid_requests=amid_requests))
-        self._follow()
-        return report
-
-    def check_served(self) -> None:
-        self._ranks.on_main(lambda: Deployment.check_served(self))
-
-    def recover(self, policy: Policy, *, version: int) -> SyncReport:
-        report = self._lead(lambda: Deployment.recover(self, policy, version=version))
-        self._follow()
-        return report
-
-    def _follow(self) -> None:
-        """Sample from the servers that rank 0 started and pushed to: weights, URL and pid of each."""
-        state = [(engine.weights, engine.server.base_url, engine.server.pid) for engine in self.engines]
-        state = self._ranks.broadcast(state)
-        if not self._ranks.is_main:
-            for engine, (weights, url, pid) in zip(self.engines, state, strict=True):
-                engine.weights = weights
-                engine.follow(url, pid)
-            self._ask_all()

@@ -62,7 +62,7 @@ class InProcess(WeightSync):
     requires = SyncRequirements(engine=LocalEngine, moves="any")
 
     def attach(self, engine: Engine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`. Raises ConfigError unless the engine samples from the policy's own module."""
+        """Raises ConfigError unless the engine samples from the policy's own module."""
         if getattr(engine, "model", None) is not snapshot.policy.model:
             raise ConfigError(
                 f"weight_sync=in_process: {type(engine).__name__} does not sample from the trained module; "
@@ -70,7 +70,7 @@ class InProcess(WeightSync):
             )
 
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Staged]:
-        """See `WeightSync.staged`. There is one copy of the weights."""
+        """There is one copy of the weights."""
         return nullcontext(Staged(version=version, num_tensors=0, num_bytes=0))
 
 
@@ -85,20 +85,20 @@ class Frozen(WeightSync):
     requires = SyncRequirements(engine=ServerEngine, moves="nothing")
 
     def start_model(self, snapshot: Snapshot) -> str:
-        """See `WeightSync.start_model`. The model before training, in a resumed run too."""
+        """The model before training, in a resumed run too."""
         return self.recovery_model(snapshot)
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`. Says once what every later line of the run means."""
+        """Says once what every later line of the run means."""
         log.warning(
             "weight_sync=none: the server at %s is frozen. It gets no weights, so what it samples comes from its own "
             "model (version 0) and not from the policy, and alignment/* grows as the policy learns",
-            engine.server.base_url,
+            engine.base_url,
         )
 
     def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.reattach`."""
 
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Staged]:
-        """See `WeightSync.staged`. The version stays that of the weights that no update has changed."""
+        """The version stays that of the weights that no update has changed."""
         return nullcontext(Staged(version=0, num_tensors=0, num_bytes=0))

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from offline_grpo.engine.background import at_once
 from offline_grpo.engine.http import NotFound, Refused
+from offline_grpo.engine.streaming import at_once
 from offline_grpo.engine.vllm import LORA_KERNELS, VllmEngine
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.weight_sync.proof import prove_base
@@ -51,7 +51,7 @@ class LoraHotswap(ServerSync):
         return replace(lora_requirements(self.server_args), in_flight=("keep",))
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`. A new server has none of our adapters. One that takes nothing else cannot prove its
+        """A new server has none of our adapters. One that takes nothing else cannot prove its
         base.
 
         Raises:
@@ -64,11 +64,11 @@ class LoraHotswap(ServerSync):
 
     @contextlib.contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:
-        """See `WeightSync.staged`. When all engines sample from the new adapter, the one before the old one is
+        """When all engines sample from the new adapter, the one before the old one is
         unloaded: other processes of the run hear of the new one a moment later."""
         self._num_pushes += 1
         name = f"{self._prefix}-{self._num_pushes}"
-        folder = snapshot.host.server.scratch / name
+        folder = snapshot.host.scratch / name
         num_bytes = save_weights(snapshot, folder)
         self._names.append(name)
         num_tensors = len(snapshot.policy.trained_parameters())
@@ -81,18 +81,18 @@ class LoraHotswap(ServerSync):
         for old in self._names[:-KEPT_FOLDERS]:
             if not any(engine.num_asked[old] for engine in self._loaded):
                 for engine in self._loaded:
-                    shutil.rmtree(engine.server.scratch / old, ignore_errors=True)
+                    shutil.rmtree(engine.scratch / old, ignore_errors=True)
                 self._names.remove(old)
 
     def deliver(self, engines: Sequence[VllmEngine], staged: StagedFolder) -> float:
-        """See `WeightSync.deliver`. Requests use the adapter as soon as they carry its name.
+        """Requests use the adapter as soon as they carry its name.
 
         Every server reads it from its own folder: that of one that dies is deleted, and the others may need to read
         theirs again.
         """
 
         def load(engine: VllmEngine) -> None:
-            folder = engine.server.scratch / staged.name
+            folder = engine.scratch / staged.name
             if folder != staged.folder:
                 shutil.copytree(staged.folder, folder)
             try:
@@ -109,7 +109,7 @@ class LoraHotswap(ServerSync):
         return 0.0
 
     def check_served(self, engine: VllmEngine, version: int) -> None:
-        """See `WeightSync.check_served`. Of the base: a server without the adapter would have refused the requests,
+        """Of the base: a server without the adapter would have refused the requests,
         which name it.
         """
         if engine not in self._base_tags:
@@ -120,14 +120,14 @@ class LoraHotswap(ServerSync):
             del self._base_tags[engine]
             found = None
         if found is None:
-            raise EngineDied(f"{engine.server.base_url}: {STARTED_ANEW}")
+            raise EngineDied(f"{engine.base_url}: {STARTED_ANEW}")
         if found != self._base_tags[engine]:
-            raise foreign_write(engine.server.base_url, "has another base model under the adapters")
+            raise foreign_write(engine.base_url, "has another base model under the adapters")
 
     def detach(self, engine: VllmEngine) -> None:
-        """See `WeightSync.detach`. An external server forgets the adapters, whose folders go now."""
+        """An external server forgets the adapters, whose folders go now."""
         for name in self._loaded.pop(engine, []):
-            if not engine.server.is_managed:
+            if not engine.is_managed:
                 with contextlib.suppress(EngineError):
                     engine.unload_adapter(name)
 
@@ -137,7 +137,7 @@ ADAPTER = "policy-adapter"
 
 @dataclass(kw_only=True)
 class LoraRestart(Restart):
-    """See `Restart`. The base model is what the server is started with, every time, and the adapter is named on its
+    """The base model is what the server is started with, every time, and the adapter is named on its
     command line.
     """
 
@@ -148,7 +148,7 @@ class LoraRestart(Restart):
         return replace(lora_requirements(self.server_args), own_server=True)
 
     def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """See `WeightSync.start_args`. The newest adapter, under a name that requests then carry."""
+        """The newest adapter, under a name that requests then carry."""
         self._save(snapshot)
         return {"lora_modules": [f"{ADAPTER}={self._folder}"]}
 

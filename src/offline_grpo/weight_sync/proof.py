@@ -130,13 +130,13 @@ def compare(
         moved = (rounded - difference).abs().mean().item()
         allowed, of_format = tolerance_nats + FP8_ERRORS * moved, f" and {FP8_ERRORS:g} times FP8's {moved:.2g}"
         says += f"; the server computes in {quantization}, which moves the trainer's own by {moved:.2g}"
-    mismatch = f"[MISMATCH] {engine.server.base_url}: {says}"
+    mismatch = f"[MISMATCH] {engine.base_url}: {says}"
     if found != tag:
         raise EngineError(f"{mismatch}; the server has version {found}: another run pushes to it, or it was restarted")
     if unequal:
         raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
     if not diff_abs_mean <= allowed:
-        group = "eval" if engine.server.key.startswith("eval.") else "weight_sync"
+        group = "eval" if engine.key.startswith("eval.") else "weight_sync"
         raise EngineError(
             f"{mismatch}; above {group}.tolerance_nats={tolerance_nats:g}{of_format}: stale weights or caches, or a "
             "server that computes something else (dtype, rope scaling, quantisation, logprobs returned without "
@@ -177,7 +177,7 @@ def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
     is_4_bit = getattr(snapshot.policy.causal_lm, "is_loaded_in_4bit", False)
     fix = f"start the server from {snapshot.policy.causal_lm.name_or_path}" + is_4_bit * " --quantization bitsandbytes"
     problem = f"the adapters are for another base model than the server has: {differ}; {fix}"
-    require(not unequal, engine.server.key, engine.server.base_url, problem)
+    require(not unequal, engine.key, engine.base_url, problem)
     if num_compared:
         log.info("[OK] base model: %d of %d tensors equal bit for bit", num_compared, num_compared)
     return tag

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offline_grpo.engine.background import at_once
 from offline_grpo.engine.server_engine import ServerEngine
+from offline_grpo.engine.streaming import at_once
 from offline_grpo.errors import require
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements
@@ -46,7 +46,7 @@ class Reload(PausingSync):
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:
-        """See `WeightSync.staged`. Saving happens before the pause: only loading stops the servers."""
+        """Saving happens before the pause: only loading stops the servers."""
         server = snapshot.host.server
         folder = (server.scratch if self.location == "memory" else server.log_dir) / f".push_{version}"
         try:

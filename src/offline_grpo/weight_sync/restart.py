@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.engine.server import next_to_start
+from offline_grpo.engine.engine import next_to_start
 from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_tag
 from offline_grpo.weight_sync.strategy import ServerSync, Staged, SyncRequirements
@@ -48,17 +48,17 @@ class Restart(ServerSync):
         return SyncRequirements(engine=ServerEngine, own_server=True, server_args=self.server_args)
 
     def recovery_model(self, snapshot: Snapshot) -> str:
-        """See `WeightSync.recovery_model`. Saves the newest now."""
+        """Saves the newest now."""
         self._save(snapshot)
         return self._model(snapshot)
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`. The server has just been started from these very weights."""
+        """The server has just been started from these very weights."""
         self._started_from[engine] = snapshot.fingerprints
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
-        """See `WeightSync.staged`. Weights that all servers already serve are not saved again.
+        """Weights that all servers already serve are not saved again.
 
         Stale servers restart, those that share no GPU first: `deliver` awaits these and starts the rest.
         """
@@ -75,7 +75,7 @@ class Restart(ServerSync):
         yield StagedStart(version=version, num_tensors=0, num_bytes=num_bytes, **start)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedStart) -> float:
-        """See `WeightSync.deliver`. Starts overlap, for `staged` has begun them, so they are waited for one after the
+        """Starts overlap, for `staged` has begun them, so they are waited for one after the
         other. A server that already has these weights only gets the version.
         """
         paused_seconds = 0.0
@@ -88,7 +88,7 @@ class Restart(ServerSync):
         return paused_seconds
 
     def detach(self, engine: ServerEngine) -> None:
-        """See `WeightSync.detach`. Deletes the served weights: checkpoints are elsewhere."""
+        """Deletes the served weights: checkpoints are elsewhere."""
         if self._folder is not None:
             shutil.rmtree(self._folder.parent, ignore_errors=True)
 
@@ -100,7 +100,7 @@ class Restart(ServerSync):
         if self._folder is not None and self._saved == snapshot.fingerprints:
             return 0
         self._num_saves += 1
-        folder = snapshot.host.server.log_dir / "served" / str(self._num_saves)
+        folder = snapshot.host.log_dir / "served" / str(self._num_saves)
         num_bytes = save_weights(snapshot, folder)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

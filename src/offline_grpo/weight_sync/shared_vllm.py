@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offline_grpo.disk import write_whole
-from offline_grpo.engine.guardian import remove_cuda_driver_files
+from offline_grpo.engine.spawn import remove_cuda_driver_files
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
 from offline_grpo.model.layers import text_parameters
@@ -61,11 +61,11 @@ class SharedVllm(PausingSync):
 
     @property
     def requires(self) -> SyncRequirements:
-        """See `WeightSync.requires`. The policy can be the memory of one server."""
+        """The policy can be the memory of one server."""
         return replace(super().requires, in_flight=(), one_engine=True, placement="same", shares_weights=True)
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`. Splices the server's memory, which must hold the policy's own bits, into the policy.
+        """Splices the server's memory, which must hold the policy's own bits, into the policy.
 
         Raises:
             ConfigError: a server whose weights cannot be shared, or do not cover the policy; says what to use instead
@@ -77,7 +77,7 @@ class SharedVllm(PausingSync):
         policy.become_shared(before_publish=self._pause_to_write)
 
     def reattach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.reattach`. Trained weights come back from the masters, frozen ones from the files that the
+        """Trained weights come back from the masters, frozen ones from the files that the
         server loads.
         """
         policy, self._engine, self._paused_at, self._version = snapshot.policy, engine, None, None
@@ -89,7 +89,7 @@ class SharedVllm(PausingSync):
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
-        """See `WeightSync.staged`. The optimizer's updates are in place already."""
+        """The optimizer's updates are in place already."""
         policy, parameters = snapshot.policy, dict(snapshot.policy.causal_lm.named_parameters())
         moved = [name for name, p in parameters.items() if p.data_ptr() != self._addresses[name]]
         assert not moved, f"parameters have left the server's memory: {moved[:3]}"
@@ -98,13 +98,13 @@ class SharedVllm(PausingSync):
             self.check_served(snapshot.host, self._version)
         if others := policy.masters.differing():
             found = f"wrote to {len(others)} tensors of the policy, {others[0]}"
-            raise foreign_write(snapshot.host.server.base_url, found)
+            raise foreign_write(snapshot.host.base_url, found)
         if policy.compute_device.type == "cuda":  # the fence: our writes must be done before the server continues
             torch.cuda.synchronize(policy.compute_device)
         yield Staged(version=version, num_tensors=len(parameters), num_bytes=0)
 
     def deliver(self, engines: Sequence[VllmEngine], staged: Staged) -> float:
-        """See `WeightSync.deliver`. Makes sure that the server uses the updates and nothing older."""
+        """Makes sure that the server uses the updates and nothing older."""
         [engine] = engines
         engine.set_tag(weights_tag(staged.version))
         self._version = staged.version
@@ -156,7 +156,7 @@ class SharedVllm(PausingSync):
                 **engine.call_worker("grpo_export"),
                 param_mappings=engine.call_worker("grpo_layout"),
             )
-            bridge.write(engine.server.log_dir / "vllm_bridge_config.json")
+            bridge.write(engine.log_dir / "vllm_bridge_config.json")
         if (bridge.device, bridge.gpu_uuid) != (home.type, gpu_uuid(home)):
             raise ConfigError(
                 f"model.device={home}: is on {gpu_uuid(home) or 'no GPU'}, and the server's weights are on "

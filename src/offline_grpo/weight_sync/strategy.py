@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, ClassVar, Literal
 
-from offline_grpo.engine.background import at_once, results, started
 from offline_grpo.engine.engine import Engine
+from offline_grpo.engine.streaming import at_once, results, started
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineDied, EngineError, require
 from offline_grpo.weight_sync.proof import (
@@ -153,11 +153,11 @@ class ServerSync(WeightSync):
 
     @property
     def requires(self) -> SyncRequirements:  # type: ignore[override]
-        """See `WeightSync.requires`. Most strategies use what vLLM alone can do."""
+        """Most strategies use what vLLM alone can do."""
         return SyncRequirements(engine=VllmEngine, server_args=self.server_args)
 
     def verify(self, engines: Sequence[Any], snapshot: Snapshot, version: int) -> list[Proof]:
-        """See `WeightSync.verify`. All servers sample at the same time, and meanwhile their bits are compared; the
+        """All servers sample at the same time, and meanwhile their bits are compared; the
         policy then scores together what they have sampled.
         """
         policy, prompts = snapshot.policy, probe_prompts(snapshot.policy)
@@ -181,7 +181,7 @@ class ServerSync(WeightSync):
         return proofs
 
     def check_served(self, engine: Any, version: int) -> None:
-        url, found, pushed = engine.server.base_url, engine.served_tag(), weights_tag(version)
+        url, found, pushed = engine.base_url, engine.served_tag(), weights_tag(version)
         if found is None:
             raise EngineDied(f"{url}: {STARTED_ANEW}")
         if found != pushed:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from offline_grpo.engine.background import at_once, in_background, results, started
-from offline_grpo.engine.guardian import remove_cuda_driver_files
+from offline_grpo.engine.http import address_towards, choose_port, is_loopback
 from offline_grpo.engine.inside_vllm.offline_grpo_group import empty_bucket, meet
-from offline_grpo.engine.ports import address_towards, choose_port, is_loopback
+from offline_grpo.engine.spawn import remove_cuda_driver_files
+from offline_grpo.engine.streaming import at_once, in_background, results, started
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.layers import text_parameters
@@ -90,7 +90,7 @@ class Ipc(WeightTransfer):
         engine.post("/init_weight_transfer_engine", {"init_info": {}})
 
     def deliver(self, engines: Sequence[VllmEngine], staged: StagedWeights) -> float:
-        """See `WeightSync.deliver`. All engines get a bucket before the next one is read, because the policy's weights
+        """All engines get a bucket before the next one is read, because the policy's weights
         are read once.
 
         They are paused for the whole update: parameters have no storage between start and finish. After an error they
@@ -155,7 +155,7 @@ class Nccl(WeightTransfer):
         return replace(super().requires, gpu=True, placement="other")
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`. The next push forms the group anew.
+        """The next push forms the group anew.
 
         Raises:
             ConfigError: no GPU, or the same GPU as the server.
@@ -171,7 +171,7 @@ class Nccl(WeightTransfer):
         self._leave()
 
     def deliver(self, engines: Sequence[VllmEngine], staged: StagedWeights) -> float:
-        """See `WeightSync.deliver`. While a bucket is on its way, the next one is read. After an error the servers stay
+        """While a bucket is on its way, the next one is read. After an error the servers stay
         paused.
         """
         snapshot, device = staged.snapshot, staged.snapshot.policy.device
@@ -205,7 +205,7 @@ class Nccl(WeightTransfer):
         return time.perf_counter() - began
 
     def verify(self, engines: Sequence[VllmEngine], snapshot: Snapshot, version: int) -> list[Proof]:
-        """See `WeightSync.verify`. What has proven where the weights are stays proven until the server starts anew."""
+        """What has proven where the weights are stays proven until the server starts anew."""
         proofs = super().verify(engines, snapshot, version)
         num_all = len(text_parameters(snapshot.policy.causal_lm))
         self._in_place |= {e for e, proof in zip(engines, proofs, strict=True) if proof.num_equal == num_all}
@@ -229,7 +229,7 @@ class Nccl(WeightTransfer):
     def _join(self, engines: Sequence[VllmEngine], device: torch.device) -> Any:
         """Form the group: the trainer, then the workers of one server after the other."""
         sizes = [engine.get("/get_world_size").json()["world_size"] for engine in engines]
-        found = [address_towards(engine.server.base_url) for engine in engines]
+        found = [address_towards(engine.base_url) for engine in engines]
         address = self.master_address or next((one for one in found if not is_loopback(one)), found[0])
         port = choose_port(address, None, key="weight_sync.master_address")
         meeting = in_background(lambda: meet(address, port, 0, 1 + sum(sizes), device))

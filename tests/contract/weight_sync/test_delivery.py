@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engines import (
+    CLIENT,
     CPU,
     GPU_FP32,
     LORA_ARGS,
@@ -21,12 +22,12 @@ from engines import (
     Where,
     deploy,
     distance,
-    found,
     full_weights,
     load,
     make_client,
     make_server,
     num_running,
+    place_of,
     preloaded_python,
     running,
     sample,
@@ -39,7 +40,6 @@ from peft import LoraConfig, get_peft_model
 from served_runs import Endless
 from transformers import AutoModelForCausalLM
 
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.model.load import load_tokenizer
@@ -133,7 +133,7 @@ def test_an_adapter_that_the_server_ignores_is_noticed(where: Where, model_folde
         return policy
 
     with running(make_server(CPU, tmp_path, args=args, python=preloaded_python(tmp_path)), model_folder) as server:
-        client, scale = make_client(found(server)), 1e-3
+        client, scale = make_client(server), 1e-3
         for targets, is_ignored in ((["down_proj"], True), (["q_proj"], False)):
             policy = policy_of(*targets)
             sync = deploy(strategy("lora_hotswap"), client)
@@ -156,7 +156,7 @@ def test_an_adapter_that_the_server_ignores_is_noticed(where: Where, model_folde
 
 @ON_CPU
 def test_raw_logprobs_are_no_use_to_filtered_samples(
-    connect: Callable[..., Any], full_server: Server, monkeypatch: pytest.MonkeyPatch
+    connect: Callable[..., Any], full_server: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, policy, client = connect("reload")
     top_5 = SamplingParams(1, top_k=5)
@@ -200,7 +200,7 @@ def test_weights_in_shared_memory_can_be_saved(connect: Callable[..., Any], tmp_
 @pytest.mark.slow  # a second server
 @pytest.mark.parametrize("option", ["reload", "lora_hotswap", pytest.param("ipc", marks=pytest.mark.gpu)])
 def test_one_staging_serves_two_servers(
-    option: str, connect: Callable[..., Any], second_server: Server, where: Where, monkeypatch: pytest.MonkeyPatch
+    option: str, connect: Callable[..., Any], second_server: VllmEngine, where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync, policy, client = connect(option, others=[second_server])
     saves: list[Path] = []
@@ -213,7 +213,7 @@ def test_one_staging_serves_two_servers(
 
         monkeypatch.setattr(snapshot, name, save)
     other = sync.engines[1]
-    assert other.server.base_url != client.server.base_url
+    assert other.base_url != client.base_url
     for version in (1, 2):
         train(policy, seed=version)
         report = sync.push(policy, version=version)
@@ -320,7 +320,7 @@ def test_an_adapter_stays_until_nobody_asks_for_it(
         control.resume()
         assert distance(old, waiting.result()) < CPU.tolerance_nats
     sync.push(policy, version=5)
-    assert len([*client.server.scratch.glob("policy-*")]) == 2
+    assert len([*client.scratch.glob("policy-*")]) == 2
 
 
 @ON_CPU
@@ -330,12 +330,12 @@ def test_adapters_are_for_one_base(
     caplog.set_level(logging.INFO)
     first, policy, client = connect("lora_hotswap")
     assert "[OK] base model: 28 of 28 tensors equal bit for bit" in caplog.text
-    second = deploy(strategy("lora_hotswap"), make_client(found(client.server)))
+    second = deploy(strategy("lora_hotswap"), make_client(client))
     second.connect(load(model_folder, CPU, lora=True))
     first.push(policy, version=0)
     first.check_served()
 
-    for sync in (second, deploy(strategy("lora_hotswap"), make_client(found(client.server)))):
+    for sync in (second, deploy(strategy("lora_hotswap"), make_client(client))):
         other = load(model_folder, CPU, lora=True)
         other.causal_lm.get_input_embeddings().weight.data[3] *= 1.5
         with pytest.raises(
@@ -376,7 +376,7 @@ def test_weights_that_others_load_into_shared_memory_end_the_run(
     sync.push(policy, version=0)
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(model_folder)}, "timeout": 60}
     train(policy, seed=1)
-    client.server.api.post("/collective_rpc", body)
+    client.api.post("/collective_rpc", body)
     with pytest.raises(EngineError, match=r"another client has loaded weights into the server: [^\n]*$"):
         sync.push(policy, version=1)
 
@@ -404,7 +404,7 @@ def test_a_push_notices_what_others_loaded_while_it_was_staged(
     save = reload.save_weights
 
     def save_and_be_late(*args: Any, **options: Any) -> int:
-        client.server.api.post(
+        client.api.post(
             "/collective_rpc",
             {"method": "reload_weights", "kwargs": {"weights_path": str(model_folder)}, "timeout": 60},
         )
@@ -414,7 +414,7 @@ def test_a_push_notices_what_others_loaded_while_it_was_staged(
         patch.setattr(reload, "save_weights", save_and_be_late)
         with pytest.raises(EngineError, match="another client has loaded weights into the server"):
             sync.push(policy, version=1, amid_requests=True)
-        assert not client.server.api.get("/is_paused").json()["is_paused"]
+        assert not client.api.get("/is_paused").json()["is_paused"]
         sync.recover(policy, version=1)
         sync.push(policy, version=2)  # with all requests at an end, nothing has come of it
     assert sync.push(policy, version=3, amid_requests=True).version == 3
@@ -430,7 +430,7 @@ def sample_during(
     action: Callable[[], None], step: str, sync: Any, client: VllmEngine, where: Where
 ) -> list[Completion]:
     """Long completions of `PROMPTS`, under way when the action takes this step: a method of the server's control."""
-    asker = Endless(server=client.server, eos_ids=[], vocab_size=1000, batch_size=8, timeout_s=120, max_retries=1)
+    asker = Endless(**{**CLIENT, **place_of(client), "eos_ids": [], "batch_size": 8})
     asker.weights = client.weights
     control = sync.engines[0]
     take_step, under_way = getattr(control, step), []
@@ -441,7 +441,7 @@ def sample_during(
                 generate, asker, PROMPTS, SamplingParams(where.long), group_size=1, seeds=range(len(PROMPTS))
             )
             while not groups.done():
-                if num_running(client.server) == len(PROMPTS):
+                if num_running(client) == len(PROMPTS):
                     take_step(*words)
                     under_way.append(groups)
                     return

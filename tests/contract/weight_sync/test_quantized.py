@@ -13,7 +13,6 @@ from engines import (
     Where,
     deploy,
     distance,
-    found,
     load,
     make_client,
     make_server,
@@ -47,7 +46,7 @@ def test_weights_arrive_requantised(option: str, quantization: str, where: Where
     )
     args, env = {**sync.server_args, "quantization": quantization}, dict(sync.requires.env)
     with running(make_server(where, tmp_path, args=args, env=env, **python), model) as server:
-        client, policy = make_client(found(server)), load(model, where)
+        client, policy = make_client(server), load(model, where)
         deployment = deploy(sync, client)
         deployment.connect(policy)
         policy.make_masters()
@@ -69,4 +68,4 @@ def test_weights_arrive_requantised(option: str, quantization: str, where: Where
         ):
             deployment._strategy.verify(deployment.engines, deployment._snapshot(policy), 2)
         with pytest.raises(ConfigError, match=r"^train.loss.importance_correction=none: http://.* has fp8"):
-            make_client(client.server, is_corrected=False).check_logprobs()
+            make_client(client, is_corrected=False).check_logprobs()

@@ -12,7 +12,7 @@ from offline_grpo.config.checks import idle_overrides
 from offline_grpo.config.compose import typed
 from offline_grpo.config.describe import describe_batches, warnings
 from offline_grpo.config.parts import make_plan
-from offline_grpo.engine import process
+from offline_grpo.engine import spawn
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.model import load
 from offline_grpo.run import train
@@ -131,7 +131,7 @@ def test_the_command_line_is_looked_at(output_dir, tmp_path):
 
 def test_what_a_run_compiles_is_kept_for_the_next(tmp_path, monkeypatch):
     """By then transformers has named a folder in /tmp."""
-    monkeypatch.setattr(process, "OF_THE_SHELL", {})
+    monkeypatch.setattr(spawn, "OF_THE_SHELL", {})
     monkeypatch.setenv("XDG_CACHE_HOME", "/of/the/user")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/torch's")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torch's")

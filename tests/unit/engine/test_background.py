@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from offline_grpo.engine.background import at_once
+from offline_grpo.engine.streaming import at_once
 
 
 def test_calls_overlap_and_keep_their_order() -> None:

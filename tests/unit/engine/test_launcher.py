@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from engines import COMMAND_LINE
 
-from offline_grpo.engine.launcher import Launcher, flags
+from offline_grpo.engine.server_engine import Launcher, flags
 from offline_grpo.errors import ConfigError
 
 

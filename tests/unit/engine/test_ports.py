@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from offline_grpo.engine import ports
-from offline_grpo.engine.ports import address_towards, choose_port, owner_of
+from offline_grpo.engine import http
+from offline_grpo.engine.http import address_towards, choose_port, owner_of
 from offline_grpo.errors import ConfigError
 
 LISTEN = """import socket, time; s = socket.create_server(('127.0.0.1', 0))
@@ -19,10 +19,10 @@ print(s.getsockname()[1], flush=True); time.sleep(100)"""
 
 def test_null_takes_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
     port = choose_port("127.0.0.1", None, key="engine.port")
-    monkeypatch.setattr(ports, "SERVER_PORTS", (port, port + 1))
+    monkeypatch.setattr(http, "SERVER_PORTS", (port, port + 1))
     with socket.create_server(("127.0.0.1", port)):
         assert choose_port("127.0.0.1", None, key="engine.port") == port + 1
-        monkeypatch.setattr(ports, "SERVER_PORTS", (port,))
+        monkeypatch.setattr(http, "SERVER_PORTS", (port,))
         assert choose_port("127.0.0.1", None, key="engine.port") not in (0, port)
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offline_grpo.engine.process import ServerProcess, last_lines
-from offline_grpo.errors import EngineDied
+from offline_grpo.engine.spawn import Child, last_lines
 
 PYTHON = [sys.executable, "-I", "-S"]
 WAIT_S = 15.0
@@ -46,27 +45,23 @@ has ended.
 """
 MEMBERS = ("server", "deaf", "daemon")
 
-Starter = Callable[..., ServerProcess]
+Starter = Callable[..., Child]
 
 
-def is_alive(server: ServerProcess) -> bool:
-    try:
-        server.check_alive()
-    except EngineDied:
-        return False
-    return True
+def is_alive(server: Child) -> bool:
+    return server.how_it_ended() is None
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Starter]:
     """Starts a command in `tmp_path`, and stops it after the test."""
-    started: list[ServerProcess] = []
+    started: list[Child] = []
 
     def start(
         *command: str, name: str = "server", remove: Path | None = None, env: Mapping[str, str] | None = None
-    ) -> ServerProcess:
+    ) -> Child:
         env = os.environ if env is None else env
-        started.append(ServerProcess(command, env=env, log_path=tmp_path / "logs" / f"{name}.log", remove=remove))
+        started.append(Child(command, env=env, log_path=tmp_path / "logs" / f"{name}.log", remove=remove))
         return started[-1]
 
     yield start
@@ -108,10 +103,10 @@ def folder_with_a_file(path: Path) -> Path:
 
 RUN_WITH_A_SERVER = """
 import pathlib, os, sys, time
-from offline_grpo.engine.process import ServerProcess
+from offline_grpo.engine.spawn import Child
 folder = pathlib.Path(sys.argv[1])
 command = [sys.executable, "-c", sys.argv[2], str(folder)]
-server = ServerProcess(command, env=os.environ, log_path=folder / "inner.log", remove=folder / "gone")
+server = Child(command, env=os.environ, log_path=folder / "inner.log", remove=folder / "gone")
 time.sleep(100)
 """
 """A run that has a server of its own, with a folder that goes away with it."""
@@ -188,8 +183,7 @@ def test_a_server_and_its_processes_die_with_its_guardian(start: Starter, tmp_pa
     try:
         os.kill(server.pid, signal.SIGKILL)
         wait_for(lambda: not is_running(pids["server"]), "the server's end")
-        with pytest.raises(EngineDied, match="signal 9"):
-            server.check_alive()
+        assert "signal 9" in str(server.how_it_ended())
         wait_for(lambda: not is_running(pids["deaf"]), "the end of its process")
     finally:
         os.kill(pids["daemon"], signal.SIGKILL)  # it has left the group
@@ -198,9 +192,9 @@ def test_a_server_and_its_processes_die_with_its_guardian(start: Starter, tmp_pa
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from offline_grpo.engine.process import ServerProcess
+from offline_grpo.engine.spawn import Child
 folder, ending, *command = sys.argv[1:]
-server = ServerProcess(command, env=os.environ, log_path=Path(folder, "server.log"), remove=Path(folder, "scratch"))
+server = Child(command, env=os.environ, log_path=Path(folder, "server.log"), remove=Path(folder, "scratch"))
 def note(name, pid):
     Path(folder, f".{name}").write_text(str(pid))
     os.replace(Path(folder, f".{name}"), Path(folder, name))
@@ -267,12 +261,12 @@ def cuda_ipc_files(folder: Path) -> list[Path]:
 RUN_THAT_SHARES = """
 import mmap, os, sys, time
 from pathlib import Path
-from offline_grpo.engine import process
+from offline_grpo.engine import spawn
 folder, own, *command = sys.argv[1:]
 with open(own, "w+b") as file:
     file.truncate(4096)
     kept = mmap.mmap(file.fileno(), 4096)
-server = process.ServerProcess(command, env=os.environ, log_path=Path(folder, "server.log"))
+server = spawn.Child(command, env=os.environ, log_path=Path(folder, "server.log"))
 time.sleep(100)
 """
 
@@ -329,7 +323,7 @@ def test_shared_memory_of_a_run_goes_with_it(ending: str, old: Path, tmp_path: P
 
 RUN_THAT_ENDS = """
 import atexit, mmap, os, sys
-from offline_grpo.engine.guardian import remove_cuda_driver_files
+from offline_grpo.engine.spawn import remove_cuda_driver_files
 atexit.register(remove_cuda_driver_files)
 kept = []
 for path in sys.argv[1:]:

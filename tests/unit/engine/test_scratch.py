@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from offline_grpo.disk import remove_left_behind
-from offline_grpo.engine import process as process_module
-from offline_grpo.engine.process import PREFIX, Scratch
+from offline_grpo.engine import spawn
+from offline_grpo.engine.spawn import PREFIX, Scratch
 
 HOLDER = """
 import time
-from offline_grpo.engine.process import Scratch
+from offline_grpo.engine.spawn import Scratch
 kept = Scratch()
 (kept.path / "weights").write_bytes(b"x")
 print(kept.path, flush=True)
@@ -27,15 +27,15 @@ time.sleep(100)
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The shared memory of these tests."""
-    monkeypatch.setattr(process_module, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(spawn, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def holder(memory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another run, which has a folder there."""
-    code = "import pathlib\nfrom offline_grpo.engine import process\n"
-    code += f"process.SHARED_MEMORY = pathlib.Path({str(memory)!r})\n{HOLDER}"
+    code = "import pathlib\nfrom offline_grpo.engine import spawn\n"
+    code += f"spawn.SHARED_MEMORY = pathlib.Path({str(memory)!r})\n{HOLDER}"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     yield process
     process.kill()

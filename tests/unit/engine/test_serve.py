@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from offline_grpo.engine import serve
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import LORA_KERNELS
 from offline_grpo.errors import ConfigError
 
@@ -44,7 +43,7 @@ def test_options_reach_the_servers_command_line() -> None:
 )
 def test_what_cannot_be_served_is_refused(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    monkeypatch.setattr(serve, "Server", None)  # it does not come so far
+    monkeypatch.setattr(serve, "VllmEngine", None)  # it does not come so far
     with pytest.raises(ConfigError) as refused:
         serve.run(words)
     assert str(refused.value).startswith(message)
@@ -61,7 +60,6 @@ def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch:
 
 
 def test_the_trainer_is_told_the_precision_of_the_server() -> None:
-    server = Server(base_url="http://127.0.0.1:9001", api_key="k", launcher=None, log_dir=Path())
     for dtype, precision in (("float16", " train.precision=fp16"), ("auto", "")):
         line = f"    generation=vllm_server generation.base_url=http://127.0.0.1:9001{precision} generation.api_key=KEY"
-        assert line in serve.how_to_use("m", dtype, server)
+        assert line in serve.how_to_use("m", dtype, "http://127.0.0.1:9001", has_key=True).splitlines()

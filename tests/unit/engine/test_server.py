@@ -9,21 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
-from engines import COMMAND_LINE, make_client
+from engines import CLIENT, COMMAND_LINE, make_client
 from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo import progress
-from offline_grpo.engine import process as process_module
-from offline_grpo.engine import server as server_module
+from offline_grpo.engine import server_engine, spawn
 from offline_grpo.engine.http import NotFound, Refused, read
-from offline_grpo.engine.process import temporary_folder
-from offline_grpo.engine.server import Server
-from offline_grpo.engine.vllm import VllmLauncher
+from offline_grpo.engine.server_engine import Launcher
+from offline_grpo.engine.spawn import temporary_folder
+from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 
 STAND_IN = """
@@ -32,6 +31,7 @@ import http.server, json, os, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = {"path": self.path, "authorization": self.headers["Authorization"], "argv": sys.argv[1:]}
+        body["version"] = "0.32.0"
         body["extra"] = os.environ.get("EXTRA")
         if self.path == "/v1/models":
             body = {"data": [{"id": "policy"}]}
@@ -47,43 +47,36 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """Starts the stand-in."""
-
-    name: str = "the stand-in"
-    host: str = "127.0.0.1"
-    port: int | None = None
-    api_key: str | None = None
-    start_timeout_s: float = 30.0
+@dataclass(frozen=True, kw_only=True)
+class StandIn(Launcher):
+    name = "the stand-in"
+    variables: ClassVar[Mapping[str, str]] = {}
     code: str = STAND_IN
 
     def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
         words = (f"{name}={value}" for name, value in args.items())
         return [sys.executable, "-I", "-c", self.code, str(port), model, *words]
 
-    def key_args(self, folder: Path) -> list[str]:
-        return []
-
     def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
         return {"EXTRA": f"{dict(env)} {gpus}"}
 
 
 @pytest.fixture
-def servers() -> Iterator[list[Server]]:
+def servers() -> Iterator[list[VllmEngine]]:
     """Stopped after the test."""
-    started: list[Server] = []
+    started: list[VllmEngine] = []
     yield started
     for server in started:
         server.stop()
 
 
-def own(servers: list[Server], folder: Path, launcher: Any = None, **settings: Any) -> Server:
-    servers.append(Server(base_url=None, api_key=None, launcher=launcher or Launcher(), log_dir=folder, **settings))
+def own(servers: list[VllmEngine], folder: Path, code: str = STAND_IN, limit_s: float = 30, **more: Any) -> VllmEngine:
+    launcher = StandIn(**{**COMMAND_LINE, "python": None, "start_timeout_s": limit_s}, args={}, code=code)
+    servers.append(VllmEngine(**CLIENT, launcher=launcher, log_dir=folder, **more))
     return servers[-1]
 
 
-def stand_in_of(server: Server) -> psutil.Process:
+def stand_in_of(server: VllmEngine) -> psutil.Process:
     assert server.pid is not None
     [child] = psutil.Process(server.pid).children()
     return child
@@ -92,19 +85,19 @@ def stand_in_of(server: Server) -> psutil.Process:
 # A server of our own
 
 
-def test_start(servers: list[Server], tmp_path: Path) -> None:
-    server = own(servers, tmp_path, gpus=[1], args={"a": 1, "b": 1}, env={"V": "w"})
+def test_start(servers: list[VllmEngine], tmp_path: Path) -> None:
+    server = own(servers, tmp_path, gpus=[1])
     assert server.is_managed
     assert server.pid is None
     said: list[Any] = []
     with progress.followed():
         progress.tell([SimpleNamespace(phase=lambda *event: said.append(event))])  # type: ignore[list-item]
-        server.start("some/model", args={"b": 2})
+        server.start("some/model", {"a": 1, "b": 2})
         assert progress.start_metrics()["time/start_start_server_s"] > 0
     assert said == [("start server", -1)]
     answer = server.api.get("/anything").json()
     assert answer["argv"] == [server.base_url.rpartition(":")[2], "some/model", "a=1", "b=2"]
-    assert answer["extra"].endswith("'V': 'w'} [1]")
+    assert answer["extra"].endswith("} [1]")
     assert answer["authorization"] is None
     assert "\nup\n" in (tmp_path / "server_0.log").read_text()
     server.check_alive()
@@ -114,9 +107,9 @@ def test_start(servers: list[Server], tmp_path: Path) -> None:
         server.api.get("/anything")
 
 
-def test_a_server_that_nobody_waited_for_leaves_nothing(servers: list[Server], tmp_path: Path) -> None:
+def test_a_server_that_nobody_waited_for_leaves_nothing(servers: list[VllmEngine], tmp_path: Path) -> None:
     server = own(servers, tmp_path)
-    server.begin("model")
+    server.begin("model", {})
     pid, scratch = server.pid, server.scratch
     assert pid is not None
     server.stop()
@@ -125,9 +118,9 @@ def test_a_server_that_nobody_waited_for_leaves_nothing(servers: list[Server], t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_death_is_noticed(servers: list[Server], tmp_path: Path) -> None:
+def test_death_is_noticed(servers: list[VllmEngine], tmp_path: Path) -> None:
     server = own(servers, tmp_path)
-    server.start("m")
+    server.start("m", {})
     scratch = server.scratch
     stand_in_of(server).send_signal(signal.SIGKILL)
     with pytest.raises(EngineDied, match=r"the server has ended \(signal 9\).*server_0\.log"):
@@ -146,14 +139,14 @@ BUSY = STAND_IN.replace(
 )
 
 
-def test_a_busy_server_has_time(servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "HEALTH_INTERVAL_S", 0.05)
-    server = own(servers, tmp_path, Launcher(code=BUSY))
-    server.start("model")
-    assert server.watched(lambda: server.api.get("/work/0.8")).status_code == 200
-    monkeypatch.setattr(server_module, "PATIENCE_S", 0.4)
+def test_a_busy_server_has_time(servers: list[VllmEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_engine, "HEALTH_INTERVAL_S", 0.05)
+    server = own(servers, tmp_path, BUSY)
+    server.start("model", {})
+    assert server.get("/work/0.8").status_code == 200
+    monkeypatch.setattr(server_engine, "PATIENCE_S", 0.4)
     with pytest.raises(EngineDied, match="the server was unhealthy and was stopped"):
-        server.watched(lambda: server.api.get("/work/60"))
+        server.get("/work/60")
 
 
 SILENT = STAND_IN.replace(
@@ -167,15 +160,15 @@ SILENT = STAND_IN.replace(
 
 
 def test_a_server_that_breaks_a_call_off_is_stopped(
-    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    servers: list[VllmEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody knows how much of it was done. What only reads is asked again first."""
-    monkeypatch.setattr(server_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(server_engine, "GRACE_S", 0.0)
     for changes, asked in ((True, 1), (False, 2)):
-        server = own(servers, tmp_path / str(changes), Launcher(code=SILENT))
-        server.start("model")
+        server = own(servers, tmp_path / str(changes), SILENT)
+        server.start("model", {})
         with pytest.raises(EngineDied, match=r"/load: .* and was stopped; its last words"):
-            make_client(server).post("/load", changes=changes)
+            server.post("/load", changes=changes)
         assert server.has_ended
         assert (tmp_path / str(changes) / "server_0.log").read_text().count("asked\n") == asked
 
@@ -186,17 +179,17 @@ def test_a_call_does_not_use_a_connection_that_the_server_may_be_closing(tmp_pat
         return Reply(cut="reset") if is_known else Reply({"version": "0.25"})
 
     with ScriptedServer(script) as web:
-        control = make_client(found(web.base_url, tmp_path))
+        control = make_client(web.base_url)
         assert [control.version() for _ in range(3)] == ["0.25"] * 3
         control.pause("keep")
         control.resume()
         assert len(web.requests) == 5
 
 
-def test_death_of_a_server_that_another_process_started_is_noticed(servers: list[Server], tmp_path: Path) -> None:
+def test_death_of_a_server_that_another_process_started_is_noticed(servers: list[VllmEngine], tmp_path: Path) -> None:
     server = own(servers, tmp_path)
-    server.start("model")
-    there = Server(base_url=server.base_url, api_key=None, launcher=None, log_dir=tmp_path)
+    server.start("model", {})
+    there = make_client(server)
     there.watched_pid = server.pid
     there.check_alive(grace_s=0.3)
     stand_in_of(server).kill()
@@ -204,28 +197,24 @@ def test_death_of_a_server_that_another_process_started_is_noticed(servers: list
         there.check_alive(grace_s=15)  # its parent has not asked yet: a zombie counts as ended
 
 
-def test_a_server_that_does_not_start(servers: list[Server], tmp_path: Path) -> None:
-    server = own(servers, tmp_path, Launcher(code="raise ValueError('no room')"))
+def test_a_server_that_does_not_start(servers: list[VllmEngine], tmp_path: Path) -> None:
+    server = own(servers, tmp_path, "raise ValueError('no room')")
     with pytest.raises(EngineDied, match=r"exit code 1\); its last words: ValueError: no room"):
-        server.start("m")
-    slow = own(servers, tmp_path / "slow", Launcher(code="import time; time.sleep(100)", start_timeout_s=0.3))
+        server.start("m", {})
+    slow = own(servers, tmp_path / "slow", "import time; time.sleep(100)", 0.3)
     with pytest.raises(EngineError, match=rf"^the stand-in at {slow.base_url} was not ready after 0\.3 s \(engine\.st"):
-        slow.start("m")
+        slow.start("m", {})
 
 
 # A server that was found
 
 
-def found(url: str, folder: Path, api_key: str | None = None) -> Server:
-    return Server(base_url=url, api_key=api_key, launcher=None, log_dir=folder)
-
-
 def test_a_found_server_is_left_alone(tmp_path: Path) -> None:
     with ScriptedServer(lambda _: Reply({"data": [{"id": "their/model"}]})) as web:
-        server = found(web.base_url + "/v1/", tmp_path, "k")
+        server = make_client(web.base_url + "/v1/", api_key="k")
         assert server.base_url == web.base_url
         assert not server.is_managed
-        server.start("some/model")
+        server.start("some/model", {})
         scratch = server.scratch
         server.stop()
         server.check_alive(grace_s=100)
@@ -249,12 +238,12 @@ def test_failed_calls(tmp_path: Path) -> None:
         "/late": (Reply(), EngineError, "ReadTimeout"),
     }
     with ScriptedServer(script) as web:
-        api = found(web.base_url, tmp_path).api
+        api = make_client(web.base_url).api
         for path, (_, kind, message) in replies.items():
             with pytest.raises(kind, match=rf"^{web.base_url}{path}: {message}"):
                 read(api.get(path, timeout_s=0.5), dict)
     with pytest.raises(ConfigError, match="must consist of printable ASCII"):
-        found("http://127.0.0.1:1", tmp_path, "schlüssel")
+        make_client("http://127.0.0.1:1", api_key="schlüssel")
 
 
 # vLLM's command line and environment
@@ -333,12 +322,12 @@ def test_what_is_compiled_is_there_for_the_next_run(tmp_path: Path, monkeypatch:
     assert [environment(api_key=key)["OFFLINE_GRPO_API_KEY"] for key in ("hush", "hush-hush")] == ["hush", "hush-hush"]
     monkeypatch.setenv("TRITON_CACHE_DIR", "torch's, since it compiled in this process")
     monkeypatch.setenv("XDG_CACHE_HOME", "/of/the/user")
-    monkeypatch.setattr(process_module, "LONGEST_SOCKET_FOLDER", 1000)
-    monkeypatch.setattr(process_module, "OF_THE_SHELL", {})
+    monkeypatch.setattr(spawn, "LONGEST_SOCKET_FOLDER", 1000)
+    monkeypatch.setattr(spawn, "OF_THE_SHELL", {})
     kept = temporary_folder(tmp_path)
     assert kept["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user/offline-grpo/torchinductor"
     assert kept["TRITON_CACHE_DIR"] == "/of/the/user/offline-grpo/triton"
-    monkeypatch.setattr(process_module, "OF_THE_SHELL", {"TRITON_CACHE_DIR": "/of/the/shell"})
+    monkeypatch.setattr(spawn, "OF_THE_SHELL", {"TRITON_CACHE_DIR": "/of/the/shell"})
     assert temporary_folder(tmp_path)["TRITON_CACHE_DIR"] == "/of/the/shell"
 
 

@@ -9,15 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import CLIENT
 from factories import generate
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine import server_engine
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
@@ -38,7 +37,7 @@ def tokens_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) ->
     return {"prompt_token_ids": list(prompt), "choices": choices}
 
 
-class MortalServer(Server):
+class MortalEngine(VllmEngine):
     """A server that somebody found, with the life of one that was started."""
 
     is_dead = False
@@ -53,8 +52,7 @@ class Lab:
     """A scripted server and a client of it."""
 
     server: ScriptedServer
-    handle: MortalServer
-    client: VllmEngine
+    client: MortalEngine
 
     def set_script(self, script: Script) -> None:
         self.server.script = script
@@ -81,22 +79,18 @@ class Lab:
         return str(raised.value)
 
 
-def make_client(server: Server, *, batch_size: int = 4) -> VllmEngine:
-    return VllmEngine(server=server, eos_ids=[2], vocab_size=1000, batch_size=batch_size, timeout_s=5.0, max_retries=3)
-
-
-def mortal(base_url: str, tmp_path: Path, api_key: str | None = None) -> MortalServer:
-    return MortalServer(base_url=base_url, api_key=api_key, launcher=None, log_dir=tmp_path)
+def make_client(base_url: str, *, batch_size: int = 4) -> MortalEngine:
+    how = {**CLIENT, "batch_size": batch_size, "timeout_s": 5.0, "max_retries": 3}
+    return MortalEngine(**how, base_url=base_url)
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     monkeypatch.setattr(server_engine, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(server_engine, "GRACE_S", 0.0)
     with ScriptedServer(lambda _: Reply(tokens_answer(TWO))) as server:
-        handle = mortal(server.base_url, tmp_path)
-        client = make_client(handle)
-        yield Lab(server, handle, client)
+        client = make_client(server.base_url)
+        yield Lab(server, client)
         client.close()
 
 
@@ -143,7 +137,7 @@ def test_what_a_push_aborts_waits_for_the_push_alone(lab: Lab, monkeypatch: pyte
 
     lab.set_script(script)
     lab.client.close()
-    lab.client = make_client(lab.handle, batch_size=8)
+    lab.client = make_client(lab.server.base_url, batch_size=8)
     started = time.monotonic()
     groups = generate(lab.client, [PROMPT] * 8, SAMPLING, group_size=2, seeds=range(8))
     assert {version for group in groups for completion in group for version in completion.versions} == {4}
@@ -165,7 +159,7 @@ def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
     assert body["prompt"]["prompt_token_ids"] == PROMPT
 
 
-def test_a_stock_server_is_asked_as_stock_servers_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stock_server_is_asked_as_stock_servers_are(caplog: pytest.LogCaptureFixture) -> None:
     """All requests that were in flight find out by themselves; later ones know."""
 
     def script(request: Request) -> Reply:
@@ -176,7 +170,7 @@ def test_a_stock_server_is_asked_as_stock_servers_are(tmp_path: Path, caplog: py
         return Reply({"choices": [{**choice, "logprobs": {"token_logprobs": [-1.0]}}]})
 
     with ScriptedServer(script) as server, caplog.at_level("INFO"):
-        client = make_client(mortal(server.base_url, tmp_path))
+        client = make_client(server.base_url)
         assert {index for index, _ in client.generate(requests(9), SAMPLING)} == set(range(9))
         paths = [request.path for request in server.requests]
         assert (paths.count(VllmEngine.path), paths.count("/v1/completions")) == (4, 9)
@@ -233,7 +227,7 @@ def test_a_server_of_our_own_that_hangs_has_ended(lab: Lab, monkeypatch: pytest.
     def stop() -> None:
         raise EngineDied("the server was unhealthy and was stopped")
 
-    monkeypatch.setattr(lab.handle, "check_healthy", stop)
+    monkeypatch.setattr(lab.client, "check_healthy", stop)
     lab.set_script(lambda _: Reply(tokens_answer(TWO), byte_pause_s=0.1))
     lab.client.timeout_s = 0.2
     assert "was stopped" in lab.error(EngineDied)
@@ -265,7 +259,7 @@ def test_completions_that_are_not_what_was_asked_for(lab: Lab, completions: list
 @pytest.mark.parametrize("reply", [Reply({"error": "engine dead"}, status=500), Reply({}, cut="reset")])
 def test_the_death_of_our_own_server_is_told(lab: Lab, reply: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
     def script(_: Request) -> Reply:
-        lab.handle.is_dead = True
+        lab.client.is_dead = True
         return reply
 
     monkeypatch.setattr(server_engine, "GRACE_S", 60.0)

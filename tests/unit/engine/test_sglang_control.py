@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from engines import COMMAND_LINE
+from engines import CLIENT, COMMAND_LINE
 from factories import compose_config
 from fake_sglang import FakeSglang
 from omegaconf import OmegaConf
@@ -17,7 +17,6 @@ from scripted_server import ScriptedServer
 
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.sglang import SglangEngine, SglangLauncher
 from offline_grpo.errors import ConfigError
 
@@ -101,9 +100,8 @@ def web(fake: FakeSglang) -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def control(web: ScriptedServer, tmp_path: Path) -> SglangEngine:
-    server = Server(base_url=web.base_url, api_key="secret", launcher=None, log_dir=tmp_path)
-    return SglangEngine(server=server, eos_ids=[2], vocab_size=12, batch_size=4, timeout_s=30, max_retries=0)
+def control(web: ScriptedServer) -> SglangEngine:
+    return SglangEngine(**CLIENT, base_url=web.base_url, api_key="secret")
 
 
 @pytest.mark.parametrize("version", ["0.6.0", "nightly"])

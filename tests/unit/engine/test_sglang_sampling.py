@@ -6,14 +6,13 @@ What both clients do with a server that misbehaves is in test_server_engine.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from engines import CLIENT
 from factories import generate
 from fake_sglang import FakeSglang, log_softmax, logits_after
 from scripted_server import ScriptedServer
 
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.types import SamplingParams
 
@@ -34,9 +33,8 @@ def web(fake: FakeSglang) -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def client(web: ScriptedServer, tmp_path: Path) -> Iterator[SglangEngine]:
-    server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-    client = SglangEngine(server=server, eos_ids=[2, 7], vocab_size=1000, batch_size=2, timeout_s=10, max_retries=0)
+def client(web: ScriptedServer) -> Iterator[SglangEngine]:
+    client = SglangEngine(**{**CLIENT, "eos_ids": [2, 7], "batch_size": 2}, base_url=web.base_url)
     yield client
     client.close()
 

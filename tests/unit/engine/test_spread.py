@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
+from engines import CLIENT
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine import server_engine
-from offline_grpo.engine.background import in_background
-from offline_grpo.engine.server import Server
-from offline_grpo.engine.spread import SpreadClient
+from offline_grpo.engine.streaming import SpreadClient, in_background
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.types import SamplingParams, SamplingRequest
@@ -23,7 +20,7 @@ SAMPLING = SamplingParams(max_new_tokens=4)
 BATCH_SIZE = 4
 
 
-class MortalServer(Server):
+class MortalEngine(VllmEngine):
     """A server that somebody found, with the life of one that was started."""
 
     is_dead = False
@@ -38,8 +35,7 @@ class Lab:
     """Three scripted servers and the client over them."""
 
     webs: list[ScriptedServer]
-    servers: list[MortalServer]
-    clients: list[VllmEngine]
+    clients: list[MortalEngine]
     spread: SpreadClient
 
     def script(self, *scripts: Callable[[Request], Reply]) -> None:
@@ -48,7 +44,7 @@ class Lab:
 
     def die(self, i: int) -> None:
         """From now on, whatever is asked or has been asked gets no answer."""
-        self.servers[i].is_dead = True
+        self.clients[i].is_dead = True
         self.webs[i].script = lambda _: Reply(cut="silence")
 
     def hold(self, i: int) -> Callable[[Request], Reply]:
@@ -77,20 +73,12 @@ class Lab:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     monkeypatch.setattr(server_engine, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(server_engine, "GRACE_S", 0.0)
     webs = [ScriptedServer(echo) for _ in range(3)]
-    servers = [MortalServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path) for web in webs]
-    about: dict[str, Any] = {
-        "eos_ids": [2],
-        "vocab_size": 1000,
-        "batch_size": BATCH_SIZE,
-        "timeout_s": 10,
-        "max_retries": 2,
-    }
-    clients = [VllmEngine(server=server, **about) for server in servers]
-    lab = Lab(webs, servers, clients, SpreadClient(clients))
+    clients = [MortalEngine(**{**CLIENT, "batch_size": BATCH_SIZE}, base_url=web.base_url) for web in webs]
+    lab = Lab(webs, clients, SpreadClient(clients))
     yield lab
     for client in (lab.spread, *clients):
         client.close()
@@ -152,8 +140,8 @@ def test_whoever_dies_and_comes_back_nothing_is_lost_or_answered_twice(seed: int
 
     def frail(i: int) -> Callable[[Request], Reply]:
         def script(request: Request) -> Reply:
-            if lab.servers[i].is_dead or draw.random() < 0.1:
-                lab.servers[i].is_dead = True
+            if lab.clients[i].is_dead or draw.random() < 0.1:
+                lab.clients[i].is_dead = True
                 return Reply(cut="silence")
             return echo(request)
 
@@ -166,7 +154,7 @@ def test_whoever_dies_and_comes_back_nothing_is_lost_or_answered_twice(seed: int
         for i in (1, 2):
             if lab.clients[i] not in lab.spread.serving and draw.random() < 0.3:
                 lab.clients[i].close()
-                lab.servers[i].is_dead = False
+                lab.clients[i].is_dead = False
                 lab.spread.serving = [*lab.spread.serving, lab.clients[i]]
     assert sorted(answers) == [(i, i) for i in range(200)]
     assert sum(lab.num_asked) > 200  # some were asked twice

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from waiting import wait_until
 
-from offline_grpo.engine.ports import choose_port
+from offline_grpo.engine.http import choose_port
 from offline_grpo.errors import GrpoError
 from offline_grpo.rollouts.atropos.processes import Processes
 

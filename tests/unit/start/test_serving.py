@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from factories import compose_config, make_qwen2, make_scoring
 from fake_sglang import FakeSglang
+from offline_grpo.start.serving import check_found_servers, starts_before_the_policy
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.config.compose import typed
@@ -22,7 +23,6 @@ from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.start import serving
-from offline_grpo.start.serving import check_found_servers, starts_before_the_policy
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.weight_sync.deployment import RankZeroDeployment
 from offline_grpo.weight_sync.in_process import Frozen

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import full_weights
+from engines import CLIENT, full_weights
 
-from offline_grpo.engine.spread import SpreadClient
+from offline_grpo.engine.streaming import SpreadClient
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineDied
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.types import ServedWeights
-from offline_grpo.weight_sync.deployment import Deployment, RankZeroDeployment
+from offline_grpo.weight_sync.deployment import Deployment
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.snapshot import Snapshot
 from offline_grpo.weight_sync.strategy import Staged, SyncRequirements
@@ -24,36 +24,31 @@ from offline_grpo.weight_sync.strategy import Staged, SyncRequirements
 POLICY: Any = SimpleNamespace(lora_rank=None)
 
 
-class FakeServer:
-    """What a deployment sees of a server process. Tests say when it dies."""
+class FakeEngine(VllmEngine):
+    """A server of the run without a process. Tests say when it dies."""
+
+    is_managed = True
+    pid: int | None = None
+    has_ended = False
 
     def __init__(self, name: str, calls: list[str]) -> None:
-        self.base_url, self.is_managed = name, True
-        self.gpus: list[int] | None = None
-        self._calls = calls
-        self.pid: int | None = None
-        self.watched_pid: int | None = None
+        super().__init__(**CLIENT, base_url=name)
+        self.calls = calls
+
+    def begin(self, model: str, args: Any) -> None:
+        self.calls.append(f"begin {self.base_url}")
         self.has_ended = False
 
-    def begin(self, model: str, *, args: Any) -> None:
-        self._calls.append(f"begin {self.base_url}")
-        self.has_ended = False
-
-    def start(self, model: str, *, args: Any) -> None:
-        self._calls.append(f"start {self.base_url}")
+    def start(self, model: str, args: Any) -> None:
+        self.calls.append(f"start {self.base_url}")
         self.check_alive()
 
     def stop(self) -> None:
-        self._calls.append(f"stop {self.base_url}")
+        self.calls.append(f"stop {self.base_url}")
 
-    def check_alive(self) -> None:
+    def check_alive(self, *, grace_s: float = 0.0) -> None:
         if self.has_ended:
             raise EngineDied(f"{self.base_url} has ended.")
-
-
-class FakeEngine(VllmEngine):
-    def check_version(self) -> str:
-        return "1.0"
 
 
 class Sync:
@@ -109,11 +104,11 @@ class Sync:
     def check_served(self, engine: VllmEngine, version: int) -> None:
         self._note("asked", engine)
         engine.check_alive()
-        if engine.server.base_url in self.served:
-            raise self.served[engine.server.base_url]
+        if engine.base_url in self.served:
+            raise self.served[engine.base_url]
 
     def _note(self, what: str, engine: VllmEngine) -> None:
-        self.calls.append(f"{what} {engine.server.base_url}")
+        self.calls.append(f"{what} {engine.base_url}")
 
 
 class Lab:
@@ -122,16 +117,11 @@ class Lab:
     def __init__(self, names: str = "abc", gpus: Mapping[str, list[int]] | None = None, ranks: Any = None) -> None:
         self.calls: list[str] = []
         self.sync: Any = Sync(self.calls)
-        self.servers = {name: FakeServer(name, self.calls) for name in names}
+        self.servers = {name: FakeEngine(name, self.calls) for name in names}
         for name, own in (gpus or {}).items():
             self.servers[name].gpus = own
-        about: Any = {"eos_ids": [], "vocab_size": 9, "batch_size": 4, "timeout_s": 9, "max_retries": 0}
-        engines = [FakeEngine(server=server, **about) for server in self.servers.values()]  # type: ignore[arg-type]
-        self.deployment = (
-            Deployment(engines, self.sync, full_weights)
-            if ranks is None
-            else RankZeroDeployment(engines, self.sync, full_weights, ranks, ranks.on_main)
-        )
+        leads = None if ranks is None else (ranks, ranks.on_main)
+        self.deployment = Deployment(list(self.servers.values()), self.sync, full_weights, leads)
         self.deployment.connect(POLICY)
         self.of_connect = list(self.calls)
         self.push(1)
@@ -151,7 +141,7 @@ class Lab:
     def asked(self) -> str:
         """The engines that get requests."""
         assert isinstance(self.deployment.client, SpreadClient)
-        return "".join(client.server.base_url for client in self.deployment.client.serving)
+        return "".join(client.base_url for client in self.deployment.client.serving)
 
 
 def of_push(version: int, names: str) -> list[str]:
@@ -199,7 +189,7 @@ def test_after_a_death_in_a_push_all_get_the_weights_again() -> None:
 def test_a_strategy_that_starts_all_servers_starts_the_dead_too() -> None:
     lab = Lab()
     lab.sync.requires = SyncRequirements(engine=VllmEngine, own_server=True)
-    lab.sync._apply = lambda engine: lab.calls.append(f"anew {engine.server.base_url}")
+    lab.sync._apply = lambda engine: lab.calls.append(f"anew {engine.base_url}")
     lab.servers["a"].has_ended = True
     assert [call for call in lab.push(2) if call.startswith(("anew", "begin"))] == ["anew a", "anew b", "anew c"]
 

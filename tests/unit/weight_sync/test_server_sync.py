@@ -4,17 +4,15 @@ writes down what it is asked."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import deploy, full_weights
+from engines import deploy, full_weights, make_client
 from factories import make_policy, make_qwen2, strategy
 from peft import LoraConfig, get_peft_model
 from scripted_server import Reply, Request, ScriptedServer
 
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineError
 from offline_grpo.model.policy import Policy
@@ -54,12 +52,10 @@ def web() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def client(web: ScriptedServer, tmp_path: Path) -> Iterator[VllmEngine]:
-    server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-    client = VllmEngine(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=5, max_retries=0)
+def client(web: ScriptedServer) -> Iterator[VllmEngine]:
+    client = make_client(web.base_url, max_retries=0)
     yield client
-    client.close()
-    server.stop()
+    client.stop()
 
 
 PROOF = Proof(num_equal=2, diff_mean=0.0, diff_abs_mean=0.0, diff_max=0.0)
@@ -116,7 +112,7 @@ def test_adapters_get_new_names_and_old_ones_go(
     assert len(set(names)) == 4
     assert [body["lora_name"] for path, body in bodies if path == "/v1/unload_lora_adapter"] == names[:2]
     assert not any("load_inplace" in body for _, body in bodies)
-    assert sorted(path.name for path in client.server.scratch.iterdir()) == sorted(names[2:])
+    assert sorted(path.name for path in client.scratch.iterdir()) == sorted(names[2:])
     assert [path for path, _ in bodies[:4]] == ["/v1/load_lora_adapter"] * 3 + ["/v1/unload_lora_adapter"]
     deployment.close()
     assert [request.body for request in web.requests[-2:]] == [{"lora_name": name} for name in names[2:]]

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from engines import deploy
+from engines import CLIENT, deploy
 from factories import make_policy, make_qwen2, strategy
 from fake_sglang import FakeSglang
 from scripted_server import ScriptedServer
 from transformers import AutoModelForCausalLM
 
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.errors import EngineError
 from offline_grpo.model.policy import Policy
@@ -33,13 +32,13 @@ def load(folder: str) -> Callable[[list[int]], list[float]]:
     return logits
 
 
-class OurServer(Server):
+class OurEngine(SglangEngine):
     """A server of our own, as far as a strategy can tell; its process is the stand-in."""
 
     fake: FakeSglang
     is_managed = True
 
-    def start(self, model: str, *, args: Mapping[str, Any] | None = None) -> None:
+    def start(self, model: str, args: Mapping[str, Any]) -> None:
         assert not args
         self.fake.model = load(model)
         self.fake.weight_version = "default"
@@ -54,12 +53,10 @@ def fake() -> FakeSglang:
 @pytest.fixture
 def client(fake: FakeSglang, tmp_path: Path) -> Iterator[SglangEngine]:
     with ScriptedServer(fake) as web:
-        server = OurServer(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path / "run")
-        server.fake = fake
-        client = SglangEngine(server=server, eos_ids=[2], vocab_size=1000, batch_size=4, timeout_s=30, max_retries=0)
+        client = OurEngine(**{**CLIENT, "max_retries": 0}, base_url=web.base_url, log_dir=tmp_path / "run")
+        client.fake = fake
         yield client
-        client.close()
-        client.server.stop()
+        client.stop()
 
 
 @pytest.fixture

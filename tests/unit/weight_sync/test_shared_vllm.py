@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ from factories import make_policy, make_qwen2, strategy
 from scripted_server import Reply, ScriptedServer
 from torch import Tensor
 
-from offline_grpo.engine.server import Server
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.weight_sync.snapshot import Snapshot
 
 
-def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_survives_a_recovery_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new server has the weights from before training. In fp32 a checkpoint is made of what the policy points at."""
     sync = strategy("shared_vllm")
     policy = make_policy(make_qwen2(), build_char_tokenizer(64))
@@ -28,8 +26,7 @@ def test_training_survives_a_recovery_that_is_interrupted(tmp_path: Path, monkey
 
     monkeypatch.setattr(sync, "_open_views", memory_of_a_server)
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
-        server = Server(base_url=web.base_url, api_key=None, launcher=None, log_dir=tmp_path)
-        engine = make_client(server)
+        engine = make_client(web.base_url)
         snapshot = Snapshot(policy, full_weights, engine)
         sync.attach(engine, snapshot)
         with torch.no_grad():

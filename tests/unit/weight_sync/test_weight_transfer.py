@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ from factories import make_policy, make_qwen2
 from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
-from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.snapshot import Named, Snapshot, weights_tag
@@ -35,11 +33,6 @@ def make(**changes: Any) -> Recorder:
     )
 
 
-def engine_at(url: str, folder: Path) -> VllmEngine:
-    server = Server(base_url=url, api_key=None, launcher=None, log_dir=folder)
-    return make_client(server)
-
-
 def deliver(sync: Ipc, policy: Policy, *engines: VllmEngine) -> Staged:
     """Staged once, and given to all engines."""
     with sync.staged(Snapshot(policy, full_weights, engines[0]), 5) as staged:
@@ -47,10 +40,10 @@ def deliver(sync: Ipc, policy: Policy, *engines: VllmEngine) -> Staged:
     return staged
 
 
-def test_a_delivery_pauses_around_all_of_it(tmp_path: Path) -> None:
+def test_a_delivery_pauses_around_all_of_it() -> None:
     policy = make_policy(make_qwen2(vocab_size=20_000))
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
-        moved = deliver(make(), policy, engine_at(web.base_url, tmp_path))
+        moved = deliver(make(), policy, make_client(web.base_url))
         requests = web.requests
     assert [request.path for request in requests] == [
         *("/pause", "/start_weight_update", "/update_weights", "/update_weights"),
@@ -93,7 +86,7 @@ class Worker(load_extension().WorkerExtension):  # type: ignore[misc]
         return Reply({"results": [called]})
 
 
-def test_one_broadcast_reaches_all_servers(tmp_path: Path) -> None:
+def test_one_broadcast_reaches_all_servers() -> None:
     """First through the loader; where that has been proven, in place. A server that is started anew joins again."""
     policy, workers = make_policy(make_qwen2(vocab_size=20_000)), [Worker(), Worker()]
     num = len(list(policy.causal_lm.parameters()))
@@ -101,7 +94,7 @@ def test_one_broadcast_reaches_all_servers(tmp_path: Path) -> None:
         worker.model.resize_token_embeddings(20_000)
     sync = Nccl(interval=1, pause_mode="wait", tolerance_nats=0.1, server_args={}, bucket_mib=1, master_address=None)
     with ScriptedServer(workers[0].reply) as web, ScriptedServer(workers[1].reply) as other:
-        engines = [engine_at(one.base_url, tmp_path) for one in (web, other)]
+        engines = [make_client(one.base_url) for one in (web, other)]
         for version, num_loaded in ((0, [num, num]), (1, [num, num]), (2, [num, 2 * num])):
             for number, parameter in enumerate(policy.causal_lm.parameters()):
                 parameter.data.add_(number + 1)

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from offline_grpo.engine.guardian import adopt_orphans, end_with_parent
+from offline_grpo.engine.spawn import adopt_orphans, end_with_parent
 from offline_grpo.errors import GrpoError, reason_of, told
 from offline_grpo.generation.judging import checked
 from offline_grpo.interfaces import Task

@@ -15,9 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from offline_grpo.disk import write_whole
-from offline_grpo.engine.launcher import without_launch_variables
-from offline_grpo.engine.ports import is_loopback, owner_of
-from offline_grpo.engine.process import Scratch, ServerProcess
+from offline_grpo.engine.http import is_loopback, owner_of
+from offline_grpo.engine.spawn import Child, Scratch, without_launch_variables
 from offline_grpo.engine.vllm import SERVED_NAME
 from offline_grpo.errors import ConfigError, GrpoError, require
 
@@ -114,20 +113,20 @@ class Processes:
         self._environment.stop()
         self._api.stop()
 
-    def _make_api(self, number: int, scratch: Path) -> ServerProcess:
+    def _make_api(self, number: int, scratch: Path) -> Child:
         url = urlsplit(self._url)
         address = ["--host", url.hostname or "", "--port", str(url.port or 80)]
-        return ServerProcess(
+        return Child(
             [sys.executable, "-m", "atroposlib.cli.run_api", *address],
             env=_environment_of_children(),
             log_path=self._folder / (f"api_{number}.log" if number else "api.log"),
             remove=scratch,
         )
 
-    def _make_environment(self, number: int, scratch: Path) -> ServerProcess:
+    def _make_environment(self, number: int, scratch: Path) -> Child:
         config = scratch / "environment.yaml"
         write_whole(config, json.dumps(self._config), is_private=True)  # JSON is YAML
-        return ServerProcess(
+        return Child(
             ["sh", "-c", str(self._command)],
             env={**_environment_of_children(), **self._variables, "OFFLINE_GRPO_ENV_CONFIG": str(config)},
             log_path=self._folder / f"env_{number}.log",
@@ -138,10 +137,10 @@ class Processes:
 class _Child:
     """A command that is started again when it ends. `make` starts it for the n-th time, with a private folder."""
 
-    def __init__(self, name: str, make: Callable[[int, Path], ServerProcess]) -> None:
+    def __init__(self, name: str, make: Callable[[int, Path], Child]) -> None:
         self._name = name
         self._make = make
-        self._process: ServerProcess | None = None
+        self._process: Child | None = None
         self._scratch: Scratch | None = None
         self._num_starts = self._num_short_lives = 0
         self._started = 0.0
