@@ -166,37 +166,27 @@ def choose_port(host: str, port: int | None, *, key: str, wait_s: float = 0.0) -
         ConfigError: something listens there, and the message names the process; or `host` is no address of this
             machine.
     """
-    deadline = time.monotonic() + wait_s
+    deadline, num_left = time.monotonic() + wait_s, TRIES
     while True:
+        # A free one is not drawn by `random`, whose state belongs to the run's seed; at last the system chooses.
+        tried = port or (secrets.choice(SERVER_PORTS) if num_left > 0 else 0)
         try:
-            return _free(host, port)
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+                probe.bind((host, tried))
+                return int(probe.getsockname()[1])
         except OSError as error:
             if error.errno not in TAKEN:
                 host_key = f"{key.removesuffix('port')}host" if key.endswith("port") else key
                 fix = f"cannot be used ({error.strerror}); name an address of this machine"
                 raise ConfigError(f"{host_key}={host}: {fix}") from error
-            if time.monotonic() >= deadline:
+            if tried == (port or 0) and time.monotonic() >= deadline:
                 owner = owner_of(port) if port else None
                 problem = f"is taken by {owner}" if owner else f"cannot be used on {host} ({error.strerror})"
                 fix = "stop that process, choose another port, or null for any free one"
                 raise ConfigError(f"{key}={port}: {problem}; {fix}") from error
-        time.sleep(POLL_S)
-
-
-def _free(host: str, port: int | None) -> int:
-    """`port`, or for None any that is free. Raises OSError."""
-    # not by `random`, whose state belongs to the run's seed
-    ports = [port] if port is not None else [*(secrets.choice(SERVER_PORTS) for _ in range(TRIES)), 0]
-    for tried in ports[:-1]:
-        try:
-            return _free(host, tried)
-        except OSError as error:
-            if error.errno not in TAKEN:
-                raise
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        probe.bind((host, ports[-1]))
-        return int(probe.getsockname()[1])
+        num_left -= 1
+        time.sleep(POLL_S if port else 0.0)
 
 
 def owner_of(port: int) -> str | None:

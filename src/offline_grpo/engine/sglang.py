@@ -121,14 +121,13 @@ class SglangEngine(ServerEngine):
 
     def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
         """The answers of a batch come in its order."""
-        return [_choice(item["meta_info"], len(request.prompt_ids)) for item in answer]
-
-
-def _choice(meta: Any, prompt_length: int) -> Choice:
-    reason = meta["finish_reason"]["type"]
-    if reason != "abort" and meta["prompt_tokens"] != prompt_length:  # an aborted one may be unread
-        raise ValueError(f"the prompt had {prompt_length} tokens and the server read {meta['prompt_tokens']}")
-    tokens = meta["output_token_logprobs"]  # (logprob, token id, text or None) each
-    if meta["completion_tokens"] != len(tokens):
-        raise ValueError(f"{len(tokens)} logprobs for {meta['completion_tokens']} tokens")
-    return [token[1] for token in tokens], [token[0] for token in tokens], reason
+        found, prompt_length = [], len(request.prompt_ids)
+        for meta in (item["meta_info"] for item in answer):
+            reason = meta["finish_reason"]["type"]
+            if reason != "abort" and meta["prompt_tokens"] != prompt_length:  # an aborted one may be unread
+                raise ValueError(f"the prompt had {prompt_length} tokens and the server read {meta['prompt_tokens']}")
+            tokens = meta["output_token_logprobs"]  # (logprob, token id, text or None) each
+            if meta["completion_tokens"] != len(tokens):
+                raise ValueError(f"{len(tokens)} logprobs for {meta['completion_tokens']} tokens")
+            found.append(([token[1] for token in tokens], [token[0] for token in tokens], reason))
+        return found

@@ -158,10 +158,19 @@ class Streaming(ABC):
         again afterwards.
         """
         with self._changing_loop:
-            if self._loop is not None:
-                asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._loop = None
+            if self._loop is None:
+                return
+
+            async def cancel_all() -> None:
+                interrupted = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in interrupted:
+                    task.cancel()
+                await asyncio.gather(*interrupted, return_exceptions=True)
+                await self.disconnect()
+
+            asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
 
     def _closed(self) -> EngineError:
         return EngineError(f"{self.base_url}: the client was closed while it waited")
@@ -197,13 +206,6 @@ class Streaming(ABC):
             except BaseException:
                 failed.set()
                 raise
-
-    async def _cancel_all(self) -> None:
-        interrupted = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in interrupted:
-            task.cancel()
-        await asyncio.gather(*interrupted, return_exceptions=True)
-        await self.disconnect()
 
 
 # Requests to several
@@ -248,7 +250,12 @@ class SpreadClient(Streaming):
             try:
                 completions = await asyncio.wrap_future(client.submit(request, sampling))
             except EngineDied as death:
-                self._continue_without(client, death)
+                before, others = self.serving, [other for other in self.serving if other is not client]
+                if not others:
+                    raise
+                self.serving = others
+                if client in before:
+                    log.warning("sampling continues with %d of the servers: %s", len(others), death)
             except EngineError:
                 if client in self.serving:
                     raise  # else its server has died, and is being started again
@@ -268,11 +275,3 @@ class SpreadClient(Streaming):
         mean = sum(num_tokens) / len(num_tokens)
         imbalance = max(num_tokens) / mean if mean else 1.0
         return {"engines/num_serving": float(len(self.serving)), "engines/imbalance": imbalance}
-
-    def _continue_without(self, client: Streaming, death: EngineDied) -> None:
-        before, others = self.serving, [other for other in self.serving if other is not client]
-        if not others:
-            raise death
-        self.serving = others
-        if client in before:
-            log.warning("sampling continues with %d of the servers: %s", len(others), death)

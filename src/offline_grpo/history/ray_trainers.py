@@ -57,10 +57,9 @@ def train(config: RunConfig, folder: Path) -> None:
     with closing(Room(placement.address, placement.ray_init, *size, gpus=gpus, strategy="PACK")) as room:
         print(f"starting the training processes on the Ray cluster at {placement.address}: {room.machines}", flush=True)
         release(folder)  # the first of the processes writes there
-        actors = [room.hire(index, TrainingActor) for index in range(placement.num_trainers)]
-        actors = _start(actors, folder)
+        actors = start([room.hire(index, TrainingActor) for index in range(placement.num_trainers)], folder)
         with StopSignal.listening() as stop, stop.held("the training processes have saved"):
-            code = _wait(actors, stop)
+            code = wait(actors, stop)
     if code != 0:
         sys.exit(code)
 
@@ -106,18 +105,23 @@ class TrainingActor:
             self._process.send_signal(number)
 
 
-def _start(actors: Sequence[Any], folder: Path) -> list[Any]:
+def start(actors: Sequence[Any], folder: Path) -> list[Any]:
     """Start the typed command, in this folder, in each actor. Returns them by rank, a machine's in a row."""
     import ray
 
+    # The command as it was typed, in this folder.
     typed = [word for word in launch.typed if not word.startswith("hydra.run.dir=")]
     script = Path(sys.argv[0]).absolute()
     program = ["-m", script.parent.name] if script.name == "__main__.py" else [str(script)]
     command = [sys.executable, *program, f"hydra.run.dir={quoted(folder.absolute())}", *typed]
+
+    # Ranks follow the machines, so that those of one machine are local ranks there.
     found: list[Any] = ray.get([actor.place.remote() for actor in actors])
     nodes = [place[0] for place in found]
     order = sorted(range(len(actors)), key=lambda index: nodes.index(nodes[index]))
     actors, places = [actors[index] for index in order], [found[index] for index in order]
+
+    # Each gets what torchrun would set, over what its machine has, over what was set where the user typed.
     typed_in = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_PROCESS)}
     started = []
     for rank, (node, *_) in enumerate(places):
@@ -139,7 +143,7 @@ def _start(actors: Sequence[Any], folder: Path) -> list[Any]:
     return actors
 
 
-def _wait(actors: Sequence[Any], stop: StopSignal) -> int:
+def wait(actors: Sequence[Any], stop: StopSignal) -> int:
     """Print what the processes print, and pass a signal on, until they have ended. Returns the first failure's code."""
     import ray
     from ray.exceptions import RayActorError

@@ -109,11 +109,8 @@ class Ipc(WeightTransfer):
 
         at_once(begin, engines)
         for bucket in staged.snapshot.text_buckets(self.bucket_mib * 2**20):
-            update_info = {
-                "names": [name for name, _ in bucket],
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                "shapes": [list(tensor.shape) for _, tensor in bucket],
-            }
+            columns = zip(*(described(name, tensor) for name, tensor in bucket), strict=True)
+            update_info = dict(zip(("names", "dtype_names", "shapes"), map(list, columns), strict=True))
             self.send(engines, [tensor.detach().contiguous() for _, tensor in bucket], update_info)
         at_once(finish, engines)
         return time.perf_counter() - began
@@ -174,12 +171,20 @@ class Nccl(WeightTransfer):
         """While a bucket is on its way, the next one is read. After an error the servers stay
         paused.
         """
-        snapshot, device = staged.snapshot, staged.snapshot.policy.device
+        snapshot, policy, tag = staged.snapshot, staged.snapshot.policy, weights_tag(staged.version)
+        device, max_bytes = policy.device, self.bucket_mib * 2**20
         group = self._group = self._group or self._join(engines, device)
+
+        # While the servers pause, the first bucket is read, and name, dtype and shape of each tensor in each are noted.
         began = time.perf_counter()
         pausing = started(lambda engine: engine.pause(self.pause_mode), engines)
-        reading = snapshot.text_buckets(self.bucket_mib * 2**20)
-        first, tag, plan = next(reading), weights_tag(staged.version), self._plan(snapshot)
+        reading = snapshot.text_buckets(max_bytes)
+        first = next(reading)
+        named = (
+            (name, torch.empty(p.shape, dtype=policy.dtype if policy.is_sharded else p.dtype, device="meta"))
+            for name, p in text_parameters(policy.causal_lm).items()
+        )
+        plan = [[described(name, tensor) for name, tensor in bucket] for bucket in buckets(named, max_bytes)]
         results(pausing)
 
         def receive(engine: VllmEngine) -> None:
@@ -190,8 +195,8 @@ class Nccl(WeightTransfer):
         receiving = started(receive, engines)
         before: Any = None
         try:
-            for described, bucket in zip(plan, chain([first], reading), strict=True):
-                flat, tensors = empty_bucket(described, device)
+            for shapes, bucket in zip(plan, chain([first], reading), strict=True):
+                flat, tensors = empty_bucket(shapes, device)
                 torch._foreach_copy_(tensors, [tensor for _, tensor in bucket])  # pyright: ignore[reportPrivateImportUsage]
                 work = group.broadcast(flat, 0)
                 if before is not None:
@@ -214,18 +219,6 @@ class Nccl(WeightTransfer):
     def detach(self, engine: VllmEngine) -> None:
         self._leave()
 
-    def _plan(self, snapshot: Snapshot) -> list[list[tuple[str, str, list[int]]]]:
-        """Name, dtype and shape of each tensor in each bucket."""
-        policy = snapshot.policy
-        named = (
-            (name, torch.empty(p.shape, dtype=policy.dtype if policy.is_sharded else p.dtype, device="meta"))
-            for name, p in text_parameters(policy.causal_lm).items()
-        )
-        return [
-            [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in bucket]
-            for bucket in buckets(named, self.bucket_mib * 2**20)
-        ]
-
     def _join(self, engines: Sequence[VllmEngine], device: torch.device) -> Any:
         """Form the group: the trainer, then the workers of one server after the other."""
         sizes = [engine.get("/get_world_size").json()["world_size"] for engine in engines]
@@ -247,6 +240,11 @@ class Nccl(WeightTransfer):
         if self._group is not None:
             self._group.abort()
         self._group = None
+
+
+def described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:
+    """Name, dtype and shape, as servers are told them."""
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 def _together(outcomes: Sequence[Future[Any]]) -> None:
