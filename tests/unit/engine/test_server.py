@@ -1,12 +1,11 @@
-"""The server of a run, with a small HTTP server in place of vLLM, and vLLM's command line and token gate."""
+"""The life of a server of the run, with a small HTTP server in place of vLLM."""
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,16 +13,13 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 from engines import CLIENT, COMMAND_LINE, make_client
-from inside_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo import progress
-from offline_grpo.engine import server_engine, spawn
-from offline_grpo.engine.http import NotFound, Refused, read
+from offline_grpo.engine import server_engine
 from offline_grpo.engine.server_engine import Launcher
-from offline_grpo.engine.spawn import temporary_folder
-from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
-from offline_grpo.errors import ConfigError, EngineDied, EngineError
+from offline_grpo.engine.vllm import VllmEngine
+from offline_grpo.errors import EngineDied, EngineError
 
 STAND_IN = """
 import http.server, json, os, sys
@@ -223,162 +219,3 @@ def test_a_found_server_is_left_alone(tmp_path: Path) -> None:
         assert {request.path for request in web.requests} == {"/health"}
         assert {request.headers["Authorization"] for request in web.requests} == {"Bearer k"}
     assert list(tmp_path.iterdir()) == []
-
-
-def test_failed_calls(tmp_path: Path) -> None:
-    def script(request: Request) -> Reply:
-        if request.path == "/late":
-            web.hold(request)
-        return replies[request.path][0]
-
-    replies = {
-        "/refused": (Reply({"error": {"message": "no such adapter"}}, status=404), NotFound, r"status 404: no such"),
-        "/plain": (Reply(b"oops", status=500, headers={}), Refused, r"status 500: oops"),
-        "/broken": (Reply(b'{"a": '), EngineError, r"a malformed answer \(ValueError: "),
-        "/late": (Reply(), EngineError, "ReadTimeout"),
-    }
-    with ScriptedServer(script) as web:
-        api = make_client(web.base_url).api
-        for path, (_, kind, message) in replies.items():
-            with pytest.raises(kind, match=rf"^{web.base_url}{path}: {message}"):
-                read(api.get(path, timeout_s=0.5), dict)
-    with pytest.raises(ConfigError, match="must consist of printable ASCII"):
-        make_client("http://127.0.0.1:1", api_key="schlüssel")
-
-
-# vLLM's command line and environment
-
-SETTINGS: dict[str, Any] = {
-    **COMMAND_LINE,
-    "args": {"dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True, "seed": 0, "max_num_seqs": None},
-    "blackwell_workaround": False,
-}
-
-
-def engine(**changes: Any) -> VllmLauncher:
-    return VllmLauncher(**{**SETTINGS, **changes})
-
-
-def environment(**changes: Any) -> dict[str, str]:
-    return engine(**changes).environment({}, None)
-
-
-def test_command() -> None:
-    command = engine().command("some/model", 4321, {"max_model_len": 64, "weight_transfer_config": {"a": "b"}})
-    assert command[0] == sys.executable
-    assert " ".join(command[1:]) == (
-        "-m offline_grpo_server --model some/model --host 127.0.0.1 --port 4321 "
-        "--served-model-name policy --scheduler-cls offline_grpo_scheduler.bundling_scheduler "
-        "--dtype bfloat16 --max-model-len 64 --enforce-eager --seed 0 "
-        """--weight-transfer-config {"a": "b"} --worker-extension-cls offline_grpo_worker.WorkerExtension """
-        "--middleware offline_grpo_generate.Generate"
-    )
-
-
-@pytest.mark.parametrize(
-    ("num_sequences", "args", "largest"),
-    [
-        (512, {}, None),  # vLLM records graphs for as many by itself
-        (5000, {"max_num_seqs": 2048}, 2048),
-        (1000, {"enforce_eager": True}, None),
-    ],
-)
-def test_cuda_graphs_for_as_many_sequences_as_are_sampled_at_once(
-    num_sequences: int, args: dict[str, Any], largest: int | None
-) -> None:
-    before = engine(args=args)
-    after = before.expecting(num_sequences)
-    if largest is None:
-        assert after is before
-    else:
-        sizes = after.args["cudagraph_capture_sizes"]
-        assert (sizes[:5], sizes[-1], sorted(set(sizes))) == ([1, 2, 4, 8, 16], largest, sizes)
-        assert replace(after, args=args) == before
-        assert f"--cudagraph-capture-sizes 1 2 4 8 16 {sizes[5]}" in " ".join(after.command("m", 1, {}))
-
-
-def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Command lines are readable for everybody, environments are not."""
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    command = engine(api_key="hush-hush").command("m", 1, {})
-    assert "hush-hush" not in " ".join(command)
-    gate = ["--middleware", "offline_grpo_worker.TokenGate"]
-    assert command[-2:] == gate  # the last one is outermost: without the key nobody samples either
-    assert gate[1] not in engine().command("m", 1, {})
-    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
-    assert "VLLM_API_KEY" not in environment()
-
-
-def test_what_is_compiled_is_there_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.25 files it under a hash of its own variables, VLLM_API_KEY included; so none of them may differ between
-    two runs.
-    """
-    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
-    one, other = (
-        {name: value for name, value in environment(api_key=key).items() if name.startswith("VLLM_")}
-        for key in ("hush", "hush-hush")
-    )
-    assert one == other
-    assert [environment(api_key=key)["OFFLINE_GRPO_API_KEY"] for key in ("hush", "hush-hush")] == ["hush", "hush-hush"]
-    monkeypatch.setenv("TRITON_CACHE_DIR", "torch's, since it compiled in this process")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/of/the/user")
-    monkeypatch.setattr(spawn, "LONGEST_SOCKET_FOLDER", 1000)
-    monkeypatch.setattr(spawn, "OF_THE_SHELL", {})
-    kept = temporary_folder(tmp_path)
-    assert kept["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user/offline-grpo/torchinductor"
-    assert kept["TRITON_CACHE_DIR"] == "/of/the/user/offline-grpo/triton"
-    monkeypatch.setattr(spawn, "OF_THE_SHELL", {"TRITON_CACHE_DIR": "/of/the/shell"})
-    assert temporary_folder(tmp_path)["TRITON_CACHE_DIR"] == "/of/the/shell"
-
-
-def test_an_address_that_others_reach_needs_a_key() -> None:
-    with pytest.raises(ConfigError, match=r"^engine\.host=0\.0\.0\.0: .*others could control the server"):
-        engine(host="0.0.0.0")
-    assert engine(host="0.0.0.0", api_key="k").host == "0.0.0.0"
-
-
-# The token gate
-
-
-def ask(
-    kind: str, path: str, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, method: str = "GET"
-) -> tuple[bool, list[Any]]:
-    """Whether a request reached the server behind the gate, and what was sent back otherwise."""
-    monkeypatch.setenv("VLLM_API_KEY", "hush-hush")
-    reached: list[str] = []
-    sent: list[Any] = []
-
-    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
-        reached.append(scope["type"])
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    async def receive() -> dict[str, Any]:
-        raise AssertionError("the gate needs no body")
-
-    scope: dict[str, Any] = {
-        "type": kind,
-        "path": path,
-        "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
-    }
-    scope |= {"method": method} if kind == "http" else {}
-    asyncio.run(load_extension().TokenGate(app)(scope, receive, send))
-    return reached == [kind], sent
-
-
-PATHS = ["/", "/pause", "/v1/completions", "/health/", "/HEALTH"]
-GOOD = {"Authorization": "Bearer hush-hush"}
-BAD = [{}, {"Authorization": "Bearer hush-hush2"}]
-
-
-@pytest.mark.parametrize("headers", BAD)
-def test_nothing_passes_without_the_token(headers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in PATHS:
-        for method in ("GET", "POST", "OPTIONS"):
-            has_passed, [start, body] = ask("http", path, headers, monkeypatch, method=method)
-            assert not has_passed, path
-            assert start["status"] == 401
-            assert b"hush" not in body["body"]
-            assert ask("http", path, GOOD, monkeypatch, method=method) == (True, [])
-    assert ask("http", "/health", {}, monkeypatch) == ask("lifespan", "", {}, monkeypatch) == (True, [])

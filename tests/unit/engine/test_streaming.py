@@ -1,4 +1,4 @@
-"""Several calls of one client share what may be in flight, as sampling ahead and evaluation do."""
+"""Several calls of one client share what may be in flight, as sampling ahead and evaluation do; calls in threads."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from offline_grpo.engine.streaming import Streaming
+from offline_grpo.engine.streaming import Streaming, at_once
 from offline_grpo.errors import EngineError
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest
 
@@ -117,3 +117,30 @@ def test_what_is_asked_now_does_not_wait(num_at_once: int, closing: list[Slow]) 
     thread.join(10)
     assert told_now == [[[]]]
     assert [sorted(indices) for indices in told] == [[*range(3 * num_at_once)]]  # type: ignore[call-overload]
+
+
+# Calls in threads
+
+
+def test_calls_overlap_and_keep_their_order() -> None:
+    both = threading.Barrier(2, timeout=10)
+
+    def meet(number: int) -> int:
+        both.wait()
+        return number
+
+    assert at_once(meet, [2, 1]) == [2, 1]
+
+
+def test_an_error_is_raised_when_all_have_ended() -> None:
+    ended = []
+
+    def work(number: int) -> None:
+        if number < 2:
+            raise ValueError(number)
+        time.sleep(0.2)
+        ended.append(number)
+
+    with pytest.raises(ValueError, match=r"^0$"):
+        at_once(work, range(4))
+    assert sorted(ended) == [2, 3]

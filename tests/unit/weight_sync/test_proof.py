@@ -78,9 +78,7 @@ def test_fp8_may_differ_by_what_it_does_to_the_trainer() -> None:
 
     def prove(quantization: str | None) -> float:
         sampled = sample_probe(Answering(make_policy(served, policy.tokenizer)), probe_prompts(policy), 1.0)
-        engine: Any = SimpleNamespace(
-            quantization=lambda: quantization, server=SimpleNamespace(base_url="http://a", key="generation")
-        )
+        engine: Any = SimpleNamespace(quantization=lambda: quantization, base_url="http://a", key="generation")
         probe, how = scored(policy, sampled), {"version": 1, "tag": None, "tolerance_nats": 1e-4, "before": None}
         proof, _ = compare(snapshot, engine, sampled, probe, (None, [], 0), **how)  # type: ignore[arg-type]
         return proof.diff_abs_mean

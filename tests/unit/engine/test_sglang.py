@@ -1,6 +1,5 @@
-"""The SGLang client against a stand-in written from SGLang's source (tests/fake_sglang.py).
-
-What both clients do with a server that misbehaves is in test_server_engine.py.
+"""The SGLang engine against a stand-in written from SGLang's source (tests/fake_sglang.py): what it samples, and how it
+is controlled. What all engines do with a server that misbehaves is in test_server_engine.py.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from fake_sglang import FakeSglang, log_softmax, logits_after
 from scripted_server import ScriptedServer
 
 from offline_grpo.engine.sglang import SglangEngine
+from offline_grpo.errors import ConfigError
 from offline_grpo.types import SamplingParams
 
 PROMPTS = [[1, 3, 5], [1, 9], [4]]
@@ -79,3 +79,28 @@ def test_logprobs_have_the_repetition_penalty_in_them(client: SglangEngine) -> N
     logits[3] *= 1.8 if logits[3] < 0 else 1 / 1.8
     assert completion.logprobs[0] == pytest.approx(log_softmax(logits_after([1, 3]))[first], abs=1e-12)
     assert completion.logprobs[1] == pytest.approx(log_softmax(logits)[second], abs=1e-12)
+
+
+# Control
+
+
+@pytest.mark.parametrize("version", ["0.6.0", "nightly"])
+def test_versions_that_are_not(client: SglangEngine, fake: FakeSglang, version: str) -> None:
+    fake.version = version
+    with pytest.raises(ConfigError, match=rf"SGLang {version} answers there, and .*; see generation.base_url$"):
+        client.check_version()
+
+
+def test_a_server_that_ignores_seeds_is_noticed(client: SglangEngine, fake: FakeSglang) -> None:
+    assert client.lacks("full") is None
+    fake.is_deterministic = False
+    assert client.lacks("full") == "ignores the seeds of requests (--enable-deterministic-inference)"
+
+
+def test_loading_weights_cannot_end_the_server(client: SglangEngine, fake: FakeSglang, web: ScriptedServer) -> None:
+    fake.is_dirty = True
+    client.load_weights("/some/folder", tag="1", pause_mode="abort")
+    assert (fake.is_dead, fake.is_paused, fake.num_aborts) == (False, False, 1)
+    assert [request.path for request in web.requests] == [
+        *("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"),
+    ]

@@ -1,4 +1,4 @@
-"""Ports: a free one, or the name of who has the one that was asked for."""
+"""Calls that fail; ports: a free one, or the name of who has the one that was asked for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 import threading
 
 import pytest
+from engines import make_client
+from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine import http
-from offline_grpo.engine.http import address_towards, choose_port, owner_of
-from offline_grpo.errors import ConfigError
+from offline_grpo.engine.http import NotFound, Refused, address_towards, choose_port, owner_of, read
+from offline_grpo.errors import ConfigError, EngineError
 
 LISTEN = """import socket, time; s = socket.create_server(('127.0.0.1', 0))
 print(s.getsockname()[1], flush=True); time.sleep(100)"""
@@ -63,3 +65,24 @@ def test_a_server_that_starts_again_waits_for_its_port() -> None:
 )
 def test_the_address_towards_a_server_is_on_its_network(url: str, address: str) -> None:
     assert address_towards(url) == address
+
+
+def test_failed_calls() -> None:
+    def script(request: Request) -> Reply:
+        if request.path == "/late":
+            web.hold(request)
+        return replies[request.path][0]
+
+    replies = {
+        "/refused": (Reply({"error": {"message": "no such adapter"}}, status=404), NotFound, r"status 404: no such"),
+        "/plain": (Reply(b"oops", status=500, headers={}), Refused, r"status 500: oops"),
+        "/broken": (Reply(b'{"a": '), EngineError, r"a malformed answer \(ValueError: "),
+        "/late": (Reply(), EngineError, "ReadTimeout"),
+    }
+    with ScriptedServer(script) as web:
+        api = make_client(web.base_url).api
+        for path, (_, kind, message) in replies.items():
+            with pytest.raises(kind, match=rf"^{web.base_url}{path}: {message}"):
+                read(api.get(path, timeout_s=0.5), dict)
+    with pytest.raises(ConfigError, match="must consist of printable ASCII"):
+        make_client("http://127.0.0.1:1", api_key="schlüssel")

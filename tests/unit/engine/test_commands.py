@@ -1,0 +1,318 @@
+"""What servers are started with: command lines, environments and keys, of vLLM, of SGLang, and of
+`python -m offline_grpo.engine.serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from engines import COMMAND_LINE
+from factories import compose_config
+from inside_vllm import load_extension
+from omegaconf import OmegaConf
+
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import as_plain
+from offline_grpo.engine import serve, spawn
+from offline_grpo.engine.server_engine import flags
+from offline_grpo.engine.sglang import SglangLauncher
+from offline_grpo.engine.spawn import temporary_folder
+from offline_grpo.engine.vllm import LORA_KERNELS, VllmLauncher
+from offline_grpo.errors import ConfigError
+
+
+def test_flags() -> None:
+    assert flags({"max_model_len": 512, "enable_lora": True, "seed": None, "trust": False, "zero": 0}) == [
+        *("--max-model-len", "512", "--enable-lora", "--zero", "0"),
+    ]
+    assert flags({"config": {"a": [1]}, "lora_modules": ["a=1", "b=2"]}) == [
+        "--config",
+        '{"a": [1]}',
+        "--lora-modules",
+        "a=1",
+        "b=2",
+    ]
+
+
+# vLLM
+
+SETTINGS: dict[str, Any] = {
+    **COMMAND_LINE,
+    "args": {"dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True, "seed": 0, "max_num_seqs": None},
+    "blackwell_workaround": False,
+}
+
+
+def engine(**changes: Any) -> VllmLauncher:
+    return VllmLauncher(**{**SETTINGS, **changes})
+
+
+def environment(**changes: Any) -> dict[str, str]:
+    return engine(**changes).environment({}, None)
+
+
+def test_command() -> None:
+    command = engine().command("some/model", 4321, {"max_model_len": 64, "weight_transfer_config": {"a": "b"}})
+    assert command[0] == sys.executable
+    assert " ".join(command[1:]) == (
+        "-m offline_grpo_server --model some/model --host 127.0.0.1 --port 4321 "
+        "--served-model-name policy --scheduler-cls offline_grpo_scheduler.bundling_scheduler "
+        "--dtype bfloat16 --max-model-len 64 --enforce-eager --seed 0 "
+        """--weight-transfer-config {"a": "b"} --worker-extension-cls offline_grpo_worker.WorkerExtension """
+        "--middleware offline_grpo_generate.Generate"
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "args", "largest"),
+    [
+        (512, {}, None),  # vLLM records graphs for as many by itself
+        (5000, {"max_num_seqs": 2048}, 2048),
+        (1000, {"enforce_eager": True}, None),
+    ],
+)
+def test_cuda_graphs_for_as_many_sequences_as_are_sampled_at_once(
+    num_sequences: int, args: dict[str, Any], largest: int | None
+) -> None:
+    before = engine(args=args)
+    after = before.expecting(num_sequences)
+    if largest is None:
+        assert after is before
+    else:
+        sizes = after.args["cudagraph_capture_sizes"]
+        assert (sizes[:5], sizes[-1], sorted(set(sizes))) == ([1, 2, 4, 8, 16], largest, sizes)
+        assert replace(after, args=args) == before
+        assert f"--cudagraph-capture-sizes 1 2 4 8 16 {sizes[5]}" in " ".join(after.command("m", 1, {}))
+
+
+def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command lines are readable for everybody, environments are not."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    command = engine(api_key="hush-hush").command("m", 1, {})
+    assert "hush-hush" not in " ".join(command)
+    gate = ["--middleware", "offline_grpo_worker.TokenGate"]
+    assert command[-2:] == gate  # the last one is outermost: without the key nobody samples either
+    assert gate[1] not in engine().command("m", 1, {})
+    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
+    assert "VLLM_API_KEY" not in environment()
+
+
+def test_what_is_compiled_is_there_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.25 files it under a hash of its own variables, VLLM_API_KEY included; so none of them may differ between
+    two runs.
+    """
+    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
+    one, other = (
+        {name: value for name, value in environment(api_key=key).items() if name.startswith("VLLM_")}
+        for key in ("hush", "hush-hush")
+    )
+    assert one == other
+    assert [environment(api_key=key)["OFFLINE_GRPO_API_KEY"] for key in ("hush", "hush-hush")] == ["hush", "hush-hush"]
+    monkeypatch.setenv("TRITON_CACHE_DIR", "torch's, since it compiled in this process")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/of/the/user")
+    monkeypatch.setattr(spawn, "LONGEST_SOCKET_FOLDER", 1000)
+    monkeypatch.setattr(spawn, "OF_THE_SHELL", {})
+    kept = temporary_folder(tmp_path)
+    assert kept["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user/offline-grpo/torchinductor"
+    assert kept["TRITON_CACHE_DIR"] == "/of/the/user/offline-grpo/triton"
+    monkeypatch.setattr(spawn, "OF_THE_SHELL", {"TRITON_CACHE_DIR": "/of/the/shell"})
+    assert temporary_folder(tmp_path)["TRITON_CACHE_DIR"] == "/of/the/shell"
+
+
+def test_a_server_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VllmLauncher, "package", "no_such_package")
+    with pytest.raises(
+        ConfigError, match=r"^engine\.python=null: vLLM is not installed in this environment; name an i"
+    ):
+        engine(python=None).check_installed()
+    engine(python=sys.executable).check_installed()
+    engine(python=None, env={"PYTHONPATH": "/elsewhere"}).check_installed()
+    monkeypatch.setattr(VllmLauncher, "package", "pytest")
+    engine(python=None).check_installed()
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"args": {"api-key": "hush"}}, r"engine\.args\.api-key=hush: is decided elsewhere; set engine.api_key"),
+        ({"port": 70000}, "engine.port=70000"),
+        ({"host": "0.0.0.0"}, r"engine\.host=0\.0\.0\.0: .*others could control the server"),
+    ],
+)
+def test_settings_that_would_get_around_a_check(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        engine(**change)
+    assert engine(host="0.0.0.0", api_key="k").host == "0.0.0.0"
+
+
+# The token gate
+
+
+def ask(
+    kind: str, path: str, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, method: str = "GET"
+) -> tuple[bool, list[Any]]:
+    """Whether a request reached the server behind the gate, and what was sent back otherwise."""
+    monkeypatch.setenv("VLLM_API_KEY", "hush-hush")
+    reached: list[str] = []
+    sent: list[Any] = []
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        reached.append(scope["type"])
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("the gate needs no body")
+
+    scope: dict[str, Any] = {
+        "type": kind,
+        "path": path,
+        "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+    }
+    scope |= {"method": method} if kind == "http" else {}
+    asyncio.run(load_extension().TokenGate(app)(scope, receive, send))
+    return reached == [kind], sent
+
+
+PATHS = ["/", "/pause", "/v1/completions", "/health/", "/HEALTH"]
+GOOD = {"Authorization": "Bearer hush-hush"}
+BAD = [{}, {"Authorization": "Bearer hush-hush2"}]
+
+
+@pytest.mark.parametrize("headers", BAD)
+def test_nothing_passes_without_the_token(headers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in PATHS:
+        for method in ("GET", "POST", "OPTIONS"):
+            has_passed, [start, body] = ask("http", path, headers, monkeypatch, method=method)
+            assert not has_passed, path
+            assert start["status"] == 401
+            assert b"hush" not in body["body"]
+            assert ask("http", path, GOOD, monkeypatch, method=method) == (True, [])
+    assert ask("http", "/health", {}, monkeypatch) == ask("lifespan", "", {}, monkeypatch) == (True, [])
+
+
+# SGLang
+
+
+SGLANG: dict[str, Any] = {
+    **COMMAND_LINE,
+    "args": {
+        "dtype": "float32",
+        "context_length": 512,
+        "disable_cuda_graph": True,
+        "max_running_requests": None,
+        "enable_deterministic_inference": True,
+    },
+}
+
+
+def test_command_of_an_engine() -> None:
+    python, *command = SglangLauncher(**SGLANG).command("some/model", 4321, {"context_length": 64})
+    assert python == sys.executable
+    assert " ".join(command) == (
+        "-m sglang.launch_server --model-path some/model --host 127.0.0.1 --port 4321 "
+        "--dtype float32 --context-length 64 --disable-cuda-graph --enable-deterministic-inference"
+    )
+
+
+def test_the_key_is_on_no_command_line(tmp_path: Path) -> None:
+    """SGLang takes it as an option alone, or from a YAML file of options, which it puts before those of the command
+    line.
+    """
+    engine = SglangLauncher(**{**SGLANG, "api_key": "0123e45"})
+    assert "0123e45" not in " ".join(engine.command("m", 1, {}))
+    option, file = engine.key_args(tmp_path)
+    assert option == "--config"
+    assert file.endswith(".yaml")
+    assert yaml.safe_load(Path(file).read_text()) == {"api-key": "0123e45"}, "a text, though it looks like a number"
+    assert SglangLauncher(**SGLANG).key_args(tmp_path) == []
+
+
+def test_the_shipped_engine_makes_seeds_act_and_keeps_the_temperature_in_the_logprobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = compose_config("generation=sglang_server", "weight_sync=restart", "train.precision=bf16")
+    engine = build(as_plain(OmegaConf.select(config, "engine")), key="engine")
+    assert isinstance(engine, SglangLauncher)
+    command = engine.command("m", 1, {})
+    assert "--enable-deterministic-inference" in command
+    assert command[command.index("--dtype") + 1] == "bfloat16"
+    environment = engine.environment({"FROM_STRATEGY": "1"}, [2])
+    assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["FROM_STRATEGY"]) == ("2", "1")
+    assert "RANK" not in environment
+
+
+def test_sglang_must_heed_seeds() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^engine\.args\.enable_deterministic_inference=None: SGLang would ignore seeds"
+    ):
+        SglangLauncher(**{**SGLANG, "args": {}})
+
+
+# The command
+
+
+def test_options_reach_the_servers_command_line() -> None:
+    words = "Qwen/Qwen3-0.6B --max-model-len 512 --max-num-seqs=64 --enable-lora --trust-remote-code --a 1 2"
+    options, others = serve.parser().parse_known_args(words.split())
+    engine = serve.launcher(options, others, None, 9001)
+    line = " ".join(engine.command(options.model, 9001, {}))
+    for expected in (
+        "--model Qwen/Qwen3-0.6B --host 127.0.0.1 --port 9001",
+        "--logprobs-mode processed_logprobs",
+        "--enable-lora --max-lora-rank 16",
+        "--max-model-len 512",
+        "--max-num-seqs 64",
+        "--trust-remote-code",
+        "--a 1 2",
+    ):
+        assert f" {expected}" in line
+    variables = engine.environment({}, None)
+    assert variables["VLLM_SERVER_DEV_MODE"] == "1"
+    assert variables["VLLM_TUNED_CONFIG_FOLDER"] == LORA_KERNELS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["m", "--host", "0.0.0.0"], "--host=0.0.0.0: on that address others could control the server"),
+        (["m", "--api-key", "hush-hush"], "--api-key: is decided elsewhere; a key is given by --api-key-file"),
+        (["m", "n"], "n: MODEL is one word and comes first"),
+        (["m", "--api-key-file", "/dev/null"], "--api-key-file=/dev/null: is empty"),
+        (["m", "--python", "p", "--port", "x"], "--port=x: must be from 1 to 65535, or null for any free one"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr(serve, "VllmEngine", None)  # it does not come so far
+    with pytest.raises(ConfigError) as refused:
+        serve.run(words)
+    assert str(refused.value).startswith(message)
+    assert "hush-hush" not in str(refused.value)
+
+
+def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
+    (tmp_path / "key").write_text(" of a file \n")
+    assert serve.read_key(tmp_path / "key") == "of a file"
+    assert serve.read_key(None) == "of the shell"
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert serve.read_key(None) is None
+
+
+def test_the_trainer_is_told_the_precision_of_the_server() -> None:
+    for dtype, precision in (("float16", " train.precision=fp16"), ("auto", "")):
+        line = f"    generation=vllm_server generation.base_url=http://127.0.0.1:9001{precision} generation.api_key=KEY"
+        assert line in serve.how_to_use("m", dtype, "http://127.0.0.1:9001", has_key=True).splitlines()
