@@ -25,7 +25,7 @@ from offline_grpo.config.engine_spec import EngineSpec, training_engine
 from offline_grpo.config.parts import evaluation_sampling
 from offline_grpo.config.problems import build_task, held_out_problems, isolated
 from offline_grpo.disk import OwnFolder
-from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints, sums
+from offline_grpo.engine.inside_vllm.offline_grpo_weights import fingerprints, sums
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare

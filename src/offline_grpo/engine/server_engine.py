@@ -544,7 +544,7 @@ class ServerEngine(Streaming, Engine):
         architectures are served.
 
         Args:
-            sums: see `offline_grpo_fingerprint.sums`.
+            sums: see `offline_grpo_weights.sums`.
         """
         return list(sums)
 

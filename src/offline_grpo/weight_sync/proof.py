@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -31,9 +32,9 @@ import torch
 
 from offline_grpo import progress
 from offline_grpo.engine.engine import ServedBits
-from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import sums
-from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
+from offline_grpo.engine.inside_vllm.offline_grpo_weights import plain_name, sums
 from offline_grpo.engine.server_engine import ServerEngine
+from offline_grpo.engine.streaming import at_once, results, started
 from offline_grpo.errors import EngineError, require
 from offline_grpo.model.adapters import adapters_off
 from offline_grpo.model.fp8 import fp8_linears
@@ -90,71 +91,87 @@ class Proof:
         }
 
 
-def compare(
+def prove(
+    engines: Sequence[Any],
     snapshot: Snapshot,
-    engine: ServerEngine,
-    sampled: Sequence[Rollout],
-    probe: Probe,
-    bits: tuple[str | None, list[str], int],
-    *,
     version: int,
+    *,
     tag: str | None,
     tolerance_nats: float,
-    before: Probe | None,
-) -> tuple[Proof, Probe]:
-    """Compare what an engine serves with what is trained, and log the verdict.
+    before: dict[Any, Probe],
+) -> list[Proof]:
+    """Compare what engines serve with what is trained, and log each verdict.
 
     Args:
-        sampled, probe: what it has sampled after `probe_prompts`, and that as `scored`.
-        bits: the tag that it serves, the names of tensors with other bits, and how many could be compared.
-        tag: that the push has left in the server, if it notes any.
+        tag: that the push has left in the servers; None where they note none, and hold no bits to compare.
         tolerance_nats: for the mean |trainer - server| over the probe's logprobs.
-        before: the probe that the engine's last push returned; None for the first.
-
-    Returns the proof, and the probe that the next push is compared with.
+        before: the probe that each engine is compared with, if it has had a push before; updated.
 
     Raises:
         EngineError: another version, a tensor with other bits, logprobs further apart than `tolerance_nats` on average,
         or nearer to those of the weights before.
     """
-    found, unequal, num_compared = bits
-    difference = probe_difference(probe)
-    diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
-    num_equal = num_compared - len(unequal)
-    says = f"version {version}: |trainer - server| {diff_abs_mean:.2g} nats on average, {diff_max:.2g} at most"
-    says += f"; {num_equal} of {num_compared} tensors equal bit for bit" if num_compared else ""
-    allowed, of_format, quantization = tolerance_nats, "", engine.quantization()
-    if "fp8" in (quantization or ""):
-        with fp8_linears(snapshot.policy.causal_lm):
-            rounded = probe_difference(scored(snapshot.policy, sampled))
-        moved = (rounded - difference).abs().mean().item()
-        allowed, of_format = tolerance_nats + FP8_ERRORS * moved, f" and {FP8_ERRORS:g} times FP8's {moved:.2g}"
-        says += f"; the server computes in {quantization}, which moves the trainer's own by {moved:.2g}"
-    mismatch = f"[MISMATCH] {engine.base_url}: {says}"
-    if found != tag:
-        raise EngineError(f"{mismatch}; the server has version {found}: another run pushes to it, or it was restarted")
-    if unequal:
-        raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
-    if not diff_abs_mean <= allowed:
-        group = "eval" if engine.key.startswith("eval.") else "weight_sync"
-        raise EngineError(
-            f"{mismatch}; above {group}.tolerance_nats={tolerance_nats:g}{of_format}: stale weights or caches, or a "
-            "server that computes something else (dtype, rope scaling, quantisation, logprobs returned without "
-            "--logprobs-mode processed_logprobs); see docs/troubleshooting.md"
-        )
-    old, name = before, "before the push"
-    if old is None and snapshot.policy.lora_rank is not None:
-        with adapters_off(snapshot.policy.model):
-            old, name = scored(snapshot.policy, sampled), "of the base model"
-    follows = None if old is None else has_followed(probe, old)
-    if follows is False:
-        raise EngineError(
-            f"{mismatch}; nearer to the weights {name} than to those that were pushed: the server does not use them "
-            "(does its --lora-target-modules lack some of model.lora.target_modules?); see docs/troubleshooting.md"
-        )
-    log.info("[OK] %s", says, extra={} if before is None else progress.LOG_ALONE)
-    proof = Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max)
-    return proof, before if before and follows is None else probe
+    # All servers sample at the same time, meanwhile their bits are compared; the policy scores all samples together.
+    policy, prompts = snapshot.policy, probe_prompts(snapshot.policy)
+    probing = started(lambda one: sample_probe(one, prompts, one.sampling.temperature), engines)
+    bits: list[tuple[str | None, list[str], int]] = [(None, [], 0)] * len(engines)
+    try:
+        if tag is not None:
+            served = at_once(lambda one: (one.served_tag(), one.served_bits()), engines)
+            bits = [(found, *compare_bits(snapshot, theirs)) for found, theirs in served]
+    finally:
+        wait(probing)
+    sampled = results(probing)
+    probes = iter(scored(policy, [rollout for rollouts in sampled for rollout in rollouts]))
+
+    proofs = []
+    for engine, rollouts, (found, unequal, num_compared) in zip(engines, sampled, bits, strict=True):
+        # It must say the version that was pushed, and have its bits.
+        probe = list(islice(probes, len(rollouts)))
+        difference, num_equal = probe_difference(probe), num_compared - len(unequal)
+        diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
+        says = f"version {version}: |trainer - server| {diff_abs_mean:.2g} nats on average, {diff_max:.2g} at most"
+        says += f"; {num_equal} of {num_compared} tensors equal bit for bit" if num_compared else ""
+        allowed, of_format, quantization = tolerance_nats, "", engine.quantization()
+        if "fp8" in (quantization or ""):
+            with fp8_linears(policy.causal_lm):
+                rounded = probe_difference(scored(policy, rollouts))
+            moved = (rounded - difference).abs().mean().item()
+            allowed, of_format = tolerance_nats + FP8_ERRORS * moved, f" and {FP8_ERRORS:g} times FP8's {moved:.2g}"
+            says += f"; the server computes in {quantization}, which moves the trainer's own by {moved:.2g}"
+        mismatch = f"[MISMATCH] {engine.base_url}: {says}"
+        if found != tag:
+            why = f"the server has version {found}: another run pushes to it, or it was restarted"
+            raise EngineError(f"{mismatch}; {why}")
+        if unequal:
+            raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
+
+        # It must sample with the trainer's logprobs, up to rounding.
+        if not diff_abs_mean <= allowed:
+            group = "eval" if engine.key.startswith("eval.") else "weight_sync"
+            raise EngineError(
+                f"{mismatch}; above {group}.tolerance_nats={tolerance_nats:g}{of_format}: stale weights or caches, or "
+                "a server that computes something else (dtype, rope scaling, quantisation, logprobs returned without "
+                "--logprobs-mode processed_logprobs); see docs/troubleshooting.md"
+            )
+
+        # It must be nearer to the new weights than to the old ones.
+        old, name = before.get(engine), "before the push"
+        if old is None and policy.lora_rank is not None:
+            with adapters_off(policy.model):
+                old, name = scored(policy, rollouts), "of the base model"
+        follows = None if old is None else has_followed(probe, old)
+        if follows is False:
+            raise EngineError(
+                f"{mismatch}; nearer to the weights {name} than to those that were pushed: the server does not use "
+                "them (does its --lora-target-modules lack some of model.lora.target_modules?); "
+                "see docs/troubleshooting.md"
+            )
+        log.info("[OK] %s", says, extra=progress.LOG_ALONE if engine in before else {})
+        if follows is not None or engine not in before:
+            before[engine] = probe
+        proofs.append(Proof(num_equal, difference.mean().item(), diff_abs_mean, diff_max))
+    return proofs
 
 
 def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import texts, totals
+from offline_grpo.engine.inside_vllm.offline_grpo_weights import texts, totals
 from offline_grpo.errors import EngineError, reason_of
 from offline_grpo.model.layers import text_parameters
 from offline_grpo.model.nf4 import dequantized

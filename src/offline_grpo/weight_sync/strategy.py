@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from offline_grpo.engine.engine import Engine
-from offline_grpo.engine.streaming import at_once, results, started
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineDied, EngineError, require
-from offline_grpo.weight_sync.proof import (
-    Probe,
-    Proof,
-    compare,
-    compare_bits,
-    probe_prompts,
-    sample_probe,
-    scored,
-)
+from offline_grpo.weight_sync.proof import Probe, Proof, prove
 from offline_grpo.weight_sync.snapshot import Snapshot, weights_tag
 
 STARTED_ANEW = "the server was started anew and has none of the weights pushed to it."
@@ -145,7 +134,7 @@ class ServerSync(WeightSync):
     is_tagged: ClassVar[bool] = True
     """The server notes the tags of pushes; False where requests name the version themselves."""
 
-    _probes: dict[Any, Probe] = field(default_factory=dict, init=False)  # of engines, see `compare`
+    _probes: dict[Any, Probe] = field(default_factory=dict, init=False)  # of engines, see `prove`
 
     def __post_init__(self) -> None:
         require(self.interval >= 1, "weight_sync.interval", self.interval, "must be at least 1")
@@ -157,28 +146,9 @@ class ServerSync(WeightSync):
         return SyncRequirements(engine=VllmEngine, server_args=self.server_args)
 
     def verify(self, engines: Sequence[Any], snapshot: Snapshot, version: int) -> list[Proof]:
-        """All servers sample at the same time, and meanwhile their bits are compared; the
-        policy then scores together what they have sampled.
-        """
-        policy, prompts = snapshot.policy, probe_prompts(snapshot.policy)
-        probing = started(lambda one: sample_probe(one, prompts, one.sampling.temperature), engines)
-        bits: list[tuple[str | None, list[str], int]] = [(None, [], 0)] * len(engines)
-        try:
-            if self.is_tagged:
-                served = at_once(lambda one: (one.served_tag(), one.served_bits()), engines)
-                bits = [(tag, *compare_bits(snapshot, found)) for tag, found in served]
-        finally:
-            wait(probing)
-        sampled = results(probing)
-        probes = iter(scored(policy, [rollout for rollouts in sampled for rollout in rollouts]))
         tag = weights_tag(version) if self.is_tagged else None
-        how: Any = {"version": version, "tag": tag, "tolerance_nats": self.tolerance_nats}
-        proofs = []
-        for engine, rollouts, found in zip(engines, sampled, bits, strict=True):
-            probe, before = list(islice(probes, len(rollouts))), self._probes.get(engine)
-            proof, self._probes[engine] = compare(snapshot, engine, rollouts, probe, found, before=before, **how)
-            proofs.append(proof)
-        return proofs
+        how: Any = {"tag": tag, "tolerance_nats": self.tolerance_nats, "before": self._probes}
+        return prove(engines, snapshot, version, **how)
 
     def check_served(self, engine: Any, version: int) -> None:
         url, found, pushed = engine.base_url, engine.served_tag(), weights_tag(version)

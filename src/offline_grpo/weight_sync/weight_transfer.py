@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from offline_grpo.engine.http import address_towards, choose_port, is_loopback
-from offline_grpo.engine.inside_vllm.offline_grpo_group import empty_bucket, meet
+from offline_grpo.engine.inside_vllm.offline_grpo_weights import empty_bucket, meet
 from offline_grpo.engine.spawn import remove_cuda_driver_files
 from offline_grpo.engine.streaming import at_once, in_background, results, started
 from offline_grpo.engine.vllm import VllmEngine
@@ -137,7 +137,7 @@ class Nccl(WeightTransfer):
     """Trainer and servers on different GPUs: one broadcast to all workers of all servers.
 
     The first push to a server goes through vLLM's own loader. If its proof finds all weights there bit for bit, where
-    `inside_vllm/offline_grpo_layout.py` says, later ones are written there.
+    `inside_vllm/offline_grpo_weights.py` says, later ones are written there.
     """
 
     master_address: str | None

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig as Llama
 from transformers import LlamaForCausalLM
 
-from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+from offline_grpo.engine.inside_vllm.offline_grpo_weights import fingerprints
 from offline_grpo.model import nf4
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.load import load_causal_lm

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from offline_grpo.engine.inside_vllm import offline_grpo_fingerprint as module
-from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import as_part, fingerprints, sums, texts, totals
+from offline_grpo.engine.inside_vllm import offline_grpo_weights as module
+from offline_grpo.engine.inside_vllm.offline_grpo_weights import as_part, fingerprints, sums, texts, totals
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
@@ -108,7 +108,7 @@ def test_parts_add_up(dtype: torch.dtype, dim: int, shape: tuple[int, int]) -> N
 
 INTERPRETED = """
 import torch
-from offline_grpo.engine.inside_vllm import offline_grpo_fingerprint as module
+from offline_grpo.engine.inside_vllm import offline_grpo_weights as module
 from offline_grpo.engine.inside_vllm import offline_grpo_fingerprint_kernel as kernel
 kernel.SPLIT, kernel.BLOCK = 3, 16
 torch.manual_seed(0)

@@ -19,7 +19,7 @@ from inside_vllm import (
 )
 from torch import nn
 
-from offline_grpo.engine.inside_vllm.offline_grpo_layout import layout as spread_layout
+from offline_grpo.engine.inside_vllm.offline_grpo_weights import layout as spread_layout
 from offline_grpo.engine.vllm import of_wholes
 
 

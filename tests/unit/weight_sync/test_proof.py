@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +19,14 @@ from offline_grpo.weight_sync.proof import (
     PROBE_TOKENS,
     Probe,
     Probed,
-    compare,
     has_followed,
     probe_difference,
     probe_prompts,
     sample_probe,
     scored,
+)
+from offline_grpo.weight_sync.proof import (
+    prove as verified,
 )
 from offline_grpo.weight_sync.snapshot import Snapshot
 
@@ -77,10 +78,10 @@ def test_fp8_may_differ_by_what_it_does_to_the_trainer() -> None:
             parameter.data = (parameter.data / scale).to(torch.float8_e4m3fn).float() * scale
 
     def prove(quantization: str | None) -> float:
-        sampled = sample_probe(Answering(make_policy(served, policy.tokenizer)), probe_prompts(policy), 1.0)
-        engine: Any = SimpleNamespace(quantization=lambda: quantization, base_url="http://a", key="generation")
-        probe, how = scored(policy, sampled), {"version": 1, "tag": None, "tolerance_nats": 1e-4, "before": None}
-        proof, _ = compare(snapshot, engine, sampled, probe, (None, [], 0), **how)  # type: ignore[arg-type]
+        engine: Any = Answering(make_policy(served, policy.tokenizer))
+        about = {"quantization": lambda: quantization, "base_url": "http://a", "key": "generation"}
+        vars(engine).update(about, sampling=SamplingParams(1))
+        [proof] = verified([engine], snapshot, 1, tag=None, tolerance_nats=1e-4, before={})
         return proof.diff_abs_mean
 
     assert prove("fp8") > 1e-3

@@ -1,4 +1,4 @@
-"""The sums of `offline_grpo_fingerprint` on a GPU: one launch for many tensors, each of which is read once."""
+"""The sums of `offline_grpo_weights` on a GPU: one launch for many tensors, each of which is read once."""
 
 from __future__ import annotations
 

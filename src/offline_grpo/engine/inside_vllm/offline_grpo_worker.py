@@ -24,9 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offline_grpo_fingerprint import as_part, fingerprints, sums, texts, totals
-from offline_grpo_group import Described, empty_bucket, meet
-from offline_grpo_layout import layout, plain_name
+from offline_grpo_weights import (
+    Described,
+    as_part,
+    empty_bucket,
+    fingerprints,
+    layout,
+    meet,
+    plain_name,
+    sums,
+    texts,
+    totals,
+)
 from torch import Tensor, nn
 
 

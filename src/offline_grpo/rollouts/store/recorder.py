@@ -67,7 +67,7 @@ class Recorder(RunListener):
         advantages: Sequence[Sequence[float | None]] | None,
         iteration: int,
     ) -> None:
-        from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
+        from offline_grpo.engine.inside_vllm.offline_grpo_weights import fingerprints
 
         # The fingerprint is taken now, before the updates change the weights; the rest is for the thread.
         version, tensors = self.weights()
