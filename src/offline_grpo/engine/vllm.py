@@ -90,7 +90,7 @@ class VllmLauncher(Launcher):
         require("VLLM_API_KEY" not in self.env, "engine.env.VLLM_API_KEY", "...", fix)
 
     def check_installed(self) -> None:
-        """VLLM 0.28 moved bitsandbytes into a package of its own."""
+        """vLLM 0.28 moved bitsandbytes into a package of its own."""
         super().check_installed()
         package = find_spec(self.package)
         if self.args.get("quantization") != "bitsandbytes" or self.python is not None or package is None:
@@ -141,10 +141,10 @@ class VllmEngine(ServerEngine):
     pause_modes: ClassVar[tuple[str, ...]] = ("keep", "keep_cache", "wait", "abort")
 
     is_paused = False
-    _quantization: tuple[str | None] | None = None  # of the server as it is; None: not asked yet
+    _description: dict[str, Any] | None = None  # of the server as it is; None: not asked yet
 
     def start(self, model: str, args: Mapping[str, object]) -> None:
-        self.is_paused, self._quantization = False, None
+        self.is_paused, self._description = False, None
         super().start(model, args)
 
     @classmethod
@@ -218,14 +218,16 @@ class VllmEngine(ServerEngine):
         return ServedBits(states[0]["dtype"], of_wholes([state["fingerprints"] for state in states]))
 
     def logprobs_mode(self) -> str | None:
-        """The worker extension says it."""
-        return self.describe()["logprobs_mode"] if self.lacks("full") is None else None
+        return self._said("logprobs_mode")
 
     def quantization(self) -> str | None:
-        """It is asked once after each start."""
-        if self._quantization is None:
-            self._quantization = (self.describe()["quantization"] if self.lacks("full") is None else None,)
-        return self._quantization[0]
+        return self._said("quantization")
+
+    def _said(self, name: str) -> str | None:
+        """What the worker extension says, None from a server without it. It is asked once after each start."""
+        if self._description is None:
+            self._description = self.describe() if self.lacks("full") is None else {}
+        return self._description.get(name)
 
     def describe(self) -> dict[str, Any]:
         """The worker's pid, device, gpu_uuid (None on CPUs), quantization and logprobs_mode; refusals: why its weights
@@ -246,9 +248,7 @@ class VllmEngine(ServerEngine):
         self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
-        """VLLM draws completion j of a request with its seed + j, and refuses n > 1 at
-        temperature 0.
-        """
+        """vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0."""
         prompt = list(request.prompt_ids)
         stock = {"prompt": prompt, "logprobs": 0, "return_token_ids": True}  # logprobs of the sampled token alone
         own = {"prompt": {"prompt_token_ids": prompt}, "urgent": request.is_urgent}

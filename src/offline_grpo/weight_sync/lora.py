@@ -51,8 +51,7 @@ class LoraHotswap(ServerSync):
         return replace(lora_requirements(self.server_args), in_flight=("keep",))
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """A new server has none of our adapters. One that takes nothing else cannot prove its
-        base.
+        """A new server has none of our adapters. One that takes nothing else cannot prove its base.
 
         Raises:
             ConfigError: it has another base.
@@ -109,9 +108,7 @@ class LoraHotswap(ServerSync):
         return 0.0
 
     def check_served(self, engine: VllmEngine, version: int) -> None:
-        """Of the base: a server without the adapter would have refused the requests,
-        which name it.
-        """
+        """Of the base: a server without the adapter would have refused the requests, which name it."""
         if engine not in self._base_tags:
             return
         try:
@@ -137,9 +134,7 @@ ADAPTER = "policy-adapter"
 
 @dataclass(kw_only=True)
 class LoraRestart(Restart):
-    """The base model is what the server is started with, every time, and the adapter is named on its
-    command line.
-    """
+    """The base model is what the server is started with, every time, and the adapter is named on its command line."""
 
     name = "lora_restart"
 

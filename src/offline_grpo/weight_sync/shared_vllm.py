@@ -77,9 +77,7 @@ class SharedVllm(PausingSync):
         policy.become_shared(before_publish=self._pause_to_write)
 
     def reattach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """Trained weights come back from the masters, frozen ones from the files that the
-        server loads.
-        """
+        """Trained weights come back from the masters, frozen ones from the files that the server loads."""
         policy, self._engine, self._paused_at, self._version = snapshot.policy, engine, None, None
         views = self._open_views(engine, snapshot, compare=False)
         with torch.no_grad():  # before the policy points there: whatever interrupts this, the policy stays what it was

@@ -90,8 +90,7 @@ class Ipc(WeightTransfer):
         engine.post("/init_weight_transfer_engine", {"init_info": {}})
 
     def deliver(self, engines: Sequence[VllmEngine], staged: StagedWeights) -> float:
-        """All engines get a bucket before the next one is read, because the policy's weights
-        are read once.
+        """All engines get a bucket before the next one is read, because the policy's weights are read once.
 
         They are paused for the whole update: parameters have no storage between start and finish. After an error they
         stay paused.
@@ -168,9 +167,7 @@ class Nccl(WeightTransfer):
         self._leave()
 
     def deliver(self, engines: Sequence[VllmEngine], staged: StagedWeights) -> float:
-        """While a bucket is on its way, the next one is read. After an error the servers stay
-        paused.
-        """
+        """While a bucket is on its way, the next one is read. After an error the servers stay paused."""
         snapshot, policy, tag = staged.snapshot, staged.snapshot.policy, weights_tag(staged.version)
         device, max_bytes = policy.device, self.bucket_mib * 2**20
         group = self._group = self._group or self._join(engines, device)

@@ -60,9 +60,8 @@ class Generate:
     A request to /generate has `prompt`, a string or `{"prompt_token_ids": [...]}`, and any of vLLM's sampling
     parameters. `logprobs` is 0 where it is not given: that of the chosen token alone. `model` names an adapter, or the
     base model; without it the adapter that was loaded last is sampled from, so that callers need not know that weights
-    are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`; `urgent: true` is computed before
-    others that wait. A request to /generate_tokens has the same, but for `stream`, and without `model` it asks the base
-    model.
+    are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`; `urgent: true` is computed before others
+    that wait. A request to /generate_tokens has the same, but for `stream`, and without `model` it asks the base model.
     """
 
     def __init__(self, app: ASGIApp) -> None:
