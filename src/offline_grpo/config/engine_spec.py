@@ -104,6 +104,8 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
         fix = "the run starts no server, so this would do nothing; leave it at 1"
         require(num_engines in (1, len(urls)), "placement.num_engines", num_engines, fix)
         return spec
+
+    # The servers load the model of the run, as it does.
     fix = "no server to ask; name a running one, or let the run start one with engine=vllm"
     require(config.engine is not None, "generation.base_url", None, fix)
     engine = config.engine
@@ -114,11 +116,12 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
         fix = "the server rounds its base as model.quantization=nf4 does, by bitsandbytes; leave it out"
         require(typed == "bitsandbytes", "engine.args.quantization", typed, fix)
         engine = {**engine, "args": {**engine["args"], "quantization": "bitsandbytes"}}
+
+    # Each server is ready for its share of an iteration, and nobody else on the machine controls it.
     launcher: Launcher = build(engine, key="engine")
     of_iteration = -(-config.data.problems_per_iteration // num_engines)
     num_requests = min(client_node.get("batch_size", of_iteration), of_iteration)
     launcher = launcher.expecting(num_requests * config.data.rollouts_per_problem)
-    # so that nobody else on the machine controls the servers
     launcher = replace(launcher, api_key=launcher.api_key or secrets.token_hex(32))
     return replace(spec, api_key=launcher.api_key, launcher=launcher, num_managed=num_engines)
 
@@ -140,6 +143,8 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
         option: Any = OmegaConf.load(options[backend])
         node = {"_target_": option["_target_"], **{name: getattr(settings, name) for name in OF_BOTH if name in option}}
     spec = EngineSpec(node, urls_of(url), api_key, None, "eval.backend")
+
+    # It is training's engine, unless it is of another kind, or at another address.
     is_same_client = not isinstance(backend, Mapping) and issubclass(training.engine_class, spec.engine_class)
     is_shared = is_same_client and (url is None or plain_url(url) in map(plain_url, training.base_urls))
     fix = "applies only to a separate evaluation server; set eval.base_url to one, or leave it null"

@@ -97,6 +97,7 @@ class Room:
         from ray.util.placement_group import placement_group
 
         try:
+            # What each actor needs, and whether the machines have it.
             nodes = [node for node in ray.nodes() if node["Alive"]]
             has_gpus = gpus > 0 and any(node["Resources"].get("GPU") for node in nodes)
             self._needs = {"CPU": 1.0, "GPU": float(gpus)} if has_gpus else {"CPU": 1.0}
@@ -105,6 +106,8 @@ class Room:
             room = int(sum(room_for(node["Resources"], self._needs) for node in nodes))
             fix = f"each needs {what} on one machine, and the Ray cluster at placement.address={address}"
             require(count <= room, key, count, f"{fix} has room for {room} ({self.machines})")
+
+            # Others may have taken what would be there.
             self._group = placement_group([self._needs] * count, strategy=strategy)
             if not self._group.wait(SETTLE_S):
                 left = shown(ray.available_resources())

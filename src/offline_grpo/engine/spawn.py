@@ -215,11 +215,14 @@ def guard(parent: int, pipe: int, remove: str, command: list[str]) -> int:
     run_began_s = psutil.Process(parent).create_time() - 1  # accurate to 1 s
     pids, used, names = {parent}, set(), set()
     try:
+        # Until the command ends, or the run does: who has which file in shared memory.
         command_ = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, preexec_fn=end_with_parent)
         while command_.poll() is None and os.getppid() == parent and not select.select([pipe], [], [], POLL_S)[0]:
             if names != (names := _names_in_shared_memory()):  # a file's owner is unknown once it has died
                 pids |= _descendants()
                 used |= _mapped(pids)
+
+        # The end, of all that the command has started.
         pids |= _descendants()
         used |= _mapped(pids)
         _end(command_)

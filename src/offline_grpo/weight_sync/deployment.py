@@ -156,14 +156,19 @@ class Deployment:
         asked = [e for e in self.engines if self._spread is None or e in self._spread.serving]
         try:
             with self._strategy.staged(snapshot, version) as staged:
-                if amid_requests and self._version is not None:  # the push overwrites what others loaded
+                # What others have loaded must be noticed before the push overwrites it.
+                if amid_requests and self._version is not None:
                     for engine in asked:
                         self._strategy.check_served(engine, self._version)
+
+                # All engines get the weights; from now on requests ask for these.
                 paused_seconds = self._strategy.deliver(self.engines, staged)
                 for engine in self.engines:
                     engine.weights = ServedWeights(staged.version, staged.name)
             self._version = staged.version
             delivered = time.perf_counter()
+
+            # Each must serve them, and the push counts as the worst of them.
             proofs = self._strategy.verify(self.engines, snapshot, version)
         except EngineError:
             for engine in self.engines:  # if the first one died, others fail too: what was staged lay in its folder

@@ -63,8 +63,6 @@ class LoraHotswap(ServerSync):
 
     @contextlib.contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:
-        """When all engines sample from the new adapter, the one before the old one is
-        unloaded: other processes of the run hear of the new one a moment later."""
         self._num_pushes += 1
         name = f"{self._prefix}-{self._num_pushes}"
         folder = snapshot.host.scratch / name
@@ -73,6 +71,9 @@ class LoraHotswap(ServerSync):
         num_tensors = len(snapshot.policy.trained_parameters())
         staged = StagedFolder(version=version, name=name, num_tensors=num_tensors, num_bytes=num_bytes, folder=folder)
         yield staged
+
+        # All engines sample from it by now. Other processes of the run hear of it a moment later, so the adapter before
+        # the old one is unloaded, and the folders stay until nobody's requests name them.
         for engine, names in self._loaded.items():
             while len(names) > 2:
                 with contextlib.suppress(NotFound):  # somebody has started the server anew, or unloaded it

@@ -58,14 +58,13 @@ class Restart(ServerSync):
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
-        """Weights that all servers already serve are not saved again.
-
-        Stale servers restart, those that share no GPU first: `deliver` awaits these and starts the rest.
-        """
+        """Weights that all servers already serve are not saved again."""
         bits = snapshot.fingerprints
         stale = [engine for engine, theirs in self._started_from.items() if theirs != bits or engine.has_lost_weights]
         num_bytes = self._save(snapshot) if stale else 0
         model, args, began_s = self._model(snapshot), self.start_args(snapshot), time.perf_counter()
+
+        # Stale servers stop and start again: first those that share no GPU. `deliver` awaits these and starts the rest.
         for engine in stale:
             self._started_from[engine] = {}
             engine.stop()

@@ -137,10 +137,13 @@ class SharedVllm(PausingSync):
     def _open_views(self, engine: VllmEngine, snapshot: Snapshot, *, compare: bool) -> dict[str, Tensor]:
         from offline_grpo.model.load import is_composite  # which imports transformers
 
+        # Why this server's memory cannot be shared at all.
         home, described = snapshot.policy.compute_device, engine.describe()
         for reason in described["refusals"]:
             fix = "use weight_sync=ipc on one GPU, nccl on several, or reload"
             raise ConfigError(f"weight_sync=shared_vllm: {reason}; {fix}")
+
+        # Which memory holds which parameter: as a file says, or as the server does, and then a file for others.
         if self.bridge_config is not None:
             bridge = Bridge.read(Path(self.bridge_config))
         else:
@@ -161,6 +164,8 @@ class SharedVllm(PausingSync):
                 f"{bridge.gpu_uuid or 'no GPU'}; put both on one (placement.engine_devices), or use weight_sync=nccl "
                 "for two GPUs, reload for CPUs"
             )
+
+        # Its memory becomes tensors of ours, which must be the policy's: shape, dtype and, before training, bits.
         if home.type == "cuda":
             torch.zeros(1, device=home)  # opening a handle before CUDA is up in this process would crash it
             atexit.register(remove_cuda_driver_files)

@@ -184,6 +184,7 @@ class Nccl(WeightTransfer):
         plan = [[described(name, tensor) for name, tensor in bucket] for bucket in buckets(named, max_bytes)]
         results(pausing)
 
+        # The servers receive while this process sends; the next bucket is read while one is on its way.
         def receive(engine: VllmEngine) -> None:
             in_place = engine in self._in_place
             engine.call_workers("grpo_receive", buckets=plan, in_place=in_place, tag=tag, timeout_s=UPDATE_S)
@@ -218,6 +219,7 @@ class Nccl(WeightTransfer):
 
     def _join(self, engines: Sequence[VllmEngine], device: torch.device) -> Any:
         """Form the group: the trainer, then the workers of one server after the other."""
+        # Rank 0 is ours, and listens at an address that the servers reach.
         sizes = [engine.get("/get_world_size").json()["world_size"] for engine in engines]
         found = [address_towards(engine.base_url) for engine in engines]
         address = self.master_address or next((one for one in found if not is_loopback(one)), found[0])
