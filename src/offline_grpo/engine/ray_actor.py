@@ -229,27 +229,19 @@ class RemoteChild:
             self._actor = None
 
     def _result(self, reference: Any, *, timeout_s: float = ANSWER_S) -> Any:
-        return result_of(reference, f"the machine of a server, {self.machine},", timeout_s=timeout_s)
+        """The result of the actor's method, or the error that it raised. Raises Lost, or EngineDied, see above."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-
-def result_of(reference: Any, name: str, *, timeout_s: float) -> Any:
-    """The result of an actor's method, or the error that it raised.
-
-    Raises:
-        Lost: the actor on the machine `name` is.
-        EngineDied: it does not answer in time.
-    """
-    import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-
-    try:
-        return ray.get(reference, timeout=timeout_s)
-    except RayTaskError as error:
-        raise error.cause from None
-    except RayActorError as error:
-        raise Lost(f"{name} {fate(error)}.") from error
-    except GetTimeoutError as error:
-        raise EngineDied(f"{name} does not answer within {timeout_s:g} s.") from error
+        name = f"the machine of a server, {self.machine},"
+        try:
+            return ray.get(reference, timeout=timeout_s)
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayActorError as error:
+            raise Lost(f"{name} {fate(error)}.") from error
+        except GetTimeoutError as error:
+            raise EngineDied(f"{name} does not answer within {timeout_s:g} s.") from error
 
 
 def fate(error: Exception) -> str:
