@@ -181,7 +181,7 @@ def main() -> None:
     with ExitStack() as stack:
         served = Served(model, args, work, CPU_ENV if arguments.small else {})
         stack.callback(served.close)
-        server = served.server
+        server = served.client
         template = str(work / "tools.jinja") if arguments.model else None
         tokenizer = load_tokenizer(str(model), chat_template=template)
         codec = TokenizerCodec(tokenizer, end_ids(generation_config_of(str(model)), tokenizer))
@@ -197,7 +197,8 @@ def main() -> None:
                 return [completion]
 
         client = Client(
-            server=server,
+            base_url=server.base_url,
+            api_key=server.api_key,
             eos_ids=list(codec.end_ids),
             vocab_size=vocab_size,
             batch_size=arguments.problems * arguments.group,

@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, Target, Timings, complete_in_order, write_result
-from generation_arms import CPU_ARGS, GROUP, EndlessClient, Group, Offline, Served, requests, save_model
+from generation_arms import CLIENT, CPU_ARGS, GROUP, EndlessClient, Group, Offline, Served, requests, save_model
 
 from offline_grpo.engine.vllm import STOCK
 from offline_grpo.types import SamplingParams, SamplingRequest
@@ -116,9 +116,7 @@ def against_offline(
     stack.callback(offline.close)
     served = Served(model, {**args, **arguments.server_args}, folder)
     stack.callback(served.close)
-    stock = EndlessClient(
-        server=served.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0
-    )
+    stock = EndlessClient(base_url=served.client.base_url, **CLIENT)
     stock.path = STOCK
     stack.callback(stock.close)
     offline_start_s = offline.start()

@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 from common import complete_in_order
-from offline_grpo.engine.server import Server
 
 from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
@@ -83,8 +82,17 @@ class EndlessClient(VllmEngine):
         return super().body(request, sampling, weights) | {"ignore_eos": True, "stop_token_ids": []}
 
 
+CLIENT: dict[str, Any] = {
+    "eos_ids": [2],
+    "vocab_size": 151936,
+    "batch_size": 256,
+    "timeout_s": 600,
+    "max_retries": 0,
+}
+
+
 class Served:
-    """A managed server and its client."""
+    """A server of our own and its engine."""
 
     def __init__(
         self, model: Path, args: dict[str, Any], folder: Path, env: Mapping[str, str] = MappingProxyType({})
@@ -101,16 +109,13 @@ class Served:
             "env": {**VllmLauncher.essentials["env"], **env},
         }
         launcher: Any = VllmLauncher(**engine, **asked, blackwell_workaround=False)
-        self.server = Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder)
+        self.client = EndlessClient(launcher=launcher, log_dir=folder, **CLIENT)
         started = time.monotonic()
         with ExitStack() as if_it_fails:
-            if_it_fails.callback(self.server.stop)
-            self.server.start(str(model))
+            if_it_fails.callback(self.client.stop)
+            self.client.start(str(model), {})
             if_it_fails.pop_all()
         self.start_s = time.monotonic() - started
-        self.client = EndlessClient(
-            server=self.server, eos_ids=[2], vocab_size=151936, batch_size=256, timeout_s=600, max_retries=0
-        )
         self.cpu_us_per_token: dict[str, float] = {}
 
     def generate(self, asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
@@ -124,13 +129,12 @@ class Served:
     def _cpu_s(self) -> dict[str, float]:
         """Of the API server (`python`) and the engine's processes, by name."""
         found: dict[str, float] = {}
-        for process in psutil.Process(self.server.pid).children(recursive=True):
+        for process in psutil.Process(self.client.pid).children(recursive=True):
             found[process.name()] = found.get(process.name(), 0.0) + sum(process.cpu_times()[:2])
         return found
 
     def close(self) -> None:
-        self.client.close()
-        self.server.stop()
+        self.client.stop()
 
 
 class Offline:

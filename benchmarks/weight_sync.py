@@ -32,7 +32,6 @@ import torch
 from common import Target, alternate, wait_for_device, write_result
 from hydra import compose, initialize_config_dir
 from nccl_bandwidth import broadcast_gb_s
-from offline_grpo.engine.server import Server
 from omegaconf import OmegaConf
 from shapes import SIZES as LARGER
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
@@ -53,7 +52,7 @@ from offline_grpo.train.fsdp2 import FullyShardedPolicy
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 from offline_grpo.weight_sync import strategy
-from offline_grpo.weight_sync.deployment import Deployment, RankZeroDeployment
+from offline_grpo.weight_sync.deployment import Deployment
 
 CONF = Path(__file__).parents[1] / "conf"
 SIZES = (
@@ -142,7 +141,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as own:
         folder = Path(ranks.broadcast(own))
         ranks.on_main(lambda: save_model(folder / "model", arguments.shape, arguments.dtype))
-        servers: list[Server] = []
+        servers: list[VllmEngine] = []
         try:
             measure(arguments, folder / "model", folder, servers, ranks, phases)
         finally:
@@ -151,7 +150,7 @@ def main() -> None:
 
 
 def measure(
-    arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server], ranks: Ranks, phases: Phases
+    arguments: argparse.Namespace, model: Path, folder: Path, servers: list[VllmEngine], ranks: Ranks, phases: Phases
 ) -> None:
     """Connect all arms, time their pushes, then time the sampling of all arms in alternation, and write the results."""
     stocks = {}
@@ -170,17 +169,11 @@ def measure(
         report(arm, pushes[arm.name], speeds, arguments)
 
 
-def start_stock(arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server]) -> VllmEngine:
+def start_stock(arguments: argparse.Namespace, model: Path, folder: Path, servers: list[VllmEngine]) -> VllmEngine:
     server = new_server(arguments, StockEngine, folder, {}, {}, server_gpus(arguments)[0])
     servers.append(server)
-    server.start(str(model))
-    return new_client(arguments, server)
-
-
-def new_client(arguments: argparse.Namespace, server: Server) -> VllmEngine:
-    return VllmEngine(
-        server=server, eos_ids=[], vocab_size=2**31, batch_size=arguments.concurrent, timeout_s=600, max_retries=0
-    )
+    server.start(str(model), {})
+    return server
 
 
 def pushes_of(arm: Arm, arguments: argparse.Namespace) -> int:
@@ -188,7 +181,7 @@ def pushes_of(arm: Arm, arguments: argparse.Namespace) -> int:
 
 
 def connect(
-    name: str, arguments: argparse.Namespace, model: Path, folder: Path, servers: list[Server], ranks: Ranks
+    name: str, arguments: argparse.Namespace, model: Path, folder: Path, servers: list[VllmEngine], ranks: Ranks
 ) -> Arm:
     node = as_plain(OmegaConf.select(configuration(f"weight_sync={name}"), "weight_sync"))
     sync = build({**node, "tolerance_nats": arguments.tolerance_nats}, key="weight_sync")
@@ -199,19 +192,15 @@ def connect(
     servers += own
     before = allocated_mib()
     policy = load(model, arguments, ranks, shared=sync.requires.shares_weights, lora=name.startswith("lora"))
-    engines = [new_client(arguments, server) for server in own]
     started = time.perf_counter()
     is_spread = ranks.world_size > 1
     sharding = FullyShardedPolicy(ranks) if is_spread else Replicas(ranks)
-    if is_spread:
-        deployment: Deployment = RankZeroDeployment(engines, sync, sharding.full_weights, ranks, sharding.lead)
-    else:
-        deployment = Deployment(engines, sync, sharding.full_weights)
+    deployment = Deployment(own, sync, sharding.full_weights, (ranks, sharding.lead) if is_spread else None)
     sharding.prepare(policy)
     deployment.connect(policy)
     start_s = time.perf_counter() - started
     policy.make_masters()
-    arm = Arm(name, deployment, policy, engines[0], start_s, allocated_mib() - before, sharding)
+    arm = Arm(name, deployment, policy, own[0], start_s, allocated_mib() - before, sharding)
     deployment.push(policy, version=0)
     return arm
 
@@ -343,16 +332,17 @@ def new_server(
     args: Mapping[str, Any],
     env: Mapping[str, str],
     gpus: Sequence[int] | None,
-) -> Server:
+) -> VllmEngine:
     overrides = [
         "generation=vllm_server",
         f"engine.args.gpu_memory_utilization={arguments.gpu_memory_utilization}",
         *arguments.engine,
     ]
     node = as_plain(OmegaConf.select(configuration(*overrides), "engine"))
-    own = {**node["args"], "dtype": arguments.dtype}
-    launcher = kind(**{**{key: value for key, value in node.items() if key != "_target_"}, "args": own})
-    return Server(base_url=None, api_key=None, launcher=launcher, log_dir=folder, gpus=gpus, args=args, env=env)  # type: ignore[arg-type]
+    own = {"args": {**node["args"], "dtype": arguments.dtype, **args}, "env": {**env, **node["env"]}}
+    launcher = kind(**{**{key: value for key, value in node.items() if key != "_target_"}, **own})
+    about: Any = {"eos_ids": [], "vocab_size": 2**31, "batch_size": arguments.concurrent, "timeout_s": 600}
+    return VllmEngine(**about, max_retries=0, launcher=launcher, log_dir=folder, gpus=gpus)
 
 
 def configuration(*overrides: str) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from factories import compose_config, make_qwen2, make_scoring
 from fake_sglang import FakeSglang
-from offline_grpo.start.serving import check_found_servers, starts_before_the_policy
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.config.compose import typed
@@ -22,9 +21,9 @@ from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.start import serving
+from offline_grpo.start import servers
+from offline_grpo.start.servers import check_found_servers, starts_before_the_policy
 from offline_grpo.train.sharding import Replicas
-from offline_grpo.weight_sync.deployment import RankZeroDeployment
 from offline_grpo.weight_sync.in_process import Frozen
 from offline_grpo.weight_sync.reload import Reload
 
@@ -40,9 +39,10 @@ def make_policy() -> Policy:
 
 def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any, Any]:
     """The deployments of training and evaluation, as a run puts them together."""
-    gpus = [None] * plan.engine.num_managed
-    servers = serving.training_servers(plan, gpus, folder, ranks, ExitStack())
-    return serving.deployments(plan, servers, policy, Replicas(ranks), folder, ranks)
+    about = {"policy": policy, "ranks": ranks, "sharding": Replicas(ranks), "devices": plan.devices(1)}
+    run: Any = SimpleNamespace(plan=plan, **about, folder=SimpleNamespace(path=folder), stack=ExitStack())
+    run.servers = servers.make_engines(run)
+    return servers.deployments(run)
 
 
 def evaluation(overrides: str, folder: Path, *, num_processes: int = 1) -> tuple[Any, Any]:
@@ -52,7 +52,7 @@ def evaluation(overrides: str, folder: Path, *, num_processes: int = 1) -> tuple
         is_main=True, world_size=num_processes, broadcast=lambda value: value, on_main=lambda act: act()
     )
     _, found = assembled(plan, make_policy(), folder, ranks)
-    assert isinstance(found, RankZeroDeployment) is (num_processes > 1)
+    assert (found._ranks is ranks) is (num_processes > 1)
     return found.client, found._strategy
 
 
@@ -171,7 +171,7 @@ def test_a_server_of_the_run_has_a_key_that_nobody_else_knows(kind: str, tmp_pat
     other_rank: Any = SimpleNamespace(is_main=False, world_size=2, on_main=told)
     plan = make_plan(typed(compose_config(*overrides, "eval.enabled=false")))
     training, _ = assembled(plan, make_policy(), tmp_path, other_rank)
-    assert training.engines[0].server.api_key == "of rank 0"  # type: ignore[attr-defined]
+    assert training.engines[0].api_key == "of rank 0"  # type: ignore[attr-defined]
 
 
 def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:
@@ -191,8 +191,8 @@ def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:
 def test_servers_start_before_the_policy_is_loaded_where_it_does_not_disturb_them(
     generation: str, weight_sync: str, shares_gpu: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "server_gpus", lambda _: [[0]])
-    monkeypatch.setattr(serving, "trainer_gpus", lambda *_: [0] if shares_gpu else [1])
+    monkeypatch.setattr(servers, "server_gpus", lambda _: [[0]])
+    monkeypatch.setattr(servers, "trainer_gpus", lambda *_: [0] if shares_gpu else [1])
     more = ["model/lora=default"] if weight_sync.startswith("lora") else ["weight_sync.pause_mode=abort"]
     plan = make_plan(typed(compose_config(f"generation={generation}", f"weight_sync={weight_sync}", *more)))
     assert starts_before_the_policy(plan.engine, plan.weight_sync, plan.devices(1)) is expected
