@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
+from offline_grpo.errors import EngineDied
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
@@ -174,6 +175,16 @@ def make_client(server: VllmEngine | str, **changes: Any) -> VllmEngine:
     """The same server as somebody asks it who did not start it; or the one at a URL."""
     where = {"base_url": server} if isinstance(server, str) else place_of(server)
     return VllmEngine(**{**CLIENT, **where, **changes})
+
+
+class MortalEngine(VllmEngine):
+    """Of a server that somebody found, with the life of one that was started."""
+
+    is_dead = False
+
+    def check_alive(self, *, grace_s: float = 0.0) -> None:
+        if self.is_dead:
+            raise EngineDied(f"the server at {self.base_url} has ended.")
 
 
 def place_of(server: VllmEngine) -> dict[str, Any]:

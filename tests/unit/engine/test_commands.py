@@ -19,10 +19,9 @@ from omegaconf import OmegaConf
 
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain
-from offline_grpo.engine import serve, spawn
+from offline_grpo.engine import serve
 from offline_grpo.engine.server_engine import flags
 from offline_grpo.engine.sglang import SglangLauncher
-from offline_grpo.engine.spawn import temporary_folder
 from offline_grpo.engine.vllm import LORA_KERNELS, VllmLauncher
 from offline_grpo.errors import ConfigError
 
@@ -103,7 +102,7 @@ def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pyt
     assert "VLLM_API_KEY" not in environment()
 
 
-def test_what_is_compiled_is_there_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_there_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.25 files it under a hash of its own variables, VLLM_API_KEY included; so none of them may differ between
     two runs.
     """
@@ -114,15 +113,6 @@ def test_what_is_compiled_is_there_for_the_next_run(tmp_path: Path, monkeypatch:
     )
     assert one == other
     assert [environment(api_key=key)["OFFLINE_GRPO_API_KEY"] for key in ("hush", "hush-hush")] == ["hush", "hush-hush"]
-    monkeypatch.setenv("TRITON_CACHE_DIR", "torch's, since it compiled in this process")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/of/the/user")
-    monkeypatch.setattr(spawn, "LONGEST_SOCKET_FOLDER", 1000)
-    monkeypatch.setattr(spawn, "OF_THE_SHELL", {})
-    kept = temporary_folder(tmp_path)
-    assert kept["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user/offline-grpo/torchinductor"
-    assert kept["TRITON_CACHE_DIR"] == "/of/the/user/offline-grpo/triton"
-    monkeypatch.setattr(spawn, "OF_THE_SHELL", {"TRITON_CACHE_DIR": "/of/the/shell"})
-    assert temporary_folder(tmp_path)["TRITON_CACHE_DIR"] == "/of/the/shell"
 
 
 def test_a_server_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,9 +300,3 @@ def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch:
     assert serve.read_key(None) == "of the shell"
     monkeypatch.delenv("VLLM_API_KEY")
     assert serve.read_key(None) is None
-
-
-def test_the_trainer_is_told_the_precision_of_the_server() -> None:
-    for dtype, precision in (("float16", " train.precision=fp16"), ("auto", "")):
-        line = f"    generation=vllm_server generation.base_url=http://127.0.0.1:9001{precision} generation.api_key=KEY"
-        assert line in serve.how_to_use("m", dtype, "http://127.0.0.1:9001", has_key=True).splitlines()

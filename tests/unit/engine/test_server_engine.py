@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
-from engines import CLIENT
+from engines import CLIENT, MortalEngine
 from factories import generate
 from scripted_server import Reply, Request, ScriptedServer
 
@@ -35,16 +35,6 @@ def tokens_answer(completions: Sequence[Any], prompt: Sequence[int] = PROMPT) ->
         {"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason} for tokens, logprobs, reason in completions
     ]
     return {"prompt_token_ids": list(prompt), "choices": choices}
-
-
-class MortalEngine(VllmEngine):
-    """A server that somebody found, with the life of one that was started."""
-
-    is_dead = False
-
-    def check_alive(self, *, grace_s: float = 0.0) -> None:
-        if self.is_dead:
-            raise EngineDied("the server has ended (exit code 1)")
 
 
 @dataclass
@@ -264,7 +254,7 @@ def test_the_death_of_our_own_server_is_told(lab: Lab, reply: Reply, monkeypatch
 
     monkeypatch.setattr(server_engine, "GRACE_S", 60.0)
     lab.set_script(script)
-    assert "exit code 1" in lab.error(EngineDied)
+    assert "has ended" in lab.error(EngineDied)
     assert len(lab.server.requests) == 1
 
 

@@ -7,27 +7,16 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from engines import CLIENT
+from engines import CLIENT, MortalEngine
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine import server_engine
 from offline_grpo.engine.streaming import SpreadClient, in_background
-from offline_grpo.engine.vllm import VllmEngine
-from offline_grpo.errors import EngineDied, EngineError
+from offline_grpo.errors import EngineError
 from offline_grpo.types import SamplingParams, SamplingRequest
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 BATCH_SIZE = 4
-
-
-class MortalEngine(VllmEngine):
-    """A server that somebody found, with the life of one that was started."""
-
-    is_dead = False
-
-    def check_alive(self, *, grace_s: float = 0.0) -> None:
-        if self.is_dead:
-            raise EngineDied(f"the server at {self.base_url} has ended.")
 
 
 @dataclass
