@@ -62,7 +62,7 @@ class EngineSpec:
         (`CLIENT_RUNTIME`) that it asks for.
         """
         url = self.base_urls[number] if self.base_urls else None
-        server = {"base_url": url, "api_key": self.api_key, "key": self.url_key}
+        server = {"base_url": url, "api_key": self.api_key, "key": f"{self.key.partition('.')[0]}.base_url"}
         server |= {"launcher": self.launcher, "number": number}
         return build(self.client_node, key=self.key, protocol=Engine, **{**server, **runtime})
 
@@ -72,11 +72,6 @@ class EngineSpec:
             return self
         args, env = {**self.launcher.args, **server_args}, {**env, **self.launcher.env}
         return replace(self, launcher=replace(self.launcher, args=args, env=env))
-
-    @property
-    def url_key(self) -> str:
-        """The setting that `base_url` comes from."""
-        return f"{self.key.partition('.')[0]}.base_url"
 
     def check_client(self) -> None:
         """Raise ConfigError if the engine's settings do not fit its constructor, or are out of range."""

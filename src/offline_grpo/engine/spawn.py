@@ -258,14 +258,20 @@ def _end(command: subprocess.Popen[bytes]) -> None:
     exit once the others have.
     """
     if command.poll() is None:
-        _signal(_descendants(), signal.SIGTERM)
+        for pid in _descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + KILL_AFTER_S
     while time.monotonic() < deadline and command.poll() is None:
         time.sleep(0.05)
     started = time.monotonic()
     while (left := _descendants()) and time.monotonic() < started + KILL_AFTER_S:
         is_late = time.monotonic() > started + CLEANERS_TAKE_S
-        _signal({pid for pid in left if is_late or not _cleans_up(pid)}, signal.SIGKILL)
+        for pid in left:
+            with contextlib.suppress(OSError):  # it has gone by itself
+                line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if is_late or not (b"resource_tracker" in line or os.fsencode(__file__) in line):
+                    os.kill(pid, signal.SIGKILL)
         command.poll()
         for orphan in psutil.Process().children():
             if orphan.pid != command.pid:  # `command` must reap it
@@ -275,24 +281,11 @@ def _end(command: subprocess.Popen[bytes]) -> None:
     command.wait()
 
 
-def _cleans_up(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        line = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b"resource_tracker" in line or os.fsencode(__file__) in line
-    return False
-
-
 def _descendants() -> set[int]:
     """Zombies too: a process whose main thread has exited is a zombie, but its other threads may hold its ports and
     memory.
     """
     return {process.pid for process in psutil.Process().children(recursive=True)}
-
-
-def _signal(pids: Iterable[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 def _names_in_shared_memory() -> set[str]:

@@ -64,7 +64,27 @@ def begin(run: Run) -> None:
         plan.layout.check(resolve_device(config.model.device), torch_dtype(config.train.precision))
     if config.model.quantization is not None:
         nf4.check_device(resolve_device(config.model.device, ranks.local_rank))
-    run.model_id = _model_id(run)
+
+    # The model: a folder, a hub id, or a folder in the cache with that of a GGUF file, or with the tiny one, which the
+    # first process builds if it is missing.
+    named = {"model.train_id": config.model.train_id, "model.ref_id": config.model.ref_id, KEY: plan.advantage.teacher}
+    for key, name in named.items():
+        if name is not None:
+            ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
+    cache, gguf_file = Path(config.cache_dir).resolve(), config.model.gguf_file
+    if config.model.train_id is not None:
+        run.model_id = config.model.train_id
+    elif gguf_file is not None:
+        hide_progress_bars()
+        run.model_id = ranks.on_main(lambda: str(convert(gguf_file, cache)))
+    else:
+        hide_progress_bars()
+        tiny = build(config.model.tiny, key="model.tiny")
+        for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
+            room = tiny.max_position_embeddings
+            fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={room}"
+            require(sampling.max_new_tokens < room, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
+        run.model_id = ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache, show_progress=True)))
     ranks.on_main(lambda: check_found_servers(plan, run.model_id))
 
     # A resumed run's server begins with the checkpoint's weights, unless only an adapter moves.
@@ -73,30 +93,7 @@ def begin(run: Run) -> None:
         moves_all = plan.lora_rank is None and plan.weight_sync.requires.moves != "nothing"
         served = str(run.checkpoint) if run.checkpoint is not None and moves_all else run.model_id
         for server in next_to_start(run.servers):
-            ranks.on_main(lambda server=server: server.begin(served))
-
-
-def _model_id(run: Run) -> str:
-    """The model to train: a folder, a hub id, or a folder in the cache with the model of a GGUF file or the tiny model,
-    which the first process builds if it is missing.
-    """
-    plan, config, ranks = run.plan, run.config, run.ranks
-    named = {"model.train_id": config.model.train_id, "model.ref_id": config.model.ref_id, KEY: plan.advantage.teacher}
-    for key, name in named.items():
-        if name is not None:
-            ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
-    if config.model.train_id is not None:
-        return config.model.train_id
-    hide_progress_bars()
-    cache = Path(config.cache_dir).resolve()
-    if (gguf_file := config.model.gguf_file) is not None:
-        return ranks.on_main(lambda: str(convert(gguf_file, cache)))
-    tiny = build(config.model.tiny, key="model.tiny")
-    for key, sampling in (("generation", plan.sampling), ("eval", plan.eval_sampling)):
-        room = tiny.max_position_embeddings
-        fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={room}"
-        require(sampling.max_new_tokens < room, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
-    return ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache, show_progress=True)))
+            ranks.on_main(lambda server=server: server.begin(served, {}))
 
 
 def check_found_servers(plan: Plan, model_id: str) -> None:

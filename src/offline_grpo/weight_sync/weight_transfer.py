@@ -170,7 +170,23 @@ class Nccl(WeightTransfer):
         """While a bucket is on its way, the next one is read. After an error the servers stay paused."""
         snapshot, policy, tag = staged.snapshot, staged.snapshot.policy, weights_tag(staged.version)
         device, max_bytes = policy.device, self.bucket_mib * 2**20
-        group = self._group = self._group or self._join(engines, device)
+
+        # The group: our process, then the workers of one server after the other. Rank 0 is ours, and listens at an
+        # address that the servers reach.
+        if self._group is None:
+            sizes = [engine.get("/get_world_size").json()["world_size"] for engine in engines]
+            found = [address_towards(engine.base_url) for engine in engines]
+            address = self.master_address or next((one for one in found if not is_loopback(one)), found[0])
+            port = choose_port(address, None, key="weight_sync.master_address")
+            meeting = in_background(lambda: meet(address, port, 0, 1 + sum(sizes), device))
+
+            def join(place: int) -> None:
+                words = {"address": address, "port": port, "first_rank": 1 + sum(sizes[:place])}
+                engines[place].call_workers("grpo_join", timeout_s=300, world_size=1 + sum(sizes), **words)
+
+            _together([*started(join, range(len(engines))), meeting])
+            self._group = meeting.result()
+        group = self._group
 
         # While the servers pause, the first bucket is read, and name, dtype and shape of each tensor in each are noted.
         began = time.perf_counter()
@@ -216,24 +232,6 @@ class Nccl(WeightTransfer):
 
     def detach(self, engine: VllmEngine) -> None:
         self._leave()
-
-    def _join(self, engines: Sequence[VllmEngine], device: torch.device) -> Any:
-        """Form the group: the trainer, then the workers of one server after the other."""
-        # Rank 0 is ours, and listens at an address that the servers reach.
-        sizes = [engine.get("/get_world_size").json()["world_size"] for engine in engines]
-        found = [address_towards(engine.base_url) for engine in engines]
-        address = self.master_address or next((one for one in found if not is_loopback(one)), found[0])
-        port = choose_port(address, None, key="weight_sync.master_address")
-        meeting = in_background(lambda: meet(address, port, 0, 1 + sum(sizes), device))
-
-        def join(place: int) -> None:
-            rank = 1 + sum(sizes[:place])
-            words = {"address": address, "port": port, "first_rank": rank, "world_size": 1 + sum(sizes)}
-            engines[place].call_workers("grpo_join", timeout_s=300, **words)
-
-        joining = started(join, range(len(engines)))
-        _together([*joining, meeting])
-        return meeting.result()
 
     def _leave(self) -> None:
         if self._group is not None:

@@ -51,7 +51,11 @@ def prepare_process() -> None:
         _keep_cpu_weights_plain()
         _pack_cpu_experts_at_every_load()
     if os.environ.get("OFFLINE_GRPO_NEEDS_RAY") == "1":
-        _stand_in_for_ray()
+        # vLLM 0.25 imports ray for CUDA IPC weight transfer, without using it in a server and without requiring it
+        try:
+            import ray  # type: ignore[import-not-found]  # noqa: F401
+        except ImportError:
+            sys.modules["ray"] = types.ModuleType("ray")
     if "OFFLINE_GRPO_HAS_MEMORY" in os.environ:
         _tell_when_memory_is_taken(os.environ["OFFLINE_GRPO_HAS_MEMORY"])
 
@@ -116,14 +120,6 @@ def _pack_cpu_experts_at_every_load() -> None:
         process(method, layer)  # type: ignore[arg-type]
 
     UnquantizedFusedMoEMethod.process_weights_after_loading = process_anew  # type: ignore[method-assign]
-
-
-def _stand_in_for_ray() -> None:
-    """vLLM 0.25 imports ray for CUDA IPC weight transfer, without using it in a server and without requiring it."""
-    try:
-        import ray  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError:
-        sys.modules["ray"] = types.ModuleType("ray")
 
 
 class WorkerExtension:
