@@ -56,7 +56,7 @@ def served(
     build_char_tokenizer(128).save_pretrained(str(folder))
     server = make_server(replace(CPU, dtype=dtype), folder.parent, args=args, python=preloaded_python(folder.parent))
     try:
-        server.start(str(folder))
+        server.start(str(folder), {})
         yield make_client(server)
     finally:
         server.stop()

@@ -33,9 +33,9 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
         found = [make_server(CPU, folder / str(i), api_key="ours", python=preloaded_python(folder)) for i in range(2)]
         for server in found:
             stack.callback(server.stop)
-            server.begin(str(model))
+            server.begin(str(model), {})
         for server in found:
-            server.start(str(model))
+            server.start(str(model), {})
         yield found
 
 
