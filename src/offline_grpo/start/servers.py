@@ -198,21 +198,19 @@ def loads_onto_servers_gpu(weight_sync: WeightSync, devices: Devices) -> bool:
 def deployments(run: Run) -> tuple[Deployment, Deployment]:
     """What training samples from and what evaluations ask, which may be the same; not connected yet."""
     plan, policy, ranks, sharding = run.plan, run.policy, run.ranks, run.sharding
+    eos_ids = end_ids(policy.causal_lm.generation_config, policy.tokenizer)
 
     def deployment(
         spec: EngineSpec, engines: list[ServerEngine], sync: WeightSync, sampling: SamplingParams
     ) -> Deployment:
-        known: Any = {
-            "eos_ids": end_ids(policy.causal_lm.generation_config, policy.tokenizer),
-            "vocab_size": policy.vocab_size,
-            "sampling": sampling,
-            "is_corrected": plan.is_corrected or spec is plan.eval_engine,
-        }
+        is_corrected = plan.is_corrected or spec is plan.eval_engine
         if not spec.needs_server:
-            local = spec.engine(model=policy.model, tokenizer=policy.tokenizer, **known)
-            return Deployment([local], sync, sharding.full_weights)
-        for engine in engines:
-            vars(engine).update(known)
+            known = {"eos_ids": eos_ids, "vocab_size": policy.vocab_size, "sampling": sampling}
+            about = {"model": policy.model, "tokenizer": policy.tokenizer, "is_corrected": is_corrected}
+            return Deployment([spec.engine(**about, **known)], sync, sharding.full_weights)
+        for engine in engines:  # what they could not know before there was a policy
+            engine.eos_ids, engine.vocab_size = eos_ids, policy.vocab_size
+            engine.sampling, engine.is_corrected = sampling, is_corrected
         leads = (ranks, sharding.lead) if ranks.world_size > 1 else None
         return Deployment(engines, sync, sharding.full_weights, leads)
 
