@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from offline_grpo.engine.engine import Engine, next_to_start
 from offline_grpo.engine.streaming import SpreadClient
@@ -20,7 +21,21 @@ from offline_grpo.weight_sync.strategy import WeightSync
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def led(method: Callable[P, T]) -> Callable[P, T]:
+    """A method that runs on rank 0 alone. The others then sample from what it has started and pushed to."""
+
+    @functools.wraps(method)
+    def on_all(*words: P.args, **named: P.kwargs) -> T:
+        deployment: Any = words[0]
+        result = deployment._lead(lambda: method(*words, **named))
+        deployment._follow()
+        return result
+
+    return on_all
 
 
 class Deployment:
@@ -65,16 +80,14 @@ class Deployment:
         """Whether the engine keeps its own weights (weight_sync=none)."""
         return self._strategy.requires.moves == "nothing"
 
+    @led
     def connect(self, policy: Policy) -> None:
         """Start the engines, or wait for those that have begun, and open the way of the weights to them."""
+        snapshot = self._snapshot(policy)
+        words = self._strategy.start_model(snapshot), self._strategy.start_args(snapshot)
+        self._start(self.engines, words, lambda engine: self._strategy.attach(engine, snapshot))
 
-        def connect() -> None:
-            snapshot = self._snapshot(policy)
-            words = self._strategy.start_model(snapshot), self._strategy.start_args(snapshot)
-            self._start(self.engines, words, lambda engine: self._strategy.attach(engine, snapshot))
-
-        self._led(connect)
-
+    @led
     def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
         """Have the engines serve the policy's weights, and prove that they do. Every process's client then asks for
         them. Of several engines, the dead are started again first.
@@ -86,15 +99,11 @@ class Deployment:
         Raises:
             EngineDied: an engine has ended. EngineError: it serves something else, or refuses.
         """
-
-        def push() -> SyncReport:
-            if self._spread is not None and not self._strategy.requires.own_server:
-                dead = [engine for engine in self.engines if engine not in self._serving]
-                self._num_restarts += len(dead)
-                self._restart(dead, policy)
-            return self._push(policy, version, amid_requests)
-
-        return self._led(push)
+        if self._spread is not None and not self._strategy.requires.own_server:
+            dead = [engine for engine in self.engines if engine not in self._serving]
+            self._num_restarts += len(dead)
+            self._restart(dead, policy)
+        return self._push(policy, version, amid_requests)
 
     def check_served(self) -> None:
         """See that what was sampled had the weights of the last push, also from engines that have died since."""
@@ -104,19 +113,13 @@ class Deployment:
             for engine in self._serving:
                 self._strategy.check_served(engine, self._version)
 
-        if self._ranks is None:
-            check()
-        else:
-            self._ranks.on_main(check)
+        check() if self._ranks is None else self._ranks.on_main(check)
 
+    @led
     def recover(self, policy: Policy, *, version: int) -> SyncReport:
         """Start engines again that have lost their weights, and push."""
-
-        def recover() -> SyncReport:
-            self._restart([engine for engine in self.engines if engine.has_lost_weights], policy)
-            return self._push(policy, version, amid_requests=False)
-
-        return self._led(recover)
+        self._restart([engine for engine in self.engines if engine.has_lost_weights], policy)
+        return self._push(policy, version, amid_requests=False)
 
     def metrics(self) -> Metrics:
         """Of several engines, for the iteration's metrics file."""
@@ -138,17 +141,16 @@ class Deployment:
         """All but servers of the run that have ended; where that is none, all, so that the dead say why."""
         return [e for e in self.engines if not (e.is_managed and e.has_lost_weights)] or self.engines
 
-    def _led(self, action: Callable[[], T]) -> T:
-        """Do it on rank 0. The others then sample from what it has started and pushed to: weights, URL and pid."""
-        result = self._lead(action)
-        if self._ranks is not None:
-            state = self._ranks.broadcast([(engine.weights, engine.base_url, engine.pid) for engine in self.engines])
-            if not self._ranks.is_main:
-                for engine, (weights, url, pid) in zip(self.engines, state, strict=True):
-                    engine.weights = weights
-                    engine.follow(url, pid)
-                self._ask_all()
-        return result
+    def _follow(self) -> None:
+        """Sample from the servers that rank 0 has started and pushed to: weights, URL and pid of each."""
+        if self._ranks is None:
+            return
+        state = self._ranks.broadcast([(engine.weights, engine.base_url, engine.pid) for engine in self.engines])
+        if not self._ranks.is_main:
+            for engine, (weights, url, pid) in zip(self.engines, state, strict=True):
+                engine.weights = weights
+                engine.follow(url, pid)
+            self._ask_all()
 
     def _push(self, policy: Policy, version: int, amid_requests: bool) -> SyncReport:
         started = time.perf_counter()
