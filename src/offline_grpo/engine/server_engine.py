@@ -448,7 +448,7 @@ class ServerEngine(Streaming, Engine):
 
     def _watched(self, call: Callable[[], httpx.Response], *, changes: bool) -> httpx.Response:
         """Make a control call, and check meanwhile the health of a server of the run: if its engine has died, the call
-        would block until its timeout. One that only reads is made again where no answer came.
+        would block until its timeout. One that only reads is made once more where no answer came.
 
         Raises:
             EngineDied: the server has ended, ends within seconds of a failed call, is unhealthy, or has not answered.
@@ -465,7 +465,7 @@ class ServerEngine(Streaming, Engine):
                 if isinstance(error, Refused):
                     raise
                 if not changes:
-                    return self._watched(call, changes=changes)
+                    return self._watched(call, changes=True)  # once
                 self._give_up(str(error))
 
     def check_version(self) -> str:

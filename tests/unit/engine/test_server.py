@@ -206,7 +206,7 @@ def test_a_server_that_does_not_start(servers: list[VllmEngine], tmp_path: Path)
 
 
 def test_a_found_server_is_left_alone(tmp_path: Path) -> None:
-    with ScriptedServer(lambda _: Reply({"data": [{"id": "their/model"}]})) as web:
+    with ScriptedServer(lambda _: Reply({"version": "0.32.0"})) as web:
         server = make_client(web.base_url + "/v1/", api_key="k")
         assert server.base_url == web.base_url
         assert not server.is_managed
@@ -216,6 +216,6 @@ def test_a_found_server_is_left_alone(tmp_path: Path) -> None:
         server.check_alive(grace_s=100)
         assert not scratch.exists()
         assert server.api.is_healthy()
-        assert {request.path for request in web.requests} == {"/health"}
+        assert {request.path for request in web.requests} == {"/health", "/version"}
         assert {request.headers["Authorization"] for request in web.requests} == {"Bearer k"}
     assert list(tmp_path.iterdir()) == []

@@ -58,7 +58,7 @@ class Slow(Streaming):
         before, thread = self.num_sent, threading.Thread(target=call)
         thread.start()
         while self.num_sent - before < min(
-            len(seeds), 2 * self._num_at_once
+            len(seeds), 2 * self.batch_size
         ):  # all that `generate` sends before there is an answer
             thread.join(0.001)
         return thread
@@ -67,7 +67,7 @@ class Slow(Streaming):
 def answers_of_two_calls(client: Slow) -> list[object]:
     """Of one that asks for twice what may be in flight, and then of one that asks for four: indices, or the error."""
     told: list[object] = []
-    threads = [client.ask_for(range(2 * client._num_at_once), told), client.ask_for(range(100, 104), told)]
+    threads = [client.ask_for(range(2 * client.batch_size), told), client.ask_for(range(100, 104), told)]
     client.may_answer.set()
     for thread in threads:
         thread.join(10)
