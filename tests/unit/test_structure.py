@@ -109,7 +109,7 @@ def test_servers_begin_before_transformers_is_imported():
         assert slow == [] or path == SOURCE / "placement" / "ranks.py", relative(path)  # imported before the run is
         files = {ROOT / "src" / f"{name.replace('.', '/')}{end}" for name in names for end in (".py", "/__init__.py")}
         waiting += files.intersection(FILES) - seen
-    assert SOURCE / "engine" / "server.py" in seen
+    assert SOURCE / "engine" / "server_engine.py" in seen
 
 
 def test_no_module_imports_itself_in_a_circle():
