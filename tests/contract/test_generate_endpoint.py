@@ -31,8 +31,8 @@ from engines import (
     train,
 )
 from factories import complete_in_order
+from runs import wait_until
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopPLogitsWarper
-from waiting import wait_until
 
 from offline_grpo.engine.server import Server
 from offline_grpo.model.policy import Policy

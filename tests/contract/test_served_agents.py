@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 import worlds
+from dialogues import problem_of
 from engines import CPU, distance, load, train
-from players import problem_of
 
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composites import SERVED, load_composite, save_served
+from architectures import SERVED, load_composite, save_served
 from engines import (
     CPU,
     GPU,

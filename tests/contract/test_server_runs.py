@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from children import metrics_of, printed, run_in_children
 from engines import (
     CPU,
     distance,
@@ -22,8 +21,8 @@ from engines import (
     serve_again,
 )
 from factories import prompt_of, sampled
+from runs import assert_same, at, five, metrics_of, own_server, printed, run, run_in_children
 from scripted_server import Reply, Request, ScriptedServer
-from served_runs import assert_same, at, five, own_server, run
 
 from offline_grpo import evaluate
 from offline_grpo.engine.background import in_background
@@ -268,7 +267,7 @@ def test_pushes_to_a_server_that_samples(
     aborted, aborts = count_aborted(server), "rollouts.in_flight=abort" in overrides
     few, endless = (
         ("data.problems_per_iteration=2", "data.rollouts_per_problem=2"),
-        "generation._target_=served_runs.Endless",
+        "generation._target_=runs.Endless",
     )
     for attempt in range(3):  # on a busy machine the trainer may be the slower one, and no push meet a request
         longer = f"generation.max_new_tokens={300 * 3**attempt}"

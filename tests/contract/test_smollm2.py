@@ -8,10 +8,9 @@ from pathlib import Path
 import gguf
 import pyarrow.parquet as pq
 import pytest
-from children import draw_nothing, metrics_of
 from engines import preloaded_python
 from factories import compose_config
-from served_runs import own_server
+from runs import draw_nothing, metrics_of, own_server
 from transformers import AutoTokenizer
 
 from offline_grpo.report import plots

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from architectures import ZOO
-from composites import load_composite
+from architectures import ZOO, load_composite
 from engines import (
     GPU,
     IPC_ARGS,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import SMALL, Kill, metrics_of, printed, run_in_child
 from engines import kill_engines, processes_naming
 from factories import compose_config
+from runs import SMALL, Kill, metrics_of, printed, run_in_child
 from safetensors.torch import load_file
 
 from offline_grpo.run import train

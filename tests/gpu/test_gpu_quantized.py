@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from children import metrics_of
 from factories import compose_config
+from runs import metrics_of
 
 from offline_grpo.run import train
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from children import metrics_of, printed, run_in_child, run_in_children, weights_of
 from engines import save_model
 from fake_vllm import FakeVllm
+from runs import at, five, metrics_of, printed, run, run_in_child, run_in_children, weights_of
 from scripted_server import Reply, Request, ScriptedServer
-from served_runs import at, five, run
 
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.update import Updater

@@ -9,14 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-import atropos_world
+import atropos_parts
 import psutil
 import pytest
-from atropos_world import Groups
-from children import SMALL, metrics_of, start_command
+from atropos_parts import Groups
 from engines import preloaded_python, writers
-from served_runs import own_server, run
-from waiting import wait_until
+from runs import SMALL, metrics_of, own_server, run, start_command, wait_until
 
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import StopRequested
@@ -124,11 +122,11 @@ def fed(tmp_path_factory):
     both.
     """
     folder = tmp_path_factory.mktemp("fed")
-    [gsm8k] = atropos_world.upstream(folder, "environments/gsm8k_server.py")
-    world, model = atropos_world.data_sets(folder), atropos_world.guessing_model(folder / "model")
+    [gsm8k] = atropos_parts.upstream(folder, "environments/gsm8k_server.py")
+    world, model = atropos_parts.data_sets(folder), atropos_parts.guessing_model(folder / "model")
     serve = "serve --config $OFFLINE_GRPO_ENV_CONFIG"
     command = f"cd {world}; export HF_HUB_OFFLINE=1 HF_DATASETS_CACHE={folder}/cache; python {gsm8k} {serve} & "
-    command += f"SENT={folder}/sent.jsonl python {ROOT}/tests/multi_turn_environment.py {serve} & wait"
+    command += f"SENT={folder}/sent.jsonl python {ROOT}/tests/fakes/multi_turn_environment.py {serve} & wait"
     overrides = (
         *(*own_server(preloaded_python(folder)), "weight_sync=reload", f"rollouts.environment='{command}'"),
         *("rollouts=atropos", f"rollouts.url={free_url()}", "rollouts.poll_s=0.2", Groups.override),

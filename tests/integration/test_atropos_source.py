@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from atropos_api import RunApi, as_json, group, make_source, pair
-from children import SMALL, draw_nothing, metrics_of, printed, run_in_children
+from atropos_parts import RunApi, as_json, group, make_source, pair
 from factories import compose_config
+from runs import SMALL, draw_nothing, metrics_of, printed, run_in_children
 from safetensors.torch import load_file
 
 from offline_grpo.engine.background import in_background

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from children import SMALL, metrics_of, printed, run_command, run_in_child, weights_of
 from factories import compose_config
 from peft import PeftModel
+from runs import SMALL, metrics_of, printed, run_command, run_in_child, weights_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

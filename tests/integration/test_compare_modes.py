@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from engines import preloaded_python, processes_naming, save_model
-from served_runs import five, own_server
+from runs import five, own_server
 
 from offline_grpo import compare
 from offline_grpo.report.comparison import DONE
 
-TESTS = Path(__file__).parents[1]
+FAKES = Path(__file__).parents[1] / "fakes"
 
 
 def words(folder: Path) -> list[str]:
@@ -30,7 +30,7 @@ def words(folder: Path) -> list[str]:
 def test_the_table_says_what_the_metrics_files_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))  # the runs' task is there
+    monkeypatch.setenv("PYTHONPATH", str(FAKES))  # the runs' task is there
     out = tmp_path / "out"
     compare.run(["steps=3", "modes=shared_vllm,lora_hotswap", f"out={out}", *words(tmp_path)])
     printed = capsys.readouterr().out

@@ -3,8 +3,8 @@ their updates.
 """
 
 import pytest
-from children import SMALL, metrics_of, weights_of
 from factories import compose_config
+from runs import SMALL, metrics_of, weights_of
 
 from offline_grpo.run import train
 from offline_grpo.task.arithmetic import Arithmetic

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from children import SMALL, metrics_of, printed, run_in_child, run_in_children
+from runs import SMALL, metrics_of, printed, run_in_child, run_in_children
 from worlds import write_sums
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,8 @@ import pytest
 import torch
 import worlds
 import yaml
+from architectures import write_gguf
 from factories import CONF, compose_config, prompt_of, sampled
-from gguf_files import write_gguf
 from laboratory import Laboratory, Trace
 
 from offline_grpo.config.build import resolve

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import SMALL, metrics_of, printed, run_in_child
+from runs import SMALL, metrics_of, printed, run_in_child
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offline_grpo import evaluate, export, sample

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from architectures import ODD, ZOO
-from children import SMALL, metrics_of, printed, run_in_child
-from composites import save_composite
+from architectures import ODD, ZOO, save_composite
 from factories import CONF, compose_config
+from runs import SMALL, metrics_of, printed, run_in_child
 
 from offline_grpo import evaluate
 from offline_grpo.errors import ConfigError

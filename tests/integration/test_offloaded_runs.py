@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from children import SMALL, Kill, alone_and_together, metrics_of, printed, run_in_child, weights_of
+from runs import SMALL, Kill, alone_and_together, metrics_of, printed, run_in_child, weights_of
 
 RUN = (*SMALL, "train.precision=bf16", "train.grad_clip=0.05")
 OFFLOAD = "train.optimizer.offload=true"

@@ -12,9 +12,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from children import SMALL, metrics_of, printed, run_in_child
-from dialogues import codec_of, model_of
-from players import Scripted
+from dialogues import Scripted, codec_of, model_of
+from runs import SMALL, metrics_of, printed, run_in_child
 from websockets.sync.client import connect
 from worlds import environment
 
@@ -26,7 +25,7 @@ from offline_grpo.task.rows import Row
 from offline_grpo.task.verifiers import Verifiers
 from offline_grpo.types import Problem, Rollout, SamplingParams, Split
 
-TESTS = Path(__file__).parents[1]
+FAKES = Path(__file__).parents[1] / "fakes"
 CODEC = codec_of("qwen3")
 LIMITS: dict[str, Any] = {
     "max_turns": 8,
@@ -123,7 +122,7 @@ def test_all_of_them_in_one_run_that_reaches_no_other_machine(run: Any, tmp_path
     words = ["task=mixture"]
     for name, own in tasks.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
-        settings = {"environment": f"offline_gyms:{name}", "path": tmp_path / f"{name}.jsonl"}
+        settings = {"environment": f"gyms:{name}", "path": tmp_path / f"{name}.jsonl"}
         settings |= {"max_environment_tokens": 4000, "max_turn_tokens": 20}
         words += [f"+task@task.tasks.{name}=environment"]
         words += [f"task.tasks.{name}.{key}={value}" for key, value in settings.items()]
@@ -137,7 +136,7 @@ VERIFIERS: dict[str, Any] = {"eval_verifiers": {"seed": 1}, "eval_frac": 0.1, "e
 
 
 def test_a_taskset_of_verifiers_with_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))  # for the server of the tool
+    monkeypatch.setenv("PYTHONPATH", str(FAKES))  # for the server of the tool
     task = Verifiers(verifiers={"id": "sums-taskset", "task": {"has_tool": True}}, **VERIFIERS)
     problem = task.problems(Split.TRAIN)[3]
     assert problem.messages == ({"role": "user", "content": "12+9="},)
@@ -172,7 +171,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     python = folder / "env" / "bin" / "python"
     subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(folder / "env")], check=True)
     subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), "openenv==0.10.0"], check=True)
-    command = [str(python), str(TESTS / "openenv_servers.py")]
+    command = [str(python), str(FAKES / "openenv_servers.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process, [f"http://127.0.0.1:{port}" for port in process.stdout.readline().split()]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import SMALL
 from factories import compose_config
+from runs import SMALL
 
 from offline_grpo.config.compose import as_plain, typed
 from offline_grpo.errors import OutOfMemory

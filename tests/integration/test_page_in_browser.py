@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_folders import HOSTILE, make_run
+from run_folders import HOSTILE, make_run
 
 from offline_grpo.report.page import save_page
 

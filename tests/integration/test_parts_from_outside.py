@@ -7,12 +7,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from children import SMALL, metrics_of
 from engines import save_model
 from factories import compose_config
 from fake_vllm import FakeVllm
+from runs import SMALL, assert_same, metrics_of
 from scripted_server import Reply, Request, ScriptedServer
-from served_runs import assert_same
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan

@@ -12,10 +12,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from children import metrics_of
 from engines import CPU, engine, preloaded_python, processes_naming, save_model
-from served_runs import assert_same, own_server, run
-from waiting import wait_until
+from runs import assert_same, metrics_of, own_server, run, wait_until
 
 from offline_grpo.engine.ray_server import ServerActor
 from offline_grpo.errors import ConfigError

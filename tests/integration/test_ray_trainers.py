@@ -16,9 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-from children import SMALL, assert_alike, printed, run_command, run_in_child, start_command
 from engines import processes_naming
-from waiting import wait_until
+from runs import SMALL, assert_alike, printed, run_command, run_in_child, start_command, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
 STEADY = ("train.iterations=1000", "train.schedule=constant", "eval.enabled=false")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from children import SMALL, draw_nothing, metrics_of, weights_of
 from factories import compose_config
+from runs import SMALL, draw_nothing, metrics_of, weights_of
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient

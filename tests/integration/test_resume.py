@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from children import SMALL, Kill, Mishaps, metrics_of, printed, run_command, run_in_child, weights_of
+from runs import SMALL, Kill, Mishaps, metrics_of, printed, run_command, run_in_child, weights_of
 
 from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.report.run_files import read_yaml

@@ -15,11 +15,9 @@ import bad_rewards
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from children import metrics_of
 from engines import save_model
 from factories import compose_config
-from served_runs import assert_same, run
-from waiting import wait_until
+from runs import assert_same, metrics_of, run, wait_until
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import SMALL, Heard, draw_nothing, run_command
 from factories import compose_config
+from runs import SMALL, Heard, draw_nothing, run_command
 
 from offline_grpo.report import plots
 from offline_grpo.run import train
@@ -75,7 +75,7 @@ def test_the_first_record_tells_what_the_start_took(run):
 @pytest.mark.slow
 def test_a_sweep_that_is_stopped_has_its_table(cache, tmp_path):
     """One run is done, one was stopped, and the third never began."""
-    stops = "+logger.stops={_target_:children.StopsRun,name:'1'}"
+    stops = "+logger.stops={_target_:runs.StopsRun,name:'1'}"
     words = (f"hydra.sweep.dir={tmp_path}/sweep", *SMALL, cache, "train.iterations=2", "eval.interval=1", stops)
     result = run_command(tmp_path / "cwd", SCRIPT, "--multirun", *words, "seed=0,1,2")
     assert result.returncode == 143, result.stderr

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from children import metrics_of, printed, start_in_child
 from engines import kill_engine, preloaded_python, processes_naming, save_model, stall, writers
-from served_runs import assert_same, at, five, own_server, run
-from waiting import wait_until
+from runs import assert_same, at, five, metrics_of, own_server, printed, run, start_in_child, wait_until
 
 ITERATIONS = 3
 """Those that the victim finishes."""

@@ -11,9 +11,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from children import metrics_of
 from engines import CPU, engine_core, make_server, preloaded_python, processes_naming, save_model, writers
-from served_runs import assert_same, own_server, run
+from runs import assert_same, metrics_of, own_server, run
 
 from offline_grpo.engine.server import Server
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from architectures import ZOO
-from children import SMALL, Kill, assert_alike, in_group, printed, run_in_child, run_in_children
-from sharded import LOSSES, follow
+from group_work import LOSSES, follow
+from runs import SMALL, Kill, assert_alike, in_group, printed, run_in_child, run_in_children
 from transformers import AutoModelForCausalLM
 
 SHARDED = "train.sharding=fsdp2"

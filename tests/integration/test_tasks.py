@@ -8,15 +8,15 @@ from statistics import fmean
 
 import pyarrow.parquet as pq
 import pytest
-from children import (
+from factories import compose_config, make_qwen2
+from laboratory import ROWS
+from runs import (
     SMALL,
     alone_and_together,
     draw_nothing,
     metrics_of,
     weights_of,
 )
-from factories import compose_config, make_qwen2
-from laboratory import ROWS
 
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.report import plots

@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engines import forking_python, preloaded_python, processes_naming, save_model, writers
-from served_runs import five, own_server
-from waiting import wait_until
+from runs import five, own_server, wait_until
 
 ROOT = Path(__file__).parents[2]
 UNFINISHED = ("*.unfinished", ".writing_*", ".tiny-*", "*.tmp", ".lock")
@@ -41,7 +40,7 @@ def first_forking(folder: Path) -> str:
 def start(folder: Path, python: str, *overrides: str) -> subprocess.Popen[bytes]:
     """A run as a user starts it, with a temporary folder of its own. `python`: that of the server."""
     (folder / "tmp").mkdir()
-    paths = os.pathsep.join(str(ROOT / "tests" / name) for name in (".", "robustness"))
+    paths = os.pathsep.join(str(ROOT / "tests" / name) for name in ("fakes", "robustness"))
     command = [
         sys.executable,
         str(ROOT / "run_grpo.py"),

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from children import SMALL, metrics_of, printed, run_in_child, start_in_child, weights_of
+from runs import SMALL, metrics_of, printed, run_in_child, start_in_child, weights_of
 from worlds import write_sums
 
 WORDS = (*SMALL, "checkpoint.save_interval=1", "checkpoint.keep_last_k=2", "checkpoint.keep_best=pass@1")

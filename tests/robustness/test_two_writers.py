@@ -9,7 +9,7 @@ import time
 from functools import partial
 
 import pytest
-from children import SMALL, metrics_of, printed, run_in_child, start_in_child, weights_of
+from runs import SMALL, metrics_of, printed, run_in_child, start_in_child, weights_of
 
 WORDS = (*SMALL, "model.tiny.warm_start_steps=0", "checkpoint.save_interval=1")
 PAIRS = 3

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import config_of
 from factories import make_updater
+from run_folders import config_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

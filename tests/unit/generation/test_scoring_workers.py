@@ -12,7 +12,7 @@ import psutil
 import pytest
 from bad_rewards import Task, isolated, judge, setup_of
 from factories import make_group
-from waiting import wait_until
+from runs import wait_until
 
 from offline_grpo.errors import ScoreError
 from offline_grpo.generation.judging import judging, scores_of

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from composites import EVERY_COMPOSITE, build_composite, load_composite, save_composite
+from architectures import EVERY_COMPOSITE, build_composite, load_composite, save_composite
 from engines import full_weights
 from factories import generate, make_rollout
+from run_folders import make_checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, Blip2Config
 
 from offline_grpo.checkpoint.pretrained import export_model, find_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
 from bitsandbytes.nn.modules import Linear4bit
-from inside_vllm import FusedModel, make_worker
+from fake_vllm import FusedModel, make_worker
 from torch import nn
 from transformers import LlamaConfig as Llama
 from transformers import LlamaForCausalLM

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from atropos_api import group, pair
+from atropos_parts import group, pair
 from factories import make_updater
 
 from offline_grpo.rollouts.atropos.groups import GroupReader, MissingLogprobs

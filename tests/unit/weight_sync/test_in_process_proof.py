@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ODD, ZOO
-from composites import COMPOSITES, build_composite
+from architectures import COMPOSITES, ODD, ZOO, build_composite
 from factories import make_policy
 
 from offline_grpo.errors import ConfigError

@@ -1,18 +1,28 @@
-"""Stand-ins for what the worker extension meets inside vLLM: its fused layers, by vLLM's own names, and a worker around
-a model of them.
+"""Stand-ins for vLLM: its fused layers by vLLM's own names, a worker with the extension around a model of them, and a
+server that a whole run can use.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import threading
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from factories import complete_in_order
+from safetensors.torch import load_file
+from scripted_server import Reply, Request
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.vllm import EXTENSION_FOLDER
+from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.model.load import load_tokenizer
+from offline_grpo.types import SamplingParams, SamplingRequest
 
 
 def load_extension() -> ModuleType:
@@ -157,3 +167,54 @@ def make_worker(model: nn.Module, **changes: Any) -> Any:
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     worker.vllm_config = config
     return worker
+
+
+class FakeVllm:
+    """The script of a `ScriptedServer`. `close` lets go of the memory that it shares."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(str(folder))
+        self.worker = make_worker(self.model)
+        self._client = TransformersClient(self.model, load_tokenizer(str(folder)), 64)
+        self._lock = threading.Lock()
+
+    def __call__(self, request: Request) -> Reply:
+        if request.path == "/health":
+            return Reply(b"", headers={})
+        if request.path == "/version":
+            return Reply({"version": "0.32.0"})
+        if request.method == "GET":
+            return Reply({"detail": "Method Not Allowed"}, status=405)
+        with self._lock:
+            if request.path == "/generate_tokens":
+                return Reply(self._complete(request.body))
+            if request.path == "/collective_rpc":
+                return Reply({"results": [self._call(request.body["method"], request.body["kwargs"])]})
+        return Reply({"status": "done"})
+
+    def close(self) -> None:
+        for file in getattr(self.worker, "_grpo_files", []):
+            os.close(file)
+
+    def _call(self, method: str, kwargs: dict[str, Any]) -> Any:
+        if method == "reload_weights":
+            for file in Path(kwargs["weights_path"]).glob("*.safetensors"):
+                self.model.load_state_dict(load_file(file), strict=False)
+            return None
+        return getattr(self.worker, method)(**kwargs)
+
+    def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        sampling = SamplingParams(body["max_tokens"], temperature=body["temperature"])
+        prompt = body["prompt"]["prompt_token_ids"]
+        completions = complete_in_order(
+            self._client, [SamplingRequest(tuple(prompt), body["n"], body["seed"])], sampling
+        )[0]
+        choices = [
+            {
+                "token_ids": list(completion.token_ids),
+                "logprobs": list(completion.logprobs),
+                "finish_reason": str(completion.finish_reason),
+            }
+            for completion in completions
+        ]
+        return {"prompt_token_ids": prompt, "choices": choices}

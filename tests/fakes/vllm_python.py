@@ -1,8 +1,15 @@
-"""A process that has imported vLLM and forks a server for each `preloaded_vllm_client.py` that asks: `python
-preloaded_vllm.py SOCKET`.
+"""Interpreters for vLLM servers on the CPU, in place of `python -m MODULE ARGUMENTS`, that need less time to start one.
 
-The import is most of a server's start. For tests that need a server; those of who ends which process start it as a run
-does.
+    python vllm_python.py fork -m MODULE ARGUMENTS
+
+forks the engine: vLLM would start it as a new interpreter, which imports vLLM once more, half of the server's start.
+
+    python vllm_python.py preload SOCKET
+    python vllm_python.py ask SOCKET -m MODULE ARGUMENTS
+
+The first has imported vLLM and forks a server for each of the second that asks. The second passes signals on, leaves as
+the server does, and takes it along when killed. For tests that need a server; those of who ends which process start it
+as a run does.
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ CAN_CHANGE = {
 }
 
 
-def main(path: str) -> None:
+def preload(path: str) -> None:
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # it ends with the tests, and a server with its client
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -160,5 +167,34 @@ def run(words: list[str]) -> None:
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
+def fork(words: list[str]) -> None:
+    from vllm.utils import system_utils
+
+    system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    run(words)
+
+
+def ask(path: str, words: list[str]) -> NoReturn:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.connect(path)
+        request = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
+        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: server.send(bytes([number])))
+        code = int(server.recv(16) or 1)
+    if code >= 0:
+        sys.exit(code)
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    raise AssertionError("the signal ends this process")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    match sys.argv[1:]:
+        case ["fork", *words]:
+            fork(words)
+        case ["preload", path]:
+            preload(path)
+        case ["ask", path, *words]:
+            ask(path, words)

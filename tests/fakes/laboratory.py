@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from children import SMALL, metrics_of
 from factories import compose_config, sampled
+from runs import SMALL, metrics_of
 from safetensors.torch import load_file
 from torch import nn
 

@@ -42,11 +42,10 @@ CPU_ARGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 2**26,
     "gpu_memory_utilization": None,
 }
-FORKED_ENGINE = Path(__file__).with_name("forked_engine.py")
-PRELOADED_VLLM = Path(__file__).with_name("preloaded_vllm.py")
+VLLM_PYTHON = str(Path(__file__).with_name("vllm_python.py"))
 CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 LORA_ARGS: dict[str, Any] = {
-    **yaml.safe_load(Path(__file__).parents[1].joinpath("conf/weight_sync/_lora.yaml").read_text())["server_args"],
+    **yaml.safe_load(Path(__file__).parents[2].joinpath("conf/weight_sync/_lora.yaml").read_text())["server_args"],
     "max_loras": 2,
 }
 """As runs start their servers, with room for two."""
@@ -133,7 +132,7 @@ def forking_python(folder: Path) -> str:
     """For `engine.python`, a program in `folder`: with it servers start in little more than half the time, where there
     is no GPU.
     """
-    return _program(folder / "forking_python", str(FORKED_ENGINE))
+    return _program(folder / "forking_python", VLLM_PYTHON, "fork")
 
 
 def _program(script: Path, *words: str) -> str:
@@ -146,16 +145,14 @@ def _program(script: Path, *words: str) -> str:
 def preloaded_python(folder: Path) -> str:
     """Like `forking_python`, and faster still, because vLLM is there already. Only what stands in for the server is a
     child of whoever starts it; `writers` finds the others."""
-    return _program(
-        folder / "preloaded_python", str(PRELOADED_VLLM.with_name("preloaded_vllm_client.py")), _preloaded_vllm()
-    )
+    return _program(folder / "preloaded_python", VLLM_PYTHON, "ask", _preloaded_vllm())
 
 
 @cache
 def _preloaded_vllm() -> str:
     """The socket of a process that has vLLM and ends with this one."""
     path = f"{os.environ['OFFLINE_GRPO_TESTS_CACHE']}/vllm-{os.getpid()}"
-    command, env = [sys.executable, str(PRELOADED_VLLM), path], engine(CPU).environment({}, None)
+    command, env = [sys.executable, VLLM_PYTHON, "preload", path], engine(CPU).environment({}, None)
     with Path(f"{path}.log").open("wb") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, env=env, start_new_session=True

@@ -1,5 +1,5 @@
-"""For test_sharding.py: updates with a part of the model in each process, and the same updates with the whole model in
-each.
+"""What each process of a group does in tests: updates with a part of the model in each process beside the same updates
+with the whole model in each; and calls that fail in one of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from architectures import VOCAB, ZOO
 from factories import LOSS, SETTINGS, make_rollout, make_scoring
 from torch import Tensor
 
+from offline_grpo.errors import EngineDied, EngineError, GrpoError
 from offline_grpo.loss import cispo, dapo, dr_grpo, grpo, gspo
 from offline_grpo.model.layers import compile_blocks
 from offline_grpo.model.layouts.padded import Padded
@@ -131,3 +132,29 @@ def follow(folder: str, cases: list[dict[str, Any]]) -> None:
         lines.append(f"{apart:.3g} {weights:.3g} {case}")
     if ranks.is_main:
         Path(folder, "0.txt").write_text("\n".join(lines))
+
+
+def one_fails(folder: str) -> None:
+    """Write what this process hears when it or the other one fails."""
+    ranks = Ranks(use_cpu=True)
+
+    def work(*errors: GrpoError | None) -> list[int]:
+        error = errors[ranks.rank]
+        if error is not None:
+            raise error
+        return [ranks.rank * 10, ranks.rank * 10 + 1]
+
+    heard: list[object] = [
+        ranks.gather_results(lambda: work(None, None)),
+        ranks.gather_interleaved(lambda: work(None, None)),
+    ]
+    for errors in (
+        (None, EngineError("late")),
+        (EngineError("early"), EngineDied("gone")),
+        (EngineError("first"), EngineError("second")),
+    ):
+        try:
+            heard.append(ranks.gather_results(lambda errors=errors: work(*errors)))
+        except EngineError as error:
+            heard.append(repr(error))
+    Path(folder, str(ranks.rank)).write_text(repr(heard))

@@ -1,4 +1,4 @@
-"""For the server in children.py, so that not every child does it again: what a run imports late, and what Hydra makes
+"""For the server in runs.py, so that not every child does it again: what a run imports late, and what Hydra makes
 of `conf/`.
 """
 

@@ -47,7 +47,7 @@ from offline_grpo.types import (
 )
 from offline_grpo.weight_sync.strategy import WeightSync
 
-CONF = Path(__file__).parents[1] / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 VOCAB = 40
 
 
