@@ -9,7 +9,6 @@ from statistics import fmean
 import pyarrow.parquet as pq
 import pytest
 from factories import compose_config, make_qwen2
-from laboratory import ROWS
 from runs import (
     SMALL,
     alone_and_together,
@@ -96,7 +95,9 @@ def test_a_mixture_is_resumed_to_the_bit(cache: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_with_workers_that_score_follow_the_trajectory_of_one(model: str, tmp_path: Path) -> None:
-    task = ("task=dataset", f"task.path={ROWS}", "task.eval_frac=0.5", "task.reward=bad_rewards:vowels")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": f"{i + 1}"}) + "\n" for i in range(1, 5)))
+    task = ("task=dataset", f"task.path={rows}", "task.eval_frac=0.5", "task.reward=bad_rewards:vowels")
     words = (*BRIEF, "model=hf", model, *task, "task.correct_threshold=0.2", "scoring.workers=2")
     words += ("data.problems_per_iteration=2", "eval.num_ids=2")
     alone, together = alone_and_together(tmp_path, *words)
