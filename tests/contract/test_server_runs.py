@@ -16,6 +16,7 @@ from engines import (
     kill_engine,
     load,
     make_client,
+    metric,
     preloaded_python,
     save_model,
     serve_again,
@@ -68,11 +69,6 @@ def test_restarted_servers_follow_it_too(lora_server: Server, model_folder: Path
     restarted = run(tmp_path / "restarting", model_folder, *own, "weight_sync=lora_restart", *words)
     assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(2)}) > 1
     assert_same(undisturbed, restarted)
-
-
-def count_requests(server: Server) -> float:
-    lines = server.api.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{"))
 
 
 def test_a_found_server_that_is_started_anew_gets_the_weights_again(
@@ -224,11 +220,11 @@ def test_four_that_have_a_part_of_each_weight_are_one(
 def test_evaluate_asks_a_server_what_it_asks_the_module(server: Server, model_folder: Path, tmp_path: Path) -> None:
     """Greedy completions of the same model, of a server and in this process."""
     words = ["eval.do_sample=false", "eval.replicates=1", "eval.ks=[1]", "eval.num_ids=4"]
-    asked = count_requests(server)
+    asked = metric(server, "request_success_total{")
     at_server = ["generation=vllm_server", f"generation.base_url={server.base_url}"]
     for name, where in (("served", at_server), ("here", [])):
         evaluate.run([str(model_folder), *words, *where, f"--out={tmp_path / name}"])
-    assert count_requests(server) - asked == 4
+    assert metric(server, "request_success_total{") - asked == 4
     served, here = (
         sorted((tmp_path / name / "A-1-arithmetic.jsonl").read_text().splitlines()) for name in ("served", "here")
     )
@@ -264,7 +260,7 @@ def test_pushes_to_a_server_that_samples(
     overrides: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path
 ) -> None:
     """Sampling takes longer than training, and is two iterations ahead, so that each push meets requests that run."""
-    aborted, aborts = count_aborted(server), "rollouts.in_flight=abort" in overrides
+    aborted, aborts = metric(server, "request_success_total{", '"abort"'), "rollouts.in_flight=abort" in overrides
     few, endless = (
         ("data.problems_per_iteration=2", "data.rollouts_per_problem=2"),
         "generation._target_=runs.Endless",
@@ -276,17 +272,8 @@ def test_pushes_to_a_server_that_samples(
         assert 0 < max(metrics["async/age_max"] for metrics in found.values()) <= 4
         assert all(metrics["async/num_discarded"] == metrics["sync/num_recoveries"] == 0 for metrics in found.values())
         assert found["train_iter_000.json"]["alignment/diff_abs_mean"] < 1e-4
-        if (count_aborted(server) > aborted) == aborts:
+        if (metric(server, "request_success_total{", '"abort"') > aborted) == aborts:
             return
         assert aborts
         serve_again(server, model_folder, CPU)
     pytest.fail("no push met a request that ran")
-
-
-def count_aborted(server: Server) -> float:
-    lines = server.api.get("/metrics").text.splitlines()
-    return sum(
-        float(line.split()[-1])
-        for line in lines
-        if line.startswith("vllm:request_success_total{") and '"abort"' in line
-    )

@@ -36,8 +36,8 @@ SAMPLING = SamplingParams(max_new_tokens=40)
 RULES = Rules(max_turns=4, max_turn_tokens=20, max_environment_tokens=1500, timeout_s=60, tools=())
 QUICK = ("gemma4", "gptoss", "lfm2_v2", "llama3_1", "qwen2_5", "qwen3_5_think")
 """A template of each way to write calls."""
-COUNT = int(os.environ.get("DIALOGUES", 24))
-"""Of each template: enough that each meets every `nasty_text`, and every kind of reply. DIALOGUES=300 takes minutes."""
+COUNT = int(os.environ.get("DIALOGUES", 12))
+"""Of each template. DIALOGUES=300 takes minutes."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -173,19 +173,11 @@ def recorded(rollouts: list[Rollout]) -> list[Rollout]:
     return [replace(r, logprobs=o.logprobs, text=o.text, conversation=o.conversation) for r, o in pairs]
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_what_is_trained_on_is_what_was_sampled(name: str) -> None:
-    num_turns, num_calls = check(name, 12)
-    assert num_turns > 18
-    assert num_calls > 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_every_template_continues_exactly(name: str) -> None:
     num_turns, num_calls = check(name, COUNT)
     assert num_turns > 1.5 * COUNT
-    assert num_calls > 0.5 * COUNT or codec_of(name).chat._reader is None
+    assert num_calls > 4 or codec_of(name).chat._reader is None
 
 
 def test_a_reply_that_is_encoded_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,10 +286,15 @@ def distance(
     return (torch.cat(score(policy, completions, prompts, temperature=temperature)) - theirs).abs().mean().item()
 
 
+def metric(server: Server, name: str, label: str = "") -> float:
+    """A number that vLLM keeps of all its requests, or of those with a label."""
+    lines = server.api.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}") and label in line)
+
+
 def num_running(server: Server) -> float:
     """Requests that the server is working on."""
-    lines = server.api.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+    return metric(server, "num_requests_running{")
 
 
 def switch_of(logprobs: Sequence[float], old: Tensor, new: Tensor, where: Where) -> int:

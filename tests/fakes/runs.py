@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import pyarrow.parquet as parquet
 import pytest
 from factories import compose_config
 
@@ -319,6 +320,15 @@ def metrics_of(run_dir: Path) -> dict[str, dict[str, float]]:
         }
         for path in sorted((run_dir / "metrics").glob("*.json"))
     }
+
+
+def drawn(run_dir: Path) -> list[Any]:
+    """What was sampled in each iteration and what it was worth. Logprobs are left out: their last bits depend on what a
+    server computes at the same time.
+    """
+    columns = ["problem_id", "completion_ids", "reward", "version", "advantage"]
+    files = sorted((run_dir / "rollouts").glob("iter_*.parquet"))
+    return [parquet.read_table(file, columns=columns).to_pylist() for file in files]
 
 
 def weights_of(run_dir: Path) -> dict[str, bytes]:

@@ -16,9 +16,11 @@ QUICKLY = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "
 """How soon Ray sees that a machine is lost."""
 
 
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "save_report", draw_nothing)
+@pytest.fixture(autouse=True, scope="module")
+def no_drawing() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "save_report", draw_nothing)
+        yield
 
 
 @pytest.fixture(scope="session")

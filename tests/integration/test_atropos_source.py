@@ -15,12 +15,11 @@ import pytest
 import torch
 from atropos_parts import RunApi, as_json, group, make_source, pair
 from factories import compose_config
-from runs import SMALL, draw_nothing, metrics_of, printed, run_in_children
+from runs import SMALL, metrics_of, printed, run_in_children
 from safetensors.torch import load_file
 
 from offline_grpo.engine.background import in_background
 from offline_grpo.errors import ConfigError
-from offline_grpo.report import plots
 from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.rollouts.atropos import source as atropos
 from offline_grpo.rollouts.on_policy import OnPolicy
@@ -190,7 +189,6 @@ def recorded(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     overrides = [*SMALL, cache, "eval.enabled=false", "train.lr=0.0001"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OnPolicy, "next", lambda self, i: groups.append(sample(self, i)) or groups[-1])
-        patch.setattr(plots, "save_report", draw_nothing)
         train(compose_config(*overrides), folder / "on_policy")
     return Recorded(overrides, folder / "on_policy", groups)
 
@@ -203,7 +201,6 @@ def test_the_trajectory_is_that_of_the_run_whose_groups_it_gets(
     api: RunApi, recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit: losses, gradient norms, and weights in the end."""
-    monkeypatch.setattr(plots, "save_report", draw_nothing)
     recorded.send(api)
     train(compose_config(*recorded.from_environments(api)), tmp_path / "run")
 

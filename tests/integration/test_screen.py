@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from factories import compose_config
-from runs import SMALL, Heard, draw_nothing, run_command
+from runs import SMALL, Heard, run_command
 
-from offline_grpo.report import plots
 from offline_grpo.run import train
 
 SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
@@ -27,7 +26,6 @@ def run(tmp_path_factory) -> Any:
     Heard.events.clear()
     with pytest.MonkeyPatch.context() as patch, (root / "out.txt").open("w") as out:
         patch.setattr("sys.stdout", out)
-        patch.setattr(plots, "save_report", draw_nothing)
         train(compose_config(*overrides), root / "run")
     return root / "run", list(Heard.events), (root / "out.txt").read_text().splitlines()
 

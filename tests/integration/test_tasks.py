@@ -12,13 +12,11 @@ from factories import compose_config, make_qwen2
 from runs import (
     SMALL,
     alone_and_together,
-    draw_nothing,
     metrics_of,
     weights_of,
 )
 
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.report import plots
 from offline_grpo.run import train
 from offline_grpo.task.instructions import follows
 
@@ -27,13 +25,6 @@ BRIEF = (
     *("data.num_train_seeds=null", "train.drop_zero_signal_groups=false", "generation.max_new_tokens=12"),
     *("eval.num_ids=4", "eval.replicates=2", "eval.ks=[1,2]", "eval.interval=1"),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_drawing():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "save_report", draw_nothing)
-        yield
 
 
 @pytest.fixture(scope="module")
