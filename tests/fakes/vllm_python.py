@@ -33,21 +33,6 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST = 2**20
 CLEANERS_TAKE_S = 2.0
-SEEN_BY_LIBRARIES = {"OMP_NUM_THREADS"}
-"""Environment variables that count when vLLM is imported, and that are not read in Python."""
-CAN_CHANGE = {
-    *("PYTHONPATH", "TMPDIR"),  # `have` does what they change
-    *("LINES", "COLUMNS"),  # for help texts
-    "LD_LIBRARY_PATH",  # the loader has read it; cv2 sets it
-    *(
-        "PWD",
-        "OLDPWD",
-        "PYTEST_CURRENT_TEST",
-        "PATH",
-        "VIRTUAL_ENV",
-        "UV_RUN_RECURSION_DEPTH",
-    ),  # read only where all are copied
-}
 
 
 def preload(path: str) -> None:
@@ -58,7 +43,7 @@ def preload(path: str) -> None:
         listener.listen(16)
         print("listening", flush=True)
         before = dict(os.environ)
-        seen = import_vllm() | SEEN_BY_LIBRARIES
+        import_vllm()
         gc.freeze()  # else a fork that ends spends seconds on collecting it
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the keepers ended
         while True:
@@ -69,19 +54,11 @@ def preload(path: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    keep(client, before, seen)
+    keep(client, before)
 
 
-def import_vllm() -> set[str]:
-    """Import what a server on the CPU needs. Returns the names of the environment variables that were read."""
-    environ, seen = type(os.environ), set[str]()
-    original = environ.__getitem__
-
-    def noted(self: os._Environ[str], name: str) -> str:
-        seen.add(os.fsdecode(name))
-        return original(self, name)
-
-    environ.__getitem__ = noted  # type: ignore[method-assign]
+def import_vllm() -> None:
+    """Import what a server on the CPU needs."""
     import setproctitle
     import vllm.entrypoints.openai.api_server
     import vllm.lora.worker_manager
@@ -90,12 +67,10 @@ def import_vllm() -> set[str]:
     from vllm.utils import system_utils
 
     setproctitle.getproctitle()  # it looks for the memory of the title beside the environment, which `have` moves
-    environ.__getitem__ = original  # type: ignore[method-assign]
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
-    return seen
 
 
-def keep(client: socket.socket, before: dict[str, str], seen: set[str]) -> None:
+def keep(client: socket.socket, before: dict[str, str]) -> None:
     """Fork a server, pass the client's signals on to it, and its exit code to the client. Only the server returns from
     here.
     """
@@ -105,7 +80,7 @@ def keep(client: socket.socket, before: dict[str, str], seen: set[str]) -> None:
         client.close()
         request = json.loads(message)
         be_in(request["folder"], descriptors)
-        have(request["environment"], before, seen)
+        have(request["environment"], before)
         run(request["words"])
         return
     os.setpgid(pid, pid)
@@ -144,15 +119,8 @@ def be_in(folder: str, descriptors: list[int]) -> None:
     os.chdir(folder)
 
 
-def have(environment: dict[str, str], before: dict[str, str], seen: set[str]) -> None:
-    """Have the client's environment, as if vLLM had been imported in it. Exits where it would have been `seen` to be
-    another one.
-    """
-    late = {name: environment.get(name) for name in seen - CAN_CHANGE if environment.get(name) != before.get(name)}
-    if late:
-        sys.exit(
-            f"vLLM reads these variables when it is imported, and has been imported with other values of them: {late}"
-        )
+def have(environment: dict[str, str], before: dict[str, str]) -> None:
+    """Have the client's environment; what vLLM reads when it is imported must be the same in both."""
     set_by_import = {name: value for name, value in os.environ.items() if value != before.get(name)}
     os.environ.clear()
     os.environ.update(environment | set_by_import)
