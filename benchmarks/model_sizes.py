@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 import torch
-from common import Target, expect_made_up_logprobs, write_result
+from common import Target, expect_made_up_logprobs, parser_of, write_result
 from hydra import compose, initialize_config_dir
 from shapes import SIZES
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -205,7 +205,7 @@ def run_arm_in_child(args: argparse.Namespace, arm: str) -> dict[str, Any]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", default="0.6b", choices=list(SIZES))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))

@@ -22,7 +22,6 @@ that of four updates.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import time
@@ -32,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from common import Target, alternate, expect_made_up_logprobs, write_result
+from common import Target, alternate, expect_made_up_logprobs, parser_of, write_result
 from our_trainer import make_updater
 from shapes import SIZES
 from transformers import Qwen3ForCausalLM
@@ -187,7 +186,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cases", nargs="+", default=["skewed", "long"], choices=["skewed", "long"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
