@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from engines import (
     serve_again,
 )
 from factories import prompt_of, sampled
-from runs import assert_same, at, five, metrics_of, own_server, printed, run, run_in_children
+from runs import assert_same, at, five, metrics_of, own_server, printed, run, run_in_children, wait_until
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo import evaluate
@@ -184,9 +183,7 @@ def test_two_processes_share_a_server_and_its_recovery(server: Server, model_fol
     alone = run(tmp_path / "alone", model_folder, *at(server), *words)
     own = own_server(preloaded_python(tmp_path))
     together = in_background(lambda: run_in_children(2, folder, *five(model_folder), *own, *words))
-    while not (folder / "metrics" / "train_iter_000.json").exists():
-        assert not together.done(), printed(folder)
-        time.sleep(0.02)
+    wait_until(lambda: together.done() or (folder / "metrics" / "train_iter_000.json").exists())
     kill_engine(folder)
     assert together.result() == [0, 0], printed(folder)
     found = metrics_of(folder)

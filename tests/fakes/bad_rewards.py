@@ -134,13 +134,6 @@ def sometimes_awaited(answer):
     return asyncio.run(misbehaves_later(answer))
 
 
-def expensive(completion):
-    """Takes 150 MiB, then half a second, then raises."""
-    kept.append(bytearray(150 * 2**20))
-    time.sleep(0.5)
-    raise ValueError("after all that")
-
-
 def _hangs():
     while True:
         pass

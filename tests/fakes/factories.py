@@ -34,7 +34,6 @@ from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 from offline_grpo.types import (
     Completion,
-    CompletionStream,
     FinishReason,
     Problem,
     Rollout,
@@ -42,7 +41,6 @@ from offline_grpo.types import (
     SamplingParams,
     SamplingRequest,
     Score,
-    ServedWeights,
     TokenBatch,
 )
 from offline_grpo.weight_sync.strategy import WeightSync
@@ -259,18 +257,6 @@ def strategy(option: str, *overrides: str) -> Any:
     """A weight-sync strategy as the application builds it."""
     node = as_plain(OmegaConf.select(compose_config(f"weight_sync={option}", *overrides), "weight_sync"))
     return build(node, key="weight_sync", protocol=WeightSync)
-
-
-class Foreign:
-    """A rollout client with weights of its own."""
-
-    is_local = True
-    weights = ServedWeights()
-
-    def generate(self, *_: Any, **__: Any) -> CompletionStream:
-        yield from ()
-
-    def close(self) -> None: ...
 
 
 def make_batch(

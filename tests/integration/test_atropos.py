@@ -4,7 +4,6 @@ a run.
 
 import itertools
 import json
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,13 +63,10 @@ def killed(tmp_path_factory):
     wait_until(lambda: named(trainer, "task_environment"))  # its log is there before it is
     below = {*trainer.children(recursive=True), *writers(folder / "run" / "server_0.log")}
     trainer.kill()
-    killed_at = time.monotonic()
     psutil.wait_procs(below, timeout=30)
     left = [process for process in below if process.is_running()]
     child.join()
-    return SimpleNamespace(
-        folder=folder / "run", environ=environ, num_below=len(below), left=left, seconds=time.monotonic() - killed_at
-    )
+    return SimpleNamespace(folder=folder / "run", environ=environ, num_below=len(below), left=left)
 
 
 def test_a_run_trains_from_run_api_fed_by_its_own_environment_and_pushes_its_weights(killed):
@@ -102,7 +98,6 @@ def test_the_servers_key_is_in_no_file_of_the_run(killed):
 def test_nothing_outlives_a_run_that_is_killed(killed):
     assert killed.num_below >= 9  # three guardians, the API, the environment and its shell, and the server's three
     assert killed.left == []
-    assert killed.seconds < 25
 
 
 def spans(rollout):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from atropos_parts import RunApi, as_json, group, make_source, pair
 from factories import compose_config
-from runs import SMALL, metrics_of, printed, run_in_children
+from runs import SMALL, metrics_of, printed, run_in_children, wait_until
 from safetensors.torch import load_file
 
 from offline_grpo.engine.background import in_background
@@ -116,10 +116,7 @@ def test_a_reset_that_a_group_follows_before_the_next_poll(
     api.get("/reset_data")
     api.send(pair(0))
     batch = in_background(lambda: source.next(0))
-    deadline = time.monotonic() + 20
-    while api.get("/wandb_info")["group"] != name:
-        assert time.monotonic() < deadline, "it does not register again"
-        time.sleep(0.05)
+    wait_until(lambda: api.get("/wandb_info")["group"] == name, 60)
     api.send(pair(1), pair(2))
     assert texts(batch.result(20)) == ["8 1 2", "8 2 2"]
     assert "it was started anew or reset; registering again" in caplog.text

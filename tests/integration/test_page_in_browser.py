@@ -140,11 +140,11 @@ def test_a_sample_can_be_found(page: Any) -> None:
 
 
 def test_the_legend_and_the_links_of_findings(page: Any) -> None:
-    lines = page.locator("figure:has([id='eval/pass@1']) .scatterlayer .trace")
-    before = lines.count()
+    lines = "figure:has([id='eval/pass@1']) .scatterlayer .trace"
+    before = page.locator(lines).count()
     page.locator("#learning .legend button").first.click()
-    page.wait_for_timeout(1000)
-    assert 0 < lines.count() < before
+    page.wait_for_function("([lines, before]) => document.querySelectorAll(lines).length < before", arg=[lines, before])
+    assert page.locator(lines).count() > 0
     assert page.locator("#learning .legend button").nth(1).inner_text() == "loss=gspo"
     page.locator("#findings a").first.click()
     assert page.evaluate("document.querySelector(':target').id") == "train/truncated_frac"

@@ -87,7 +87,7 @@ def test_a_cluster_that_is_not_there_is_refused_in_time(
     began = time.monotonic()
     with pytest.raises(ConfigError, match=message):
         run(tmp_path / "run", model, *own_server(sys.executable), *TWO, "placement=ray", *words)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60  # Ray itself would try for minutes
 
 
 def test_a_machine_without_vllm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

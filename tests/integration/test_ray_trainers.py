@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,12 +74,10 @@ def test_they_train_as_one_does_whatever_dies_and_nothing_is_left_running(cluste
 
     with started(folder, "process", *own) as command:
         other = second()
-        began = time.monotonic()
         other.kill()
         code, out, err = command.end()
         assert code, (code, out, err)
         assert "another process of the run has ended" in out + err
-        assert time.monotonic() - began < 30
 
     with started(folder, "actor", f"resume={folder}") as command:
         actor = second().parent()
