@@ -11,13 +11,12 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import torch
 import yaml
 from factories import generate, make_policy, make_rollout
@@ -30,7 +29,6 @@ from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, SamplingParams
 from offline_grpo.weight_sync.deployment import Deployment
@@ -370,38 +368,6 @@ def stall(folder: Path, seconds: float) -> None:
     for process in processes:
         process.suspend()
     threading.Timer(seconds, lambda: [process.resume() for process in processes]).start()
-
-
-@dataclass
-class Deaths:
-    """Of engines, and what the masters were at every try of the push that killed one."""
-
-    pids: list[int] = field(default_factory=list)
-    masters: list[dict[str, Tensor]] = field(default_factory=list)
-
-
-def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
-    """Kill the engine of a run under `shared_vllm` before it samples for iteration 1, and at the push of version
-    `at_push`.
-    """
-    deaths = Deaths()
-    sampled, pushed = OnPolicy.next, Deployment.push
-
-    def next_and_kill(self: OnPolicy, iteration: int) -> Any:
-        if iteration == 1 and not deaths.pids:
-            deaths.pids.append(kill_engine(self.client.server.log_dir))
-        return sampled(self, iteration)
-
-    def push_and_kill(self: Deployment, policy: Policy, *, version: int, **how: Any) -> Any:
-        if version == at_push:
-            deaths.masters.append({name: p.detach().cpu().clone() for name, p in policy.masters.parameters.items()})
-            if len(deaths.masters) == 1:
-                deaths.pids.append(kill_engine(self.engines[0].server.log_dir))  # type: ignore[attr-defined]
-        return pushed(self, policy, version=version, **how)
-
-    monkeypatch.setattr(OnPolicy, "next", next_and_kill)
-    monkeypatch.setattr(Deployment, "push", push_and_kill)
-    return deaths
 
 
 @contextmanager
