@@ -2,8 +2,6 @@
 memory.
 
     python benchmarks/generation.py                # one H100: at most six minutes
-    python benchmarks/generation.py --engines 2    # would several engine processes on one card pay? At most six minutes
-    python benchmarks/generation.py --schedulers   # does it pay to hand tokens over in bundles? At most six minutes
     # does it pay to run the model in a process of its own?
     python benchmarks/generation.py --servers '{"uni": {"args": {"distributed_executor_backend": "uni"}},
         "mp": {"args": {"distributed_executor_backend": "mp"}}}' --share 0.27 --tokens 470 88
