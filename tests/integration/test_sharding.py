@@ -61,7 +61,7 @@ def test_every_loss_and_several_architectures_on_four_processes(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) -> None:
-    """Two that share, one alone, and four: from a checkpoint of any of them, and bit for bit with the same number."""
+    """Two that share and one alone: from a checkpoint of either, and bit for bit with the same number."""
     alone, two = tmp_path / "alone", tmp_path / "two"
     assert run_in_child(alone, *RUN, cache) == 0, printed(alone)
     assert run_in_children(2, two, *RUN, cache, SHARDED) == [0, 0], printed(two)
@@ -70,7 +70,7 @@ def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) 
     whole, config = (AutoModelForCausalLM.from_pretrained(run / "checkpoints/iter_001") for run in (two, alone))
     for ours, theirs in zip(whole.parameters(), config.parameters(), strict=True):
         assert ours.allclose(theirs, atol=1e-5)
-    for source, count, override in ((two, 1, "train.sharding=none"), (alone, 4, SHARDED), (two, 2, SHARDED)):
+    for source, count, override in ((two, 1, "train.sharding=none"), (alone, 2, SHARDED), (two, 2, SHARDED)):
         again = tmp_path / f"{source.name}_by_{count}"
         shutil.copytree(source, again)
         shutil.rmtree(again / "checkpoints/iter_001")
