@@ -66,57 +66,6 @@ FILES = {
     "mine/conf/model/layout/one_by_one.yaml": """
         _target_: mine.one_by_one.OneByOne
         """,
-    "mine/copying.py": '''
-        """An engine in this process with a copy of the weights, and what keeps it current."""
-
-        import copy
-        from contextlib import contextmanager
-        from dataclasses import dataclass
-        from typing import Any
-
-        from offline_grpo.engine.engine import LocalEngine
-        from offline_grpo.generation.transformers_client import TransformersClient
-        from offline_grpo.weight_sync.strategy import SyncRequirements
-        from offline_grpo.weight_sync.strategy import Staged, WeightSync
-
-
-        class CopyClient(TransformersClient):
-            def __init__(self, model, tokenizer, batch_size: int) -> None:
-                super().__init__(copy.deepcopy(model), tokenizer, batch_size)
-
-
-        @dataclass(frozen=True, kw_only=True)
-        class Copies(Staged):
-            weights: Any
-
-
-        class Copying(WeightSync):
-            name = "copying"
-            requires = SyncRequirements(engine=LocalEngine, moves="any")
-
-            def __init__(self, interval: int) -> None:
-                self.interval = interval
-
-            @contextmanager
-            def staged(self, snapshot, version):
-                weights = {name: tensor.clone() for name, tensor in snapshot.weights()}
-                num_bytes = sum(tensor.nbytes for tensor in weights.values())
-                yield Copies(version=version, num_tensors=len(weights), num_bytes=num_bytes, weights=weights)
-
-            def deliver(self, engines, staged):
-                for engine in engines:
-                    engine.model.load_state_dict(staged.weights, strict=False)
-                return 0.0
-
-            def verify(self, engines, snapshot, version):
-                return []
-        ''',
-    "mine/conf/generation/copying.yaml": """
-        defaults:
-          - transformers
-          - _self_
-        _target_: mine.copying.CopyClient
-        """,
     "mine/toy.py": '''
         """A kind of server that nobody else knows."""
 
@@ -164,10 +113,6 @@ FILES = {
         api_key: null
         timeout_s: 60
         max_retries: 1
-        """,
-    "mine/conf/weight_sync/copying.yaml": """
-        _target_: mine.copying.Copying
-        interval: 1
         """,
 }
 RUN = (
@@ -237,19 +182,3 @@ def test_a_kind_of_server(search_path: str, tmp_path: Path) -> None:
     assert_same(
         here, {name: {key: value for key, value in of.items() if key in here[name]} for name, of in there.items()}
     )
-
-
-COPIES = ("generation=copying", "weight_sync=copying", "train.schedule=constant", "train.lr=1e-2")
-
-
-def test_a_client_and_a_strategy(search_path: str, cache: str, tmp_path: Path) -> None:
-    """A copy that gets the weights after every update samples what the trained module itself would."""
-    run = (*RUN, cache, "train.iterations=3", "train.schedule=constant", "train.lr=1e-2")
-    train(compose_config(*run), tmp_path / "one_copy")
-    train(compose_config(search_path, *run, *COPIES), tmp_path / "two_copies")
-    expected, actual = metrics_of(tmp_path / "one_copy"), metrics_of(tmp_path / "two_copies")
-    for name, metrics in expected.items():
-        assert {k: v for k, v in actual[name].items() if not k.startswith("sync/")} == {
-            k: v for k, v in metrics.items() if not k.startswith("sync/")
-        }
-    assert actual["train_iter_002.json"]["sync/num_bytes"] > 0
