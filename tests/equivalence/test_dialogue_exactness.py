@@ -24,7 +24,6 @@ from offline_grpo.types import (
     Completion,
     FinishReason,
     Message,
-    Reply,
     Rollout,
     RolloutGroup,
     Rules,
@@ -202,45 +201,3 @@ def test_a_template_that_drops_what_the_policy_says_is_refused() -> None:
         codec.chat.check(has_tools=False)
     with pytest.raises(ConfigError, match=r"cannot write calls of tools; take a template.*respond"):
         codec_of("phi3").chat.check(has_tools=True)
-
-
-def test_replies_are_read_as_they_were_meant() -> None:
-    codec = codec_of("qwen3")
-    text = "<think>\nwhich?\n</think>\n\nI buy.\n" + (call_text(codec, 1) or "").strip()
-    ids = (*codec.tokenizer.encode(text, add_special_tokens=False), *codec.end_ids)
-    completion = Completion(ids, (0.0,) * len(ids), FinishReason.STOP, (0,) * len(ids))
-    reply = codec.chat.read(completion, SAMPLING, [BUY], 2)
-    assert (reply.reasoning, reply.content) == ("which?", "I buy.")
-    assert [(call.id, call.name, call.arguments) for call in reply.calls] == [
-        ("000020000", "buy", {"name": 'a "b"', "price": 3})
-    ]
-    cut = codec.chat.read(replace(completion, finish_reason=FinishReason.LENGTH), SAMPLING, [BUY], 2)
-    assert cut.is_cut
-    assert cut.calls == ()
-    assert Reply().message == {"role": "assistant", "content": ""}
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("lfm2_v2", "[buy(name='a', price=f())]"),
-        ("lfm2_v2", "[buy(name=b'a')]"),
-        ("lfm2_v2", f"[buy(name={'(' * 9999}])"),
-        ("gemma4", "call:buy{name:" + "[" * 99999 + "}"),
-    ],
-)
-def test_a_call_that_is_malformed_is_none(name: str, text: str) -> None:
-    codec = codec_of(name)
-    marks = ("<|tool_call>", "<tool_call|>") if name == "gemma4" else ("<|tool_call_start|>", "<|tool_call_end|>")
-    ids = tuple(codec.tokenizer.encode(text.join(marks), add_special_tokens=False))
-    reply = codec.chat.read(Completion(ids, (0.0,) * len(ids), FinishReason.STOP, (0,) * len(ids)), SAMPLING, [BUY], 0)
-    assert reply.calls == ()
-
-
-def test_a_template_that_drops_thinking_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        for name in ("qwen2_5", "qwen3_8", "qwen3", "deepseekv3", "gptoss"):
-            codec_of(name).chat.check(has_tools=True)
-    assert [record.message[:50] for record in caplog.records] == [
-        "the chat template leaves earlier thinking out where"[:50]
-    ] * 3
