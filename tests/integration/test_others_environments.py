@@ -63,7 +63,7 @@ def row(task: Any, **fields: Any) -> Problem:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs of two iterations with a random model; returns the rollouts of their records."""
+    """Runs of one iteration with a random model; returns the rollouts of their records."""
     folder = tmp_path_factory.mktemp("others")
     model = model_of(CODEC, context=8192)
     with torch.no_grad():  # replies end often, without a bias, which Llama's file format has not
@@ -76,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def run(name: str, *overrides: str) -> list[tuple[Problem | None, Rollout]]:
         model = (f"model.train_id={folder / 'model'}", "model.device=cpu", "checkpoint.enabled=false")
-        brief = ("train.iterations=2", "data.num_train_seeds=null", "generation.max_new_tokens=60", "scoring.workers=2")
+        brief = ("train.iterations=1", "data.num_train_seeds=null", "generation.max_new_tokens=60", "scoring.workers=2")
         brief += ("data.problems_per_iteration=4", "data.rollouts_per_problem=2", "eval.enabled=false")
         own = ("task.max_turn_tokens=20", "task.max_environment_tokens=4000") if name != "mixed" else ()
         words = [each for each in SMALL if not each.startswith(("model.", "task."))]
@@ -127,7 +127,7 @@ def test_all_of_them_in_one_run_that_reaches_no_other_machine(run: Any, tmp_path
         words += [f"+task@task.tasks.{name}=environment"]
         words += [f"task.tasks.{name}.{key}={value}" for key, value in settings.items()]
     found = run("mixed", *words, "data.problems_per_iteration=6")
-    assert len(found) == 2 * 6 * 2
+    assert len(found) == 6 * 2
     assert {problem.task for problem, _ in found} == set(tasks)
     assert max(len(rollout.turns) for _, rollout in found) > 1
 
@@ -150,7 +150,7 @@ def test_a_taskset_of_verifiers_with_a_tool(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_run_with_verifiers_earns_its_rewards(run: Any) -> None:
     found = run("verifiers", "task=verifiers", "task.verifiers.id=sums-taskset")
-    assert len(found) == 2 * 4 * 2
+    assert len(found) == 4 * 2
     for problem, rollout in found:
         reply, data = rollout.conversation[-1]["content"], problem.fields["data"]
         right = 0.5 * (str(data["a"] + data["b"]) in reply)
@@ -223,7 +223,7 @@ def test_actions_of_another_environment(servers: Any) -> None:
 def test_a_run_beside_a_server_with_two_sessions(run: Any, servers: Any) -> None:
     words = (f"task.openenv.url={servers[1][1]}", "task.openenv.text_field=number", "scoring.episodes=2")
     found = run("openenv", "task=openenv", *words)
-    assert len(found) == 2 * 4 * 2
+    assert len(found) == 4 * 2
     assert max(len(rollout.turns) for _, rollout in found) > 1
     for _, rollout in found:
         guesses = [each["content"] for each in rollout.conversation if each["role"] == "assistant"]
