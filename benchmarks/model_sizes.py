@@ -154,7 +154,7 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
         updater = make_updater(plan, policy, scratch, Path(scratch), ranks, Replicas(ranks))
         masters_s = time.perf_counter() - started
         batch = random_batch(args, args.num_sequences, config.get_text_config().vocab_size)
-        updater.run(updater.score(batch), iteration=0)
+        updater.run(updater.passes.score(batch), iteration=0)
         more = {"predicted_gib": expected / GIB, "masters_s": masters_s, "recomputed": recompute}
         return measure(updater, batch, device, len(server)) | more
 
@@ -180,7 +180,7 @@ def measure(updater: Any, batch: Any, device: torch.device, server_bytes: int) -
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     for iteration in range(1, 1 + ROUNDS):
-        metrics = updater.run(updater.score(batch), iteration=iteration)
+        metrics = updater.run(updater.passes.score(batch), iteration=iteration)
         assert metrics["num_updates"] == 1.0, metrics
     wait()
     seconds = (time.perf_counter() - started) / ROUNDS

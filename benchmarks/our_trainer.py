@@ -13,6 +13,7 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import StopWhenConfig, TrainConfig
 from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
@@ -83,16 +84,19 @@ def make_updater(
     )
     device = policy.device.type
     ranks = Ranks(use_cpu=device == "cpu")
-    return Updater(
+    passes = Passes(
         policy=policy,
         reference=None,
         loss=loss,
         advantage=GroupStd(),
-        optimizer=AdamW(**ADAMW | {"lr": lr}, offload=False).create(policy.make_masters().parameters.values()),
-        scaler=torch.amp.GradScaler(device, enabled=False),  # type: ignore[attr-defined]
         config=config,
         ranks=ranks,
         sharding=sharding or Replicas(ranks),
+    )
+    return Updater(
+        passes=passes,
+        optimizer=AdamW(**ADAMW | {"lr": lr}, offload=False).create(policy.make_masters().parameters.values()),
+        scaler=torch.amp.GradScaler(device, enabled=False),  # type: ignore[attr-defined]
         max_new_tokens=max_new_tokens,
         lr_schedule=LrSchedule(kind="constant", num_updates=1, warmup_steps=0),
         seed=0,

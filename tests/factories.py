@@ -29,6 +29,7 @@ from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.offload import OffloadedAdamW
 from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
@@ -143,23 +144,32 @@ LOSS = {
 }
 
 
-def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, offload=False, model=None, **settings) -> Updater:
-    policy = make_policy(make_qwen2().to(dtype) if model is None else model)
-    config = TrainConfig(**{**SETTINGS, **settings})
-    masters = policy.make_masters(offload=offload)
-    factory = AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, offload=offload)
-    optimizer = factory.create(masters.parameters.values())
+def make_passes(
+    *, loss=GRPO, dtype=torch.float32, model=None, advantage=None, reference=None, teacher=None, **settings
+) -> Passes:
     ranks = Ranks(use_cpu=True)
-    return Updater(
-        policy=policy,
-        reference=None,
+    return Passes(
+        policy=make_policy(make_qwen2().to(dtype) if model is None else model),
+        reference=reference,
         loss=loss(**LOSS),
-        advantage=GroupStd(),
-        optimizer=OffloadedAdamW(optimizer, masters) if offload else optimizer,
-        scaler=torch.amp.GradScaler("cpu", enabled=config.precision == "fp16"),
-        config=config,
+        advantage=advantage or GroupStd(),
+        teacher=teacher,
+        config=TrainConfig(**{**SETTINGS, **settings}),
         ranks=ranks,
         sharding=Replicas(ranks),
+    )
+
+
+def make_updater(tmp_path, *, offload=False, **settings) -> Updater:
+    """Of `make_passes`."""
+    passes = make_passes(**settings)
+    config, masters = passes.config, passes.policy.make_masters(offload=offload)
+    factory = AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, offload=offload)
+    optimizer = factory.create(masters.parameters.values())
+    return Updater(
+        passes=passes,
+        optimizer=OffloadedAdamW(optimizer, masters) if offload else optimizer,
+        scaler=torch.amp.GradScaler("cpu", enabled=config.precision == "fp16"),
         max_new_tokens=20,
         lr_schedule=LrSchedule(kind=config.schedule, num_updates=4, warmup_steps=config.warmup_steps),
         seed=0,

@@ -26,6 +26,7 @@ from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.fsdp2 import FullyShardedPolicy
 from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
@@ -75,22 +76,25 @@ def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Resu
     }
     # A key's bias has no gradient but rounding, which a smaller eps would turn into steps.
     optimizer = AdamW(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-5, offload=False)
-    updater = Updater(
+    passes = Passes(
         policy=policy,
         reference=reference,
         loss=loss(**terms),
         advantage=GroupStd(),
-        optimizer=optimizer.create(masters.parameters.values()),
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
         config=TrainConfig(**{**SETTINGS, **settings}),
         ranks=ranks,
         sharding=sharding,
+    )
+    updater = Updater(
+        passes=passes,
+        optimizer=optimizer.create(masters.parameters.values()),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
         max_new_tokens=20,
         lr_schedule=LrSchedule(kind="constant", num_updates=4, warmup_steps=0),
         seed=0,
         failure_dir=folder,
     )
-    metrics = updater.run(updater.score(batch_of(1)), iteration=0)
+    metrics = updater.run(passes.score(batch_of(1)), iteration=0)
     is_whole = not case.get("lora")
     weights = sharding.lead(
         lambda: {name: t.clone() for name, t in sharding.full_weights(policy) if is_whole or "lora" in name}

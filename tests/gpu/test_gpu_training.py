@@ -9,7 +9,7 @@ from factories import LOSS, compose_config, make_qwen2, make_scoring
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.layouts.varlen import Varlen
 from offline_grpo.run import train
-from offline_grpo.train.alignment import Alignment
+from offline_grpo.train.metrics import Alignment
 from offline_grpo.types import BatchTotals
 
 pytestmark = pytest.mark.gpu

@@ -82,7 +82,7 @@ class Checkpointer:
 
             tensors = save_parts(tensors, hidden / "trainer", self.ranks.rank)
             self.ranks.gather([self.ranks.rank])  # all have written
-        self.updater.sharding.lead(write_all, tensors)
+        self.updater.passes.sharding.lead(write_all, tensors)
 
     def commit(self, iteration: int) -> None:
         """Rename what was written, then delete all but the best one and the newest `keep_last_k`. Later ones, which
@@ -118,7 +118,7 @@ class Checkpointer:
         return self.format == "sharded" and self.policy.is_sharded
 
     def _write_into(self, folder: Path, iteration: int, tensors: dict[str, Any]) -> None:
-        sharding, trainer = self.updater.sharding, folder / "trainer"
+        sharding, trainer = self.updater.passes.sharding, folder / "trainer"
         save_policy(self.policy, sharding.full_weights(self.policy), folder)
         whole = sharding.whole(tensors, trainer)
         if self._is_in_parts:
@@ -160,7 +160,7 @@ class Checkpointer:
 
     def _read_whole(self, trainer: Path) -> dict[str, Any]:
         masters, own = trainer / "masters.safetensors", self.policy.masters.state_dict()
-        found, like = load_file(masters) if masters.exists() else {}, self.updater.sharding.like
+        found, like = load_file(masters) if masters.exists() else {}, self.updater.passes.sharding.like
         is_copied = self.policy.is_sharded or self.policy.masters.host is not None  # so it need not be in memory twice
         return {
             "optimizer": torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True, mmap=is_copied),

@@ -39,6 +39,7 @@ from offline_grpo.state import Run
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.offload import OffloadedAdamW
 from offline_grpo.train.optimizer import is_offloaded
+from offline_grpo.train.passes import Passes
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
 from offline_grpo.weight_sync.in_process import prove_sampling
@@ -179,18 +180,21 @@ def make_updater(
             sharding.prepare_reference(reference)
     teacher = load_teacher(plan, policy, sharding)
     optimizer = plan.optimizer.create(policy.masters.parameters.values())
-    return Updater(
+    passes = Passes(
         policy=policy,
         reference=reference,
         loss=plan.loss,
         advantage=plan.advantage,
-        reward_penalty=reward_penalty(plan.loss),
-        teacher=teacher,
-        optimizer=OffloadedAdamW(optimizer, policy.masters) if is_offloaded(plan.optimizer) else optimizer,
-        scaler=torch.amp.GradScaler(policy.device.type, enabled=train.precision == "fp16"),
         config=train,
         ranks=ranks,
         sharding=sharding,
+        reward_penalty=reward_penalty(plan.loss),
+        teacher=teacher,
+    )
+    return Updater(
+        passes,
+        optimizer=OffloadedAdamW(optimizer, policy.masters) if is_offloaded(plan.optimizer) else optimizer,
+        scaler=torch.amp.GradScaler(policy.device.type, enabled=train.precision == "fp16"),
         max_new_tokens=plan.sampling.max_new_tokens,
         lr_schedule=fresh_schedule(plan.config),
         seed=plan.config.seed,

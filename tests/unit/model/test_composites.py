@@ -25,7 +25,7 @@ from offline_grpo.model.logits import decoder_of
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
 from offline_grpo.train.batch import build_batch
-from offline_grpo.train.resources import update_flops
+from offline_grpo.train.metrics import update_flops
 from offline_grpo.types import SamplingParams
 
 PROMPTS = [[9, 11, 30, 31, 32, 33, 34, 35, 36], [17, 8]]

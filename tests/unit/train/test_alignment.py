@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offline_grpo.train.alignment import Alignment
+from offline_grpo.train.metrics import Alignment
 from offline_grpo.types import TokenBatch
 
 

@@ -114,7 +114,8 @@ def test_updates_of_a_model_are_the_same(tmp_path, token_batch, dtype, precision
     bad = replace(token_batch, advantages=token_batch.advantages * math.inf)
     batches = [token_batch, bad, token_batch, *[token_batch] * (20 if precision == "fp16" else 0)]
     metrics = [
-        [updater.run(updater.score(batch), iteration=i) for i, batch in enumerate(batches)] for updater in updaters
+        [updater.run(updater.passes.score(batch), iteration=i) for i, batch in enumerate(batches)]
+        for updater in updaters
     ]
     assert metrics[0] == metrics[1]
     assert updaters[0].counters == updaters[1].counters

@@ -10,7 +10,7 @@ from architectures import ZOO
 from factories import make_llama, make_qwen2
 from torch.utils.flop_counter import FlopCounterMode
 
-from offline_grpo.train.resources import time_metrics, update_flops, utilisation
+from offline_grpo.train.metrics import time_metrics, update_flops, utilisation
 
 BLOCK = 4 * 32 * 32 + 3 * 32 * 48  # q, k, v and o; gate, up and down
 
