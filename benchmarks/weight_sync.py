@@ -41,7 +41,7 @@ from offline_grpo.config.compose import as_plain, register
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.rows import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy

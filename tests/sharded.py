@@ -16,8 +16,7 @@ from torch import Tensor
 
 from offline_grpo.loss import cispo, dapo, dr_grpo, grpo, gspo
 from offline_grpo.model.layers import compile_blocks
-from offline_grpo.model.layouts.padded import Padded
-from offline_grpo.model.layouts.tree import Tree
+from offline_grpo.model.layouts.rows import Padded, Tree
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.placement.ranks import Ranks

@@ -8,8 +8,8 @@ from architectures import ZOO, long_batch
 from factories import make_scoring
 
 from offline_grpo.model.layouts import LAYOUTS
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_layout
+from offline_grpo.model.scoring import measure_logit_transform
 
 pytestmark = pytest.mark.gpu
 

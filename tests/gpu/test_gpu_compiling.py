@@ -12,8 +12,8 @@ from torch import Tensor
 
 from offline_grpo.model.layers import not_compiled
 from offline_grpo.model.lm_head import KeptHead
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_compile, settle_layout
+from offline_grpo.model.scoring import measure_logit_transform
 from offline_grpo.run import train
 
 pytestmark = pytest.mark.gpu

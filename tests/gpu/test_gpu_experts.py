@@ -29,7 +29,7 @@ from factories import strategy
 from offline_grpo.engine.http import Refused
 from offline_grpo.engine.server import Server
 from offline_grpo.errors import EngineError
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.rows import Padded
 from offline_grpo.model.tiny import build_char_tokenizer
 
 pytestmark = pytest.mark.gpu

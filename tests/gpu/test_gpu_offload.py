@@ -8,8 +8,7 @@ from torch import nn
 
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.train import offload
-from offline_grpo.train.offload import OffloadedAdamW
-from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.optimizer import AdamW, OffloadedAdamW
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ def test_a_killed_and_resumed_run_with_offload_ends_as_one_without(tmp_path: Pat
     """On a CPU both use the same kernel. Resumed with offload, and, from the same checkpoint, without."""
     cache, resident = f"cache_dir={tmp_path}/cache", tmp_path / "resident"
     assert run_in_child(resident, cache, *RUN) == 0, printed(resident)
-    kill = Kill("offline_grpo.train.offload:OffloadedAdamW.step", 6)
+    kill = Kill("offline_grpo.train.optimizer:OffloadedAdamW.step", 6)
     for name, more in (("offloaded", (OFFLOAD,)), ("goes_on_resident", ())):
         killed = tmp_path / name
         assert run_in_child(killed, cache, OFFLOAD, *RUN, kill=kill) == -signal.SIGKILL, printed(killed)

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.model.layers import named_blocks, parse_layer_indices
-from offline_grpo.model.logits import decoder_of
+from offline_grpo.model.layers import decoder_of, named_blocks, parse_layer_indices
 from offline_grpo.settings import LoraConfig
 
 if TYPE_CHECKING:

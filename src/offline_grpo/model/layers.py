@@ -11,19 +11,36 @@ import logging
 import re
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.model.logits import decoder_of, output_embeddings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MAX_GRAPHS = 256
 """Of blocks of one class. Each shape of model takes two or three, and a sweep's jobs are one process; past the
 compiler's own limit, 8, it would leave the rest as it is without a word."""
 TRITON_CAPABILITY = (7, 0)
 """The oldest GPUs that Triton, and so torch.compile, has code for."""
+
+
+def output_embeddings(model: PreTrainedModel) -> nn.Linear:
+    """The language-model head."""
+    head = model.get_output_embeddings()
+    fault = f"{type(model).__name__} has no linear head; choose another model"
+    require(isinstance(head, nn.Linear), "model.train_id", model.name_or_path, fault)
+    return head  # type: ignore[return-value]
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The model below the head, also where `get_decoder` finds both together (Llama 4) or the head (ModernBERT)."""
+    decoder: Any = model.get_decoder()
+    whole: Any = decoder if hasattr(decoder, "lm_head") else model
+    return whole.model if decoder in (whole, model.get_output_embeddings()) else decoder
 
 
 def num_blocks(model: Any) -> int:

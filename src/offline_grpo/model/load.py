@@ -28,15 +28,14 @@ from transformers.utils.hub import cached_file
 from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import Layout, LossHead
-from offline_grpo.model import nf4
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.layers import blocks_of, parse_layer_indices, text_parameters
 from offline_grpo.model.layouts import layouts_for
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
-from offline_grpo.model.scoring import BaseScoring, Scoring
+from offline_grpo.model.quantization import nf4_arguments, settle_nf4
+from offline_grpo.model.scoring import BaseScoring, Scoring, measure_logit_transform
 from offline_grpo.model.text import use_template
 from offline_grpo.settings import ModelConfig
 
@@ -315,10 +314,10 @@ def load_causal_lm(
     attention = attention_of(config, attn_implementation)
     settings: Any = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
     if quantization is not None:
-        settings |= nf4.loading(dtype or torch.bfloat16, device)
+        settings |= nf4_arguments(dtype or torch.bfloat16, device)
     model, info = _auto_class(config).from_pretrained(model_id, **settings, **trust)
     if quantization is not None:
-        nf4.settle(model, dtype or torch.bfloat16)
+        settle_nf4(model, dtype or torch.bfloat16)
     if is_composite(config):
         processor_files(model_id)
     missing = min(info["missing_keys"], default=None)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from offline_grpo.model.adapters import ADAPTER, LanguageModel, has_adapters
 from offline_grpo.model.device import make_current
-from offline_grpo.model.logits import output_embeddings
+from offline_grpo.model.layers import output_embeddings
 from offline_grpo.model.masters import MasterWeights, part_of_process
-from offline_grpo.model.nf4 import num_weights
+from offline_grpo.model.quantization import num_weights
 from offline_grpo.model.scoring import Scoring
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from offline_grpo.config.plan import Plan
 from offline_grpo.config.problems import records, source_node
 from offline_grpo.engine.server import Server
 from offline_grpo.eval.evaluator import PassAtKEvaluator
+from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.interfaces import Sharding, Source
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
@@ -34,11 +35,10 @@ from offline_grpo.rollouts.store.recorder import Origin, Recorder, architecture_
 from offline_grpo.seeding import derive_seed
 from offline_grpo.start import prompts, serving
 from offline_grpo.start.memory import check_memory
-from offline_grpo.start.teacher import load_teacher
 from offline_grpo.state import Run
+from offline_grpo.train.advantage.distill import is_url
 from offline_grpo.train.milestones import Milestones
-from offline_grpo.train.offload import OffloadedAdamW
-from offline_grpo.train.optimizer import is_offloaded
+from offline_grpo.train.optimizer import OffloadedAdamW, is_offloaded
 from offline_grpo.train.passes import Passes
 from offline_grpo.train.sharding import Replicas
 from offline_grpo.train.update import Updater
@@ -178,7 +178,14 @@ def make_updater(
             model = plan.config.model
             reference = load.load_reference(model, model_id, policy, layout=plan.layout, precision=train.precision)
             sharding.prepare_reference(reference)
-    teacher = load_teacher(plan, policy, sharding)
+    teacher, name = None, plan.advantage.teacher
+    if name is not None and is_url(name):
+        teacher = TeacherServer(name)
+    elif name is not None:
+        with progress.phase("load teacher"):
+            how = {"key": KEY, "layout": plan.layout, "precision": train.precision}
+            teacher = load.load_frozen(plan.config.model, name, policy, **how)
+            sharding.prepare_reference(teacher)
     optimizer = plan.optimizer.create(policy.masters.parameters.values())
     passes = Passes(
         policy=policy,

@@ -16,7 +16,7 @@ import torch
 
 from offline_grpo.errors import require
 from offline_grpo.model.layers import layer_configs, text_parameters
-from offline_grpo.model.nf4 import num_weights
+from offline_grpo.model.quantization import num_weights
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.train.advantage import group_advantages, rewards_of
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup, TokenBatch, by_task

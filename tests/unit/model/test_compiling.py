@@ -21,12 +21,11 @@ from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model import layers, proof
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.layers import not_compiled
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.rows import Padded
 from offline_grpo.model.layouts.varlen import Flash4
 from offline_grpo.model.lm_head import TiledHead
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_compile
-from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.scoring import Scoring, measure_logit_transform
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import LoraConfig
 from offline_grpo.types import SamplingParams

@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from offline_grpo.checkpoint.pretrained import export_model, find_model
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.layers import text_parameters
+from offline_grpo.model.layers import decoder_of, text_parameters
 from offline_grpo.model.load import read_model_config
-from offline_grpo.model.logits import decoder_of
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
 from offline_grpo.train.batch import build_batch

@@ -11,7 +11,7 @@ from factories import make_llama
 from torch import nn
 
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.fp8 import fp8_linears
+from offline_grpo.model.quantization import fp8_linears
 from offline_grpo.settings import LoraConfig
 
 IDS = torch.arange(3, 19).view(2, 8)

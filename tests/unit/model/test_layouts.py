@@ -10,11 +10,10 @@ from architectures import ZOO
 from factories import make_qwen2, make_rollout, make_scoring
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.layers import decoder_of
 from offline_grpo.model.layouts import LAYOUTS, layout_named, layouts_for
-from offline_grpo.model.layouts.padded import Padded, attention_window
-from offline_grpo.model.layouts.tree import Tree
+from offline_grpo.model.layouts.rows import Padded, Tree, attention_window
 from offline_grpo.model.layouts.varlen import VARLEN, Varlen
-from offline_grpo.model.logits import decoder_of
 from offline_grpo.train.batch import build_batch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

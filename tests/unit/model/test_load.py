@@ -23,10 +23,9 @@ from offline_grpo.model.load import (
     prepare,
     read_model_config,
 )
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
-from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.scoring import Scoring, measure_logit_transform
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import ModelConfig
 from offline_grpo.train.batch import build_batch

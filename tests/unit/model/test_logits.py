@@ -7,7 +7,7 @@ import torch
 from architectures import ZOO
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.logits import LogitTransform, measure_logit_transform
+from offline_grpo.model.scoring import LogitTransform, measure_logit_transform
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

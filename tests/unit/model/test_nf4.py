@@ -14,7 +14,7 @@ from transformers import LlamaConfig as Llama
 from transformers import LlamaForCausalLM
 
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
-from offline_grpo.model import nf4
+from offline_grpo.model import quantization
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.load import load_causal_lm
 from offline_grpo.settings import LoraConfig
@@ -46,7 +46,7 @@ def loaded(folder: str, quantization: str | None, dtype: torch.dtype = torch.flo
 
 
 def numbers(module: Linear4bit) -> torch.Tensor:
-    return nf4.dequantized(module.weight.data, module.weight)
+    return quantization.dequantized(module.weight.data, module.weight)
 
 
 def test_a_weight_is_the_nearest_of_the_papers_levels(folder):
@@ -93,9 +93,9 @@ def test_the_formula_of_memory_counts_the_bytes(folder):
         layer.weight.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
         for layer, state in zip(layers, states, strict=True)
     )
-    sizes = nf4.quantized_sizes(loaded(folder, None))
-    assert sizes == [nf4.num_weights(layer.weight) for layer in layers]
-    assert sum(sizes) * nf4.TRAINER_BYTES == num_bytes
+    sizes = quantization.quantized_sizes(loaded(folder, None))
+    assert sizes == [quantization.num_weights(layer.weight) for layer in layers]
+    assert sum(sizes) * quantization.TRAINER_BYTES == num_bytes
 
 
 def test_a_servers_fingerprints_are_those_of_the_same_numbers():
@@ -110,7 +110,7 @@ def test_a_servers_fingerprints_are_those_of_the_same_numbers():
             weight = nn.Parameter(packed, requires_grad=False)
             weight.quant_state = state
             key = f"model.layers.0.{path.partition('.')[0]}.{name}_proj.weight"
-            expected[key] = (0, *fingerprints([nf4.dequantized(packed, weight)]))  # from its first row on
+            expected[key] = (0, *fingerprints([quantization.dequantized(packed, weight)]))  # from its first row on
         layer.weight = nn.Parameter(torch.cat([packed for packed, _ in parts]), requires_grad=False)
         ends = torch.tensor([0, *(len(packed) for packed, _ in parts)]).cumsum(0)
         layer.weight.bnb_shard_offsets, layer.weight.bnb_quant_state = ends, dict(enumerate(s for _, s in parts))

@@ -6,8 +6,7 @@ import pytest
 import torch
 from factories import make_llama, make_qwen2, make_rollout, make_scoring
 
-from offline_grpo.model.layouts.padded import Padded
-from offline_grpo.model.layouts.tree import Tree, prefix_trees
+from offline_grpo.model.layouts.rows import Padded, Tree, prefix_trees
 from offline_grpo.train.batch import build_batch, with_advantages
 
 

@@ -7,7 +7,7 @@ import statistics
 import pytest
 from factories import compose_config
 
-from offline_grpo.train.advantage import group_advantages, zero_signal_groups
+from offline_grpo.train.advantage import group_advantages
 
 GROUPS = [[1.0, 0.0, 0.0, 0.0], [0.3, -0.2, 0.9], [2.0, 2.0]]
 
@@ -36,11 +36,6 @@ def test_rounding_noise_is_not_signal():
     rewards = [0.1 + 0.2, 0.3, 0.3]
     assert len(set(rewards)) > 1
     assert group_advantages([rewards], scale="group") == [[0.0, 0.0, 0.0]]
-
-
-def test_zero_signal_groups():
-    assert zero_signal_groups(group_advantages(GROUPS, scale="group")) == [False, False, True]
-    assert zero_signal_groups([]) == group_advantages([], scale="batch") == []
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from torch import nn
 
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.train import offload
-from offline_grpo.train.offload import OffloadedAdamW
-from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.optimizer import AdamW, OffloadedAdamW
 
 FACTORY = AdamW(lr=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-8, offload=False)
 SHAPES = {"a": (7, 33), "bias": (5,), "b": (40, 31), "norm": (129,), "scalar": (), "c": (2, 3, 11)}

@@ -6,8 +6,7 @@ import torch
 
 from offline_grpo.errors import require
 from offline_grpo.interfaces import Layout
-from offline_grpo.model.layouts.padded import Padded
-from offline_grpo.model.layouts.tree import Tree
+from offline_grpo.model.layouts.rows import Padded, Tree
 from offline_grpo.model.layouts.varlen import Flash4, Varlen, has_flash4, has_varlen_kernel
 
 LAYOUTS: dict[str, type[Layout]] = {"padded": Padded, "tree": Tree, "varlen": Varlen, "flash4": Flash4}
