@@ -53,7 +53,7 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.start.memory import GIB, MemoryRequest, check, choose_share, describe, predict
 from offline_grpo.start.model import make_updater
 from offline_grpo.train.batch import build_batch, with_advantages
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -151,7 +151,7 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         policy.make_masters(offload="train.optimizer.offload=true" in ARMS[args.arm])
         ranks = Ranks(use_cpu=device.type == "cpu")
-        updater = make_updater(plan, policy, scratch, Path(scratch), ranks, Replicas(ranks))
+        updater = make_updater(plan, policy, scratch, Path(scratch), ranks, Sharding(ranks))
         masters_s = time.perf_counter() - started
         batch = random_batch(args, args.num_sequences, config.get_text_config().vocab_size)
         updater.run(updater.passes.score(batch), iteration=0)

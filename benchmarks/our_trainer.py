@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from offline_grpo.interfaces import Sharding
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
@@ -15,7 +14,7 @@ from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.optimizer import AdamW
 from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
 
 ADAMW = {"lr": 1e-6, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
@@ -91,7 +90,7 @@ def make_updater(
         advantage=GroupStd(),
         config=config,
         ranks=ranks,
-        sharding=sharding or Replicas(ranks),
+        sharding=sharding or Sharding(ranks),
     )
     return Updater(
         passes=passes,

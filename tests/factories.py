@@ -30,7 +30,7 @@ from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.optimizer import AdamW, OffloadedAdamW
 from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
 from offline_grpo.types import (
     Completion,
@@ -155,7 +155,7 @@ def make_passes(
         teacher=teacher,
         config=TrainConfig(**{**SETTINGS, **settings}),
         ranks=ranks,
-        sharding=Replicas(ranks),
+        sharding=Sharding(ranks),
     )
 
 

@@ -27,7 +27,7 @@ from offline_grpo.train.fsdp2 import FullyShardedPolicy
 from offline_grpo.train.optimizer import AdamW
 from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
 from offline_grpo.types import TokenBatch
 
@@ -127,7 +127,7 @@ def follow(folder: str, cases: list[dict[str, Any]]) -> None:
         names = ranks.gather([[sorted(part) for part in found]])
         if not ranks.is_main:  # the others wait for it in the next case
             continue
-        expected = train(case, alone, Replicas(alone), Path(folder))
+        expected = train(case, alone, Sharding(alone), Path(folder))
         assert names == [[sorted(part) for part in expected]] * ranks.world_size, case
         apart = max(abs(found[0][name] - value) / max(1.0, abs(value)) for name, value in expected[0].items())
         weights = max((found[1][name] - value).abs().max().item() for name, value in expected[1].items())

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Set
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.quantization import nf4_arguments, settle_nf4
-from offline_grpo.model.scoring import BaseScoring, Scoring, measure_logit_transform
+from offline_grpo.model.scoring import Scoring, measure_logit_transform
 from offline_grpo.model.text import use_template
 from offline_grpo.settings import ModelConfig
 
@@ -46,14 +47,7 @@ SDPA_HAS_NO = "attn_logit_softcapping"
 
 
 def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = False) -> transformers.PretrainedConfig:
-    """The model's config.json, without its weights.
-
-    Args:
-        trust_remote_code: execute Python code that comes with the model, where it needs some.
-
-    Raises:
-        ConfigError: no such folder or hub id, no configuration in it, or it needs code that must not be executed.
-    """
+    """The model's config.json, without its weights. Raises ConfigError for a model that cannot be read or trained."""
     is_there = os.path.exists(model_id) or hub.is_model_id(model_id)
     require(is_there, key, model_id, "no such folder; give a local model folder or a Hugging Face id")
     is_adapter = not Path(model_id, "config.json").exists() and Path(model_id, "adapter_config.json").exists()
@@ -144,15 +138,11 @@ def load_policy(
     shares_weights: bool = False,
 ) -> Policy:
     """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`. Its GPU becomes
-    torch's current one.
+    torch's current one. Raises ConfigError for a layout or a model that cannot be trained so.
 
     Args:
-        layout: see `settle_layout`.
         shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated.
             `settle_layout` and `settle_compile` are left to the caller then.
-
-    Raises:
-        ConfigError: a layout or a model that cannot be trained so.
     """
     dtype = torch_dtype(precision)
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
@@ -174,17 +164,6 @@ def load_policy(
 def is_adapted_policy(config: ModelConfig) -> bool:
     """Whether the reference is what the policy is with its adapters switched off."""
     return config.lora is not None and config.ref_id in (None, config.train_id)
-
-
-def load_reference(
-    config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str
-) -> Scoring | BaseScoring:
-    """The frozen reference: the policy's base model under LoRA, else a copy on `config.ref_device`."""
-    if is_adapted_policy(config):
-        return BaseScoring(policy.scoring)
-    return load_frozen(
-        config, config.ref_id or model_id, policy, key="model.ref_id", layout=layout, precision=precision
-    )
 
 
 def load_frozen(
@@ -232,20 +211,19 @@ def prepare(
             parameter.requires_grad_(id(parameter) in chosen)
     if gradient_checkpointing:
         trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        _disable_dropout_of_checkpointed(model)
+        # Blocks are checkpointed in train mode only, which must not switch on dropout that is in their code.
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                for name, value in vars(module).items():
+                    if "drop" in name and isinstance(value, float):
+                        setattr(module, name, 0.0)
     if 0 < gradient_checkpointing < 1:
-        _recompute_only(model, gradient_checkpointing)
+        # The share of the blocks is spread evenly; all are recomputed if there is no list of them.
+        with suppress(ConfigError):
+            for number, block in enumerate(blocks_of(model)):
+                is_recomputed = int((number + 1) * gradient_checkpointing) > int(number * gradient_checkpointing)
+                block.gradient_checkpointing = is_recomputed  # type: ignore[assignment]
     return trained
-
-
-def _recompute_only(model: transformers.PreTrainedModel, share: float) -> None:
-    """Recompute this share of the blocks alone, spread evenly; all, if there is no list of them."""
-    try:
-        blocks = blocks_of(model)
-    except ConfigError:
-        return
-    for number, block in enumerate(blocks):
-        block.gradient_checkpointing = int((number + 1) * share) > int(number * share)  # type: ignore[assignment]
 
 
 def is_composite(model_config: transformers.PretrainedConfig) -> bool:
@@ -298,16 +276,8 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> transformers.PreTrainedModel:
-    """The model in eval mode.
-
-    Args:
-        attn_implementation: see `attention_of`.
-        dtype: None is that of the weights.
-        key: what named the model, for messages.
-        quantization: see `model.quantization`.
-
-    Raises:
-        ConfigError: attention that would be wrong, or a model that is not complete.
+    """The model in eval mode; in the format of its files if `dtype` is None. Raises ConfigError, which names `key`, for
+    attention that would be wrong, or a model that is not complete.
     """
     trust = {"trust_remote_code": trust_remote_code}
     config = read_model_config(model_id, key, **trust)
@@ -361,12 +331,3 @@ def _tensors_apart(
         says = "%s=%s: %d tensors that the model does not use are saved as they are, %s, ..."
         log.info(says, key, model_id, len(kept), min(kept))
     return kept
-
-
-def _disable_dropout_of_checkpointed(model: nn.Module) -> None:
-    """Blocks are checkpointed in train mode only, which must not switch on dropout that is in their code."""
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            for name, value in vars(module).items():
-                if "drop" in name and isinstance(value, float):
-                    setattr(module, name, 0.0)

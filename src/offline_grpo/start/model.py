@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,13 +21,14 @@ from offline_grpo.config.problems import records, source_node
 from offline_grpo.engine.server import Server
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.generation.teacher import KEY, TeacherServer
-from offline_grpo.interfaces import Sharding, Source
+from offline_grpo.interfaces import Source
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model import load
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
+from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
@@ -40,7 +41,7 @@ from offline_grpo.train.advantage.distill import is_url
 from offline_grpo.train.milestones import Milestones
 from offline_grpo.train.optimizer import OffloadedAdamW, is_offloaded
 from offline_grpo.train.passes import Passes
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
 from offline_grpo.weight_sync.in_process import prove_sampling
 
@@ -172,19 +173,21 @@ def make_updater(
     plan: Plan, policy: Policy, model_id: str, run_folder: Path, ranks: Ranks, sharding: Sharding
 ) -> Updater:
     """The updater of a run whose policy is loaded; loads the reference if there is a KL term, and the teacher."""
-    train, reference = plan.config.train, None
+    train, model, reference = plan.config.train, plan.config.model, None
+    how: Any = {"layout": plan.layout, "precision": train.precision}
     if plan.loss.kl_coef > 0:
         with progress.phase("load reference"):
-            model = plan.config.model
-            reference = load.load_reference(model, model_id, policy, layout=plan.layout, precision=train.precision)
+            if load.is_adapted_policy(model):
+                reference = BaseScoring(policy.scoring)
+            else:
+                reference = load.load_frozen(model, model.ref_id or model_id, policy, key="model.ref_id", **how)
             sharding.prepare_reference(reference)
     teacher, name = None, plan.advantage.teacher
     if name is not None and is_url(name):
         teacher = TeacherServer(name)
     elif name is not None:
         with progress.phase("load teacher"):
-            how = {"key": KEY, "layout": plan.layout, "precision": train.precision}
-            teacher = load.load_frozen(plan.config.model, name, policy, **how)
+            teacher = load.load_frozen(model, name, policy, key=KEY, **how)
             sharding.prepare_reference(teacher)
     optimizer = plan.optimizer.create(policy.masters.parameters.values())
     passes = Passes(
@@ -237,7 +240,7 @@ def _settle(run: Run) -> None:
 
 def _sharding(name: str, ranks: Ranks) -> Sharding:
     if name == "none" or ranks.world_size == 1:  # a single process has nobody to share with
-        return Replicas(ranks)
+        return Sharding(ranks)
     from offline_grpo.train.fsdp2 import FullyShardedPolicy  # which takes a second
 
     return FullyShardedPolicy(ranks)

@@ -30,7 +30,7 @@ from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import buckets, on_disk
 from offline_grpo.model.scoring import Scoring
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import TokenBatch, TokenStats
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ register_dataclass(TokenStats)  # FSDP2 looks there for tensors whose backward p
 
 
 @dataclass
-class FullyShardedPolicy(Replicas):
+class FullyShardedPolicy(Sharding):
     """A `Sharding` by FSDP2. Rank 0 alone writes and pushes; the others help it to gather tensors, see `lead`."""
 
     _policy: Policy | None = field(default=None, init=False)

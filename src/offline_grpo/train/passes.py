@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from offline_grpo import progress
-from offline_grpo.interfaces import Advantage, Loss, Scorer, Sharding
+from offline_grpo.interfaces import Advantage, Loss, Scorer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.batch import build_batch, microbatches, share_of_rank, split_updates
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import RolloutGroup, TokenBatch
 
 

@@ -13,7 +13,7 @@ from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.settings import LoraConfig
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 
 
 def gradient_and_metrics(updater, batch):
@@ -139,7 +139,7 @@ def test_fp16_scales_its_loss_and_the_others_do_not(tmp_path, token_batch):
     assert applied[0]["grad_norm"] == pytest.approx(expected, rel=0.2)
 
 
-class EveryProcessMakes(Replicas):
+class EveryProcessMakes(Sharding):
     """Asks for passes beyond this process's own, as a sharding does whose passes need all processes."""
 
     def num_microbatches(self, own):
