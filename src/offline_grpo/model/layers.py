@@ -1,5 +1,6 @@
-"""The transformer blocks of a model, whatever an architecture calls them (`model.layers.3`, `transformer.h.3`), and
-torch.compile for them, which fuses norms, activations and whatever else is neither matrix product nor attention.
+"""The parts of a model, whatever an architecture calls them: its decoder, its head, and its blocks (`model.layers.3`,
+`transformer.h.3`). And torch.compile for blocks, which fuses norms, activations and whatever else is neither matrix
+product nor attention.
 
 Blocks are compiled one by one, because all of them share one graph: that takes seconds, and not minutes. Lengths are
 symbols in it, so that batches of other sizes compile nothing anew; a pass without gradients has a graph of its own.
@@ -79,11 +80,7 @@ def text_parameters(model: Any) -> dict[str, nn.Parameter]:
 
 
 def parse_layer_indices(text: str, model: Any, *, key: str) -> list[int]:
-    """`"0-3,28-31"` -> [0, 1, 2, 3, 28, 29, 30, 31].
-
-    Raises:
-        ConfigError: not of that form, or an index of a block that the model has not.
-    """
+    """`"0-3,28-31"` -> [0, 1, 2, 3, 28, 29, 30, 31]."""
     count = num_blocks(model)
     indices: set[int] = set()
     for part in text.split(","):
@@ -110,11 +107,7 @@ def is_compiled(requested: bool | str, device: torch.device) -> bool:
 
 
 def compile_blocks(model: Any) -> None:
-    """Compile every block of a transformers model when it first runs, in place: names and state stay as they are.
-
-    Raises:
-        ConfigError: no blocks are found.
-    """
+    """Compile every block of a transformers model when it first runs, in place: names and state stay as they are."""
     import torch._dynamo.config as dynamo  # which takes a second
 
     dynamo.recompile_limit = MAX_GRAPHS
