@@ -22,7 +22,7 @@ MAX_FILE = "50GB"
 
 
 def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write the model, or its adapter alone, and the tokenizer. A folder that cannot be written, such as on a full disk,
+    """Write the model, or its adapter alone, and the tokenizer. Where that cannot be done, such as on a full disk, it
     raises OSError, RuntimeError or safetensors.SafetensorError.
 
     Args:
