@@ -45,12 +45,10 @@ class Policy:
 
     @property
     def model(self) -> LanguageModel:
-        """The module that is trained, peft's wrapper included."""
         return self.scoring.model
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
         return self.scoring.causal_lm
 
     @property
