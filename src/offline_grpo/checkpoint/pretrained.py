@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,7 @@ class ModelSource:
 
 def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     """Find out what `name` is. Of a run folder, the best checkpoint is taken if the run kept it, else the newest.
-    `trust_remote_code` is never taken from a checkpoint's own settings.
-
-    Raises:
-        ConfigError: no model has this name, or it cannot be reached.
-        CheckpointError: a checkpoint of another format, or a damaged one.
+    `trust_remote_code` is never taken from a checkpoint's own settings. Raises ConfigError or CheckpointError.
     """
     folder = Path(name).expanduser()
     is_run = os.path.isdir(folder / "checkpoints")
@@ -117,21 +114,16 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     state = verified_state(checkpoint, key=KEY) if checkpoint is not None else None
     place = str(checkpoint or folder) if os.path.exists(folder) else name
     hub.need_model(place, KEY)
-    base = _base_of_adapter(place)
+    # An adapter names the model that it was trained on; `read_model_config` says if there is no model at all.
+    base = None
+    with suppress(OSError):
+        found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        if (file := cached_file(place, ADAPTER_CONFIG_NAME, **found)) is not None:
+            base = str(json.loads(Path(file).read_text())["base_model_name_or_path"])
     key = KEY if base is None else f"{KEY}={name}: an adapter, whose base_model_name_or_path"
     read_model_config(base or place, key, trust_remote_code=trust_remote_code)
     adapter = place if base is not None else None
     return ModelSource(name, base or place, adapter, checkpoint, state, trust_remote_code)
-
-
-def _base_of_adapter(place: str) -> str | None:
-    """What the adapter at `place` was trained on; None where there is no adapter."""
-    found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    try:
-        file = cached_file(place, ADAPTER_CONFIG_NAME, **found)
-    except OSError:
-        return None  # no such model at all, which `read_model_config` says
-    return str(json.loads(Path(file).read_text())["base_model_name_or_path"]) if file is not None else None
 
 
 def export_model(

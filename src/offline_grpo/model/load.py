@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Set
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -292,42 +291,36 @@ def load_causal_lm(
         processor_files(model_id)
     missing = min(info["missing_keys"], default=None)
     require(missing is None, key, model_id, f"has no weights for {missing}, which would be random; take another copy")
-    model.kept_tensors = _tensors_apart(model, model_id, info["unexpected_keys"], key)
-    return model.to(device).eval()
 
+    # The files may have tensors of parts that transformers does not build, such as a head that predicts several tokens
+    # (MTP): those are kept. Of a part that it does build there is none, or it computes something else than they say.
+    modules = dict(model.named_modules())
 
-def _tensors_apart(
-    model: transformers.PreTrainedModel, model_id: str, unexpected: Set[str], key: str
-) -> dict[str, Tensor]:
-    """What the files have and transformers leaves out, such as a head that predicts several tokens (MTP), by name.
-
-    Raises:
-        ConfigError: a tensor of a module that the model has, which then computes something else than its files say.
-    """
-    modules, ignored = dict(model.named_modules()), model._keys_to_ignore_on_load_unexpected or ()
-
-    def part(name: str) -> str | None:
-        """The part of the model that the tensor is of, which transformers does not build; None in one that it does."""
+    def part_of(name: str) -> str | None:
+        """The part of the model that the tensor is of; None in one that transformers builds."""
         owner, rest = name, ""
         while owner not in modules:
             owner, _, rest = owner.rpartition(".")
         return f"{owner}.{rest}" if isinstance(modules[owner], (nn.ModuleList, transformers.PreTrainedModel)) else None
 
-    parts = {part(name) for name in unexpected}  # the names may be those that transformers makes of the files' ones
-    inside = min((name for name in unexpected if part(name) is None), default=None)
+    unexpected, ignored = info["unexpected_keys"], model._keys_to_ignore_on_load_unexpected or ()
+    parts = {part_of(name) for name in unexpected}  # the names may be those that transformers makes of the files' ones
+    inside = min((name for name in unexpected if part_of(name) is None), default=None)
     fix = "take another copy, or the config.json that belongs to the weights"
     require(inside is None, key, model_id, f"has weights that its config.json does not provide for, {inside}; {fix}")
     kept: dict[str, Tensor] = {}
     index = cached_file(model_id, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else [SAFE_WEIGHTS_NAME]
-    for file in names if unexpected or ignored else ():
+    files = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else [SAFE_WEIGHTS_NAME]
+    for file in files if unexpected or ignored else ():
         path = cached_file(model_id, file, _raise_exceptions_for_missing_entries=False)
         if path is not None:
             with safe_open(path, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
-                    if part(name) in parts or (part(name) and any(re.search(one, name) for one in ignored)):
+                    part = part_of(name)
+                    if part in parts or (part and any(re.search(one, name) for one in ignored)):
                         kept[name] = tensors.get_tensor(name)
     if kept:
         says = "%s=%s: %d tensors that the model does not use are saved as they are, %s, ..."
         log.info(says, key, model_id, len(kept), min(kept))
-    return kept
+    model.kept_tensors = kept
+    return model.to(device).eval()

@@ -40,12 +40,6 @@ class Scoring(nn.Module):
     """Scores flat batches with a causal language model. The frozen reference is one, the policy has one.
 
     `forward` alone uses the decoder and the weights of the head, so that FSDP2 can wrap it.
-
-    Args:
-        model: a transformers model with a language-model head, or a peft model around one.
-        layout: how the decoder runs over a batch.
-        head: computes logprobs and entropies from hidden states.
-        logits: what the model does to its logits.
     """
 
     def __init__(
@@ -57,10 +51,7 @@ class Scoring(nn.Module):
         logits: LogitTransform = LogitTransform(),  # noqa: B008 - immutable
     ) -> None:
         super().__init__()
-        self.model = model
-        self.layout = layout
-        self.head = head
-        self.logits = logits
+        self.model, self.layout, self.head, self.logits = model, layout, head, logits
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -161,24 +152,40 @@ def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_i
 
     It is measured and not read from config.json because a name does not say enough: `logits_scaling` divides in Granite
     and multiplies in HyperCLOVA. Chosen numbers show a soft-cap that the model's own logits are too small to reach.
-
-    Args:
-        key: the setting that named the model, for messages.
-
-    Raises:
-        ConfigError: the model does something else to its logits.
+    Raises ConfigError, which names `key`, if the model does something else to its logits.
     """
     hidden_size, vocab_size = output_embeddings(model).weight.shape[::-1]
-    device = model.device
+    device, seen = model.device, []
     z = torch.zeros(vocab_size, device=device)  # [V]
     magnitudes = torch.logspace(-2, 3, vocab_size // 2, device=device)
     z[0 : 2 * len(magnitudes) : 2], z[1 : 2 * len(magnitudes) : 2] = magnitudes, -magnitudes
     z[0], z[1] = SMALL, HUGE
-    head_input, logits = _run_with(model, torch.ones(hidden_size, device=device), z)
+
+    # The decoder returns ones; the head shows what it gets of them, and returns z.
+    def decoder_returns(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = torch.ones(hidden_size, device=device).expand_as(output.last_hidden_state)
+        return output
+
+    def head_returns(x: Tensor) -> Tensor:
+        seen.append(x[0, -1].float())
+        return z.expand(*x.shape[:-1], len(z))
+
+    hook = decoder_of(model).register_forward_hook(decoder_returns)
+    head: Any = output_embeddings(model)
+    head.forward = head_returns
+    try:
+        logits = model(input_ids=torch.tensor([[1]], device=device), use_cache=False).logits[0, -1].float()
+    finally:
+        hook.remove()
+        del head.forward
+
+    # Around 0 the slope is the factor behind the head; far out a soft-cap bends it. The factor before the head is what
+    # has become of the ones.
     small, huge = logits[:2].tolist()
     after = small / SMALL
     cap = huge / after if abs(huge) < 0.5 * abs(after) * HUGE else None
     found = LogitTransform(after, cap)
+    head_input = seen[0]
     before = float(head_input.double().mean())
     is_known = (
         torch.allclose(logits, found(z), rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * abs(after) * SMALL)
@@ -189,26 +196,3 @@ def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_i
     is_known &= after > 0 and before > 0
     require(is_known, key, model.name_or_path, f"{type(model).__name__} {fault}; choose another model")
     return LogitTransform(after * before, None if cap is None else cap / before)
-
-
-def _run_with(model: PreTrainedModel, hidden: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The head's input if the decoder returns `hidden` [H], and the logits [V] made of the head's output `z` [V]."""
-    seen: list[Tensor] = []
-
-    def decoder_returns(module: nn.Module, args: Any, output: Any) -> Any:
-        output.last_hidden_state = hidden.expand_as(output.last_hidden_state)
-        return output
-
-    def head_returns(x: Tensor) -> Tensor:
-        seen.append(x[0, -1])
-        return z.expand(*x.shape[:-1], len(z))
-
-    hook = decoder_of(model).register_forward_hook(decoder_returns)
-    head: Any = output_embeddings(model)
-    head.forward = head_returns
-    try:
-        logits = model(input_ids=torch.tensor([[1]], device=model.device), use_cache=False).logits[0, -1]
-    finally:
-        hook.remove()
-        del head.forward
-    return seen[0].float(), logits.float()
