@@ -40,21 +40,12 @@ OURS = ("messages", "add_generation_prompt")
 
 @dataclass(eq=False)
 class TokenizerCodec:
-    """Between text and tokens, for one model.
-
-    Args:
-        end_ids: tokens that end a completion, which no text shows.
-        chat_template_kwargs: arguments of the chat template, such as `enable_thinking`.
-        assistant_prefix: begins every answer: the end of each prompt, and the beginning of each text that is judged.
-
-    Raises:
-        ConfigError: arguments that the chat template does not have.
-    """
+    """Between text and tokens, for one model."""
 
     tokenizer: PreTrainedTokenizerBase
-    end_ids: Collection[int] = ()
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    assistant_prefix: str = ""
+    end_ids: Collection[int] = ()  # tokens that end a completion, which no text shows
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # such as `enable_thinking`
+    assistant_prefix: str = ""  # begins every answer: the end of each prompt, and the beginning of each judged text
 
     def __post_init__(self) -> None:
         key, given = "model.chat_template_kwargs", self.chat_template_kwargs
@@ -179,11 +170,8 @@ class ChatFormat:
         return self._codec.ids_of(self._codec.rendered(self._safe(self.in_form(messages)), self._safe(tools)))
 
     def following(self, reply: Reply, last_id: int, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
-        """The ids between a reply, whose last one is `last_id`, and the next reply.
-
-        Raises:
-            RequestError: the template refuses the messages, leaves out calls, or writes something else before them than
-                it did at first.
+        """The ids between a reply, whose last one is `last_id`, and the next reply. Raises RequestError if the template
+        refuses the messages, leaves out calls, or writes something else before them than it did at first.
         """
         safe = self._safe(self.in_form(messages))
         if self._tokenizer.chat_template is None:
@@ -201,11 +189,7 @@ class ChatFormat:
         return ids[1:] if last_id in self._codec.end_ids and ids[:1] == [last_id] else ids
 
     def read(self, completion: Completion, sampling: SamplingParams, tools: Sequence[Schema], turn: int) -> Reply:
-        """A completion as a reply. What was cut calls nothing.
-
-        Args:
-            turn: number of turns before it, for the ids of calls.
-        """
+        """A completion as a reply. What was cut calls nothing. `turn`: number of turns before it, for ids of calls."""
         text, ids = self._codec.judged(completion.token_ids, sampling), list(completion.token_ids)
         thinking, mark, content = text.partition(THINKING_ENDS) if THINKING_ENDS in text else ("", "", text)
         is_cut = completion.finish_reason is FinishReason.LENGTH

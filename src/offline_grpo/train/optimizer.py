@@ -100,11 +100,7 @@ class AdamW8bit(_Optimizer):
             raise ConfigError(f"train/optimizer=adamw_8bit: {fault}") from error
 
     def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer over fp32 `parameters`.
-
-        Raises:
-            ConfigError: bitsandbytes has no 8-bit optimizer for the parameters' device.
-        """
+        """An optimizer over fp32 `parameters`. Raises ConfigError where bitsandbytes has none for their device."""
         from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytesAdamW8bit
 
         groups = decay_groups(parameters, self.weight_decay)
