@@ -76,12 +76,9 @@ class ModelSource:
         attn_implementation: str = "auto",
         merge: bool = False,
     ) -> LanguageModel:
-        """The model in eval mode, frozen. Its GPU becomes torch's current one.
-
-        Args:
-            dtype: None is that of the run that trained it; of another model, that of its weights.
-            merge: add an adapter to the base's weights, in fp32, and round the sum to `dtype` once. The base is that of
-                its files then, never a quantised one.
+        """The model in eval mode, frozen, in the format of the run that trained it, or of its files, if `dtype` is
+        None. Its GPU becomes torch's current one. `merge` adds an adapter to the weights of the base's files in fp32,
+        and rounds the sum once.
         """
         make_current(device)
         how: Any = {"key": KEY, "trust_remote_code": self.trust_remote_code}
@@ -129,13 +126,9 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
 def export_model(
     source: ModelSource, out: Path, *, merge: bool, dtype: str | None, card: str, picture: Path | None = None
 ) -> None:
-    """Write the folder `out` for transformers, peft and inference servers, completely or not at all.
-
-    Args:
-        merge: add an adapter to its base; otherwise the adapter is written alone.
-        dtype: format of the weights, None leaves it as it was trained.
-        card: what README.md will say.
-        picture: a file that the card shows.
+    """Write the folder `out` for transformers, peft and inference servers, completely or not at all: an adapter added
+    to its base (`merge`) or alone; weights as they were trained if `dtype` is None; README.md with `card` and its
+    picture.
     """
     require_new(out, f"OUT={out}")
     is_merged = source.adapter is not None and merge

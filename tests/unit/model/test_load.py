@@ -1,4 +1,6 @@
-"""What is decided about a model before its weights are used: attention kernels, and how long its sequences may be."""
+"""What is decided about a model before its weights are used: attention kernels, how long its sequences may be, and what
+it does to its logits.
+"""
 
 import json
 from pathlib import Path
@@ -25,7 +27,7 @@ from offline_grpo.model.load import (
 )
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
-from offline_grpo.model.scoring import Scoring, measure_logit_transform
+from offline_grpo.model.scoring import LogitTransform, Scoring, measure_logit_transform
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import ModelConfig
 from offline_grpo.train.batch import build_batch
@@ -166,3 +168,33 @@ def test_weights_that_the_configuration_leaves_out_are_refused(tmp_path: Path) -
         ConfigError, match=rf"^model.train_id={tmp_path}: has weights that its config.json does .* {name};"
     ):
         load_causal_lm(str(tmp_path), "auto", CPU.device, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("llama", {}, LogitTransform()),
+        ("granite", {"logits_scaling": 7.0}, LogitTransform(1 / 7, None)),
+        # smaller than any logit's rounding
+        ("gemma3_capped", {"final_logit_softcapping": 0.01}, LogitTransform(1.0, 0.01)),
+        ("minicpm3", {}, LogitTransform(0.125, None)),  # divides what goes into the head
+    ],
+)
+def test_factor_and_cap_are_measured(name, changes, expected, dtype):
+    found = measure_logit_transform(ZOO[name].build(**changes).to(dtype))
+    assert found.scale == pytest.approx(expected.scale, rel=1e-6)
+    assert found.softcap == (None if expected.softcap is None else pytest.approx(expected.softcap, rel=1e-5))
+
+
+@pytest.mark.parametrize("bend", [lambda z: z + 0.01 * z.clamp(min=5), lambda z: -z])
+def test_anything_else_is_refused(bend):
+    model = ZOO["llama"].build()
+
+    def bent(module, args, output):
+        output.logits = bend(output.logits)
+        return output
+
+    model.register_forward_hook(bent)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM changes its hidden states or logits"):
+        measure_logit_transform(model)
