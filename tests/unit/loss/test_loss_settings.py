@@ -4,6 +4,7 @@ the test fails.
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -66,19 +67,11 @@ REWARDS = [
     [2.0, 0.0, 1.0, 1.0, 0.0, 1.0],
 ]
 INVALID = [
-    ("clip_low", 1.5),
-    ("clip_high", -0.1),
-    ("dual_clip", 1.04),
-    ("kl_coef", -0.1),
-    ("entropy_coef", float("nan")),
-    ("importance_cap", 0.9),
-    ("importance_floor", -0.1),
-]
-OF_ONE = [
-    (GRPO, {"off_policy_mask": 0.0}, "off_policy_mask=0.0: nats per token"),
-    (GRPO, {"geometric_bounds": [1.1, 1.2]}, r"geometric_bounds=\[1.1, 1.2\]: the lowest and the highest"),
-    (SAPO, {"tau_pos": 0.0}, "tau_pos=0.0: must be above 0"),
-    (DPPO, {"ratio_cap": 0.5}, "ratio_cap=0.5: must be 1"),
+    *((GRPO, {"clip_low": 1.5}), (GRPO, {"clip_high": -0.1}), (GRPO, {"dual_clip": 1.04}), (GRPO, {"kl_coef": -0.1})),
+    *((GRPO, {"entropy_coef": float("nan")}), (GRPO, {"importance_cap": 0.9}), (GRPO, {"importance_floor": -0.1})),
+    *((GRPO, {"off_policy_mask": 0.0}), (GRPO, {"geometric_bounds": [1.1, 1.2]}), (SAPO, {"tau_pos": 0.0})),
+    (DPPO, {"ratio_cap": 0.5}),
+    (GRPO, {"importance_correction": "token_truncate", "ratio_reference": "rollout"}),  # it would correct twice
 ]
 
 
@@ -109,22 +102,11 @@ def test_every_setting_acts(plain, random_inputs, loss_class, name):
     assert not torch.allclose(before, after, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "value"), INVALID)
-def test_invalid_values_are_refused_by_name(plain, name, value):
-    with pytest.raises(ConfigError, match=rf"train\.loss\.{name}={value}: must be"):
-        build(GRPO, plain | ACTIVE | {name: value})
-
-
-@pytest.mark.parametrize(("loss_class", "change", "told"), OF_ONE)
-def test_invalid_values_of_one_loss_are_refused(plain, loss_class, change, told):
-    with pytest.raises(ConfigError, match=rf"^train\.loss\.{told}"):
+@pytest.mark.parametrize(("loss_class", "change"), INVALID)
+def test_invalid_values_are_refused_by_name(plain, loss_class, change):
+    name, value = next(iter(change.items()))
+    with pytest.raises(ConfigError, match=rf"^train\.loss\.{re.escape(f'{name}={value}')}: "):
         build(loss_class, plain | ACTIVE | change)
-
-
-def test_a_ratio_to_the_engine_is_not_corrected_for_the_engine_again(plain):
-    twice = {"ratio_reference": "rollout", "importance_correction": "token_truncate"}
-    with pytest.raises(ConfigError, match=r"^train\.loss\.importance_correction=token_truncate: .*=rollout corrects"):
-        build(GRPO, plain | {"dual_clip": None} | twice)
 
 
 def test_kl_in_reward_leaves_the_loss_alone_and_keeps_the_metric(plain, random_inputs):

@@ -22,7 +22,6 @@ from offline_grpo.model import layers, proof
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.layers import not_compiled
 from offline_grpo.model.layouts.rows import Padded
-from offline_grpo.model.layouts.varlen import Flash4
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.proof import settle_compile
 from offline_grpo.model.scoring import Scoring, measure_logit_transform, prepare_for_gradients
@@ -105,12 +104,6 @@ def test_all_models_of_a_sweep_are_compiled() -> None:
         )
         settle_compile(scoring, True, CPU)
         assert counters["stats"]["unique_graphs"] == 2 * num_models, "with gradients and without"
-
-
-def test_kernels_that_cannot_be_imported_are_left_to_the_choice_of_the_layout(monkeypatch):
-    monkeypatch.setattr(proof, "layouts_for", lambda *_: [Flash4(), Padded()])
-    monkeypatch.setattr(proof, "flash4_interface", lambda: torch.ops.load_library("none"))
-    proof.import_ahead(None, False, CPU, torch.bfloat16)
 
 
 def test_a_model_that_computes_something_else_then_is_left_as_it_is(
