@@ -47,11 +47,14 @@ SDPA_HAS_NO = "attn_logit_softcapping"
 
 def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = False) -> transformers.PretrainedConfig:
     """The model's config.json, without its weights. Raises ConfigError for a model that cannot be read or trained."""
+    # What is there, and whether it is a whole model.
     is_there = os.path.exists(model_id) or hub.is_model_id(model_id)
     require(is_there, key, model_id, "no such folder; give a local model folder or a Hugging Face id")
     is_adapter = not Path(model_id, "config.json").exists() and Path(model_id, "adapter_config.json").exists()
     fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
     require(not is_adapter, key, model_id, f"is a peft adapter, and no whole model; {fix}")
+
+    # transformers knows it, and needs no code of others that must not be executed.
     try:
         config = transformers.AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -62,6 +65,8 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
         if "does not recognize this architecture" in str(error):
             fix = "choose another model, or a version of transformers that knows it"
         raise ConfigError(f"{key}={model_id}: cannot be loaded ({reason_of(error)}); {fix}") from error
+
+    # It writes text from left to right, and reads text alone.
     is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     is_causal |= "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     is_causal |= is_composite(config) and not config.is_encoder_decoder
@@ -143,6 +148,7 @@ def load_policy(
         shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated.
             `settle_layout` and `settle_compile` are left to the caller then.
     """
+    # Weights: those of the checkpoint, or the base that its adapter is for.
     dtype = torch_dtype(precision)
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
@@ -151,6 +157,8 @@ def load_policy(
     how: Any = {"trust_remote_code": config.trust_remote_code}
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, quantization=config.quantization, **how)
     model = prepare(model, config, train_layer_indices, gradient_checkpointing, adapter)
+
+    # What it does to its logits is measured; its layout and its compiled blocks are proven.
     first = layouts_for(layout, device, dtype)[0]
     scoring = Scoring(model, first, head, logits=measure_logit_transform(unwrapped(model)))
     if not shares_weights:

@@ -31,7 +31,7 @@ class Policy:
         self.dtype = self.causal_lm.dtype  # that it computes and is saved in
         self.is_sharded = False  # whether its parameters are this process's parts of them (see train/fsdp2.py)
         self.logprobs = scoring.logprobs  # from a batch to logprobs [T] without gradient, dropout off
-        self._masters: MasterWeights | None = None
+        self.masters: MasterWeights  # that the optimizer steps on; there once `make_masters` was called
         self._before_publish: Callable[[], None] | None = None
 
     @property
@@ -64,27 +64,20 @@ class Policy:
         """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`.
         `offload`: see `MasterWeights`.
         """
-        assert self._masters is None, "the masters were made before"
-        self._masters = MasterWeights(
+        self.masters = MasterWeights(
             self.model.named_parameters(),
             separate=self._before_publish is not None,
             before_publish=self._before_publish,
             offload=offload,
             rounds_to=self.dtype if self.is_sharded and not has_adapters(self.model) else None,
         )
-        return self._masters
-
-    @property
-    def masters(self) -> MasterWeights:
-        """The optimizer steps on them; only after `make_masters`."""
-        assert self._masters is not None, "call policy.make_masters() once its weight sync is connected"
-        return self._masters
+        return self.masters
 
     def become_shared(self, *, before_publish: Callable[[], None]) -> None:
         """Note that the parameters now lie in memory on `compute_device` that others read too, and move the model's
-        buffers there. That GPU becomes torch's current one. `before_publish` is called before that memory is written.
+        buffers there; before there are masters. That GPU becomes torch's current one. `before_publish` is called before
+        that memory is written.
         """
-        assert self._masters is None, "masters would be left behind in the old memory"
         make_current(self.compute_device)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():

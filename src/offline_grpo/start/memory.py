@@ -181,6 +181,7 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
     if not trainers or not (checks or wanted == "auto"):
         return float(wanted is True)
     with progress.phase("memory plan"):
+        # Which models are on which GPUs.
         trust, reference = {"trust_remote_code": model.trust_remote_code}, None
         if needs_reference_copy(plan):
             reference = read_model_config(model.ref_id or model_id, "model.ref_id", **trust)
@@ -196,6 +197,8 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
             reference_gpu=reference_gpu(devices),
             teacher_config=None if teacher is None or is_url(teacher) else read_model_config(teacher, KEY, **trust),
         )
+
+        # What they will hold; with `auto`, recomputing as little as fits.
         share = float(wanted is True)
         share, predicted = choose_share(request) if wanted == "auto" else (share, predict(request, share))
         if wanted == "auto":
