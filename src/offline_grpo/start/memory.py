@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import ceil, floor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,24 +91,6 @@ class DevicePlan:
         return sum(part.num_bytes for part in self.trainer + self.server)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A model in numbers of weights, adapters included."""
-
-    num_weights: int
-    num_quantized: int  # of them, in 4 bits
-    largest_quantized: int  # of one layer
-    num_trained: int
-    block_weights: tuple[int, ...]  # of every block; empty where no list of blocks is found
-    first_trained_block: int  # earlier blocks keep no activations
-    trains_head: bool
-    has_qk_norm: bool
-
-    def bytes_in(self, itemsize: int, bytes_of_quantized: float) -> int:
-        """Of all weights."""
-        return (self.num_weights - self.num_quantized) * itemsize + int(self.num_quantized * bytes_of_quantized)
-
-
 @dataclass
 class MemoryRequest:
     """A run's configuration, its models, and its GPUs."""
@@ -124,44 +105,38 @@ class MemoryRequest:
     reference_gpu: int | None = None  # that the reference, and a teacher, have for themselves
     teacher_config: PretrainedConfig | None = None  # of a teacher that is loaded; None if there is none
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(self.plan.config.train.precision)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each process has a part of the weights."""
-        return self.plan.config.train.sharding == "fsdp2" and len(self.trainers) > 1
+    def __post_init__(self) -> None:
+        """Count the weights of the model to train, adapters included. Raises as `load_policy` does."""
+        config = self.plan.config
+        self.dtype = torch_dtype(config.train.precision)
+        self.is_sharded = config.train.sharding == "fsdp2" and len(self.trainers) > 1  # each has a part of the weights
+        bare: Any = build_on_meta(self.model_config, trust_remote_code=config.model.trust_remote_code)
+        self.quantized = quantized_sizes(bare) if config.model.quantization is not None else []  # of layers in 4 bits
+        with torch.device("meta"):
+            model: Any = prepare(bare, config.model, config.train.train_layer_indices)
+        self.num_weights = sum(p.numel() for p in model.parameters())
+        self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        try:
+            blocks = list(blocks_of(bare))
+        except ConfigError:  # it has no list of them
+            blocks = []
+        self.block_weights = [sum(p.numel() for p in block.parameters()) for block in blocks]
+        embeddings, head = bare.get_input_embeddings().weight, bare.get_output_embeddings()
+        are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
+        is_late = True in are_trained and not embeddings.requires_grad
+        self.first_trained_block = are_trained.index(True) if is_late else 0  # earlier blocks keep no activations
+        self.trains_head = head is not None and head.weight.requires_grad
+        self.has_qk_norm = any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules())
 
     def sequence_tokens(self, max_new_tokens: int) -> int:
         """Tokens of the longest prompt and completion, or the model's context if that is less."""
         num_tokens = self.prompt_tokens[1] + max_new_tokens
         return min(num_tokens, context_length(self.model_config) or num_tokens)
 
-    @cached_property
-    def sizes(self) -> Sizes:
-        """Of the model to train. Raises as `load_policy` does."""
-        config = self.plan.config
-        bare: Any = build_on_meta(self.model_config, trust_remote_code=config.model.trust_remote_code)
-        quantized = quantized_sizes(bare) if config.model.quantization is not None else []
-        with torch.device("meta"):
-            model: Any = prepare(bare, config.model, config.train.train_layer_indices)
-        try:
-            blocks = list(blocks_of(bare))
-        except ConfigError:
-            blocks = []
-        embeddings, head = bare.get_input_embeddings().weight, bare.get_output_embeddings()
-        are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
-        return Sizes(
-            num_weights=sum(p.numel() for p in model.parameters()),
-            num_quantized=sum(quantized),
-            largest_quantized=max(quantized, default=0),
-            num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
-            first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
-            trains_head=head is not None and head.weight.requires_grad,
-            has_qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules()),
-        )
+    def weights_bytes(self, itemsize: int, bytes_of_quantized: float) -> int:
+        """Of the model to train."""
+        num_quantized = sum(self.quantized)
+        return (self.num_weights - num_quantized) * itemsize + int(num_quantized * bytes_of_quantized)
 
 
 def needs_reference_copy(plan: Plan) -> bool:
@@ -227,14 +202,14 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     """A plan for every GPU that the run uses, in order, and then for the host, if it holds offloaded state.
     `recompute`: the share of the blocks that are recomputed in the backward pass.
     """
-    plan, dtype, sizes = request.plan, request.dtype, request.sizes
+    plan, dtype = request.plan, request.dtype
     model, itemsize, offload = plan.config.model, request.dtype.itemsize, is_offloaded(plan.optimizer)
     has_adapters, shares_weights = model.lora is not None, plan.weight_sync.requires.shares_weights
     num_parts = len(request.trainers) if request.is_sharded else 1  # of which each process has one
     is_fp32 = request.is_sharded and not has_adapters  # FSDP2 keeps whole models in fp32, which are their own masters
 
     # Weights of the policy, and of the frozen models beside it.
-    weights_bytes = sizes.bytes_in(4 if is_fp32 else itemsize, TRAINER_BYTES)
+    weights_bytes = request.weights_bytes(4 if is_fp32 else itemsize, TRAINER_BYTES)
     weights = Part("policy weights", ceil(weights_bytes / num_parts))
     frozen = [
         Part(f"{name} weights", ceil(_num_weights(model_config) * itemsize / num_parts))
@@ -243,7 +218,7 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     ]
 
     # Masters, gradients and the state of the optimizer, in fp32, of what a process trains.
-    num_trained = sizes.num_trained if has_adapters else ceil(sizes.num_trained / num_parts)
+    num_trained = request.num_trained if has_adapters else ceil(request.num_trained / num_parts)
     has_masters = (dtype != torch.float32 or shares_weights or offload) and not is_fp32
     state_bytes = int(STATE_BYTES.get(type(plan.optimizer), STATE_BYTES[AdamW]) * num_trained)
     optimizer = [Part("fp32 masters", 4 * num_trained * has_masters), Part("optimizer state", state_bytes)]
@@ -262,13 +237,13 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
         longest = request.sequence_tokens(max(plan.sampling.max_new_tokens, plan.eval_sampling.max_new_tokens))
         layer_bytes = 2 * rows * longest * _widths(text)[1] * itemsize
         sampling_bytes = layer_bytes * (text.num_hidden_layers + 1) + LOGITS_COPIES * 4 * rows * text.vocab_size
-        sampling_bytes += sizes.num_weights * itemsize * request.is_sharded
+        sampling_bytes += request.num_weights * itemsize * request.is_sharded
 
     # With fsdp2 whole weights: embeddings and head for the length of a pass, and two blocks, because the next one comes
     # while one computes. With their gradients, once in fp32 as well, where the weights are trained.
     gathered_bytes = 0
     if request.is_sharded:
-        rest, largest = sizes.num_weights - sum(sizes.block_weights), max(sizes.block_weights, default=0)
+        rest, largest = request.num_weights - sum(request.block_weights), max(request.block_weights, default=0)
         gathered_bytes = (rest + 2 * largest) * itemsize
         gathered_bytes += 0 if has_adapters else (rest + largest) * itemsize + 4 * largest
 
@@ -280,7 +255,7 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
         Part(ACTIVATIONS, in_update),
         Part(SAMPLING, max(0, sampling_bytes - gradients_bytes - activations_bytes)),
         context,
-        Part("dequantised layers", 2 * sizes.largest_quantized * itemsize),  # one, and the one before it
+        Part("dequantised layers", 2 * max(request.quantized, default=0) * itemsize),  # one, and the one before it
         Part("gathered embeddings and blocks", gathered_bytes),
     ]
 
@@ -334,7 +309,7 @@ def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
 
 def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     """Of a microbatch when it holds most: in the loss head, or in the backward pass of the last block."""
-    config, dtype, sizes = request.model_config.get_text_config(), request.dtype, request.sizes
+    config, dtype = request.model_config.get_text_config(), request.dtype
     num_tokens, scored = largest_microbatch(request)
     itemsize, hidden_size, vocab_size = dtype.itemsize, config.hidden_size, config.vocab_size
     query, key, mlp, routed = _widths(config)
@@ -345,7 +320,7 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     compiled = is_compiled(request.plan.config.model.compile, device)
     of_norm = 1 if compiled else (4 if itemsize == 2 else 3)  # numbers, besides the compiled one's input
     numbers = 2 * hidden_size * (of_norm + compiled) + 2 * (query + key) + routed + (3 if compiled else 4) * mlp
-    if sizes.has_qk_norm:
+    if request.has_qk_norm:
         numbers += of_norm * (query + key)
     if not compiled:
         numbers += 2 * (query - key)  # keys and values, repeated for the heads that share them
@@ -359,11 +334,11 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     has_scores = is_eager or (dtype == torch.float32 and query != key)
     row_tokens = request.sequence_tokens(request.plan.sampling.max_new_tokens)
     of_attention = heads * row_tokens * (4 if itemsize == 4 else 6) * has_scores
-    of_attention += 4 * heads * (2 if sizes.has_qk_norm else 1)
+    of_attention += 4 * heads * (2 if request.has_qk_norm else 1)
     block = num_tokens * (numbers * itemsize + of_attention)
 
     # Blocks that are recomputed keep their input.
-    num_active = config.num_hidden_layers - sizes.first_trained_block
+    num_active = config.num_hidden_layers - request.first_trained_block
     num_recomputed = round(num_active * recompute)
     kept = block * (num_active - num_recomputed) + num_recomputed * num_tokens * hidden_size * itemsize
 
@@ -375,7 +350,7 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     keeps_tiles = dtype == torch.bfloat16 and request.plan.loss.entropy_coef == 0
     kept_gib = getattr(request.plan.head, "kept_gib", 0) if keeps_tiles else 0  # a head from outside keeps nothing
     kept_by_head = min(int(kept_gib * GIB), 2 * scored * vocab_size)
-    of_weights = sizes.trains_head * vocab_size * hidden_size * itemsize
+    of_weights = request.trains_head * vocab_size * hidden_size * itemsize
     tiles = min(HEAD_TILES_BYTES, 8 * scored * vocab_size)
     backward = 10 * scored * hidden_size + of_weights
     head = kept_by_head + (max(tiles, backward) if kept_by_head else tiles + tiles // 4 + backward)
@@ -414,9 +389,9 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     served = torch_dtype(dtype) if dtype in TORCH_NAMES else request.dtype  # auto is the model's own
     weights_bytes = _num_weights(request.model_config) * served.itemsize
     if args.get("quantization") == "bitsandbytes":
-        weights_bytes = request.sizes.bytes_in(served.itemsize, SERVER_BYTES)
+        weights_bytes = request.weights_bytes(served.itemsize, SERVER_BYTES)
     if "fp8" in (args.get("quantization") or ""):
-        weights_bytes -= sum(request.sizes.block_weights) * (served.itemsize - 1)
+        weights_bytes -= sum(request.block_weights) * (served.itemsize - 1)
     weights = num_servers * (weights_bytes // num_shards(args))
     key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
     share_bytes = int(num_servers * total_bytes * (args.get(key) or DEFAULT_SHARE))
