@@ -27,6 +27,7 @@ MOVED = {
     f"{_ADVANTAGE}.maxrl.MaxRL": f"{_ADVANTAGE}.MaxRL",
     f"{_ADVANTAGE}.passk.PassK": f"{_ADVANTAGE}.PassK",
     f"{_ADVANTAGE}.per_token.PerToken": f"{_ADVANTAGE}.PerToken",
+    f"{_ADVANTAGE}.per_turn.PerTurn": f"{_ADVANTAGE}.PerTurn",
     f"{_ADVANTAGE}.reinforce_baseline.ReinforceBaseline": f"{_ADVANTAGE}.ReinforceBaseline",
     f"{_ADVANTAGE}.rloo.RLOO": f"{_ADVANTAGE}.RLOO",
 }

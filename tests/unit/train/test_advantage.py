@@ -21,10 +21,18 @@ from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Advantage
 from offline_grpo.rollouts.replay import Replay
-from offline_grpo.train.advantage import RLOO, WITHOUT, MaxRL, PassK, PerToken, ReinforceBaseline, group_advantages
+from offline_grpo.train.advantage import (
+    RLOO,
+    WITHOUT,
+    MaxRL,
+    PassK,
+    PerToken,
+    PerTurn,
+    ReinforceBaseline,
+    group_advantages,
+)
 from offline_grpo.train.advantage.distill import Distill
 from offline_grpo.train.advantage.gdpo import GDPO
-from offline_grpo.train.advantage.per_turn import PerTurn
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Rollout, RolloutGroup, Score, Turn
 
