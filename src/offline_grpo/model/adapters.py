@@ -92,6 +92,7 @@ def with_saved_adapter(model: PreTrainedModel, adapter: str, *, key: str, is_tra
     from peft import PeftConfig, PeftModelForCausalLM
     from peft.utils import load_peft_weights
 
+    # The model with room for the adapter, and the tensors that its file has.
     config = PeftConfig.from_pretrained(adapter)
     config.inference_mode = not is_trainable
     wrapped = PeftModelForCausalLM(model, config, ADAPTER)

@@ -132,15 +132,21 @@ class ChatFormat:
 
     def __init__(self, codec: TokenizerCodec) -> None:
         self._codec, self._tokenizer = codec, codec.tokenizer
+
+        # Special tokens, which what a tool or a user says must not become.
         added = self._tokenizer.added_tokens_decoder.values()
         special = {*self._tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
         names = [re.escape(name) for name in sorted(special, key=len, reverse=True) if name]
         self._special = re.compile("|".join([*names, MARK, NEXT]))
+
+        # What the template writes at the end of a reply; it may be another token than the model's, such as gpt-oss's.
         self._ends = {self._codec.decode([token], skip_special_tokens=False) for token in codec.end_ids} - {""}
         self._closing = self._closing_of(())
-        if self._closing is not None:  # of a reply that ends with another token than the model's, such as gpt-oss's
+        if self._closing is not None:
             self._ends.add(self._closing[1])
-        # templates differ in whether a content may be empty beside calls, and arguments be objects or JSON
+
+        # How it writes a call, by trying: templates differ in whether a content may be empty beside calls, and
+        # arguments be objects or JSON.
         self._call_closing, self._reader, closing = ("", ""), None, None
         for self._blank, self._wants_json in product(("", None), (False, True)):
             closing = self._closing_of((PROBE_CALL,))
@@ -190,21 +196,25 @@ class ChatFormat:
 
     def read(self, completion: Completion, sampling: SamplingParams, tools: Sequence[Schema], turn: int) -> Reply:
         """A completion as a reply. What was cut calls nothing. `turn`: number of turns before it, for ids of calls."""
+        # Without calls: its text, and what is thinking of it.
         text, ids = self._codec.judged(completion.token_ids, sampling), list(completion.token_ids)
         thinking, mark, content = text.partition(THINKING_ENDS) if THINKING_ENDS in text else ("", "", text)
         is_cut = completion.finish_reason is FinishReason.LENGTH
         found: list[tuple[int, int, list[tuple[str, Any]]]] = []
+
+        # With calls. Thinking, which may quote some, ends at the first mark that is in none; text of the same turn is
+        # what comes before them.
         if tools and self._reader is not None and not is_cut:
             ids = ids[:-1] if ids and ids[-1] in self._codec.end_ids else ids
             whole = self._codec.decode(ids, skip_special_tokens=False)
             found = [*self._reader.calls(whole, tools)]
-            # thinking, which may quote calls, ends at the first mark that is in none
             spans = [(begin, end) for begin, end, calls in found if calls]
             marks = [mark.span() for mark in re.finditer(THINKING_ENDS, whole)]
             start = next((b for a, b in marks if not any(begin < a < end for begin, end in spans)), 0)
             found = [*self._reader.calls(whole[start:], tools)] if start else found
-            if begin := [begin for begin, _, calls in found if calls]:  # text of one turn: what comes before its calls
+            if begin := [begin for begin, _, calls in found if calls]:
                 thinking, content = (self._special.sub("", each) for each in (whole[:start], whole[start:][: begin[0]]))
+
         named = [call for _, _, calls in found for call in calls]
         # nine digits: Mistral's templates want them
         calls = tuple(Call(f"{turn:05}{n:04}", name, arguments) for n, (name, arguments) in enumerate(named))
