@@ -1,4 +1,4 @@
-"""Every setting acts, and every setting outside its range is refused by name. A new field must be added to CHANGES, or
+"""Every setting acts, and every setting outside its range is refused by name. A new field must be added to BOTH, or
 the test fails.
 """
 
@@ -22,44 +22,27 @@ from offline_grpo.loss.sapo import SAPO
 from offline_grpo.train.advantage import group_advantages
 
 LOSSES = [GRPO, DAPO, DrGRPO, GSPO, CISPO, SAPO, DPPO]
-ACTIVE = {
-    "clip_low": 0.05,
-    "clip_high": 0.05,
-    "dual_clip": 1.12,
-    "ratio_reference": "old",
-    "kl_coef": 0.1,
-    "kl_importance_weight": True,
-    "entropy_coef": 0.03,
-    "importance_correction": "token_truncate",
-    "importance_cap": 1.3,
-    "importance_floor": 0.8,
-    "off_policy_mask": None,
-    "geometric_bounds": None,
-    "tau_pos": 1.0,
-    "tau_neg": 1.05,
-    "divergence": "tv",
-    "ratio_cap": 1.1,
+BOTH = {  # values with which each acts, all together, and another value
+    "clip_low": (0.05, 0.1),
+    "clip_high": (0.05, 0.1),
+    "dual_clip": (1.12, None),
+    "ratio_reference": ("old", "rollout"),
+    "kl_coef": (0.1, 0.2),
+    "kl_estimator": ("k3", "k2"),
+    "kl_placement": ("loss", "reward"),
+    "kl_importance_weight": (True, False),
+    "entropy_coef": (0.03, 0.0),
+    "importance_correction": ("token_truncate", "sequence_mask"),
+    "importance_cap": (1.3, 1.6),
+    "importance_floor": (0.8, 0.7),
+    "off_policy_mask": (None, 0.1),
+    "geometric_bounds": (None, [0.9, 1.1]),
+    "tau_pos": (1.0, 2.0),
+    "tau_neg": (1.05, 2.0),
+    "divergence": ("tv", "kl"),
+    "ratio_cap": (1.1, 20.0),
 }
-CHANGES = {
-    "clip_low": 0.1,
-    "clip_high": 0.1,
-    "dual_clip": None,
-    "ratio_reference": "rollout",
-    "kl_coef": 0.2,
-    "kl_estimator": "k2",
-    "kl_placement": "reward",
-    "kl_importance_weight": False,
-    "entropy_coef": 0.0,
-    "importance_correction": "sequence_mask",
-    "importance_cap": 1.6,
-    "importance_floor": 0.7,
-    "off_policy_mask": 0.1,
-    "geometric_bounds": [0.9, 1.1],
-    "tau_pos": 2.0,
-    "tau_neg": 2.0,
-    "divergence": "kl",
-    "ratio_cap": 20.0,
-}
+ACTIVE = {name: active for name, (active, _) in BOTH.items()}
 REWARDS = [
     [0.3, 1.0, -0.5, 0.1, 0.0, 0.9],
     [0.0, 1.0, 1.0, 1.0, 0.2, 1.0],
@@ -98,7 +81,7 @@ def outcome(loss, inputs):
 def test_every_setting_acts(plain, random_inputs, loss_class, name):
     settings = plain | ACTIVE | ({"importance_correction": "none"} if name == "ratio_reference" else {})
     before = outcome(build(loss_class, settings), random_inputs(num_sequences=24))
-    after = outcome(build(loss_class, settings | {name: CHANGES[name]}), random_inputs(num_sequences=24))
+    after = outcome(build(loss_class, settings | {name: BOTH[name][1]}), random_inputs(num_sequences=24))
     assert not torch.allclose(before, after, rtol=0, atol=1e-6)
 
 
