@@ -8,12 +8,12 @@ import torch
 
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain, composed, register, typed
-from offline_grpo.interfaces import Sharding
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.train.advantage import GroupStd
+from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
 
 
@@ -43,17 +43,19 @@ def make_updater(
     cfg = composed(words.split())
     parts, config, device = as_plain(cfg)["train"], typed(cfg).train, policy.device.type
     ranks = Ranks(use_cpu=device == "cpu")
-    optimizer = build(parts["optimizer"], key="train.optimizer")
-    return Updater(
+    passes = Passes(
         policy=policy,
         reference=None,
         loss=build(parts["loss"], key="train.loss"),
         advantage=GroupStd(),
-        optimizer=optimizer.create(policy.make_masters().parameters.values()),
-        scaler=torch.amp.GradScaler(device, enabled=False),  # type: ignore[attr-defined]
         config=config,
         ranks=ranks,
-        sharding=sharding or Replicas(ranks),
+        sharding=sharding or Sharding(ranks),
+    )
+    return Updater(
+        passes=passes,
+        optimizer=build(parts["optimizer"], key="train.optimizer").create(policy.make_masters().parameters.values()),
+        scaler=torch.amp.GradScaler(device, enabled=False),  # type: ignore[attr-defined]
         max_new_tokens=max_new_tokens,
         lr_schedule=LrSchedule(kind="constant", num_updates=1, warmup_steps=0),
         seed=0,

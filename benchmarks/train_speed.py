@@ -15,7 +15,7 @@ Arms, one model for all of them, so that weights and memory are the same:
     auto        the same, with model.layout=flash4: what a run chooses by itself (only where flash-attn-4 is installed)
     lean        auto with model.head.kept_gib=0.5, for a full card
 
-Before the timing, the logprobs and the gradient norm of the arms are compared. MFU is that of train/resources.py. With
+Before the timing, the logprobs and the gradient norm of the arms are compared. MFU is that of train/metrics.py. With
 several updates in an iteration, a pass before the first one computes the old logprobs: `scoring_ratio` is its time over
 that of four updates.
 """
@@ -45,7 +45,7 @@ from offline_grpo.model.proof import settle_compile
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.train.batch import build_batch, with_advantages
-from offline_grpo.train.resources import peak_flops, update_flops
+from offline_grpo.train.metrics import peak_flops, update_flops
 from offline_grpo.train.update import Updater
 from offline_grpo.types import FinishReason, Rollout, Score, TokenBatch
 
@@ -165,8 +165,9 @@ def measure(
         update(arm)
         peaks[name] = torch.cuda.max_memory_allocated() / 2**30
     timings = alternate({name: lambda arm=arm: update(arm) for name, arm in ARMS.items()}, rounds=rounds)
-    four = replace(updater, config=replace(updater.config, updates_per_iteration=4))
-    steps = {"score": lambda: four.score(batch), "update": lambda: four.run(batch, iteration=0)}
+    config = replace(updater.passes.config, updates_per_iteration=4)
+    four = replace(updater, passes=replace(updater.passes, config=config))
+    steps = {"score": lambda: four.passes.score(batch), "update": lambda: four.run(batch, iteration=0)}
     last = list(ARMS)[-1]
     with running(updater, ARMS[last]):
         four_timings = alternate(steps, rounds=rounds)

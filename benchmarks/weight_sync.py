@@ -43,7 +43,7 @@ from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.rows import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
@@ -52,7 +52,7 @@ from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import LoraConfig
 from offline_grpo.train.fsdp2 import FullyShardedPolicy
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 from offline_grpo.weight_sync import strategy
 from offline_grpo.weight_sync.deployment import Deployment, RankZeroDeployment
@@ -104,7 +104,7 @@ class Arm:
     client: VllmEngine
     start_s: float
     trainer_mib: float
-    sharding: Replicas
+    sharding: Sharding
 
 
 class Phases:
@@ -203,7 +203,7 @@ def connect(
     engines = [new_client(arguments, server) for server in own]
     started = time.perf_counter()
     is_spread = ranks.world_size > 1
-    sharding = FullyShardedPolicy(ranks) if is_spread else Replicas(ranks)
+    sharding = FullyShardedPolicy(ranks) if is_spread else Sharding(ranks)
     if is_spread:
         deployment: Deployment = RankZeroDeployment(engines, sync, sharding.full_weights, ranks, sharding.lead)
     else:

@@ -28,7 +28,7 @@ from engines import (
 )
 from factories import strategy
 
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.rows import Padded
 
 pytestmark = pytest.mark.slow  # a start of a server each
 

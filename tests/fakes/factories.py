@@ -20,17 +20,17 @@ from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain, register
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.loss.grpo import GRPO
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.rows import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import GroupStd
-from offline_grpo.train.offload import OffloadedAdamW
-from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.optimizer import AdamW, OffloadedAdamW
+from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
 from offline_grpo.types import (
     Completion,
@@ -141,23 +141,32 @@ LOSS = {
 }
 
 
-def make_updater(tmp_path, *, loss=GRPO, dtype=torch.float32, offload=False, model=None, **settings) -> Updater:
-    policy = make_policy(make_qwen2().to(dtype) if model is None else model)
-    config = TrainConfig(**{**SETTINGS, **settings})
-    masters = policy.make_masters(offload=offload)
+def make_passes(
+    *, loss=GRPO, dtype=torch.float32, model=None, advantage=None, reference=None, teacher=None, **settings
+) -> Passes:
+    ranks = Ranks(use_cpu=True)
+    return Passes(
+        policy=make_policy(make_qwen2().to(dtype) if model is None else model),
+        reference=reference,
+        loss=loss(**LOSS),
+        advantage=advantage or GroupStd(),
+        teacher=teacher,
+        config=TrainConfig(**{**SETTINGS, **settings}),
+        ranks=ranks,
+        sharding=Sharding(ranks),
+    )
+
+
+def make_updater(tmp_path, *, offload=False, **settings) -> Updater:
+    """Of `make_passes`."""
+    passes = make_passes(**settings)
+    config, masters = passes.config, passes.policy.make_masters(offload=offload)
     factory = AdamW(lr=config.lr, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, offload=offload)
     optimizer = factory.create(masters.parameters.values())
-    ranks = Ranks(use_cpu=True)
     return Updater(
-        policy=policy,
-        reference=None,
-        loss=loss(**LOSS),
-        advantage=GroupStd(),
+        passes=passes,
         optimizer=OffloadedAdamW(optimizer, masters) if offload else optimizer,
         scaler=torch.amp.GradScaler("cpu", enabled=config.precision == "fp16"),
-        config=config,
-        ranks=ranks,
-        sharding=Replicas(ranks),
         max_new_tokens=20,
         lr_schedule=LrSchedule(kind=config.schedule, num_updates=4, warmup_steps=config.warmup_steps),
         seed=0,

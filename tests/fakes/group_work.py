@@ -17,8 +17,7 @@ from torch import Tensor
 from offline_grpo.errors import EngineDied, EngineError, GrpoError
 from offline_grpo.loss import cispo, dapo, dr_grpo, grpo, gspo
 from offline_grpo.model.layers import compile_blocks
-from offline_grpo.model.layouts.padded import Padded
-from offline_grpo.model.layouts.tree import Tree
+from offline_grpo.model.layouts.rows import Padded, Tree
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.placement.ranks import Ranks
@@ -27,8 +26,9 @@ from offline_grpo.train.advantage import GroupStd
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.fsdp2 import FullyShardedPolicy
 from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
 from offline_grpo.types import TokenBatch
 
@@ -76,22 +76,25 @@ def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Resu
     }
     # A key's bias has no gradient but rounding, which a smaller eps would turn into steps.
     optimizer = AdamW(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-5, offload=False)
-    updater = Updater(
+    passes = Passes(
         policy=policy,
         reference=reference,
         loss=loss(**terms),
         advantage=GroupStd(),
-        optimizer=optimizer.create(masters.parameters.values()),
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
         config=TrainConfig(**{**SETTINGS, **settings}),
         ranks=ranks,
         sharding=sharding,
+    )
+    updater = Updater(
+        passes=passes,
+        optimizer=optimizer.create(masters.parameters.values()),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
         max_new_tokens=20,
         lr_schedule=LrSchedule(kind="constant", num_updates=4, warmup_steps=0),
         seed=0,
         failure_dir=folder,
     )
-    metrics = updater.run(updater.score(batch_of(1)), iteration=0)
+    metrics = updater.run(passes.score(batch_of(1)), iteration=0)
     is_whole = not case.get("lora")
     weights = sharding.lead(
         lambda: {name: t.clone() for name, t in sharding.full_weights(policy) if is_whole or "lora" in name}
@@ -125,7 +128,7 @@ def follow(folder: str, cases: list[dict[str, Any]]) -> None:
         names = ranks.gather([[sorted(part) for part in found]])
         if not ranks.is_main:  # the others wait for it in the next case
             continue
-        expected = train(case, alone, Replicas(alone), Path(folder))
+        expected = train(case, alone, Sharding(alone), Path(folder))
         assert names == [[sorted(part) for part in expected]] * ranks.world_size, case
         apart = max(abs(found[0][name] - value) / max(1.0, abs(value)) for name, value in expected[0].items())
         weights = max((found[1][name] - value).abs().max().item() for name, value in expected[1].items())

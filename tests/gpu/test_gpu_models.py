@@ -21,8 +21,8 @@ from offline_grpo.model.layers import not_compiled
 from offline_grpo.model.layouts import LAYOUTS
 from offline_grpo.model.layouts.varlen import Flash4, Varlen, _flash4_kernel, has_flash4
 from offline_grpo.model.lm_head import KeptHead
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_compile, settle_layout
+from offline_grpo.model.scoring import measure_logit_transform
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run import train
 from offline_grpo.types import SamplingParams

@@ -20,10 +20,9 @@ from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.layouts.varlen import Varlen
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.run import train
-from offline_grpo.train import offload
-from offline_grpo.train.alignment import Alignment
-from offline_grpo.train.offload import OffloadedAdamW
-from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train import optimizer as offload
+from offline_grpo.train.metrics import Alignment
+from offline_grpo.train.optimizer import AdamW, OffloadedAdamW
 from offline_grpo.types import BatchTotals
 
 pytestmark = pytest.mark.gpu

@@ -147,7 +147,7 @@ def test_bf16_steps_on_masters_that_its_checkpoints_hold(tmp_path: Path, cache: 
 
 
 def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "load_reference", None)
+    monkeypatch.setattr(load, "load_frozen", None)
     train(compose_config(cache, *ONE_ITERATION, "train.kl_coef=0"), tmp_path / "without")
     without = metrics_of(tmp_path / "without")["train_iter_000.json"]
     assert without["grad_norm"] > 0

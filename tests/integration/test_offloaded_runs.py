@@ -21,7 +21,7 @@ def test_a_killed_and_resumed_run_with_offload_ends_as_one_without(tmp_path: Pat
     cache, resident = f"cache_dir={tmp_path}/cache", tmp_path / "resident"
     assert run_in_child(resident, cache, *RUN) == 0, printed(resident)
     killed, other = tmp_path / "offloaded", tmp_path / "goes_on_resident"
-    kill = Kill("offline_grpo.train.offload:OffloadedAdamW.step", 6)
+    kill = Kill("offline_grpo.train.optimizer:OffloadedAdamW.step", 6)
     assert run_in_child(killed, cache, OFFLOAD, *RUN, kill=kill) == -signal.SIGKILL, printed(killed)
     shutil.copytree(killed, other)
     for run, more in ((killed, (OFFLOAD,)), (other, ())):

@@ -115,7 +115,7 @@ def test_parts_are_written_by_all_and_read_by_any_number(cache: str, tmp_path: P
         assert codes == [0] * count, printed(tmp_path / "start")
         assert_alike(again, two)
     killed = tmp_path / "killed"
-    kill = Kill("offline_grpo.checkpoint.checkpointer:Checkpointer._write_into", 2)
+    kill = Kill("offline_grpo.checkpoint.files:TrainerState.to_json", 2)
     assert -9 in run_in_children(2, killed, *run, kill=kill)
     [hidden] = killed.glob("checkpoints/.writing_*")
     assert len(list(hidden.rglob("part_*"))) == 2

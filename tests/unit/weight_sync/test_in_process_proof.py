@@ -12,9 +12,9 @@ from factories import make_policy
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import check_causality, settle_layout
+from offline_grpo.model.scoring import measure_logit_transform
 from offline_grpo.weight_sync.in_process import prove_sampling
 
 CPU = torch.device("cpu")

@@ -1,4 +1,5 @@
-"""The tree layout: prefixes that sequences share are computed once.
+"""Layouts of rows: one row per sequence (`Padded`), or the tree layout, in which prefixes that sequences share are
+computed once.
 
 All sequences of a prompt share one row, which holds the tree of their prefixes. A token attends to its ancestors in
 the tree, which are the tokens before it in its sequence.
@@ -11,6 +12,8 @@ It pays where prompts are long and completions short: its attention mask grows w
 
 from __future__ import annotations
 
+import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -19,11 +22,41 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offline_grpo.model.layouts.padded import Padded, attention_window
 from offline_grpo.types import TokenBatch
 
+CHUNK = "attention_chunk_size"
+"""In config.json: tokens attend to those of their own chunk of the sequence."""
 MAX_ROW_TOKENS = 512
 MAX_SHARE_OF_PADDED = 0.5
+
+
+class Padded:
+    """One row per sequence, padded on the right to the longest. Runs everywhere.
+
+    Causal attention never looks to the right, so padding needs no mask.
+    """
+
+    pads = True
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Accept every device and format."""
+
+    def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
+        rows = batch.token_ids.new_zeros(batch.num_sequences, max(batch.sequence_lengths))  # [S, L]
+        rows = rows.index_put((batch.sequence_ids, batch.position_ids), batch.token_ids)
+        hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state  # [S, L, H]
+        return hidden[batch.sequence_ids, batch.position_ids]  # [T, H]
+
+    def attention(self, decoder: nn.Module, batch: TokenBatch) -> AbstractContextManager[None]:
+        """The model's own."""
+        return nullcontext()
+
+
+def attention_window(decoder: nn.Module) -> float:
+    """How many tokens the layer with the shortest window or chunk attends to; infinite if all see everything."""
+    sizes = [size for name, size in vars(decoder.config).items() if name.endswith(("window", "window_size", CHUNK))]
+    # True, which is 1, says that there is a window
+    return min((size for size in sizes if isinstance(size, int) and size > 1), default=math.inf)
 
 
 class Tree(Padded):

@@ -1,15 +1,26 @@
-"""Base weights in NF4 (QLoRA, arXiv 2305.14314), through transformers and bitsandbytes: 4 bits for each weight of a
-linear layer, a scale for every 64 of them, and the scales in 8 bits. Embeddings, head and norms keep their format.
+"""Weights in fewer bits.
+
+NF4 (QLoRA, arXiv 2305.14314), through transformers and bitsandbytes, for the frozen base of adapters: 4 bits for each
+weight of a linear layer, a scale for every 64 of them, and the scales in 8 bits. Embeddings, head and norms keep their
+format.
+
+FP8, as a server does it, to see what it does to logprobs: inside `fp8_linears`, linear layers compute as those of a
+server that quantises weights and activations to e4m3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
 from offline_grpo.errors import ConfigError, reason_of
+from offline_grpo.model.layers import blocks_of, not_compiled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,7 +30,7 @@ SERVER_BYTES = 0.5 + 4 / 64
 """Of a quantised weight. vLLM unpacks the scales when it loads them."""
 
 
-def check_device(device: torch.device) -> None:
+def check_nf4(device: torch.device) -> None:
     """Raise ConfigError if bitsandbytes cannot quantise on `device`, for whatever reason."""
     try:
         from bitsandbytes.functional import quantize_nf4
@@ -30,7 +41,7 @@ def check_device(device: torch.device) -> None:
         raise ConfigError(f"model.quantization=nf4: does not work on {device} ({reason_of(error)}); {fix}") from error
 
 
-def loading(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def nf4_arguments(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Arguments of `from_pretrained`. The weights are quantised from the format of their files, as vLLM does it:
     rounded to 16 bits first, they would be others.
     """
@@ -42,7 +53,7 @@ def loading(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": device}, "dtype": "auto"}
 
 
-def settle(model: Any, dtype: torch.dtype) -> None:
+def settle_nf4(model: Any, dtype: torch.dtype) -> None:
     """Bring what is not quantised into `dtype`, and keep bitsandbytes from packing weights anew when a CPU with AVX-512
     samples: its kernel for them rounds to bf16, and has no gradient.
     """
@@ -83,3 +94,38 @@ def quantized_sizes(model: PreTrainedModel) -> list[int]:
 
     head = model.get_output_embeddings()
     return [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+
+
+E4M3_MAX = 448.0
+
+
+@contextmanager
+def fp8_linears(model: Any) -> Iterator[None]:
+    """For passes without gradients. Nothing is written: each product rounds its factors, one weight at a time.
+
+    Adapters, embeddings and the output head are not rounded, as in vLLM; nor are experts, which use no `linear`.
+    """
+    layers = [(name, m) for name, m in blocks_of(model).named_modules() if isinstance(m, nn.Linear)]
+    with not_compiled(model), _Rounding({m.weight.shape for name, m in layers if ".lora_" not in name}):
+        yield
+
+
+class _Rounding(TorchFunctionMode):
+    """Knows weights by their shapes: sharded ones are other tensors during a pass."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self._shapes = shapes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is linear and args[1].shape in self._shapes:
+            args = (e4m3(args[0]), e4m3(args[1]), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """`x` rounded to e4m3 (3 bits of mantissa: by up to 1/16 of each number), with a scale for each row. Servers with
+    one scale for a whole weight round otherwise, and as far.
+    """
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / E4M3_MAX
+    return ((x / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)

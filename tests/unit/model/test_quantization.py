@@ -1,22 +1,27 @@
-"""Base weights in 4 bits: their numbers against the paper's levels, what a model computes with them, their size, and
-what a server that holds them says of them.
+"""Weights in fewer bits: NF4 against the paper's levels, FP8 against a table of all numbers of e4m3, what a model
+computes with them, their size, and what a server that holds them says of them.
 """
 
 from __future__ import annotations
+
+import copy
+from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
 from bitsandbytes.nn.modules import Linear4bit
+from factories import make_llama
 from fake_vllm import FusedModel, make_worker
 from torch import nn
 from transformers import LlamaConfig as Llama
 from transformers import LlamaForCausalLM
 
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints
-from offline_grpo.model import nf4
+from offline_grpo.model import quantization
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.load import load_causal_lm
+from offline_grpo.model.quantization import fp8_linears
 from offline_grpo.settings import LoraConfig
 
 CPU = torch.device("cpu")
@@ -46,7 +51,7 @@ def loaded(folder: str, quantization: str | None, dtype: torch.dtype = torch.flo
 
 
 def numbers(module: Linear4bit) -> torch.Tensor:
-    return nf4.dequantized(module.weight.data, module.weight)
+    return quantization.dequantized(module.weight.data, module.weight)
 
 
 def test_a_weight_is_the_nearest_of_the_papers_levels(folder):
@@ -93,9 +98,9 @@ def test_the_formula_of_memory_counts_the_bytes(folder):
         layer.weight.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
         for layer, state in zip(layers, states, strict=True)
     )
-    sizes = nf4.quantized_sizes(loaded(folder, None))
-    assert sizes == [nf4.num_weights(layer.weight) for layer in layers]
-    assert sum(sizes) * nf4.TRAINER_BYTES == num_bytes
+    sizes = quantization.quantized_sizes(loaded(folder, None))
+    assert sizes == [quantization.num_weights(layer.weight) for layer in layers]
+    assert sum(sizes) * quantization.TRAINER_BYTES == num_bytes
 
 
 def test_a_servers_fingerprints_are_those_of_the_same_numbers():
@@ -110,7 +115,7 @@ def test_a_servers_fingerprints_are_those_of_the_same_numbers():
             weight = nn.Parameter(packed, requires_grad=False)
             weight.quant_state = state
             key = f"model.layers.0.{path.partition('.')[0]}.{name}_proj.weight"
-            expected[key] = (0, *fingerprints([nf4.dequantized(packed, weight)]))  # from its first row on
+            expected[key] = (0, *fingerprints([quantization.dequantized(packed, weight)]))  # from its first row on
         layer.weight = nn.Parameter(torch.cat([packed for packed, _ in parts]), requires_grad=False)
         ends = torch.tensor([0, *(len(packed) for packed, _ in parts)]).cumsum(0)
         layer.weight.bnb_shard_offsets, layer.weight.bnb_quant_state = ends, dict(enumerate(s for _, s in parts))
@@ -119,3 +124,48 @@ def test_a_servers_fingerprints_are_those_of_the_same_numbers():
     assert expected.items() <= found.items()
     assert "model.layers.0.self_attn.o_proj.weight" in found  # which is not quantised here
     assert worker.grpo_sums(["model.layers.0.mlp.up_proj.weight"])
+
+
+IDS = torch.arange(3, 19).view(2, 8)
+POSITIVE = [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
+TABLE = torch.tensor(sorted({sign * value for value in POSITIVE[:-1] for sign in (1, -1)}), dtype=torch.float64)
+"""OCP 8-bit floating point: 4 bits of exponent with bias 7, 3 of mantissa, no infinity; the last one would be NaN."""
+
+
+def nearest(x: torch.Tensor) -> torch.Tensor:
+    """In a table whose largest number is the largest of each row."""
+    scale = x.double().abs().amax(-1, keepdim=True) / 448
+    at = ((x.double() / scale)[..., None] - TABLE).abs().argmin(-1)
+    return (TABLE[at] * scale).float()
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_linear_layers_round_weights_and_inputs_and_nothing_else(is_adapted: bool) -> None:
+    model: Any = make_llama()
+    if is_adapted:
+        model = with_lora(model, LoraConfig(4, 8, 0.0, ["all-linear"], None), adapter=None)
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+    expected = copy.deepcopy(model)
+    for name, module in expected.named_modules():
+        if isinstance(module, nn.Linear) and ".lora_" not in name and not name.endswith("lm_head"):
+            module.weight.data = nearest(module.weight.data)
+    plain = model(input_ids=IDS).logits
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    with torch.no_grad(), fp8_linears(model.get_base_model() if is_adapted else model):
+        found = model(input_ids=IDS).logits
+    linear = nn.functional.linear
+    rounded = {id(m.weight) for n, m in expected.named_modules() if n.endswith("_proj") and isinstance(m, nn.Linear)}
+    rounded |= {id(m.weight) for n, m in expected.named_modules() if n.endswith("base_layer")}
+
+    def rounding(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        return linear(nearest(x) if id(weight) in rounded else x, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.functional, "linear", rounding)
+        patch.setattr("offline_grpo.model.lora_layer.linear", rounding)
+        assert torch.allclose(found, expected(input_ids=IDS).logits, atol=2e-3)
+    assert (found - plain).abs().max() > 2e-2
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert torch.equal(model(input_ids=IDS).logits, plain)
