@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from factories import CONF, compose_config, make_rollout
-from recorded import write_store
+from run_folders import write_store
 
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import typed
