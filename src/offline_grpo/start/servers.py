@@ -25,9 +25,9 @@ from offline_grpo.errors import ConfigError, EngineError, ScoreError, require
 from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.history.run_log import hide_progress_bars
-from offline_grpo.model import nf4
 from offline_grpo.model.device import TORCH_NAMES, resolve_device, torch_dtype
 from offline_grpo.model.gguf import convert
+from offline_grpo.model.quantization import check_nf4
 from offline_grpo.model.text import end_ids
 from offline_grpo.placement.devices import Devices, check_devices, server_gpus, trainer_gpus
 from offline_grpo.state import Run
@@ -63,7 +63,7 @@ def begin(run: Run) -> None:
     if plan.layout is not None:  # to choose one starts CUDA, which takes a second
         plan.layout.check(resolve_device(config.model.device), torch_dtype(config.train.precision))
     if config.model.quantization is not None:
-        nf4.check_device(resolve_device(config.model.device, ranks.local_rank))
+        check_nf4(resolve_device(config.model.device, ranks.local_rank))
 
     # The model: a folder, a hub id, or a folder in the cache with that of a GGUF file, or with the tiny one, which the
     # first process builds if it is missing.

@@ -37,9 +37,9 @@ from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.engine.streaming import at_once, results, started
 from offline_grpo.errors import EngineError, require
 from offline_grpo.model.adapters import adapters_off
-from offline_grpo.model.fp8 import fp8_linears
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import draw_ids
+from offline_grpo.model.quantization import fp8_linears
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
 from offline_grpo.weight_sync.snapshot import Snapshot, this_run

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from engines import COMMAND_LINE
 from factories import compose_config
-from inside_vllm import load_extension
+from fake_vllm import load_extension
 from omegaconf import OmegaConf
 
 from offline_grpo.config.build import build

@@ -1,5 +1,5 @@
-"""The SGLang engine against a stand-in written from SGLang's source (tests/fake_sglang.py): what it samples, and how it
-is controlled. What all engines do with a server that misbehaves is in test_server_engine.py.
+"""The SGLang engine against a stand-in written from SGLang's source (tests/fakes/fake_sglang.py): what it samples, and
+how it is controlled. What all engines do with a server that misbehaves is in test_server_engine.py.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.start import servers
 from offline_grpo.start.servers import check_found_servers, starts_before_the_policy
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.weight_sync.in_process import Frozen
 from offline_grpo.weight_sync.reload import Reload
 
@@ -39,7 +39,7 @@ def make_policy() -> Policy:
 
 def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any, Any]:
     """The deployments of training and evaluation, as a run puts them together."""
-    about = {"policy": policy, "ranks": ranks, "sharding": Replicas(ranks), "devices": plan.devices(1)}
+    about = {"policy": policy, "ranks": ranks, "sharding": Sharding(ranks), "devices": plan.devices(1)}
     run: Any = SimpleNamespace(plan=plan, **about, folder=SimpleNamespace(path=folder), stack=ExitStack())
     run.servers = servers.make_engines(run)
     return servers.deployments(run)

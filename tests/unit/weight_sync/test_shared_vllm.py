@@ -15,7 +15,7 @@ import pytest
 import torch
 from engines import full_weights, make_client
 from factories import make_policy, make_qwen2, strategy
-from inside_vllm import SHAPES, FusedModel, make_worker
+from fake_vllm import SHAPES, FusedModel, make_worker
 from scripted_server import Reply, ScriptedServer
 from torch import Tensor, nn
 
