@@ -19,7 +19,7 @@ from offline_grpo.engine.server_engine import Launcher
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.settings import EvalConfig, RunConfig, check_url
 
-OF_SERVER = ("base_url", "api_key", "key", "launcher", "number", "log_dir", "log_numbers", "gpus", "room")
+OF_SERVER = ("base_url", "api_key", "url_key", "launcher", "number", "log_dir", "log_numbers", "gpus", "room")
 CLIENT_RUNTIME = ("model", "tokenizer", "eos_ids", "vocab_size", "sampling", "is_corrected", *OF_SERVER)
 """What an engine's constructor may ask for beside its settings: what exists once the model is loaded, and its server's
 place. See `ServerEngine`."""
@@ -62,7 +62,7 @@ class EngineSpec:
         (`CLIENT_RUNTIME`) that it asks for.
         """
         url = self.base_urls[number] if self.base_urls else None
-        server = {"base_url": url, "api_key": self.api_key, "key": f"{self.key.partition('.')[0]}.base_url"}
+        server = {"base_url": url, "api_key": self.api_key, "url_key": f"{self.key.partition('.')[0]}.base_url"}
         server |= {"launcher": self.launcher, "number": number}
         return build(self.client_node, key=self.key, protocol=Engine, **{**server, **runtime})
 

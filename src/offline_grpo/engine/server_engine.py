@@ -194,7 +194,7 @@ class ServerEngine(Streaming, Engine):
         sampling: how the run draws; a proof of the weights uses the same temperature.
         is_corrected: training allows for other probabilities than the trainer's, such as those of quantised weights.
         base_url, api_key: of a server that is found.
-        key: the setting that `base_url` comes from, for messages.
+        url_key: the setting that `base_url` comes from, for messages.
         launcher: starts a server.
         log_dir: the first start's output goes to `server_0.log` there, the next one's to `server_1.log`, and so on.
         number: of several that the run starts; the port is the configured one plus this.
@@ -228,7 +228,7 @@ class ServerEngine(Streaming, Engine):
         is_corrected: bool = True,
         base_url: str | None = None,
         api_key: str | None = None,
-        key: str = "generation.base_url",
+        url_key: str = "generation.base_url",
         launcher: Launcher | None = None,
         log_dir: Path = Path(),
         number: int = 0,
@@ -238,7 +238,7 @@ class ServerEngine(Streaming, Engine):
     ) -> None:
         self.timeout_s, self.max_retries = timeout_s, max_retries
         self.eos_ids, self.vocab_size, self.sampling, self.is_corrected = eos_ids, vocab_size, sampling, is_corrected
-        self.key, self.launcher, self.log_dir, self.number, self.gpus = key, launcher, log_dir, number, gpus
+        self.url_key, self.launcher, self.log_dir, self.number, self.gpus = url_key, launcher, log_dir, number, gpus
         self.is_managed = launcher is not None
         self._log_numbers, self._room, self.api_key = log_numbers or count(), room, api_key
         if launcher is not None:
@@ -310,7 +310,7 @@ class ServerEngine(Streaming, Engine):
             try:
                 self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
             except EngineError as error:
-                raise EngineError(f"{self.key}={self.base_url}: no healthy server answers ({error})") from error
+                raise EngineError(f"{self.url_key}={self.base_url}: no healthy server answers ({error})") from error
         else:
             self.begin(model, args)
             self.wait_until_ready(self.launcher, model, args)
@@ -474,7 +474,7 @@ class ServerEngine(Streaming, Engine):
         numbers = re.match(r"\.".join([r"(\d{1,9})"] * len(self.oldest)), version)
         if numbers is None or not self.oldest <= tuple(map(int, numbers.groups())) <= self.newest:
             oldest, newest = (".".join(map(str, limit)) for limit in (self.oldest, self.newest))
-            key = "engine.python" if self.is_managed else self.key
+            key = "engine.python" if self.is_managed else self.url_key
             raise ConfigError(
                 f"{self.base_url}: {self.name} {version[:40]} answers there, and versions {oldest} to {newest} "
                 f"are supported; see {key}"
@@ -489,7 +489,7 @@ class ServerEngine(Streaming, Engine):
         if self.sampling.is_filtered:
             mode = self.logprobs_mode()
             fix = "top_p, top_k, min_p and penalties need processed_logprobs; start the server so"
-            key = "engine.args.logprobs_mode" if self.is_managed else f"logprobs_mode of {self.key}"
+            key = "engine.args.logprobs_mode" if self.is_managed else f"logprobs_mode of {self.url_key}"
             require(mode in (None, "processed_logprobs"), key, mode, fix)
 
     @classmethod
@@ -615,7 +615,7 @@ class ServerEngine(Streaming, Engine):
             try:
                 answer = await self._exchange(body)
             except TimeoutError as error:
-                fix = f"raise {self.key.partition('.')[0]}.timeout_s, or look at the server"
+                fix = f"raise {self.url_key.partition('.')[0]}.timeout_s, or look at the server"
                 await asyncio.to_thread(self.check_healthy)
                 raise EngineError(f"{self._url}: no answer after {self.timeout_s:g} s; {fix}") from error
             except httpx.HTTPError as error:
@@ -629,7 +629,7 @@ class ServerEngine(Streaming, Engine):
             return checked(answer)
         await self._look(self.weights)
         await asyncio.to_thread(self.check_healthy)
-        fix = f"is the server running, and {self.key} its address?"
+        fix = f"is the server running, and {self.url_key} its address?"
         raise EngineError(f"{self._url}: {failure}, after {self.max_retries + 1} attempts; {fix}")
 
     async def _exchange(self, body: Mapping[str, Any]) -> httpx.Response:

@@ -122,12 +122,12 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
                 lack = "has no POST /generate, which environments call (--middleware offline_grpo_generate.Generate)"
             elif lack is not None and weight_sync.requires.moves == "nothing":
                 log.warning(
-                    "%s=%s: that server %s; weight_sync=none uses it as it is", engine.key, engine.base_url, lack
+                    "%s=%s: that server %s; weight_sync=none uses it as it is", engine.url_key, engine.base_url, lack
                 )
                 continue
             if lack is not None:
                 fix = f"that server {lack}; see docs/weight_sync.md, Your own server. Start one that has it: {command}"
-                raise ConfigError(f"{engine.key}={engine.base_url}: {fix}")
+                raise ConfigError(f"{engine.url_key}={engine.base_url}: {fix}")
 
 
 def _command(plan: Plan, weight_sync: WeightSync, model_id: str, engine: ServerEngine) -> str:

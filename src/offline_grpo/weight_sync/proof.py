@@ -148,7 +148,7 @@ def prove(
 
         # It must sample with the trainer's logprobs, up to rounding.
         if not diff_abs_mean <= allowed:
-            group = "eval" if engine.key.startswith("eval.") else "weight_sync"
+            group = "eval" if engine.url_key.startswith("eval.") else "weight_sync"
             raise EngineError(
                 f"{mismatch}; above {group}.tolerance_nats={tolerance_nats:g}{of_format}: stale weights or caches, or "
                 "a server that computes something else (dtype, rope scaling, quantisation, logprobs returned without "
@@ -194,7 +194,7 @@ def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
     is_4_bit = getattr(snapshot.policy.causal_lm, "is_loaded_in_4bit", False)
     fix = f"start the server from {snapshot.policy.causal_lm.name_or_path}" + is_4_bit * " --quantization bitsandbytes"
     problem = f"the adapters are for another base model than the server has: {differ}; {fix}"
-    require(not unequal, engine.key, engine.base_url, problem)
+    require(not unequal, engine.url_key, engine.base_url, problem)
     if num_compared:
         log.info("[OK] base model: %d of %d tensors equal bit for bit", num_compared, num_compared)
     return tag
