@@ -239,7 +239,6 @@ class ServerEngine(Streaming, Engine):
         self.timeout_s, self.max_retries = timeout_s, max_retries
         self.eos_ids, self.vocab_size, self.sampling, self.is_corrected = eos_ids, vocab_size, sampling, is_corrected
         self.url_key, self.launcher, self.log_dir, self.number, self.gpus = url_key, launcher, log_dir, number, gpus
-        self.is_managed = launcher is not None
         self._log_numbers, self._room, self.api_key = log_numbers or count(), room, api_key
         if launcher is not None:
             self.api_key, self._port = launcher.api_key, None if launcher.port is None else launcher.port + number
@@ -263,6 +262,10 @@ class ServerEngine(Streaming, Engine):
         self.api = ServerApi(self.base_url, self.api_key)
 
     # Its life
+
+    @property
+    def is_managed(self) -> bool:  # type: ignore[override]
+        return self.launcher is not None
 
     @property
     def pid(self) -> int | None:
