@@ -14,7 +14,7 @@ from factories import make_completion
 
 from offline_grpo.engine.streaming import Streaming
 from offline_grpo.generation.sample import sample_in_order
-from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
+from offline_grpo.generation.scoring import IsolatedTask, Scorers
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.task.environment import EpisodeTask

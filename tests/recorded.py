@@ -14,8 +14,8 @@ from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain, typed
 from offline_grpo.config.problems import source_node
 from offline_grpo.interfaces import Source
+from offline_grpo.rollouts.recorder import Origin, Recorder
 from offline_grpo.rollouts.replay import Replay
-from offline_grpo.rollouts.store.recorder import Origin, Recorder
 from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
 
 ORIGIN = Origin("first/model", "a" * 64, "b" * 64, {"seed": 0}, 0, "c" * 64)

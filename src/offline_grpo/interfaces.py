@@ -55,7 +55,7 @@ class Task(Protocol):
         ...
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
-        """Judge an answer's text (`TextCodec.judged`). Pure, maybe async; should not raise whatever it gets."""
+        """Judge an answer's text (`TokenizerCodec.judged`). Pure, maybe async; should not raise whatever it gets."""
         ...
 
 
@@ -101,23 +101,6 @@ class RolloutClient(Protocol):
 
     def close(self) -> None:
         """Let go of connections. Called once."""
-        ...
-
-
-@runtime_checkable
-class TextCodec(Protocol):
-    """Between text and tokens, for one model."""
-
-    def encode(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Prompt token ids of a conversation, and of what begins the answer (`task.assistant_prefix`)."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        ...
-
-    def judged(self, token_ids: Sequence[int], sampling: SamplingParams) -> str:
-        """What a task sees of a completion: the whole answer, with what begins it, cut at the first stop string."""
         ...
 
 

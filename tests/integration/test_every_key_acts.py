@@ -27,7 +27,7 @@ from offline_grpo.config.build import resolve
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
 from offline_grpo.config.problems import isolated
-from offline_grpo.generation.scoring import cluster, pool
+from offline_grpo.generation import scoring
 from offline_grpo.start import serving
 from offline_grpo.types import SamplingParams
 
@@ -231,9 +231,9 @@ def scorers_effect(overrides: str) -> Any:
     """Which processes score: those of this machine, or those of which Ray cluster."""
     config, asked = typed(compose_config(*overrides.split())), []
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for module, name in ((pool, "Scorers"), (cluster, "ClusterScorers")):
+        for name in ("Scorers", "ClusterScorers"):
             patch.setattr(
-                module, name, lambda *words, name=name: asked.append((name, words)) or SimpleNamespace(close=list)
+                scoring, name, lambda *words, name=name: asked.append((name, words)) or SimpleNamespace(close=list)
             )
         isolated(bad_rewards.Measuring(), config, None, stack, on_cluster=config.placement.score_on_cluster)
     return asked
@@ -243,7 +243,7 @@ def live_effect(overrides: str) -> Any:
     """How many episodes are played at a time."""
     config, task = typed(compose_config(*overrides.split())), worlds.environment()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(pool, "Scorers", lambda setup: SimpleNamespace(close=list, setup=setup))
+        patch.setattr(scoring, "Scorers", lambda setup: SimpleNamespace(close=list, setup=setup))
         return isolated(task, config, None, stack).num_live
 
 

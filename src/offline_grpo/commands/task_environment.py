@@ -36,7 +36,7 @@ from offline_grpo.config.problems import (
     without_held_out,
 )
 from offline_grpo.errors import require
-from offline_grpo.generation.judging import judging, scores_of
+from offline_grpo.generation.judging import Judgement
 from offline_grpo.model.load import generation_config_of
 from offline_grpo.model.text import use_template
 from offline_grpo.rollouts.on_policy import permutation
@@ -215,8 +215,7 @@ class TaskEnvironment(BaseEnv):
 
     async def _judge(self, problem: Problem, outputs: Sequence[Sequence[int]]) -> list[Score]:
         texts = [self._codec.judged(token_ids, self._sampling) for token_ids in outputs]
-        judgements = list(judging(self._task, problem, texts))
-        return await asyncio.to_thread(scores_of, judgements, len(texts))
+        return await asyncio.to_thread(Judgement(self._task, problem, texts).scores)
 
 
 @cache

@@ -177,8 +177,8 @@ def isolated(
     settings = config.scoring
     if settings.workers == 0 or getattr(task, "scores_safely", False):
         return task
-    from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
-    from offline_grpo.generation.scoring.worker import Setup
+    from offline_grpo.generation.scoring import IsolatedTask, Scorers
+    from offline_grpo.generation.scoring_worker import Setup
 
     num_live = -(-settings.episodes // num_processes) if plays(task) else 0
     num_workers = max(num_live, -(-settings.workers // num_processes))
@@ -191,7 +191,7 @@ def isolated(
         printed=None if folder is None else folder.absolute() / "scoring.log",
     )
     if on_cluster:
-        from offline_grpo.generation.scoring.cluster import ClusterScorers
+        from offline_grpo.generation.scoring import ClusterScorers
 
         fix = "episodes are played on this machine; leave it at false"
         require(not num_live, "placement.score_on_cluster", "true", fix)

@@ -24,7 +24,7 @@ OURS = ("messages", "add_generation_prompt")
 
 @dataclass(eq=False)
 class TokenizerCodec:
-    """A `TextCodec`.
+    """Between text and tokens, for one model.
 
     Args:
         end_ids: tokens that end a completion, which no text shows.
@@ -52,7 +52,9 @@ class TokenizerCodec:
         require(unknown is None, f"{key}.{unknown}", given.get(str(unknown)), "the chat template has no such argument")
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """See `TextCodec.encode`. Without a chat template, the contents, line by line."""
+        """Prompt token ids of a conversation, and of what begins the answer; without a chat template, of its contents,
+        line by line.
+        """
         try:
             has_calls = any(message.get("tool_calls") for message in messages)
             return self.ids_of(self.rendered(self.chat.in_form(messages) if has_calls else messages, tools))

@@ -18,13 +18,12 @@ import pyarrow as pa
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.generation.judging import judging, scores_of
+from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import Source, Task
 from offline_grpo.redaction import flat
 from offline_grpo.rollouts.on_policy import permutation
-from offline_grpo.rollouts.store.reader import Shard, shards_of
-from offline_grpo.rollouts.store.recorder import FOLDER, Origin, json_hash
-from offline_grpo.rollouts.store.rows import group_rows, groups_of
+from offline_grpo.rollouts.recorder import FOLDER, Origin, json_hash
+from offline_grpo.rollouts.store import Shard, group_rows, groups_of, shards_of
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup, Score
@@ -226,8 +225,8 @@ class Replay(Source):
         """Raises ConfigError where the record has no problem."""
         if group.problem is None:
             raise ConfigError("rollouts.rescore=true: these rollouts were recorded without their problems; use false")
-        judgements = list(judging(self.task, group.problem, [rollout.text for rollout in group.rollouts]))
-        pairs = zip(group.rollouts, scores_of(judgements, len(group.rollouts)), strict=True)
+        judgement = Judgement(self.task, group.problem, [rollout.text for rollout in group.rollouts])
+        pairs = zip(group.rollouts, judgement.scores(), strict=True)
         return RolloutGroup(group.problem, tuple(replace(rollout, score=score) for rollout, score in pairs))
 
 

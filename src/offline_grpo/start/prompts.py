@@ -13,7 +13,6 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from offline_grpo.config.plan import Plan
 from offline_grpo.config.problems import PREFIX
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.interfaces import TextCodec
 from offline_grpo.model.load import context_length, generation_config_of, load_tokenizer, read_model_config
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.settings import DataConfig, RunConfig
@@ -68,7 +67,7 @@ def check_episodes(codec: TokenizerCodec, problems: Sequence[Problem]) -> None:
         codec.chat.check(has_tools=any(each.tools for each in rules))
 
 
-def encoded(codec: TextCodec, problem: Problem) -> list[int]:
+def encoded(codec: TokenizerCodec, problem: Problem) -> list[int]:
     """The prompt of a problem. Raises ConfigError where the chat template refuses it, or leaves out tools that the row
     offers, calls of tools, or messages of a role that it does not know.
     """
@@ -90,7 +89,9 @@ def encoded(codec: TextCodec, problem: Problem) -> list[int]:
     return ids
 
 
-def without_long(problems: Sequence[Problem], codec: TextCodec, settings: DataConfig, what: str) -> Sequence[Problem]:
+def without_long(
+    problems: Sequence[Problem], codec: TokenizerCodec, settings: DataConfig, what: str
+) -> Sequence[Problem]:
     """The problems that `data.max_prompt_tokens` does not skip; logs how many it does. Raises ConfigError if all."""
     limit = settings.max_prompt_tokens
     long = {} if limit is None else longer_prompts(problems, codec, limit)
@@ -103,7 +104,7 @@ def without_long(problems: Sequence[Problem], codec: TextCodec, settings: DataCo
     return [problem for index, problem in enumerate(problems) if index not in long]
 
 
-def longer_prompts(problems: Sequence[Problem], codec: TextCodec, limit: float) -> dict[int, int]:
+def longer_prompts(problems: Sequence[Problem], codec: TokenizerCodec, limit: float) -> dict[int, int]:
     """Index -> number of tokens of each prompt that has more than `limit`.
 
     A prompt of fewer bytes has no more tokens, and is not encoded, which takes a hundred times as long as to count

@@ -11,7 +11,7 @@ from offline_grpo.config.build import build
 from offline_grpo.config.problems import isolated
 from offline_grpo.engine.server import next_to_start
 from offline_grpo.errors import ScoreError, require
-from offline_grpo.generation.judging import judging, scores_of
+from offline_grpo.generation.judging import Judgement
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.history.run_log import hide_progress_bars
 from offline_grpo.model import nf4
@@ -35,8 +35,7 @@ def begin(run: Run) -> None:
     # Whether a reward of the user's own has the several parts that gdpo adds up, one score tells.
     if isinstance(plan.advantage, GDPO) and plan.data.train and plan.advantage.needs_score(config):
         with suppress(ScoreError):  # of an empty answer, which the model may never give
-            judgements = list(judging(plan.data.task, plan.data.train[0], [""]))
-            plan.advantage.check_score(scores_of(judgements, 1)[0])
+            plan.advantage.check_score(Judgement(plan.data.task, plan.data.train[0], [""]).scores()[0])
 
     # Refuse what this machine lacks: vLLM, GPUs, a layout's kernels, the model's files, running servers.
     if plan.engine.launcher is not None and config.placement.address is None:  # machines of a cluster check their own

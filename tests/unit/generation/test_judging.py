@@ -19,7 +19,7 @@ PROBLEM = Problem("train-3", ({"role": "user", "content": "1+1="},), "2")
 
 
 def judge(task: Any, text: str) -> Score:
-    return Judgement(task, PROBLEM, text).result()
+    return Judgement(task, PROBLEM, [text]).scores()[0]
 
 
 @pytest.mark.parametrize("reward", [math.nan, -1e200, "1"])
@@ -50,8 +50,8 @@ class Exits:
 
 
 def test_an_async_score_that_exits_costs_the_others_nothing() -> None:
-    judgements = [Judgement(Exits(), PROBLEM, text) for text in ("fine", "exits", "fine")]
-    assert [judgements[i].result().reward for i in (0, 2)] == [1.0, 1.0]
+    judgements = [Judgement(Exits(), PROBLEM, [text]) for text in ("fine", "exits", "fine")]
+    assert [judgements[i].scores()[0].reward for i in (0, 2)] == [1.0, 1.0]
     with pytest.raises(ScoreError, match=r"^a completion cannot be scored, SystemExit: 3 .*completion 'exits'"):
-        judgements[1].result()
+        judgements[1].scores()
     assert judge(Exits(), "fine").reward == 1.0

@@ -13,7 +13,7 @@ import torch
 from atropos_api import group, pair
 from factories import make_updater
 
-from offline_grpo.rollouts.atropos.groups import GroupReader, MissingLogprobs
+from offline_grpo.rollouts.atropos_groups import GroupReader, MissingLogprobs
 from offline_grpo.train.advantage.distill import Distill
 from offline_grpo.train.batch import build_batch
 from offline_grpo.train.experience import prepare_batch

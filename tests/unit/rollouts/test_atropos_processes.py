@@ -14,21 +14,20 @@ from waiting import wait_until
 
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import GrpoError
-from offline_grpo.rollouts.atropos.processes import Processes
+from offline_grpo.rollouts.atropos import Children
 
 KEY = "a-key-that-nobody-may-see"
 
 
-SERVER = {"server_url": "http://127.0.0.1:9001", "server_key": KEY, "model": "some/model"}
-SIZES = {"group_size": 8, "max_new_tokens": 32}
+SERVER = ("http://127.0.0.1:9001", KEY, "some/model", {"group_size": 8, "max_token_length": 32})
 
 
 @pytest.fixture
 def make(tmp_path):
     made = []
 
-    def make(environment=None, *, url="http://127.0.0.1:8000", start_api=True):
-        made.append(Processes(run_folder=tmp_path, api_url=url, start_api=start_api, environment=environment))
+    def make(environment=None, *, url="http://127.0.0.1:8000"):
+        made.append(Children(url, tmp_path, environment))
         return made[-1]
 
     yield make
@@ -43,7 +42,7 @@ def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_
     old = os.getcwd()
     os.chdir(tmp_path)
     try:
-        running.start_environment(**SERVER, **SIZES)
+        running.start_environment(*SERVER)
     finally:
         os.chdir(old)
     wait_until((tmp_path / "done").exists)
@@ -78,18 +77,13 @@ def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_
 
 def test_an_environment_that_ends_is_started_again_until_it_keeps_ending(make, tmp_path):
     running = make("echo no such problem >&2; exit 3")
-    running.start_environment(**SERVER, **SIZES)
+    running.start_environment(*SERVER)
     with pytest.raises(
         GrpoError, match=r"rollouts.environment=echo .*3 times .*exit code 3.*no such problem.*env_2\.log"
     ):
         wait_until(lambda: running.keep_running())
     assert (tmp_path / "env_2.log").exists()
     assert not (tmp_path / "env_3.log").exists()
-
-
-def test_an_api_is_started_on_this_machine_alone(make):
-    assert make(url="http://127.0.0.1:8000").may_start_api
-    assert not make(url="http://example.org").may_start_api
 
 
 def test_the_real_api_is_started_for_this_machine_alone_and_again_after_a_kill_with_its_environment(make, tmp_path):
@@ -105,7 +99,7 @@ def test_the_real_api_is_started_for_this_machine_alone_and_again_after_a_kill_w
     running = make("exec sleep 600", url=url)
     running.start_api()
     wait_until(answers)
-    running.start_environment(**SERVER, **SIZES)
+    running.start_environment(*SERVER)
     assert not running.keep_running()
     port = int(url.rpartition(":")[2])
     [listener] = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
