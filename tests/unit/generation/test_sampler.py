@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, invert_cdf, uniforms
+from offline_grpo.generation.transformers_client import Draws, RowEnds, SeededSampler, invert_cdf, uniforms
 from offline_grpo.types import FinishReason
 
 CPU = torch.device("cpu")
