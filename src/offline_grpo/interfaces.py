@@ -113,8 +113,12 @@ class Source(Protocol):
 
     needs_problems: ClassVar[bool] = True
     """Whether it trains on problems of the task; if not, none are made and its constructor cannot ask for them."""
+    samples: ClassVar[bool] = False
+    """Whether it samples completions of those problems from the run's engine, and nothing else."""
     samples_ahead: ClassVar[bool] = False
-    """Whether it samples from the run's engine while the trainer trains, and between any two calls."""
+    """Whether it does so while the trainer trains, and between any two calls."""
+    has_environments: ClassVar[bool] = False
+    """Whether others sample for it, by the address of the run's server, and say one reward of each rollout."""
 
     @staticmethod
     def check(config: Any) -> None:

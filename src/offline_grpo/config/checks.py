@@ -114,7 +114,7 @@ def _check_cluster(plan: Plan) -> None:
     fix = f"weight_sync={sync.name} needs a server on the trainer's GPU; use nccl, reload, or with LoRA lora_hotswap"
     require(sync.requires.placement != "same", "placement.address", placement.address, fix)
     fix = "rollouts=atropos gives its environments one address, and a server may move; use placement=default"
-    require(plan.config.rollouts.get("url") is None, "placement.address", placement.address, fix)
+    require(not plan.config.source.has_environments, "placement.address", placement.address, fix)
 
 
 def _check_sharding(plan: Plan) -> None:

@@ -40,7 +40,7 @@ from offline_grpo.errors import ConfigError, EngineError, GrpoError, require
 from offline_grpo.interfaces import RolloutClient, Source
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.rollouts.atropos_groups import GroupReader
-from offline_grpo.settings import RunConfig
+from offline_grpo.settings import RunConfig, check_url
 from offline_grpo.types import Metrics, RolloutGroup, SamplingParams, UnusableGroup
 
 log = logging.getLogger(__name__)
@@ -142,6 +142,7 @@ class Atropos(Source):
     _warned: set[str] = field(default_factory=set, init=False)
 
     needs_problems: ClassVar[bool] = False
+    has_environments: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
@@ -152,6 +153,7 @@ class Atropos(Source):
     @staticmethod
     def check(config: RunConfig) -> None:
         settings, environment = config.rollouts, config.rollouts["environment"]
+        check_url("rollouts.url", settings["url"])
         positive = "problems_per_iteration group_size max_token_len poll_s connect_timeout_s restart_timeout_s"
         for name in positive.split():
             require(settings[name] > 0, f"rollouts.{name}", settings[name], "must be above 0")

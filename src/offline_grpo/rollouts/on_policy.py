@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.errors import require
 from offline_grpo.generation.sample import sample_in_order
@@ -31,6 +31,8 @@ class OnPolicy(Source):
     """Samples `group_size` completions of `problems_per_iteration` problems in `next`, and scores them. Process `rank`
     of `world_size` samples every `world_size`-th problem. `resample_zero_signal`: DAPO, arXiv 2503.14476.
     """
+
+    samples: ClassVar[bool] = True
 
     problems_per_iteration: int
     group_size: int

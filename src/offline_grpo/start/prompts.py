@@ -127,7 +127,7 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
     where prompt and `max_new_tokens` do not fit into its context.
     """
     context, vocab_size = context_length(model_config), model_config.get_text_config().vocab_size
-    limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
+    limit = plan.config.rollouts["max_token_len"] if plan.config.source.has_environments else None
     found = [] if limit is None else [0, max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)]
     unreadable: list[str] = []
     for key, problems, max_new_tokens in (

@@ -54,7 +54,7 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
                 raise EngineError(f"{error}; this starts one: {command}") from error
             engine.check_version()
             lack = engine.lacks(weight_sync.requires.moves)
-            asked_by_environments = spec is plan.engine and plan.config.rollouts.get("url") is not None
+            asked_by_environments = spec is plan.engine and plan.config.source.has_environments
             if asked_by_environments and not server.api.has("/generate"):
                 lack = "has no POST /generate, which environments call (--middleware offline_grpo_generate.Generate)"
             elif lack is not None and weight_sync.requires.moves == "nothing":

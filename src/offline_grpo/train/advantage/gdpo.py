@@ -43,7 +43,7 @@ class GDPO(Advantage):
         fix = "train/advantage=gdpo adds up the parts of the reward, of which the penalty is none; use loss"
         require(penalty != "reward", "train.loss.kl_placement", penalty, fix)
         fix = "needs the parts of a reward, and groups of Atropos bring one number each; use group_std"
-        require("url" not in config.rollouts, "train/advantage", "gdpo", fix)
+        require(not config.source.has_environments, "train/advantage", "gdpo", fix)
         if scored := [rollout for group in recorded for rollout in group.rollouts if rollout.score.is_scored]:
             self._check_parts({name for rollout in scored for name in rollout.score.parts})
         elif getattr(task, "scores_safely", False):  # always with the same parts

@@ -9,16 +9,13 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Advantage, Task
 from offline_grpo.types import RolloutGroup, TokenBatch
 
-WITHOUT = ("offline_grpo.rollouts.on_policy.OnPolicy", "offline_grpo.rollouts.asynchronous.Asynchronous")
-"""Sources that give none; a subclass may."""
-
 
 class PerToken(Advantage):
     """`RolloutGroup.advantages`, which replace those of every other kind too; here a group without them is an error."""
 
     def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
         fix = "this source gives no numbers of its own; use group_std, or a source that sets RolloutGroup.advantages"
-        require(config.rollouts.get("_target_") not in WITHOUT, "train/advantage", "per_token", fix)
+        require(not config.source.samples, "train/advantage", "per_token", fix)
         self(recorded)
 
     def __call__(

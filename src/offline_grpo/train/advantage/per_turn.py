@@ -22,9 +22,8 @@ class PerTurn(Advantage):
     """See the module."""
 
     def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
-        is_sampled = "group_size" in config.rollouts and "url" not in config.rollouts
         fix = "this task has no turns; use an environment of many turns, or train/advantage=group_std"
-        require(not is_sampled or hasattr(task, "play"), "train/advantage", "per_turn", fix)
+        require(not config.source.samples or hasattr(task, "play"), "train/advantage", "per_turn", fix)
         self([group for group in map(RolloutGroup.scored, recorded) if group is not None])
 
     def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch | None = None) -> list[list[list[float]]]:
