@@ -128,89 +128,12 @@ class TransformersClient(LocalEngine):
                 taken.append(request)
             else:
                 is_over = True
-            for index, completions in self._generate(taken, sampling):
+            for index, completions in self._answer(taken, sampling):
                 yield num_before + index, completions
             num_before += len(taken)
 
-    def _generate(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        self._check(requests, sampling)
-        by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
-        rows = [(index, replicate) for index in by_length for replicate in range(requests[index].num_completions)]
-        done: dict[int, list[Completion]] = defaultdict(list)
-        for start in range(0, len(rows), self.batch_size):
-            batch = rows[start : start + self.batch_size]
-            for (index, _), completion in zip(batch, self._complete(requests, batch, sampling), strict=True):
-                done[index].append(completion)
-                if len(done[index]) == requests[index].num_completions:
-                    yield index, done.pop(index)
-
-    def close(self) -> None:
-        """The model is the trainer's."""
-
-    @torch.no_grad()  # not inference_mode: tensors that the model caches while it samples must stay usable in training
-    def _complete(
-        self, requests: Sequence[SamplingRequest], batch: Sequence[tuple[int, int]], sampling: SamplingParams
-    ) -> list[Completion]:
-        """Decode B rows together, each a (request, replicate)."""
-        place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
-        prompts, prompt_of_row = [requests[index].prompt_ids for index in place], [place[index] for index, _ in batch]
-        seeds = [requests[index].seed + replicate for index, replicate in batch]
-        limits = [requests[index].max_new_tokens or sampling.max_new_tokens for index, _ in batch]
-        eos_ids = end_ids(self._lm.generation_config, self.tokenizer)  # before a neutral one takes its place
-        with sampling_state(self._lm), not_compiled(self._lm), sdpa_kernel(REPEATABLE), shared_heads():
-            draws = self._sample(prompts, prompt_of_row, seeds, limits, sampling, eos_ids)
-        if (bad := draws.first_non_finite()) is not None:
-            row, step = bad
-            where = f"token {step} after prompt {batch[row][0]}"
-            raise EngineError(f"logits of {where} are not finite (weights version {self.weights.version})")
-        return draws.completions(self.weights.version)
-
-    def _sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        prompt_of_row: list[int],
-        seeds: list[int],
-        limits: list[int],
-        sampling: SamplingParams,
-        eos_ids: list[int],
-    ) -> Draws:
-        """A batch: completions of U distinct prompts, in B >= U rows, each of at most so many tokens."""
-        lm, longest = self._lm, max(limits)
-        index = torch.tensor(prompt_of_row, device=lm.device)  # [B]
-        token_ids, mask = left_pad(prompts, lm.device)  # [U, P]
-        cache = self._new_cache()
-        if len(prompt_of_row) > len(prompts) and token_ids.shape[1] > 1:
-            position_ids = (mask[:, :-1].cumsum(-1) - 1).clamp(min=0)
-            inputs = {"input_ids": token_ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": position_ids}
-            decoder_of(lm)(**inputs, use_cache=True, **{self._cache_name: cache})  # without logits
-            _keep_rows(cache, index)
-        cache = with_fixed_size(cache, lm, token_ids.shape[1] + longest) if has_graphs(lm) else cache
-        token_ids, mask = token_ids[index], mask[index]  # [B, P]
-        draws = Draws(limits, lm.device)
-        noise = None if sampling.temperature == 0 else uniforms(seeds, longest).to(lm.device)  # [B, N]
-        processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
-        ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
-        while True:
-            if hasattr(lm.base_model, "rope_deltas"):  # Qwen-VL's and its like keep what images did to the rows before
-                lm.base_model.rope_deltas = None
-            config = GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True)
-            with graphed_steps(lm):
-                token_ids = lm.generate(
-                    token_ids,
-                    attention_mask=mask,
-                    **{self._cache_name: cache},
-                    generation_config=config,
-                    logits_processor=processors,
-                    stopping_criteria=ends,
-                    synced_gpus=False,  # of sharded weights this process has all while it samples
-                )  # [R, P + step]
-            kept = draws.keep_unended()  # [R']
-            if len(kept) == 0 or draws.num_steps_left == 0:
-                return draws
-            token_ids, mask = token_ids[kept], pad(mask[kept], (0, token_ids.shape[1] - mask.shape[1]), value=1)
-            _keep_rows(cache, kept)
-
-    def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
+    def _answer(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
+        # 1. What does not fit into the model's context is refused before anything is computed.
         context = context_length(self._lm.config)
         for index, request in enumerate(requests):
             prompt, limit = request.prompt_ids, request.max_new_tokens or sampling.max_new_tokens
@@ -220,6 +143,73 @@ class TransformersClient(LocalEngine):
                 has = f"prompt {index} has {len(prompt)} tokens and the model's context is {context}"
                 fix = f"use {max(context - len(prompt), 0)} or less, or leave out problems with longer prompts"
                 raise ConfigError(f"generation.max_new_tokens={limit}: {has}; {fix}")
+        # 2. Rows are (request, replicate), the short prompts first; a batch may have parts of several requests.
+        by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
+        rows = [(index, replicate) for index in by_length for replicate in range(requests[index].num_completions)]
+        done: dict[int, list[Completion]] = defaultdict(list)
+        for start in range(0, len(rows), self.batch_size):
+            batch = rows[start : start + self.batch_size]
+            draws = self._decode(requests, batch, sampling)
+            if (bad := draws.first_non_finite()) is not None:
+                where = f"token {bad[1]} after prompt {batch[bad[0]][0]}"
+                raise EngineError(f"logits of {where} are not finite (weights version {self.weights.version})")
+            for (index, _), completion in zip(batch, draws.completions(self.weights.version), strict=True):
+                done[index].append(completion)
+                if len(done[index]) == requests[index].num_completions:
+                    yield index, done.pop(index)
+
+    def close(self) -> None:
+        """The model is the trainer's."""
+
+    @torch.no_grad()  # not inference_mode: tensors that the model caches while it samples must stay usable in training
+    def _decode(
+        self, requests: Sequence[SamplingRequest], batch: Sequence[tuple[int, int]], sampling: SamplingParams
+    ) -> Draws:
+        """Completions of U distinct prompts, in B >= U rows, each a (request, replicate)."""
+        lm, eos_ids = (
+            self._lm,
+            end_ids(self._lm.generation_config, self.tokenizer),
+        )  # before a neutral one takes its place
+        place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
+        limits = [requests[index].max_new_tokens or sampling.max_new_tokens for index, _ in batch]
+        with sampling_state(lm), not_compiled(lm), sdpa_kernel(REPEATABLE), shared_heads():
+            # 1. Rows of one prompt share the prefill, but for its last token, with which `generate` begins.
+            rows = torch.tensor([place[index] for index, _ in batch], device=lm.device)  # [B]
+            token_ids, mask = left_pad([requests[index].prompt_ids for index in place], lm.device)  # [U, P]
+            cache = self._new_cache()
+            if len(batch) > len(place) and token_ids.shape[1] > 1:
+                position_ids = (mask[:, :-1].cumsum(-1) - 1).clamp(min=0)
+                inputs = {"input_ids": token_ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": position_ids}
+                decoder_of(lm)(**inputs, use_cache=True, **{self._cache_name: cache})  # without logits
+                _keep_rows(cache, rows)
+            cache = with_fixed_size(cache, lm, token_ids.shape[1] + max(limits)) if has_graphs(lm) else cache
+            token_ids, mask = token_ids[rows], mask[rows]  # [B, P]
+            # 2. The last logits processor draws the tokens, from random numbers of each row's own.
+            draws = Draws(limits, lm.device)
+            seeds = [requests[index].seed + replicate for index, replicate in batch]
+            noise = None if sampling.temperature == 0 else uniforms(seeds, max(limits)).to(lm.device)  # [B, N]
+            processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
+            ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
+            # 3. Whenever half of the rows have ended, the others go on without them.
+            while True:
+                if hasattr(lm.base_model, "rope_deltas"):  # Qwen-VL's and its like keep what images did to rows before
+                    lm.base_model.rope_deltas = None
+                config = GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True)
+                with graphed_steps(lm):
+                    token_ids = lm.generate(
+                        token_ids,
+                        attention_mask=mask,
+                        **{self._cache_name: cache},
+                        generation_config=config,
+                        logits_processor=processors,
+                        stopping_criteria=ends,
+                        synced_gpus=False,  # of sharded weights this process has all while it samples
+                    )  # [R, P + step]
+                kept = draws.keep_unended()  # [R']
+                if len(kept) == 0 or draws.num_steps_left == 0:
+                    return draws
+                token_ids, mask = token_ids[kept], pad(mask[kept], (0, token_ids.shape[1] - mask.shape[1]), value=1)
+                _keep_rows(cache, kept)
 
 
 def _keep_rows(cache: Cache, rows: Tensor) -> None:
