@@ -31,12 +31,12 @@ from offline_grpo.config.problems import (
     build_task,
     held_out_problems,
     isolated,
-    plays,
     train_problems,
     without_held_out,
 )
 from offline_grpo.errors import require
 from offline_grpo.generation.judging import Judgement
+from offline_grpo.interfaces import TaskFacts
 from offline_grpo.model.load import generation_config_of
 from offline_grpo.model.text import use_template
 from offline_grpo.rollouts.on_policy import permutation
@@ -123,7 +123,7 @@ class TaskEnvironment(BaseEnv):
         self._sampling = SamplingParams(self.config.max_token_length, stop=tuple(self.config.stop), **how)
         task = build_task(run.task)
         fix = "is played in turns, and an Atropos environment asks once; train on it without rollouts=atropos"
-        require(not plays(task), "task", run.task["_target_"], fix)
+        require(not TaskFacts.of(task).plays, "task", run.task["_target_"], fix)
         self._task = isolated(task, run, None, ExitStack())  # its processes end with this one
         held_out = held_out_problems(self._task, run)
         train = without_held_out(train_problems(self._task, run), self._task, held_out)

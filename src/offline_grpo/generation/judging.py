@@ -17,6 +17,7 @@ import numpy as np
 
 from offline_grpo.engine.background import made_once
 from offline_grpo.errors import ScoreError, told
+from offline_grpo.interfaces import TaskFacts
 from offline_grpo.types import Problem, Score
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class Judgement:
     def __init__(self, task: Any, problem: Problem, texts: Sequence[str]) -> None:
         self._problem = problem
         self._asked: list[str | tuple[str, ...]] = [*texts]
-        self._asked += [tuple(texts)] if getattr(task, "rewards_groups", False) else []
+        self._asked += [tuple(texts)] if TaskFacts.of(task).rewards_groups else []
         self.futures: list[Future[Any]] = []
         try:
             for text in self._asked:

@@ -27,7 +27,7 @@ from offline_grpo.engine.ray_actor import connect, fate
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.judging import about_completion, warn_once
 from offline_grpo.generation.scoring_worker import MESSAGE_BYTES, Opening, Setup, failed, frame
-from offline_grpo.interfaces import Task
+from offline_grpo.interfaces import Task, TaskFacts
 from offline_grpo.settings import ScoringConfig
 from offline_grpo.types import Problem, Reply, Score, Split
 
@@ -63,7 +63,7 @@ class IsolatedTask:
     ) -> None:
         self._task, self._scorers, self.num_live = task, scorers, num_live
         self._on_failure = settings.on_failure
-        self.rewards_groups = getattr(task, "rewards_groups", False)
+        self.rewards_groups = TaskFacts.of(task).rewards_groups
         self.said: set[str] = set()  # what was logged once in this run, and is not again
         self._causes = {
             "memory": f"needed more than {settings.memory_mib} MiB (scoring.memory_mib)",

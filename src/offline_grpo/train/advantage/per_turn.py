@@ -13,7 +13,7 @@ from itertools import accumulate, zip_longest
 from typing import Any
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.interfaces import Advantage, Task
+from offline_grpo.interfaces import Advantage, Task, TaskFacts
 from offline_grpo.train.advantage import normalised
 from offline_grpo.types import RolloutGroup, TokenBatch
 
@@ -23,7 +23,7 @@ class PerTurn(Advantage):
 
     def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
         fix = "this task has no turns; use an environment of many turns, or train/advantage=group_std"
-        require(not config.source.samples or hasattr(task, "play"), "train/advantage", "per_turn", fix)
+        require(not config.source.samples or TaskFacts.of(task).plays, "train/advantage", "per_turn", fix)
         self([group for group in map(RolloutGroup.scored, recorded) if group is not None])
 
     def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch | None = None) -> list[list[list[float]]]:
