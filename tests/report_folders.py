@@ -10,7 +10,7 @@ import yaml
 from factories import make_completion
 
 from offline_grpo.disk import utf8
-from offline_grpo.rollouts.store import parquet, table_of
+from offline_grpo.rollouts.rows import parquet, table_of
 from offline_grpo.types import Problem, Rollout, RolloutGroup, Score
 
 HOSTILE = (

@@ -29,7 +29,7 @@ FACTS = ("problem_id", "answer", "reward", "is_correct", "advantage", "finish_re
 
 def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The best and the worst completion of some groups of some iterations, evenly over the runs and their length."""
-    from offline_grpo.rollouts.store import group_rows, groups_of  # pyarrow
+    from offline_grpo.rollouts.rows import group_rows, groups_of  # pyarrow
 
     budget = max(MAX_SAMPLES // len(runs), 4)
     num_groups = 4 if budget >= 100 else 1

@@ -27,16 +27,8 @@ from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader
 from offline_grpo.logger import output_console, print_table
 from offline_grpo.logger.samples import Decode, print_sample, record, visible
 from offline_grpo.rollouts.atropos_groups import NOT_TRAINED
-from offline_grpo.rollouts.store import (
-    NUMBERS,
-    ORIGIN_FILE,
-    SCHEMA,
-    Shard,
-    group_rows,
-    groups_of,
-    plain_rows,
-    shards_of,
-)
+from offline_grpo.rollouts.rows import NUMBERS, SCHEMA, group_rows, groups_of, plain_rows
+from offline_grpo.rollouts.store import ORIGIN_FILE, Shard, shards_of
 from offline_grpo.types import Rollout, RolloutGroup
 
 

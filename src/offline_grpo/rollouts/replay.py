@@ -23,7 +23,8 @@ from offline_grpo.interfaces import Source, Task
 from offline_grpo.redaction import flat
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.rollouts.recorder import FOLDER, Origin, json_hash
-from offline_grpo.rollouts.store import Shard, group_rows, groups_of, shards_of
+from offline_grpo.rollouts.rows import group_rows, groups_of
+from offline_grpo.rollouts.store import Shard, shards_of
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup, Score

@@ -20,7 +20,7 @@ from offline_grpo.rollouts import __main__ as command
 from offline_grpo.rollouts.__main__ import scored_data, show_groups
 from offline_grpo.rollouts.atropos_groups import GroupReader
 from offline_grpo.rollouts.recorder import tokenizer_hash
-from offline_grpo.rollouts.store import parquet, table_of
+from offline_grpo.rollouts.rows import parquet, table_of
 from offline_grpo.types import RolloutGroup, Score
 
 
