@@ -158,8 +158,8 @@ def outcome(group: RolloutGroup) -> tuple[str, int, int]:
 
 def recorded(store: str) -> Seen:
     """The pass rates of a store's training rollouts. Raises ConfigError where there is none."""
-    from offline_grpo.rollouts.rows import plain_rows
-    from offline_grpo.rollouts.store import shards_of, # pyarrow
+    from offline_grpo.rollouts.rows import plain_rows  # pyarrow
+    from offline_grpo.rollouts.store import shards_of
 
     columns = ["phase", "messages", "answer", "fields", "turn_starts", "is_correct", "failure"]
     found: dict[str, tuple[float, float, int]] = {}
