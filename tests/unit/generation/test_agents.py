@@ -21,7 +21,6 @@ from openai import OpenAI
 from players import EOS, Server, ids, isolated, problem_of, sampled
 from waiting import wait_until
 
-from offline_grpo.errors import RequestError
 from offline_grpo.generation import proxy as proxies
 from offline_grpo.generation.dialogue import Dialogue
 from offline_grpo.generation.proxy import Proxy
@@ -193,11 +192,11 @@ def test_the_runs_own_arguments_of_the_chat_template_are_fine() -> None:
     own = {"enable_thinking": False, "reasoning_effort": "low"}
     asked = {"messages": ASK, "chat_template_kwargs": own, "reasoning_effort": "low"}
     proxy = Proxy(own, set())
-    assert proxy._read(json.dumps(asked).encode()) == asked
-    for other in ({"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "high"}):
-        with pytest.raises(RequestError):
-            proxy._read(json.dumps({**asked, **other}).encode())
+    url, _ = proxy.open(answered)
+    changes = ({}, {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "high"})
+    found = [httpx.post(f"{url}/chat/completions", json={**asked, **other}).status_code for other in changes]
     proxy.close()
+    assert found == [200, 400, 400]
 
 
 def test_what_templates_and_readers_raise_is_of_one_program(
