@@ -1,4 +1,4 @@
-"""What is drawn from the trained module: its tokens by hand and by numpy, whatever the batch, and nothing left behind."""
+"""What is drawn from the trained module: its tokens by hand and by numpy, whatever the batch; nothing stays behind."""
 
 from __future__ import annotations
 

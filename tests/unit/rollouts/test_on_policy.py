@@ -5,13 +5,11 @@ import random
 from dataclasses import replace
 
 import pytest
+from players import PROBLEMS, on_policy
 
 from offline_grpo.rollouts.curriculum import problem_key
 from offline_grpo.rollouts.on_policy import OnPolicy, overlong_penalty
-from offline_grpo.train.advantage import GroupStd
-from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score
-
-PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": str(i)},), str(i)) for i in range(40)]
+from offline_grpo.types import Completion, FinishReason, Score
 
 
 class Client:
@@ -22,14 +20,6 @@ class Client:
             draws = (random.Random(request.seed + j) for j in range(request.num_completions))
             ids = [tuple(draw.choices(range(9), k=draw.randint(1, 8))) for draw in draws]
             yield index, [Completion(row, (0.0,) * len(row), FinishReason.STOP, (0,) * len(row)) for row in ids]
-
-
-class Codec:
-    def encode(self, messages, tools=()):
-        return [1]
-
-    def judged(self, token_ids, sampling):
-        return "".join(map(str, token_ids))
 
 
 class Rare:
@@ -43,25 +33,8 @@ class Rare:
 
 
 def source(rank=0, world_size=1, **settings):
-    defaults = {"resample_zero_signal": True, "max_resamples": 3, "pass_rate": None, "pass_rate_from": None}
-    defaults |= {"pass_rate_decay": 0.5}
-    defaults |= {"soft_overlong_tokens": None, "penalize_length_if_solved": False}
-    return OnPolicy(
-        problems_per_iteration=8,
-        group_size=4,
-        shuffle=True,
-        seed=5,
-        client=Client(),
-        task=settings.pop("task", Rare()),
-        problems=settings.pop("problems", PROBLEMS),
-        codec=Codec(),
-        sampling=SamplingParams(8),
-        advantage=GroupStd(),
-        on_failure="exclude",
-        rank=rank,
-        world_size=world_size,
-        **defaults | settings,
-    )
+    given = {"client": Client(), "task": Rare(), "resample_zero_signal": True, "rank": rank, "world_size": world_size}
+    return OnPolicy(**on_policy(**given | settings))
 
 
 def silent(groups):
