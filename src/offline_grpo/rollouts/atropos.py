@@ -20,7 +20,7 @@ import secrets
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,7 +128,8 @@ class Atropos(Source):
     rank: int
 
     _http: httpx.Client = field(init=False)
-    _children: Children = field(init=False)
+    _api: Child | None = field(default=None, init=False)
+    _environment: Child | None = field(default=None, init=False)
     _ours: Owner = field(init=False)
     _registration: dict[str, Any] = field(init=False)  # what the API, and through it environments, are told
     _is_registered: bool = field(default=False, init=False)
@@ -148,7 +149,6 @@ class Atropos(Source):
         self.url = self.url.rstrip("/")
         limits = httpx.Limits(max_keepalive_connections=0)  # it closes a connection after an error
         self._http = httpx.Client(base_url=self.url, limits=limits, trust_env=False)
-        self._children = Children(self.url, self.run_folder, self.environment)
 
     @staticmethod
     def check(config: RunConfig) -> None:
@@ -196,7 +196,8 @@ class Atropos(Source):
         # An API on this machine is started where none answers.
         timeout_s = self.connect_timeout_s
         if self.start_api and is_loopback(urlsplit(self.url).hostname or "") and not self._answers():
-            self._children.start_api()
+            self._api = run_api(self.url, folder)
+            self._api.start()
             timeout_s = max(timeout_s, API_START_S)
         self._begin_to_wait()
         self._wait_for_api(timeout_s, "rollouts.connect_timeout_s")
@@ -208,8 +209,10 @@ class Atropos(Source):
         # The environment comes last: it registers at its start.
         if self.environment is not None:
             server: Any = self.client.server  # type: ignore[attr-defined]  # `check` requires one
+            told = {"server_url": server.base_url, "server_key": server.api_key or "", "model": self.model_id}
             sizes = {"group_size": self.group_size, "max_token_length": self.sampling.max_new_tokens}
-            self._children.start_environment(server.base_url, server.api_key or "", self.model_id, sizes)
+            self._environment = environment_of(self.environment, self.url, folder, **told, sizes=sizes)
+            self._environment.start()
 
     def next(self, iteration: int) -> list[RolloutGroup]:
         """Waits for groups as long as it takes.
@@ -244,7 +247,9 @@ class Atropos(Source):
 
     def close(self) -> None:
         """An API that the run found keeps the registration, for a run that resumes from its checkpoint."""
-        self._children.close()
+        for child in (self._environment, self._api):
+            if child is not None:
+                child.stop()
 
     @property
     def _batch_size(self) -> int:
@@ -403,7 +408,7 @@ class Atropos(Source):
         self._checked_s = time.monotonic()
         if not self.client.is_local:
             self.client.server.check_healthy()  # type: ignore[attr-defined]  # of environments, which ask it
-        self._children.keep_running()
+        keep_running(self._api, self._environment)
         return True
 
     def _answers(self) -> bool:
@@ -428,113 +433,45 @@ class Atropos(Source):
         return from_json(answer.content)
 
 
-class Children:
-    """What a run starts for Atropos beside its server: `run-api`, and the shell command `environment`. Both end with
-    the run, and start again if they end before it. Their logs are in its folder: `api.log`, `env_0.log`, and after
-    another start `api_1.log`, `env_1.log`.
+@dataclass
+class Child:
+    """A command beside the run, which ends with it, and starts again if it ends before. Its logs are in the run's
+    folder: the first is `log`, the n-th after it `again` with n.
+
+    Args:
+        name: for messages.
+        config: what a private file has that the variable OFFLINE_GRPO_ENV_CONFIG names.
     """
 
-    def __init__(self, url: str, folder: Path, environment: str | None) -> None:
-        self._url, self._folder, self._command = url, folder, environment
-        self._variables: dict[str, str] = {}
-        self._config: dict[str, Any] = {}
-        self._api = _Child("the Atropos API (run-api)", self._launch_api)
-        self._environment = _Child(f"rollouts.environment={environment}", self._launch_environment)
+    name: str
+    command: list[str]
+    folder: Path
+    log: str
+    again: str
+    variables: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
 
-    def start_api(self) -> None:
-        """Raises ConfigError if something else listens there, or atroposlib is not installed."""
-        fix = "atroposlib is not installed; use `uv run --extra atropos run_grpo.py ...`, or start run-api by hand"
-        require(find_spec("atroposlib") is not None, "rollouts.start_api", True, fix)
-        if (owner := owner_of(urlsplit(self._url).port or 80)) is not None:
-            fix = "stop that process, or choose another port"
-            raise ConfigError(f"rollouts.url={self._url}: is taken by {owner}, which is no Atropos API; {fix}")
-        log.info("starting run-api at %s; its log: %s", self._url, self._folder / "api.log")
-        self._api.start()
-
-    def start_environment(self, server_url: str, server_key: str, model: str, sizes: Mapping[str, int]) -> None:
-        """Start the environment, which samples from the server. `model`: folder or Hub id that has the tokenizer."""
-        # Variables are for environments that know this project.
-        self._variables = {
-            "OFFLINE_GRPO_SERVER_URL": server_url,
-            "OFFLINE_GRPO_SERVER_KEY": server_key,
-            "OFFLINE_GRPO_SERVED_NAME": SERVED_NAME,
-            "OFFLINE_GRPO_API_URL": self._url,
-            "OFFLINE_GRPO_MODEL": model,
-            "OFFLINE_GRPO_RUN": str(self._folder),
-        }
-        # A file is for `--config` of any environment of atroposlib.
-        server = {
-            "server_type": "vllm",
-            "base_url": f"{server_url}/v1",
-            "api_key": server_key,
-            "model_name": SERVED_NAME,
-            "tokenizer_name": model,
-        }
-        env = {
-            **sizes,
-            "tokenizer_name": model,
-            "rollout_server_url": self._url,
-            "total_steps": FOREVER,  # the run decides when it ends
-            "min_batch_allocation": None,  # an environment that had one and ended would keep all batches back
-            "use_wandb": False,
-            "wandb_name": "environment",  # one without a name cannot register
-        }
-        # twice: of a single server, atroposlib may take the address in the environment's code, or those of a cluster
-        self._config = {"env": env, "openai": [server, server]}
-        log.info("starting the environment %s; its log: %s", self._command, self._folder / "env_0.log")
-        self._environment.start()
-
-    def keep_running(self) -> bool:
-        """Start again what has ended, and return whether that was the API. Raises GrpoError if it keeps ending."""
-        if not self._api.revive():
-            self._environment.revive()
-            return False
-        if self._config:
-            self._environment.stop()  # the new API does not know it
-            self._environment.start()
-        return True
-
-    def close(self) -> None:
-        """End what was started, and wait until it has gone."""
-        self._environment.stop()
-        self._api.stop()
-
-    def _launch_api(self, number: int) -> ServerProcess:
-        url = urlsplit(self._url)
-        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", url.hostname or "", "--port"]
-        log_path = self._folder / (f"api_{number}.log" if number else "api.log")
-        return ServerProcess([*command, str(url.port or 80)], env=self._environ(), log_path=log_path)
-
-    def _launch_environment(self, number: int) -> ServerProcess:
-        scratch = Scratch().path  # deleted when the command has ended
-        config = scratch / "environment.yaml"
-        write_whole(config, json.dumps(self._config), is_private=True)  # JSON is YAML
-        env = {**self._environ(), **self._variables, "OFFLINE_GRPO_ENV_CONFIG": str(config)}
-        log_path = self._folder / f"env_{number}.log"
-        return ServerProcess(["sh", "-c", str(self._command)], env=env, log_path=log_path, remove=scratch)
-
-    def _environ(self) -> dict[str, str]:
-        """This process's own, without what a launcher of several processes sets. `python` is the run's interpreter."""
-        path = os.pathsep.join(filter(None, (str(Path(sys.executable).parent), os.environ.get("PATH"))))
-        return {**without_launch_variables(os.environ), "PATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-class _Child:
-    """A command that is started again when it ends; `launch` starts it for the n-th time."""
-
-    def __init__(self, name: str, launch: Callable[[int], ServerProcess]) -> None:
-        self._name, self._launch = name, launch
-        self._process: ServerProcess | None = None
-        self._num_starts = self._num_short_lives = 0
-        self._started_s = 0.0
+    _process: ServerProcess | None = None
+    _num_starts: int = 0
+    _num_short_lives: int = 0
+    _started_s: float = 0.0
 
     def start(self) -> None:
-        self._process = self._launch(self._num_starts)
+        # This process's environment, without what a launcher of several sets. `python` is the run's interpreter.
+        path = os.pathsep.join(filter(None, (str(Path(sys.executable).parent), os.environ.get("PATH"))))
+        env = {**without_launch_variables(os.environ), "PATH": path, "PYTHONUNBUFFERED": "1", **self.variables}
+        scratch = None
+        if self.config is not None:
+            scratch = Scratch().path  # deleted when the command has ended
+            write_whole(scratch / "environment.yaml", json.dumps(self.config), is_private=True)  # JSON is YAML
+            env["OFFLINE_GRPO_ENV_CONFIG"] = str(scratch / "environment.yaml")
+        log_path = self.folder / (self.again.format(self._num_starts) if self._num_starts else self.log)
+        self._process = ServerProcess(self.command, env=env, log_path=log_path, remove=scratch)
         self._num_starts += 1
         self._started_s = time.monotonic()
 
     def revive(self) -> bool:
-        """Start it again if it has ended by itself. Returns whether it had."""
+        """Start it again if it has ended by itself. Returns whether it had; raises GrpoError if it keeps ending."""
         if self._process is None or (end := self._process.how_it_ended()) is None:
             return False
         self.stop()
@@ -542,12 +479,78 @@ class _Child:
         self._num_short_lives = self._num_short_lives + 1 if lived_s < SHORT_LIFE_S else 0
         if self._num_short_lives >= MAX_SHORT_LIVES:
             often = f"has ended {MAX_SHORT_LIVES} times in a row within {SHORT_LIFE_S:g} s of its start"
-            raise GrpoError(f"{self._name}: {often}; it {end}")
-        log.warning("%s %s Starting it again.", self._name, end)
+            raise GrpoError(f"{self.name}: {often}; it {end}")
+        log.warning("%s %s Starting it again.", self.name, end)
         self.start()
         return True
 
     def stop(self) -> None:
+        """End it, and wait until it has gone."""
         if self._process is not None:
             self._process.stop()
             self._process = None
+
+
+def run_api(url: str, folder: Path) -> Child:
+    """The API, at this address of the machine's own. Raises ConfigError if something else listens there, or atroposlib
+    is not installed.
+    """
+    fix = "atroposlib is not installed; use `uv run --extra atropos run_grpo.py ...`, or start run-api by hand"
+    require(find_spec("atroposlib") is not None, "rollouts.start_api", True, fix)
+    parts = urlsplit(url)
+    if (owner := owner_of(parts.port or 80)) is not None:
+        fix = "stop that process, or choose another port"
+        raise ConfigError(f"rollouts.url={url}: is taken by {owner}, which is no Atropos API; {fix}")
+    log.info("starting run-api at %s; its log: %s", url, folder / "api.log")
+    address = ["--host", parts.hostname or "", "--port", str(parts.port or 80)]
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", *address]
+    return Child("the Atropos API (run-api)", command, folder, "api.log", "api_{}.log")
+
+
+def environment_of(
+    command: str, url: str, folder: Path, *, server_url: str, server_key: str, model: str, sizes: Mapping[str, int]
+) -> Child:
+    """The environment that is this shell command, and samples from the server. `model`: folder or Hub id that has the
+    tokenizer.
+    """
+    # Variables are for environments that know this project.
+    variables = {
+        "OFFLINE_GRPO_SERVER_URL": server_url,
+        "OFFLINE_GRPO_SERVER_KEY": server_key,
+        "OFFLINE_GRPO_SERVED_NAME": SERVED_NAME,
+        "OFFLINE_GRPO_API_URL": url,
+        "OFFLINE_GRPO_MODEL": model,
+        "OFFLINE_GRPO_RUN": str(folder),
+    }
+    # A file is for `--config` of any environment of atroposlib.
+    server = {
+        "server_type": "vllm",
+        "base_url": f"{server_url}/v1",
+        "api_key": server_key,
+        "model_name": SERVED_NAME,
+        "tokenizer_name": model,
+    }
+    env = {
+        **sizes,
+        "tokenizer_name": model,
+        "rollout_server_url": url,
+        "total_steps": FOREVER,  # the run decides when it ends
+        "min_batch_allocation": None,  # an environment that had one and ended would keep all batches back
+        "use_wandb": False,
+        "wandb_name": "environment",  # one without a name cannot register
+    }
+    # twice: of a single server, atroposlib may take the address in the environment's code, or those of a cluster
+    config = {"env": env, "openai": [server, server]}
+    log.info("starting the environment %s; its log: %s", command, folder / "env_0.log")
+    name = f"rollouts.environment={command}"
+    return Child(name, ["sh", "-c", command], folder, "env_0.log", "env_{}.log", variables, config)
+
+
+def keep_running(api: Child | None, environment: Child | None) -> None:
+    """Start again what has ended. A new API does not know the environment, which is started anew with it."""
+    is_new = api is not None and api.revive()
+    if environment is not None and is_new:
+        environment.stop()
+        environment.start()
+    elif environment is not None:
+        environment.revive()
