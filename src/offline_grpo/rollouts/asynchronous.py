@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from statistics import fmean
 from typing import Any, ClassVar, Literal
@@ -168,23 +169,20 @@ class Asynchronous(OnPolicy):
             if version + (i - iteration) * self.updates_per_iteration - self._served > self.max_staleness:
                 return
             if i not in self._rounds:
-                self._begin(i)
-
-    def _begin(self, iteration: int) -> None:
-        self._count_seconds()
-        self._indices(iteration)  # here, so that all processes choose from the same pass rates
-        round_ = self._rounds[iteration] = Round()
-
-        def sample() -> list[RolloutGroup]:
-            try:
-                with progress.followed():
-                    progress.tell([round_])
-                    return OnPolicy.next(self, iteration)
-            finally:
                 self._count_seconds()
-                round_.is_over = True
+                self._indices(i)  # here, so that all processes choose from the same pass rates
+                round_ = self._rounds[i] = Round()
+                round_.groups = in_background(partial(self._sample_round, i, round_))
 
-        round_.groups = in_background(sample)
+    def _sample_round(self, iteration: int, round_: Round) -> list[RolloutGroup]:
+        """In a thread of its own."""
+        try:
+            with progress.followed():
+                progress.tell([round_])
+                return OnPolicy.next(self, iteration)
+        finally:
+            self._count_seconds()
+            round_.is_over = True
 
     def _count_seconds(self) -> None:
         """Share the seconds since the last call among the iterations that are being sampled, or count them as idle."""
