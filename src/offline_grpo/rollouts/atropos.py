@@ -412,10 +412,10 @@ class Atropos(Source):
         return True
 
     def _answers(self) -> bool:
-        """Whether something answers at the API's address."""
+        """Whether something answers at the API's address, whatever it says."""
         try:
             self._call("GET", "/info")
-        except EngineError as error:
+        except (EngineError, ValueError) as error:
             return not isinstance(error, Unreachable)
         return True
 
