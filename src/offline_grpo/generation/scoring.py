@@ -91,6 +91,7 @@ class IsolatedTask:
         return self._score(await self._scorers.answer(problem, episode), f"problem {problem.problem_id}")
 
     def _score(self, answer: dict[str, Any], about: str) -> Score:
+        # Without a failure it is a score; else the first of its cause is logged, with what it printed as an error.
         failure = answer.get("failure")
         if failure is None:
             return Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
@@ -159,6 +160,7 @@ class Scorers:
         Raises:
             ScoreError: no worker can make the task, or the process above them has ended.
         """
+        # Workers start one by one, as long as none is free.
         if self._free.empty() and self._num_to_start > 0:
             self._num_to_start -= 1
             self._free.put_nowait(None)

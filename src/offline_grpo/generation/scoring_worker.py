@@ -88,6 +88,7 @@ def main(control_fd: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     for name in setup.preload:
         importlib.import_module(name)
+    # A number with a connection asks for a worker, a number alone ends that one.
     pids: dict[int, int] = {}
     while True:
         try:

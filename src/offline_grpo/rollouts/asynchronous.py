@@ -109,10 +109,12 @@ class Asynchronous(OnPolicy):
         began = time.perf_counter()
         version = self.trainer_version()
         self._next, self._known = iteration, (iteration, version)
+        # 1. However fresh samples are, the weights that draw them must not be too old.
         age = version - self._served
         if age > self.max_staleness:
             about = f"the engine's weights are {age} versions old; push more often"
             raise ConfigError(f"rollouts.max_staleness={self.max_staleness}: {about}")
+        # 2. Wait for the iteration; what has become too old is drawn again.
         sampling_s = 0.0
         while True:
             self._begin_due()
@@ -122,6 +124,7 @@ class Asynchronous(OnPolicy):
             if max(ages, default=0) <= self.max_staleness:
                 break
             self._num_discarded += len(groups)
+        # 3. There is room for another iteration while this one is trained on.
         self._next = iteration + 1
         self._begin_due()
         self._count_seconds()

@@ -62,12 +62,14 @@ class Curriculum:
         Raises:
             ConfigError: most problems of the store are others than these, or it has all of these outside the band.
         """
+        # Where the walk goes on, and what is known: from the checkpoint, or from a record.
         self._position = iteration * self.count
         if state:
             self._position = state["position"]
             self._seen = {name: (right, total, at) for name, (right, total, at) in state["seen"].items()}
         elif self.store is not None:
             self._seen = recorded(self.store)
+        # A record must be of this task, and leave something to train on.
         if self.store is not None:
             own, on_record = {*self._keys}, self._seen.keys()
             known, num_others = len(own & on_record), len(on_record - own)
@@ -84,6 +86,7 @@ class Curriculum:
         others fill up.
         """
         if iteration not in self._choices:
+            # Walk on until enough problems are in the band, or each was looked at once.
             position = max([self._position, *(choice.end for choice in self._choices.values())])
             inside: list[int] = []
             outside: list[int] = []
@@ -94,6 +97,7 @@ class Curriculum:
                 if index not in known:  # else the next pass brings it again
                     known.add(index)
                     (inside if self.keeps(index, iteration) else outside).append(index)
+            # Those outside the band fill up what is missing.
             walked = [*inside, *outside]
             indices = [walked[i % len(walked)] for i in range(self.count)]
             num_outside = sum(i % len(walked) >= len(inside) for i in range(self.count))
