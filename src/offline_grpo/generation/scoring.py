@@ -91,7 +91,7 @@ class IsolatedTask:
         return self._score(await self._scorers.answer(problem, episode), f"problem {problem.problem_id}")
 
     def _score(self, answer: dict[str, Any], about: str) -> Score:
-        # Without a failure it is a score; else the first of its cause is logged, with what it printed as an error.
+        # Without a failure it is a score; else the first of its cause is logged, with its traceback.
         failure = answer.get("failure")
         if failure is None:
             return Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
