@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.task.environment import Agent, Environment
+from offline_grpo.task.agent import Agent
+from offline_grpo.task.environment import Environment
 
 act: Any = None
 """An agent, which a test puts here."""

@@ -23,7 +23,6 @@ logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
 MOVED = {
     "offline_grpo.generation.vllm_client.VllmClient": "offline_grpo.engine.vllm.VllmEngine",
     "offline_grpo.generation.sglang_client.SglangClient": "offline_grpo.engine.sglang.SglangEngine",
-    "offline_grpo.task.agent.Agent": "offline_grpo.task.environment.Agent",
 }
 """Former paths, which the configuration of a resumed run may name."""
 

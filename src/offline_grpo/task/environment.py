@@ -1,6 +1,4 @@
-"""Programs of the user's own that the policy plays with in turns: an environment is a class whose methods are tools, an
-agent is any function that talks to the policy as a client of OpenAI's API does.
-"""
+"""Environments of the user's own: a class whose methods are tools, played in turns."""
 
 from __future__ import annotations
 
@@ -227,30 +225,6 @@ class Environment(ToolEpisodes, EpisodeTask):
         if name in OWN or name not in self._methods:
             raise ValueError(f"Tool {name} not found.")
         return awaited(getattr(world, name)(**arguments))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Agent(EpisodeTask):
-    """Episodes of a function `solve(row, base_url, api_key)`, sync or async, that returns the reward, see
-    `reward_parts`.
-    """
-
-    agent: str
-
-    has_address: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self._function
-
-    @cached_property
-    def _function(self) -> Any:
-        return imported(self.agent, "task.agent", "function")
-
-    def play(self, problem: Problem, chat: Chat) -> Score:
-        seed_globally(chat.seed)
-        reward = awaited(self._function(row=dict(problem.fields), base_url=chat.base_url, api_key=chat.api_key))
-        return total(reward_parts(reward, "episode", f"task.agent={self.agent}"), self.correct_threshold)
 
 
 def _reward(world: Any, method: str, part: str) -> dict[str, float]:
