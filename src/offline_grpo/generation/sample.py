@@ -31,9 +31,6 @@ def sample_groups(
     Args:
         draws: problems, each with the seed of its first completion (see `SamplingRequest`).
         on_scored: called with the seconds from the last completion to the last score.
-
-    Raises:
-        ScoreError: a completion could not be scored.
     """
     played = [index for index, (problem, _) in enumerate(draws) if problem.rules is not None]
     if played:

@@ -323,9 +323,6 @@ class ClusterScorers:
     Args:
         address, ray_init: see `connect`.
         setup: of the processes on each machine.
-
-    Raises:
-        ConfigError: Ray is not installed, no cluster answers, or none of its machines has CPU cores.
     """
 
     def __init__(self, address: str, ray_init: Mapping[str, Any], setup: Setup) -> None:

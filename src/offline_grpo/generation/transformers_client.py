@@ -114,10 +114,6 @@ class TransformersClient(LocalEngine):
     def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
         """See `RolloutClient.generate`. All requests that are there are taken at once; prompts of like length are
         decoded together.
-
-        Raises:
-            ConfigError: an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
-            EngineError: the model's logits were not finite.
         """
         coming, num_before, is_over = iter(requests), 0, False
         while not is_over:

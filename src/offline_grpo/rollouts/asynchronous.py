@@ -100,12 +100,7 @@ class Asynchronous(OnPolicy):
         self._begin_due()
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """Waits for the iteration's groups.
-
-        Raises:
-            ConfigError: the engine's weights are too old, however fresh the samples.
-            Exception: whatever ended the sampling of this iteration or of a later one.
-        """
+        """Waits for the iteration's groups."""
         began = time.perf_counter()
         version = self.trainer_version()
         self._next, self._known = iteration, (iteration, version)

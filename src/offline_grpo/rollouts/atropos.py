@@ -167,13 +167,7 @@ class Atropos(Source):
         require(not config.train.mask_truncated, "train.mask_truncated", True, fix)
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Register, and poll, which lets environments register; start what the run is to start.
-
-        Raises:
-            ConfigError: another trainer owns the API, or it is no Atropos API.
-            EngineError: it does not answer within `connect_timeout_s`.
-            GrpoError: `run-api` keeps ending.
-        """
+        """Register, and poll, which lets environments register; start what the run is to start."""
         if self.rank != 0:
             return
         if self.client.is_local:
@@ -215,13 +209,7 @@ class Atropos(Source):
             self._environment.start()
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """Waits for groups as long as it takes.
-
-        Raises:
-            EngineDied: the engine that environments ask has ended.
-            EngineError: the API stayed away for `restart_timeout_s`.
-            ConfigError: another trainer has taken the API over, or no batch can be made of groups of this size.
-        """
+        """Waits for groups as long as it takes."""
         if self.rank != 0:
             return []
         self._found = defaultdict(float, {QUEUE: self._found[QUEUE]})

@@ -57,11 +57,7 @@ class Curriculum:
     metrics: Metrics = field(default_factory=dict, init=False)
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Continue from what `state_dict` returned, which has the pass rates of the store too.
-
-        Raises:
-            ConfigError: most problems of the store are others than these, or it has all of these outside the band.
-        """
+        """Continue from what `state_dict` returned, which has the pass rates of the store too."""
         # Where the walk goes on, and what is known: from the checkpoint, or from a record.
         self._position = iteration * self.count
         if state:

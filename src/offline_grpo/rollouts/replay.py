@@ -122,11 +122,7 @@ class Replay(Source):
         return []
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Reads every file once, so that a damaged one does not end the run later.
-
-        Raises:
-            ConfigError: a file is damaged; nothing is left to train on; or the store has changed since the checkpoint.
-        """
+        """Reads every file once, so that a damaged one does not end the run later."""
         shards = _shards(self.path)
         own = (self.run_folder / FOLDER).resolve()
         is_own = any(shard.path.resolve().parent == own for shard in shards)

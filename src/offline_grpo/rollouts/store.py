@@ -116,9 +116,6 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
         path: a run folder, its `rollouts/`, a file of it, or a folder of `datasets`.
         key: the setting that named it, for messages.
         phase, iteration: only files of "train" or "eval", only of this iteration. Folders of `datasets` may hold more.
-
-    Raises:
-        ConfigError: there is no store, or nothing of what was asked for.
     """
     if path.is_file() or (path / DATASET).is_file():
         return [Shard(path)]
