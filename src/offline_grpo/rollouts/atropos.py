@@ -300,7 +300,7 @@ class Atropos(Source):
         """Ask for a batch. Returns whether there was one, even if the API lost it."""
         self._found[POLLS] += 1
         try:
-            answer = self._call("GET", "/batch", timeout_s=BATCH_TIMEOUT_S)
+            answer = from_json(self._call("GET", "/batch", timeout_s=BATCH_TIMEOUT_S))
         except Unreachable:
             raise
         except EngineError as error:
@@ -331,7 +331,7 @@ class Atropos(Source):
         raise EngineError(f"{self.url}: it does not keep a registration")
 
     def _owner(self) -> Owner:
-        group, info = self._call("GET", "/wandb_info")["group"], self._call("GET", "/info")
+        group, info = from_json(self._call("GET", "/wandb_info"))["group"], from_json(self._call("GET", "/info"))
         return Owner(group, info["batch_size"], info["max_token_len"])
 
     def _foreign(self, owner: Owner) -> ConfigError:
@@ -349,7 +349,7 @@ class Atropos(Source):
 
     def _status(self) -> int:
         """How many batches the API has formed since it was started. Notes how many groups are in its queue."""
-        found = self._call("GET", "/status")
+        found = from_json(self._call("GET", "/status"))
         self._found[QUEUE] = found["queue_size"]
         return found["current_step"]
 
@@ -378,7 +378,7 @@ class Atropos(Source):
         # Groups that never add up to a batch would be waited for without end.
         waited_s = time.monotonic() - self._began_s
         is_stuck = waited_s > STUCK_S and queue_size
-        size = len(self._call("GET", "/latest_example")["tokens"]) if is_stuck else 0
+        size = len(from_json(self._call("GET", "/latest_example"))["tokens"]) if is_stuck else 0
         if size and self._batch_size % size != 0:
             about = f"the queue of {self.url} has a group of {size} sequences, and no batch of {self._batch_size}"
             fix = "make it a multiple of the environments' group_size, and restart run-api, whose queue keeps the group"
@@ -403,11 +403,11 @@ class Atropos(Source):
         """Whether something answers at the API's address, whatever it says."""
         try:
             self._call("GET", "/info")
-        except (EngineError, ValueError) as error:
+        except EngineError as error:
             return not isinstance(error, Unreachable)
         return True
 
-    def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> Any:
+    def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> bytes:
         """The API's answer. Raises Unreachable, or EngineError for a status other than 200."""
         where = f"{self.url}{path}"
         try:
@@ -418,7 +418,7 @@ class Atropos(Source):
             raise Unreachable(f"{where}: status {answer.status_code} from a proxy; is run-api running behind it?")
         if answer.status_code != 200:
             raise EngineError(f"{where}: status {answer.status_code}: {answer.text[:300]}")
-        return from_json(answer.content)
+        return answer.content
 
 
 @dataclass
