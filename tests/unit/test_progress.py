@@ -1,6 +1,5 @@
 """What is said about progress reaches the listeners of the run, and what a start consists of is measured."""
 
-import logging
 import re
 import time
 from typing import Any
@@ -107,12 +106,3 @@ def test_the_line_of_a_start_tells_what_a_server_was_waited_for(clock: Clock) ->
         passes("start server", 0.2)
         [line] = progress.describe_start()
         assert line.endswith("load model 4.0, start server 0.2"), "nobody waited"
-
-
-def test_a_long_step_says_when_it_is_done(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
-    with caplog.at_level(logging.INFO), progress.followed():
-        with progress.step("load model", "loading the model A"):
-            clock.pass_by(1.1)
-        with progress.step("load data", "loading the data"):
-            clock.pass_by(0.9)
-    assert caplog.messages == ["loading the model A", "load model: done after 1.1 s", "loading the data"]

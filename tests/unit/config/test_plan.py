@@ -6,7 +6,7 @@ import os
 
 import pytest
 from factories import compose_config
-from recorded import write_store
+from run_folders import write_store
 
 from offline_grpo.config.checks import idle_overrides
 from offline_grpo.config.compose import typed

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 import yaml
-from checkpoints import make_checkpoint, state_of
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from run_folders import make_checkpoint, state_of
 
 from offline_grpo.config.compose import quoted
 from offline_grpo.errors import ConfigError

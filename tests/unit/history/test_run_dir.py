@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints import config_of, make_checkpoint, state_of
+from run_folders import config_of, make_checkpoint, state_of
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.history import folder as run_dir

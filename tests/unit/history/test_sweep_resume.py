@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from checkpoints import config_of, make_checkpoint, state_of
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from run_folders import config_of, make_checkpoint, state_of
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.history import resume, sweeps

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from players import PROBLEMS, on_policy
+from dialogues import PROBLEMS, on_policy
 
 from offline_grpo.rollouts.curriculum import problem_key
 from offline_grpo.rollouts.on_policy import OnPolicy, overlong_penalty
