@@ -16,7 +16,7 @@ import offline_grpo.model.tiny
 import offline_grpo.report.plots
 import offline_grpo.report.summary
 import offline_grpo.rollouts.on_policy
-import offline_grpo.rollouts.store.rows
+import offline_grpo.rollouts.rows
 import offline_grpo.run
 import offline_grpo.task.arithmetic  # noqa: F401
 

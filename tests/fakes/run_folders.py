@@ -20,9 +20,9 @@ from offline_grpo.config.compose import as_plain, typed
 from offline_grpo.config.problems import source_node
 from offline_grpo.disk import utf8
 from offline_grpo.interfaces import Source
+from offline_grpo.rollouts.recorder import Origin, Recorder
 from offline_grpo.rollouts.replay import Replay
-from offline_grpo.rollouts.store.recorder import Origin, Recorder
-from offline_grpo.rollouts.store.rows import parquet, table_of
+from offline_grpo.rollouts.rows import parquet, table_of
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
 

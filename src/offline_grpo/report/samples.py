@@ -16,7 +16,7 @@ from offline_grpo.report.history import History
 
 if TYPE_CHECKING:
     from offline_grpo.report.runs import Configuration, Run
-    from offline_grpo.rollouts.store.reader import Shard
+    from offline_grpo.rollouts.store import Shard
 
 MAX_SAMPLES, MAX_CHARS, MIN_CHARS = 300, 8000, 400
 MAX_EVALUATIONS, MAX_PROBLEMS = 100, 200
@@ -29,7 +29,7 @@ FACTS = ("problem_id", "answer", "reward", "is_correct", "advantage", "finish_re
 
 def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The best and the worst completion of some groups of some iterations, evenly over the runs and their length."""
-    from offline_grpo.rollouts.store.rows import group_rows, groups_of  # pyarrow
+    from offline_grpo.rollouts.rows import group_rows, groups_of  # pyarrow
 
     budget = max(MAX_SAMPLES // len(runs), 4)
     num_groups = 4 if budget >= 100 else 1
@@ -71,7 +71,7 @@ def highest_reward(folder: Path) -> float | None:
 
 
 def _shards_of(folder: Path, phase: str) -> list[Shard]:
-    from offline_grpo.rollouts.store.reader import shards_of  # pyarrow
+    from offline_grpo.rollouts.store import shards_of  # pyarrow
 
     try:
         return shards_of(folder / "rollouts", key="RUN", phase=phase)

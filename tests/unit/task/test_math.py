@@ -64,5 +64,5 @@ def test_an_answer_that_takes_for_ever_costs_one_reward(task, config, tmp_path):
     texts = [tower, r"\boxed{10^{10^{10}}!}", r"\boxed{36}"]
     with ExitStack() as stack:
         safe = isolated(task, config, tmp_path, stack)
-        scores = [judgement.result() for judgement in [Judgement(safe, Problem("p", (), "36"), text) for text in texts]]
+        scores = Judgement(safe, Problem("p", (), "36"), texts).scores()
     assert [score.is_correct for score in scores] == [False, False, True]
