@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offline_grpo.disk import utf8, write_whole
+from offline_grpo.disk import significant, utf8, write_whole
 from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
@@ -102,20 +102,15 @@ def record(
         "prompt": None if problem is None else [dict(message) for message in problem.messages],
         "answer": None if problem is None else problem.answer,
         "completion": rollout.text,
-        "reward": _rounded(score.reward) if score.is_scored else None,
-        "parts": {name: _rounded(value) for name, value in score.parts.items()},
+        "reward": significant(score.reward, 6) if score.is_scored else None,
+        "parts": {name: significant(value, 6) for name, value in score.parts.items()},
         "failure": score.failure,
-        "advantage": None if advantage is None else _rounded(advantage),
+        "advantage": None if advantage is None else significant(advantage, 6),
         "is_correct": score.is_correct,
         "finish_reason": rollout.finish_reason,
         "num_tokens": rollout.num_sampled,
         "version": next(compress(rollout.versions, rollout.is_sampled), -1),
     }
-
-
-def _rounded(value: float) -> float:
-    """0.33, where the sum of 0.3 and 0.03 is 0.33000000000000007."""
-    return float(f"{value:.6g}")
 
 
 def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | None) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, set
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
-from offline_grpo.report.run_files import WITHOUT_EFFECT
+from offline_grpo.report.runs import WITHOUT_EFFECT
 from offline_grpo.rollouts.store.recorder import Origin, Recorder, architecture_hash, tokenizer_hash
 from offline_grpo.seeding import derive_seed
 from offline_grpo.start import prompts, serving
