@@ -33,7 +33,7 @@ from offline_grpo.eval.statistics import PairedResult, compare
 from offline_grpo.history.folder import LOCAL
 from offline_grpo.history.resume import search_path
 from offline_grpo.interfaces import RolloutClient, Task
-from offline_grpo.logger.first_look import FirstLook
+from offline_grpo.logger.samples import FirstLook
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import generation_config_of, read_model_config
 from offline_grpo.model.text import TokenizerCodec

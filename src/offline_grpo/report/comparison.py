@@ -36,7 +36,7 @@ MEASURES: Mapping[str, tuple[str, str, Callable[[Run, Benchmark], float | None]]
     "seconds": ("seconds in all", ",.1f", lambda _, cost: cost.total_s()),
     "start_s": ("start, s", ",.1f", lambda run, _: run.start_seconds().get("")),
     "num_syncs": ("syncs", ",.0f", lambda _, cost: cost.num_syncs),
-    "seconds_per_sync": ("seconds per sync", ",.3f", lambda _, cost: cost.total_s("sync") / max(cost.num_syncs, 1)),
+    "seconds_per_sync": ("seconds per sync", ",.3f", lambda _, cost: cost.sync_s()),
     "sync_s": ("syncs in all, s", ",.2f", lambda _, cost: cost.total_s("sync")),
     "data_wait_s_per_step": ("data wait per step, s", ",.2f", lambda _, cost: cost.step_s("generate")),
     "data_wait_s": ("data wait in all, s", ",.1f", lambda _, cost: cost.total_s("generate")),

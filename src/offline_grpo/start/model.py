@@ -20,7 +20,7 @@ from offline_grpo.config.problems import records, source_node
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.interfaces import Source
-from offline_grpo.logger.first_look import FirstLook
+from offline_grpo.logger.samples import FirstLook
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model import load
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
