@@ -3,6 +3,7 @@ words."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter, defaultdict
@@ -58,6 +59,11 @@ def asked(prompt: str, system_prompt: str | None) -> tuple[Message, ...]:
     """The user's message, after the system message if there is one."""
     system: tuple[Message, ...] = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
     return (*system, {"role": "user", "content": prompt})
+
+
+def hash_frac(text: str) -> float:
+    """A number in [0, 1) that depends only on the text; it is the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
 
 
 @dataclass(frozen=True)
