@@ -39,9 +39,8 @@ class Trend:
 
 
 def find(run: Run) -> list[Finding]:
-    """All findings, the most serious first."""
-    found = list(_failures(run))
-    return found + list(_trends(run)) if len(run.train) >= LEAST_ITERATIONS else found
+    """All findings, the most serious first; what needs a trend only in runs that are long enough."""
+    return [*_failures(run), *(_trends(run) if len(run.train) >= LEAST_ITERATIONS else ())]
 
 
 def shared(found: Mapping[str, Sequence[Finding]]) -> list[tuple[Finding, list[str]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -47,31 +48,23 @@ class Figure:
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
     """All figures of these runs, those of the picture first."""
-    reward = Figure("learning", "Training reward", "reward", {"train/reward_mean": "mean ± std"}, from_zero=False)
-    return [_held_out(runs), reward, _reward_parts(runs), *_OF_EVERY_RUN]
-
-
-def _held_out(runs: Sequence[Run]) -> Figure:
-    """Of a mixture of tasks, pass@1 alone, with that of each task."""
+    # Held-out pass@k; of a mixture of tasks pass@1 alone, with that of each task.
     tasks = sorted({task for run in runs for task in run.tasks()})[: len(COLORS) - 1]
     ks = sorted({k for run in runs for k in run.eval_ks()})[: 1 if tasks else len(COLORS)]
-    measured = "pass@k" if len(ks) != 1 else f"pass@{ks[0]}"
-    title = "Held-out pass@1 of all and of each task" if tasks else f"Held-out {measured} with 95% interval"
+    title = f"Held-out {'pass@k' if len(ks) != 1 else f'pass@{ks[0]}'} with 95% interval"
     curves = {f"eval/pass@{k}": f"pass@{k}" for k in ks}
     curves |= {f"eval/task/{task}/pass@1": short(task, MAX_NAME) for task in tasks}
-    return Figure("learning", title, "share of problems", curves, from_zero=False)
-
-
-def _reward_parts(runs: Sequence[Run]) -> Figure:
-    """The largest ones."""
+    title = "Held-out pass@1 of all and of each task" if tasks else title
+    held_out = Figure("learning", title, "share of problems", curves, from_zero=False)
+    # The reward, and its largest parts.
+    reward = Figure("learning", "Training reward", "reward", {"train/reward_mean": "mean ± std"}, from_zero=False)
     keys = {key for run in runs for key in run.keys("train") if key.startswith("reward/")}
     size = {key: max(abs(run.series(f"train/{key}").values).max(initial=0) for run in runs) for key in keys}
-    largest = sorted(keys, key=lambda key: (-size[key], key))[: len(COLORS)]
-    names = {f"train/{key}": key.removeprefix("reward/") for key in largest}
-    names = {
-        key: name if len(name) <= MAX_NAME else short(name.rpartition("/")[2], MAX_NAME) for key, name in names.items()
-    }
-    return Figure("learning", "Parts of the reward", "reward", names)
+    parts = {}
+    for key in sorted(keys, key=lambda key: (-size[key], key))[: len(COLORS)]:
+        name = key.removeprefix("reward/")
+        parts[f"train/{key}"] = name if len(name) <= MAX_NAME else short(name.rpartition("/")[2], MAX_NAME)
+    return [held_out, reward, Figure("learning", "Parts of the reward", "reward", parts), *_OF_EVERY_RUN]
 
 
 def _one(section: str, title: str, unit: str, metric: str, color: str = BLUE) -> Figure:
@@ -180,7 +173,35 @@ def _draw(axes: Axes, run: Run, figure: Figure) -> None:
     axes.set_xlabel("completed iterations", fontsize=9, color=TEXT)
     axes.set_title(figure.title, fontsize=11.5, loc="left", fontweight="bold", pad=10 + 14 * rows)
     axes.set_ylabel(f"{figure.unit}, running mean" if is_long else figure.unit, fontsize=9, color=TEXT)
-    (_stack if figure.stacked else _curves)(axes, run, figure)
+    steps, bottom = np.array(list(run.train), dtype=np.float64), np.zeros(len(run.train))
+    parts = run.parts(metric.removeprefix("train/") for metric in figure.curves) if figure.stacked else {}
+    for (metric, name), color in zip(figure.curves.items(), figure.colors, strict=False):
+        how: dict[str, Any] = {"color": color, "label": name}
+        # Parts of a whole: bars, or areas of running means where there are many iterations.
+        if figure.stacked:
+            if (values := parts.get(metric.removeprefix("train/"))) is None:
+                continue
+            top = bottom + smooth(values)
+            if is_long:
+                axes.fill_between(steps, bottom, top, linewidth=0, **how)
+            else:
+                axes.bar(steps, values, width=0.8, bottom=bottom, **how)
+            bottom = top
+            continue
+        # A curve: few points have markers; many are a pale line under their running mean.
+        series, of_task = run.series(metric), metric.startswith("eval/task/")
+        kind = "--" if of_task else "-"
+        if len(series) >= LONG_RUN:
+            axes.plot(series.steps, series.values, color=color, linewidth=0.7, alpha=0.3)
+            axes.plot(series.steps, smooth(series.values), kind, linewidth=2, **how)
+        elif len(series):
+            axes.plot(series.steps, series.values, kind, linewidth=1.8, marker="o", markersize=3.5, **how)
+        # Its band, with bars at the points of evaluations, and where there is one point.
+        if len(series) and not of_task and (bounds := run.bounds(metric)):
+            low, high = map(smooth, bounds)
+            axes.fill_between(series.steps, low, high, color=color, alpha=0.15, linewidth=0)
+            if len(series) == 1 or metric.startswith("eval/"):
+                axes.vlines(series.steps, low, high, color=color, alpha=0.4, linewidth=1)
     # A panel without data says so, and needs no scale.
     if not axes.has_data():
         axes.text(0.5, 0.5, "not recorded", color=GREY, fontsize=10, transform=axes.transAxes, ha="center", va="center")
@@ -196,51 +217,7 @@ def _draw(axes: Axes, run: Run, figure: Figure) -> None:
     axes.yaxis.set_major_formatter(PERCENT if is_share else SMALL_NUMBER if figure.unit == "learning rate" else NUMBER)
     # The legend stands between title and plot, if a curve has a name.
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(0.0, 1.0),
-            ncols=NAMES_PER_ROW if rows > 1 else 4,
-            frameon=False,
-            fontsize=8.5,
-            labelcolor=TEXT,
-            borderpad=0.2,
-            borderaxespad=0.1,
-            columnspacing=0.9,
-            handlelength=1.2,
-            handletextpad=0.4,
-        )
-
-
-def _curves(axes: Axes, run: Run, figure: Figure) -> None:
-    """Lines with their bands."""
-    for (metric, name), color in zip(figure.curves.items(), figure.colors, strict=False):
-        series, of_task = run.series(metric), metric.startswith("eval/task/")
-        kind = "--" if of_task else "-"
-        # Few points have markers; many are a pale line under their running mean.
-        if len(series) >= LONG_RUN:
-            axes.plot(series.steps, series.values, color=color, linewidth=0.7, alpha=0.3)
-            axes.plot(series.steps, smooth(series.values), kind, color=color, label=name, linewidth=2)
-        elif len(series):
-            how = {"linewidth": 1.8, "marker": "o", "markersize": 3.5}
-            axes.plot(series.steps, series.values, kind, color=color, label=name, **how)
-        # A band, with bars at the points of evaluations, and where there is one point.
-        if len(series) and not of_task and (bounds := run.bounds(metric)):
-            low, high = map(smooth, bounds)
-            axes.fill_between(series.steps, low, high, color=color, alpha=0.15, linewidth=0)
-            if len(series) == 1 or metric.startswith("eval/"):
-                axes.vlines(series.steps, low, high, color=color, alpha=0.4, linewidth=1)
-
-
-def _stack(axes: Axes, run: Run, figure: Figure) -> None:
-    """Bars, or areas of running means where there are many iterations."""
-    steps = np.array(list(run.train), dtype=np.float64)
-    parts, bottom = run.parts(metric.removeprefix("train/") for metric in figure.curves), np.zeros_like(steps)
-    for (metric, name), color in zip(figure.curves.items(), figure.colors, strict=True):
-        if (values := parts.get(metric.removeprefix("train/"))) is None:
-            continue
-        top = bottom + smooth(values)
-        if len(steps) >= LONG_RUN:
-            axes.fill_between(steps, bottom, top, color=color, linewidth=0, label=name)
-        else:
-            axes.bar(steps, values, width=0.8, bottom=bottom, color=color, label=name)
-        bottom = top
+        gaps = {"borderpad": 0.2, "borderaxespad": 0.1, "columnspacing": 0.9, "handlelength": 1.2, "handletextpad": 0.4}
+        place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0)}
+        num_columns = NAMES_PER_ROW if rows > 1 else 4
+        axes.legend(ncols=num_columns, frameon=False, fontsize=8.5, labelcolor=TEXT, **place, **gaps)
