@@ -10,7 +10,6 @@ from math import inf, isfinite
 from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.reward.functions import GIVEN, Rewards, load_rewards
 from offline_grpo.task.answers import (
     is_answer,
     is_same_latex,
@@ -20,6 +19,7 @@ from offline_grpo.task.answers import (
     reference_answer,
 )
 from offline_grpo.task.problems import HALF, is_whole
+from offline_grpo.task.rewards import GIVEN, Rewards, load_rewards
 from offline_grpo.task.rows import Row, RowTask, messages_or_text, shown, text_field, tools_of
 from offline_grpo.types import Message, Problem, Score
 
