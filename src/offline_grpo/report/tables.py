@@ -203,11 +203,13 @@ def evaluation_lines(
     for keys in (shown[i : i + 2] for i in range(0, len(shown), 2)):
         rows = []
         for name in sets:
+            label = name  # once, above its models
             for letter in models:
                 found = metrics.get((letter, name), {})
                 cells = [with_interval(found.get(k), (found.get(f"{k}_low"), found.get(f"{k}_high"))) for k in keys]
                 if any(cells):
-                    rows.append([name, f"{found['tasks']:.0f}", letter, *cells])
+                    rows.append([label, f"{found['tasks']:.0f}", letter, *cells])
+                    label = ""
         say(console, [""])
         Table(["set", "problems", "model", *(f"{key} [95%]" for key in keys)], rows).print(console)
     lines, first = [], next(iter(models))
@@ -224,4 +226,4 @@ def evaluation_lines(
             lines.append(f"{letter} on {name}: {share:.0%} of the completions were cut; raise eval.max_new_tokens")
     how: dict[str, Any] = {"subsequent_indent": "    ", "break_on_hyphens": False}
     say(console, [part for line in lines for part in wrap(line, 80, **how) or [""]])
-    return text.getvalue().splitlines()
+    return [line.rstrip() for line in text.getvalue().splitlines()]
