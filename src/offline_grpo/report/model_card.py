@@ -37,8 +37,6 @@ def model_card(
 
     Args:
         state: `trainer/state.json` of the checkpoint; None for a model that no run of ours trained.
-        run: None where its metrics are not there.
-        base: the model that training started from.
         versions: packages, such as "torch 2.9".
         picture: name of a file with the run's curves, beside the card.
     """

@@ -44,11 +44,7 @@ MAX_POINTS, MAX_POINTS_IN_ALL = 300, 6000  # of a curve, and of the curves of a 
 
 
 def save_page(paths: Sequence[Path], out: Path) -> Path:
-    """Write the page about runs, and about the runs of sweeps, to `out` and return that.
-
-    Raises:
-        ConfigError: a path has no run.
-    """
+    """Write the page about runs, and about the runs of sweeps, to `out` and return that."""
     # A template, the three parts of the page's program, the library that draws, and all that they show as JSON.
     title = "/".join(Path(os.path.commonpath([path.resolve() for path in paths])).parts[-2:])
     assets = files("offline_grpo.report") / "assets"

@@ -229,11 +229,7 @@ def load_run(folder: Path, name: str = "") -> Run:
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """Runs, and the runs of sweeps, named by their place below a folder of all.
-
-    Raises:
-        ConfigError: a path has no run.
-    """
+    """Runs, and the runs of sweeps, named by their place below a folder of all. Raises ConfigError for other paths."""
     found: list[Path] = []
     for path in paths:
         inside = [file.parent.parent for file in path.rglob(".hydra/overrides.yaml")]

@@ -61,17 +61,13 @@ def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
                     sample = record(group, rollout, advantages[row], decode)
                     facts = {name: sample[name] for name in FACTS} | {"run": run.name}
                     facts |= {"iteration": table["iteration"][row].as_py() + 1}
-                    found.append(facts | {"rendered": _shortened(sample["rendered"])})
-    return found
-
-
-def _shortened(rendered: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The two ends of each text that is long; the many of a long episode are together as long as a few."""
-    longest, found = max(MAX_CHARS // len(rendered), MIN_CHARS), []
-    for who, text in rendered:
-        half, left_out = longest // 2, len(text) - longest
-        short = text if left_out <= 0 else f"{text[:half]} … {left_out:,} letters left out … {text[-half:]}"
-        found.append((who, short))
+                    # The two ends of each text that is long; the many of a long episode are together as long as a few.
+                    longest, texts = max(MAX_CHARS // len(sample["rendered"]), MIN_CHARS), []
+                    for who, text in sample["rendered"]:
+                        half, left_out = longest // 2, len(text) - longest
+                        ends = f"{text[:half]} … {left_out:,} letters left out … {text[-half:]}"
+                        texts.append((who, text if left_out <= 0 else ends))
+                    found.append(facts | {"rendered": texts})
     return found
 
 

@@ -17,14 +17,8 @@ NUMBERS = ("pass@1", "pass@1_low", "pass@1_high", "best_pass@1", "reward_mean", 
 
 
 def print_sweep(folders: Sequence[Path], console: Console, out: Path | None = None) -> None:
-    """Print the table of all configurations, best first, and write their page; of one folder, save tables beside its
-    runs.
-
-    Args:
-        out: of the page; default: `report.html` in the folder, of several in the working directory.
-
-    Raises:
-        ConfigError: there is no run.
+    """Print the table of all configurations, and write their page to `out` (default: `report.html` in the folder, of
+    several in the working directory); of one folder, save tables beside its runs.
     """
     runs = load_runs(folders)
     found = configurations(runs)
