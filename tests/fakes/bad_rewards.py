@@ -17,7 +17,7 @@ class Task:
     """Scores with one function, by import path."""
 
     def __init__(self, path):
-        from offline_grpo.reward.functions import load_rewards
+        from offline_grpo.task.rewards import load_rewards
 
         self.rewards = load_rewards(path, 1.0)
 
@@ -39,7 +39,7 @@ class OfGroups:
         return Score(1.0, True, {"own": 1.0})
 
     def score_group(self, problem, texts):
-        from offline_grpo.reward.functions import load_rewards
+        from offline_grpo.task.rewards import load_rewards
 
         path = "bad_rewards:group_later" if problem.problem_id == "later" else "bad_rewards:group"
         return load_rewards(path, 1.0, "task.group_reward").score_group(problem, texts)

@@ -198,7 +198,7 @@ def make_settings(folder: Path, *, iterations: int, seed: int, loss: str) -> Non
 
 
 def _group(text: str, number: int, scores: list[tuple[float, bool]]) -> RolloutGroup:
-    problem = Problem(f"{text[:200]} {number}", ({"role": "user", "content": f"2+2= {utf8(text)}"},), "4")
+    problem = Problem(f"{text[:200]} {number}", ({"role": "user", "content": f"2+2= {utf8(text)} {number}"},), "4")
     rollouts = [
         Rollout.of_one_turn(
             (1, 2), make_completion((3,)), temperature=1.0, text=f"{text} {number}", score=Score(reward, is_correct, {})

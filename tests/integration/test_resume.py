@@ -10,7 +10,7 @@ import pytest
 from runs import SMALL, Kill, Mishaps, metrics_of, printed, run_command, run_in_child, weights_of
 
 from offline_grpo.checkpoint.files import latest_checkpoint
-from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.runs import read_yaml
 
 SMALL = (*SMALL, Mishaps.override)
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from runs import (
 
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run import train
-from offline_grpo.task.instructions import follows
+from offline_grpo.task.ifeval import follows
 
 BRIEF = (
     *("num_threads=1", "train.iterations=2", "data.problems_per_iteration=4", "data.rollouts_per_problem=4"),

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from offline_grpo import hub
 from offline_grpo.config.compose import key_of
 from offline_grpo.errors import require
-from offline_grpo.eval.pass_at_k import metric_names
+from offline_grpo.eval.statistics import metric_names
 from offline_grpo.interfaces import TaskFacts
 from offline_grpo.train.advantage.distill import Distill, is_url
 from offline_grpo.train.optimizer import AdamW

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -196,21 +196,18 @@ class Dialogue:
 
 def transcript(messages: Sequence[Message]) -> str:
     """A conversation for people, from the policy's side."""
-    return "\n".join(line for line, _, _ in spoken(messages))
-
-
-def spoken(messages: Sequence[Message]) -> Iterator[tuple[str, bool, bool]]:
-    """What was said, each with whether the policy said it, and whether it only thought it."""
+    lines = []
     for message in messages:
         if message["role"] != "assistant":
-            yield f"[{message['role']}] {message.get('content') or ''}", False, False
+            lines.append(f"[{message['role']}] {message.get('content') or ''}")
             continue
         if thinking := message.get("reasoning_content"):
-            yield f"<think>\n{thinking}\n</think>", True, True
+            lines.append(f"<think>\n{thinking}\n</think>")
         if message.get("content"):
-            yield message["content"], True, False
+            lines.append(message["content"])
         for call in (call["function"] for call in message.get("tool_calls") or ()):
-            yield f"-> {call['name']}({json.dumps(call.get('arguments'), ensure_ascii=False)})", True, False
+            lines.append(f"-> {call['name']}({json.dumps(call.get('arguments'), ensure_ascii=False)})")
+    return "\n".join(lines)
 
 
 def _canonical(message: Message) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, ScoreError, reason_of, require
 from offline_grpo.interfaces import Chat
-from offline_grpo.reward.functions import imported, reward_parts, total
+from offline_grpo.task.rewards import imported, reward_parts, total
 from offline_grpo.task.rows import Row, RowTask, messages_or_text
 from offline_grpo.types import Call, Message, Problem, Rules, Schema, Score
 

@@ -51,7 +51,9 @@ class Mixture:
         lengths = {name: len(problems) for name, problems in self._problems[split].items()}
         if split is Split.EVAL:
             return LazyProblems(self._eval_problem, range(min(sum(lengths.values()), MANY)))
-        last = max(self._last(name, length) for name, length in lengths.items())
+        # It ends with the last problem of the task that takes longest.
+        places = {name: divmod(length - 1, self._counts[name]) for name, length in lengths.items()}
+        last = max(period * PERIOD + self._order.index((name, before)) for name, (period, before) in places.items())
         return LazyProblems(self._train_problem, range(min(1 + last, MANY)))
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
@@ -97,11 +99,6 @@ class Mixture:
     @cached_property
     def _counts(self) -> Mapping[str, int]:
         return Counter(name for name, _ in self._order)
-
-    def _last(self, name: str, length: int) -> int:
-        """The position of the last problem of a task that has so many."""
-        period, before = divmod(length - 1, self._counts[name])
-        return period * PERIOD + self._order.index((name, before))
 
     def _train_problem(self, position: int) -> Problem:
         period, offset = divmod(position, PERIOD)

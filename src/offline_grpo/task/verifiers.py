@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, ScoreError, require
 from offline_grpo.interfaces import Chat
-from offline_grpo.reward.functions import total
 from offline_grpo.task.environment import Episodes, seed_globally
+from offline_grpo.task.rewards import total
 from offline_grpo.task.rows import hold_out
 from offline_grpo.types import Message, Problem, Score, Split
 

@@ -8,7 +8,7 @@ import pytest
 
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.judging import Judgement
-from offline_grpo.reward.functions import load_rewards
+from offline_grpo.task.rewards import load_rewards
 from offline_grpo.types import Problem, Score
 
 MINE = """
