@@ -43,8 +43,8 @@ import numpy as np
 from common import Target, parser_of, write_result
 
 from offline_grpo.engine.http import choose_port
-from offline_grpo.eval.intervals import mean_interval, t_975
-from offline_grpo.report.history import load_history
+from offline_grpo.eval.statistics import mean_interval, t_975
+from offline_grpo.report.runs import load_run
 
 ROOT = Path(__file__).parents[1]
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
@@ -335,8 +335,8 @@ def curve_of(folder: Path) -> dict[str, Any] | None:
     """
     if (path := folder / "curve.json").is_file():
         return json.loads(path.read_text())
-    history = load_history(folder / "run")
-    held_out, seconds = history.series("eval", "pass@1"), history.series("train", "time/iteration_s").values
+    history = load_run(folder / "run")
+    held_out, seconds = history.series("eval/pass@1"), history.series("train/time/iteration_s").values
     eval_s = [metrics.get("time/eval_s", 0.0) for metrics in history.train.values()]
     if not len(held_out):
         return None
@@ -344,7 +344,7 @@ def curve_of(folder: Path) -> dict[str, Any] | None:
     tens = {
         key: [float(values[i : i + 10].mean()) for i in range(0, len(values), 10)]
         for key in SERIES
-        if len(values := history.series("train", key).values)
+        if len(values := history.series(f"train/{key}").values)
     }
     return {
         "steps": held_out.steps.tolist(),

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.task.instructions import follows
+from offline_grpo.task.ifeval import follows
 
 NUM_TRAIN, NUM_TEST = 3000, 256
 ARITHMETIC = {"sums": ("chain_sum", 2), "longer_sums": ("chain_sum", 3), "products": ("products", 2)}

@@ -24,9 +24,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from offline_grpo.eval.intervals import FloatArray, mean_interval
-from offline_grpo.report.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
-from offline_grpo.report.plots import AXIS, PERCENT, TEXT
+from offline_grpo.eval.statistics import FloatArray, mean_interval
+from offline_grpo.report.plots import AXIS, BLUE, GREEN, GREY, ORANGE, PERCENT, PURPLE, RED, TEXT
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h100"

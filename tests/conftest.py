@@ -58,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # One test needs two threads. They sleep while they wait for each other: spinning, they would take both cores from
     # the other tests.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    # Ray gives its processes the lowest priority but a few: beside other tests they would wait for minutes.
+    os.environ.update(RAY_worker_niceness="0")
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # a shell does that to what it starts with `&`, and programs would inherit it

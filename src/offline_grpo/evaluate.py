@@ -80,9 +80,9 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
 
     from offline_grpo.checkpoint.pretrained import find_model
     from offline_grpo.commands.evaluation import Results, engine_spec, evaluate, evaluation_sets, saved_overrides
-    from offline_grpo.eval.table import comparison_lines, results_table, truncation_lines
     from offline_grpo.history.folder import discard_fresh
     from offline_grpo.redaction import redacted
+    from offline_grpo.report.tables import evaluation_lines
 
     disable_progress_bar()
     models = {letter: find_model(name, trust_remote_code=trust) for letter, name in names.items()}
@@ -109,12 +109,10 @@ def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Conso
         discard_fresh(out)  # if no problem was asked
         lines: list[str] = []
         if results.metrics:
-            lines = results_table(named, results.metrics, {each.name: each.config.eval.ks for each in sets})
-            if compared := comparison_lines("A", results.comparisons):
-                lines += ["", *compared]
-            if run_folder is not None and sets[0].config.eval.do_sample:
-                lines.append("drawn with other seeds than in the run's evaluation, so the numbers differ a bit")
-            lines += truncation_lines(results.metrics)
+            has_other_seeds = run_folder is not None and sets[0].config.eval.do_sample
+            note = ["drawn with other seeds than in the run's evaluation, so the numbers differ a bit"]
+            ks = {each.name: each.config.eval.ks for each in sets}
+            lines = evaluation_lines(named, results.metrics, ks, results.comparisons, note * has_other_seeds)
         if out.exists():
             end = "" if results.is_complete else " (not complete: the problems that were judged are there)"
             print("\n".join([*lines, "", f"files  {out}{end}"]))

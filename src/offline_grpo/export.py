@@ -43,8 +43,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from offline_grpo.checkpoint.pretrained import export_model, find_model, push_to_hub
-    from offline_grpo.report.history import load_history
     from offline_grpo.report.model_card import model_card
+    from offline_grpo.report.runs import load_run
 
     disable_progress_bar()
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     card = model_card(
         options.out.resolve().name,
         state=None if source.state is None else asdict(source.state),
-        history=load_history(source.run_folder) if source.run_folder is not None else None,
+        run=load_run(source.run_folder) if source.run_folder is not None else None,
         base=(source.adapter and source.weights) or model.get("train_id") or model.get("gguf_file"),
         is_adapter=source.adapter is not None and not merge,
         versions=[f"{name} {version(name)}" for name in PACKAGES],

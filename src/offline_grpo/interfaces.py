@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from offline_grpo.types import (
@@ -36,13 +37,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems with answers that a program can check.
-
-    Its class may say `scores_safely = True`: `score` is short code that cannot hang or raise, and is called in the
-    run's process instead of in one that can be killed (`scoring` in conf/). `worker_imports` names modules that are
-    imported once for all those processes. `is_ordered = True` says that the order of its training problems matters,
-    which `data.shuffle` would destroy. `rewards_groups = True`: it also has `score_group(problem, texts)`, sync or
-    async, which returns a Score for each completion of a group; its parts and rewards are added to those of `score`.
+    """Problems with answers that a program can check. Its class may say more, see `TaskFacts`.
 
     It may have one method more, which plays the problems that have `rules`, in turns, where `score` would run:
 
@@ -56,6 +51,40 @@ class Task(Protocol):
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """Judge an answer's text (`TokenizerCodec.judged`). Pure, maybe async; should not raise whatever it gets."""
         ...
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """What the class of a task says of it, by attributes of these names. Those that it lacks have these defaults."""
+
+    scores_safely: bool = False
+    """`score` is short code that cannot hang or raise: it is called in the run's process instead of in one that can be
+    killed (`scoring` in conf/)."""
+    worker_imports: tuple[str, ...] = ()
+    """Modules that are imported once for all those processes."""
+    is_ordered: bool = False
+    """The order of its training problems matters, which `data.shuffle` would destroy."""
+    rewards_groups: bool = False
+    """It also has `score_group(problem, texts)`, sync or async, which returns a Score for each completion of a group;
+    its parts and rewards are added to those of `score`."""
+    plays: bool = False
+    """It has `play`."""
+
+    @classmethod
+    def of(cls, task: Task) -> TaskFacts:
+        """A mixture says what its tasks say."""
+        tasks = getattr(task, "tasks", None)
+        if not isinstance(tasks, Mapping) or not all(isinstance(each, Task) for each in tasks.values()):
+            said = {each.name: getattr(task, each.name, each.default) for each in fields(cls)}
+            return cls(**said | {"plays": hasattr(task, "play")})
+        all_facts = [cls.of(each) for each in tasks.values()]
+        return cls(
+            scores_safely=all(facts.scores_safely for facts in all_facts),
+            worker_imports=tuple(sorted({name for facts in all_facts for name in facts.worker_imports})),
+            is_ordered=any(facts.is_ordered for facts in all_facts),
+            rewards_groups=any(facts.rewards_groups for facts in all_facts),
+            plays=any(facts.plays for facts in all_facts),
+        )
 
 
 class Chat(Protocol):
@@ -112,8 +141,12 @@ class Source(Protocol):
 
     needs_problems: ClassVar[bool] = True
     """Whether it trains on problems of the task; if not, none are made and its constructor cannot ask for them."""
+    samples: ClassVar[bool] = False
+    """Whether it samples completions of those problems from the run's engine, and nothing else."""
     samples_ahead: ClassVar[bool] = False
-    """Whether it samples from the run's engine while the trainer trains, and between any two calls."""
+    """Whether it does so while the trainer trains, and between any two calls."""
+    has_environments: ClassVar[bool] = False
+    """Whether others sample for it, by the address of the run's server, and say one reward of each rollout."""
 
     @staticmethod
     def check(config: Any) -> None:

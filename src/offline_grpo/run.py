@@ -255,17 +255,16 @@ def shortage_in_a_line(folder: RunDir) -> Iterator[None]:
 def report(folder: RunDir) -> float | None:
     """Draw report.png and print the summary from the recorded metrics. Returns the last pass@1."""
     from offline_grpo.logger import output_console
-    from offline_grpo.report.history import load_history
     from offline_grpo.report.plots import save_report
-    from offline_grpo.report.summary import print_summary
+    from offline_grpo.report.runs import load_run
+    from offline_grpo.report.tables import print_summary
 
-    history = load_history(folder.path)
-    if not history.train:
+    run = load_run(folder.path)
+    if not run.train:
         log.warning("no metrics were recorded (logger=json was left out), so there is no report")
         return None
-    save_report(history)
+    save_report(run)
     text = StringIO()
-    print_summary(history, Console(file=text, width=output_console().width))
+    print_summary(run, Console(file=text, width=output_console().width))
     log.info("%s", text.getvalue().rstrip("\n"))
-    pass_at_1 = history.series("eval", "pass@1").values
-    return float(pass_at_1[-1]) if len(pass_at_1) else None
+    return run.pass_at_1

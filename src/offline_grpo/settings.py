@@ -15,10 +15,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from offline_grpo.errors import require
+
+if TYPE_CHECKING:
+    from offline_grpo.interfaces import Source
 
 
 def check_url(key: str, url: str | None) -> None:
@@ -366,6 +370,11 @@ class RunConfig:
         is_good = not self.placement.score_on_cluster or self.scoring.workers > 0
         fix = "placement.score_on_cluster=true needs processes that score; set 1 or more, for each machine"
         require(is_good, "scoring.workers", self.scoring.workers, fix)
+
+    @property
+    def source(self) -> type[Source]:
+        """The class of the group `rollouts`, which says what that source can."""
+        return resolve_name(self.rollouts["_target_"])
 
     @property
     def planned_updates(self) -> int:

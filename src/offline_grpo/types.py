@@ -38,12 +38,9 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-FAILURES = ("timeout", "memory", "crashed", "raised", "none")
-"""What can happen to code that judges a completion, in a process of its own; "none": it gave no reward."""
 LOGPROB_ROUNDING = 1e-3
 """How far above 0 an engine may round a logprob, in nats."""
 TASK_MARK = "::"  # in ids of a mixture's problems, between the name of the task and the problem's id there
-
 
 Schema = Mapping[str, Any]  # of a tool, as `transformers.utils.get_json_schema` writes it
 
@@ -148,7 +145,8 @@ class Score:
     reward: float  # NaN: it could not be scored
     is_correct: bool
     parts: Mapping[str, float]  # the weighted terms that `reward` is the sum of
-    failure: str | None = None  # why it could not be scored: one of FAILURES, and what happened after a colon
+    failure: str | None = None
+    """Why it has no reward: timeout, memory, crashed, raised, and after a colon what happened; or none: it got none."""
     measured: Mapping[str, float] = field(default_factory=dict)  # other numbers, whose means are metrics
 
     @classmethod

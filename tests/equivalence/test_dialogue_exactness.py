@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from offline_grpo.errors import ConfigError, RequestError
 from offline_grpo.generation.dialogue import Ask, Dialogue
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, table_of
+from offline_grpo.rollouts.rows import group_rows, groups_of, parquet, table_of
 from offline_grpo.types import (
     Completion,
     FinishReason,

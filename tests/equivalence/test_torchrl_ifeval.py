@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import offline_grpo.task
-from offline_grpo.task.instructions import CHECKS, follows
+from offline_grpo.task.ifeval import CHECKS, follows
 
 pytestmark = pytest.mark.slow  # importing torchrl.envs takes 10 to 20 s
 

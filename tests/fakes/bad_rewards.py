@@ -17,7 +17,7 @@ class Task:
     """Scores with one function, by import path."""
 
     def __init__(self, path):
-        from offline_grpo.reward.functions import load_rewards
+        from offline_grpo.task.rewards import load_rewards
 
         self.rewards = load_rewards(path, 1.0)
 
@@ -39,7 +39,7 @@ class OfGroups:
         return Score(1.0, True, {"own": 1.0})
 
     def score_group(self, problem, texts):
-        from offline_grpo.reward.functions import load_rewards
+        from offline_grpo.task.rewards import load_rewards
 
         path = "bad_rewards:group_later" if problem.problem_id == "later" else "bad_rewards:group"
         return load_rewards(path, 1.0, "task.group_reward").score_group(problem, texts)
@@ -74,7 +74,7 @@ def isolated(path, printed=None, **settings):
 
 def in_workers(make, printed=None, **settings):
     """What `make` returns, in workers."""
-    from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
+    from offline_grpo.generation.scoring import IsolatedTask, Scorers
 
     settings = scoring_config(**settings)
     return IsolatedTask(make(), Scorers(setup_of(make, settings, printed)), settings)
@@ -82,8 +82,7 @@ def in_workers(make, printed=None, **settings):
 
 def on_cluster(address, path, **settings):
     """A task that this function scores, on the machines of a Ray cluster."""
-    from offline_grpo.generation.scoring.cluster import ClusterScorers
-    from offline_grpo.generation.scoring.pool import IsolatedTask
+    from offline_grpo.generation.scoring import ClusterScorers, IsolatedTask
 
     settings = scoring_config(**{"workers": 2, "timeout_s": 5.0} | settings)
     setup = setup_of(partial(Task, path), settings)
@@ -99,7 +98,7 @@ def scoring_config(**settings):
 
 
 def setup_of(make, settings, printed=None):
-    from offline_grpo.generation.scoring.worker import Setup
+    from offline_grpo.generation.scoring_worker import Setup
 
     return Setup(pickle.dumps(make), (), settings.workers, settings.timeout_s, settings.memory_mib * 2**20, printed)
 
@@ -109,7 +108,7 @@ def judge(task, kind):
     from offline_grpo.generation.judging import Judgement
     from offline_grpo.types import Problem
 
-    return Judgement(task, Problem(f"p-{kind}", ({"role": "user", "content": "?"},), kind), "a text")
+    return Judgement(task, Problem(f"p-{kind}", ({"role": "user", "content": "?"},), kind), ["a text"])
 
 
 def misbehaves(answer, completion):

@@ -22,11 +22,12 @@ from transformers import AddedToken, GenerationConfig, LlamaConfig, LlamaForCaus
 
 from offline_grpo.engine.streaming import Streaming
 from offline_grpo.generation.sample import sample_in_order
-from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
+from offline_grpo.generation.scoring import IsolatedTask, Scorers
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.task.environment import EpisodeTask
 from offline_grpo.task.rows import Row
+from offline_grpo.train.advantage import GroupStd
 from offline_grpo.types import (
     Completion,
     CompletionStream,
@@ -263,3 +264,26 @@ def sampled(client: Any, task: Any, problems: Sequence[Problem], **settings: Any
 def isolated(make: Callable[[], Any], printed: Path | None = None, **settings: Any) -> IsolatedTask:
     config = scoring_config(**{"workers": 6, "episodes": 6, "timeout_s": 2.0, **settings})
     return IsolatedTask(make(), Scorers(setup_of(make, config, printed)), config, 6)
+
+
+class Digits:
+    """A codec of one prompt, whose texts are the token ids."""
+
+    def encode(self, messages: Any, tools: Any = ()) -> list[int]:
+        return [1]
+
+    def judged(self, token_ids: Sequence[int], sampling: Any) -> str:
+        return "".join(map(str, token_ids))
+
+
+PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": str(i)},), str(i)) for i in range(40)]
+
+
+def on_policy(**changes: Any) -> dict[str, Any]:
+    """What `OnPolicy` is made of, for groups of `PROBLEMS`."""
+    off = dict.fromkeys(("pass_rate", "pass_rate_from", "soft_overlong_tokens"))
+    off |= dict.fromkeys(("resample_zero_signal", "penalize_length_if_solved"), False)
+    sizes = {"problems_per_iteration": 8, "group_size": 4, "max_resamples": 3, "pass_rate_decay": 0.5}
+    parts = {"problems": PROBLEMS, "codec": Digits(), "sampling": SamplingParams(8), "advantage": GroupStd()}
+    where = {"shuffle": True, "seed": 5, "on_failure": "exclude", "rank": 0, "world_size": 1}
+    return {**off, **sizes, **parts, **where, **changes}

@@ -14,9 +14,9 @@ import offline_grpo.logger.console
 import offline_grpo.logger.json_logger
 import offline_grpo.model.tiny
 import offline_grpo.report.plots
-import offline_grpo.report.summary
+import offline_grpo.report.tables
 import offline_grpo.rollouts.on_policy
-import offline_grpo.rollouts.store.rows
+import offline_grpo.rollouts.rows
 import offline_grpo.run
 import offline_grpo.task.arithmetic  # noqa: F401
 

@@ -20,9 +20,9 @@ from offline_grpo.config.compose import as_plain, typed
 from offline_grpo.config.problems import source_node
 from offline_grpo.disk import utf8
 from offline_grpo.interfaces import Source
+from offline_grpo.rollouts.recorder import Origin, Recorder
 from offline_grpo.rollouts.replay import Replay
-from offline_grpo.rollouts.store.recorder import Origin, Recorder
-from offline_grpo.rollouts.store.rows import parquet, table_of
+from offline_grpo.rollouts.rows import parquet, table_of
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score
 
@@ -198,7 +198,7 @@ def make_settings(folder: Path, *, iterations: int, seed: int, loss: str) -> Non
 
 
 def _group(text: str, number: int, scores: list[tuple[float, bool]]) -> RolloutGroup:
-    problem = Problem(f"{text[:200]} {number}", ({"role": "user", "content": f"2+2= {utf8(text)}"},), "4")
+    problem = Problem(f"{text[:200]} {number}", ({"role": "user", "content": f"2+2= {utf8(text)} {number}"},), "4")
     rollouts = [
         Rollout.of_one_turn(
             (1, 2), make_completion((3,)), temperature=1.0, text=f"{text} {number}", score=Score(reward, is_correct, {})

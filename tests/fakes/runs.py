@@ -248,7 +248,7 @@ def printed(output_dir: Path) -> str:
 
 def draw_nothing(history: Any) -> None:
     """In place of `save_report`."""
-    (history.run_dir / "report.png").touch()
+    (history.folder / "report.png").touch()
 
 
 def _leave_out_drawing() -> None:

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from offline_grpo.engine.streaming import in_background
 from offline_grpo.errors import ConfigError
+from offline_grpo.rollouts import atropos
 from offline_grpo.rollouts.atropos import Atropos
-from offline_grpo.rollouts.atropos import source as atropos
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import train
 from offline_grpo.types import RolloutGroup

@@ -19,7 +19,7 @@ from worlds import environment
 
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.sample import sample_in_order
-from offline_grpo.rollouts.store.rows import group_rows, groups_of
+from offline_grpo.rollouts.rows import group_rows, groups_of
 from offline_grpo.task.openenv import OpenEnv
 from offline_grpo.task.rows import Row
 from offline_grpo.task.verifiers import Verifiers

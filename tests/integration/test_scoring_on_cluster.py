@@ -21,13 +21,13 @@ from runs import assert_same, drawn, metrics_of, run, wait_until
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError, ScoreError
-from offline_grpo.generation.scoring.pool import IsolatedTask
+from offline_grpo.generation.scoring import IsolatedTask
 
-HOST = "offline_grpo.generation.scoring.worker"
+HOST = "offline_grpo.generation.scoring_worker"
 
 
 def scored(task: IsolatedTask, kinds: Sequence[str]) -> list[Any]:
-    scores = [judgement.result() for judgement in [bad_rewards.judge(task, kind) for kind in kinds]]
+    scores = [judgement.scores()[0] for judgement in [bad_rewards.judge(task, kind) for kind in kinds]]
     return [score.failure.partition(":")[0] if score.failure else score.reward for score in scores]
 
 
@@ -54,11 +54,11 @@ def test_all_machines_score_also_when_one_is_lost_and_another_joins(
         cluster.remove_node(cluster.machines.pop(), allow_graceful=False)
         wait_until(lambda: any("has gone" in line for line in caplog.messages))
         go.touch()  # not before: until then the lost machine might still answer
-        assert len({each.result().reward for each in under_way}) == 1, "the other one answers all"
+        assert len({each.scores()[0].reward for each in under_way}) == 1, "the other one answers all"
         assert sum("has gone" in line for line in caplog.messages) == 1
         wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == num_nodes - 1)
         cluster.machines.append(cluster.add_node(num_cpus=1))
-        monkeypatch.setattr("offline_grpo.generation.scoring.cluster.LOOK_INTERVAL_S", 0.0)
+        monkeypatch.setattr("offline_grpo.generation.scoring.LOOK_INTERVAL_S", 0.0)
         wait_until(lambda: len(set(scored(task, ["any"] * 24))) == 2)
         for process in hosts():
             if process.pid not in before:
@@ -104,7 +104,7 @@ def test_a_killed_trainer_leaves_nothing_that_scores(cluster: Any) -> None:
         "import bad_rewards\n"
         f"task = bad_rewards.on_cluster({cluster.address!r}, 'bad_rewards:where')\n"
         "judgements = [bad_rewards.judge(task, 'any') for _ in range(24)]\n"
-        "print([judgement.result() for judgement in judgements], flush=True)\n"
+        "print([judgement.scores()[0] for judgement in judgements], flush=True)\n"
         "input()"
     )
     paths = os.pathsep.join(path for path in sys.path if path)

@@ -46,7 +46,7 @@ def test_updates_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_loss_and_several_architectures_on_four_processes(tmp_path: Path) -> None:
-    names = ("gemma3", "qwen3_moe", "gpt2", "opt", "gpt_neox", "mixtral", "olmo2", "qwen3_5")
+    names = ("gemma3", "qwen3_moe", "gpt2", "qwen3_5")
     assert ZOO.keys() >= set(names)
     apart(
         tmp_path,
@@ -86,7 +86,7 @@ def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_parts_are_written_by_all_and_read_by_any_number(cache: str, tmp_path: Path) -> None:
-    """Two write; one and four go on. So do two that were killed when all parts of the next checkpoint were there, and
+    """Two write; one and three go on. So do two that were killed when all parts of the next checkpoint were there, and
     nothing else.
     """
     two = tmp_path / "two"
@@ -102,7 +102,7 @@ def test_parts_are_written_by_all_and_read_by_any_number(cache: str, tmp_path: P
     assert max(sizes) < 1.1 * min(sizes)
     AutoModelForCausalLM.from_pretrained(two / "checkpoints/iter_001")
     whole = ("train.sharding=none", "checkpoint.format=full")
-    for count, changes in ((1, whole), (4, ())):
+    for count, changes in ((1, whole), (3, ())):
         again = tmp_path / f"by_{count}"
         shutil.copytree(two, again)
         shutil.rmtree(again / "checkpoints/iter_001")

@@ -93,10 +93,10 @@ def test_nothing_read_from_files_is_executed() -> None:
     objects.
 
     The processes that score unpickle what the run itself sends them through a pair of sockets
-    (`generation/scoring/worker.py`).
+    (`generation/scoring_worker.py`).
     """
     found = []
-    for path in sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "generation/scoring/worker.py"}):
+    for path in sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "generation/scoring_worker.py"}):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 called, keywords = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}

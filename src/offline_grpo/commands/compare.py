@@ -23,6 +23,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from offline_grpo.config import compose as conf
+from offline_grpo.config.build import resolve
 from offline_grpo.config.compose import key_of, quoted, readable
 from offline_grpo.disk import require_new
 from offline_grpo.engine.http import choose_port
@@ -200,7 +201,7 @@ def _command(name: str, asked: Comparison, out: Path) -> list[str]:
     words += [f"train.iterations={asked.steps}", f"weight_sync={name}"]
     words += [f"weight_sync.interval={asked.restart_interval}"] if name in ("restart", "lora_restart") else []
     config = conf.typed(conf.composed(words))
-    if "url" in config.rollouts:
+    if resolve(config.rollouts, "rollouts").has_environments:
         words.append(f"rollouts.url=http://127.0.0.1:{choose_port('127.0.0.1', None, key='rollouts.url')}")
     return [sys.executable, "-m", "offline_grpo", *words, f"hydra.run.dir={quoted(out / name)}"]
 

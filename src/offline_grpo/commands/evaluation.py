@@ -27,18 +27,17 @@ from offline_grpo.config.problems import build_task, held_out_problems, isolated
 from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.inside_vllm.offline_grpo_weights import fingerprints, sums
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.eval.paired import PairedResult, compare
-from offline_grpo.eval.records import recording
+from offline_grpo.eval.evaluator import PassAtKEvaluator, recording
+from offline_grpo.eval.statistics import PairedResult, compare
 from offline_grpo.history.folder import LOCAL
 from offline_grpo.history.resume import search_path
 from offline_grpo.interfaces import RolloutClient, Task
-from offline_grpo.logger.first_look import FirstLook
+from offline_grpo.logger.samples import FirstLook
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import generation_config_of, read_model_config
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.redaction import flat
-from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.runs import read_yaml
 from offline_grpo.settings import RunConfig
 from offline_grpo.start.prompts import check_episodes, codec_of, without_long
 from offline_grpo.train.metrics import score_metrics

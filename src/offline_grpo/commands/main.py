@@ -61,10 +61,10 @@ def _run(cfg: DictConfig, folder: Path) -> float | None:
         sweeps.check_folder(folder)
     own, typed = resume.own_configuration(cfg, folder)
     if is_sweep and own.resume == "auto" and sweeps.is_finished(folder, compose.as_plain(own)):
-        from offline_grpo.report.runs import read_run
+        from offline_grpo.report.runs import load_run
 
         print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
-        return read_run(folder, folder.name).final_pass_at_1
+        return load_run(folder).pass_at_1
     from offline_grpo.history import ray_trainers
 
     if ray_trainers.is_wanted(own.placement):

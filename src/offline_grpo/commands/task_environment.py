@@ -31,12 +31,12 @@ from offline_grpo.config.problems import (
     build_task,
     held_out_problems,
     isolated,
-    plays,
     train_problems,
     without_held_out,
 )
 from offline_grpo.errors import require
-from offline_grpo.generation.judging import judging, scores_of
+from offline_grpo.generation.judging import Judgement
+from offline_grpo.interfaces import TaskFacts
 from offline_grpo.model.load import generation_config_of
 from offline_grpo.model.text import use_template
 from offline_grpo.rollouts.on_policy import permutation
@@ -121,10 +121,12 @@ class TaskEnvironment(BaseEnv):
         names = ("include_stop_str_in_output", "skip_special_tokens")
         how = {name: run.generation[name] for name in names if name in run.generation}
         self._sampling = SamplingParams(self.config.max_token_length, stop=tuple(self.config.stop), **how)
+        # Scores are computed in processes of their own, as in a run.
         task = build_task(run.task)
         fix = "is played in turns, and an Atropos environment asks once; train on it without rollouts=atropos"
-        require(not plays(task), "task", run.task["_target_"], fix)
+        require(not TaskFacts.of(task).plays, "task", run.task["_target_"], fix)
         self._task = isolated(task, run, None, ExitStack())  # its processes end with this one
+        # The problems are those of a run with these settings, without those that it evaluates on.
         held_out = held_out_problems(self._task, run)
         train = without_held_out(train_problems(self._task, run), self._task, held_out)
         self._held_out = without_long(held_out, self._codec, run.data, "held-out")
@@ -159,6 +161,7 @@ class TaskEnvironment(BaseEnv):
 
     async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup | None, list[Any]]:
         """One group. None if the prompt leaves no room below the trainer's limit."""
+        # Ask, score, and keep the scores for W&B.
         prompt_ids, outputs, logprobs = await self._ask(item, self.config.group_size, self.config.temperature, "train")
         if not outputs:
             return None, []
@@ -215,8 +218,7 @@ class TaskEnvironment(BaseEnv):
 
     async def _judge(self, problem: Problem, outputs: Sequence[Sequence[int]]) -> list[Score]:
         texts = [self._codec.judged(token_ids, self._sampling) for token_ids in outputs]
-        judgements = list(judging(self._task, problem, texts))
-        return await asyncio.to_thread(scores_of, judgements, len(texts))
+        return await asyncio.to_thread(Judgement(self._task, problem, texts).scores)
 
 
 @cache

@@ -10,7 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from offline_grpo import hub
 from offline_grpo.config.compose import key_of
 from offline_grpo.errors import require
-from offline_grpo.eval.pass_at_k import metric_names
+from offline_grpo.eval.statistics import metric_names
+from offline_grpo.interfaces import TaskFacts
 from offline_grpo.train.advantage.distill import Distill, is_url
 from offline_grpo.train.optimizer import AdamW
 
@@ -103,7 +104,7 @@ def _check_quantization(plan: Plan) -> None:
 
 def _check_cluster(plan: Plan) -> None:
     placement, sync = plan.config.placement, plan.weight_sync
-    is_safe = getattr(plan.data.task, "scores_safely", False)
+    is_safe = TaskFacts.of(plan.data.task).scores_safely
     fix = "this task's scores are computed in the run's process, as they cannot misbehave; leave it at false"
     require(not (placement.score_on_cluster and is_safe), "placement.score_on_cluster", "true", fix)
     if placement.address is None or plan.engine.launcher is None:
@@ -114,7 +115,7 @@ def _check_cluster(plan: Plan) -> None:
     fix = f"weight_sync={sync.name} needs a server on the trainer's GPU; use nccl, reload, or with LoRA lora_hotswap"
     require(sync.requires.placement != "same", "placement.address", placement.address, fix)
     fix = "rollouts=atropos gives its environments one address, and a server may move; use placement=default"
-    require(plan.config.rollouts.get("url") is None, "placement.address", placement.address, fix)
+    require(not plan.config.source.has_environments, "placement.address", placement.address, fix)
 
 
 def _check_sharding(plan: Plan) -> None:

@@ -18,7 +18,7 @@ from offline_grpo.errors import require
 from offline_grpo.interfaces import Advantage, Layout, Loss, LossHead, OptimizerFactory, RunListener
 from offline_grpo.logger.profiler import Profiler
 from offline_grpo.model.gguf import find_gguf
-from offline_grpo.settings import RunConfig, check_url
+from offline_grpo.settings import RunConfig
 from offline_grpo.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ def make_plan(config: RunConfig) -> Plan:
     sampling, client_node = _split_generation(config.generation)
     eval_sampling = evaluation_sampling(config)
     check_urls("generation.base_url", client_node.get("base_url"))
-    check_url("rollouts.url", config.rollouts.get("url"))
     listeners(config, Path())  # their constructors refuse bad settings
     data = task_data(config)
     for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):

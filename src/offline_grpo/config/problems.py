@@ -12,9 +12,9 @@ from typing import Any
 
 from offline_grpo.config.build import build, check_settings, resolve
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.interfaces import Task
+from offline_grpo.interfaces import Task, TaskFacts
 from offline_grpo.settings import RunConfig
-from offline_grpo.task.mixture import Mixture, of_task
+from offline_grpo.task.mixture import of_task
 from offline_grpo.task.problems import MANY, NearDuplicate, near_duplicates, prompt_key
 from offline_grpo.types import Problem, RolloutGroup, Split
 
@@ -78,7 +78,7 @@ def task_data(config: RunConfig) -> TaskData:
     if not source.needs_problems:
         return TaskData(task, None, held_out, recorded=source.recorded(config))
     fix = "this task's problems are in an order that matters (task.levels); set data.shuffle=false"
-    require(not (config.data.shuffle and getattr(task, "is_ordered", False)), "data.shuffle", "true", fix)
+    require(not (config.data.shuffle and TaskFacts.of(task).is_ordered), "data.shuffle", "true", fix)
     train = train_problems(task, config)
     kept = without_held_out(train, task, held_out) if config.eval.enabled else train
     return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept))
@@ -153,11 +153,6 @@ def without_held_out(train: Sequence[Problem], task: Task, held_out: Sequence[Pr
     return train if len(kept) == len(train) else kept
 
 
-def plays(task: Task) -> bool:
-    """Whether some of its problems are played in turns."""
-    return any(map(plays, task.tasks.values())) if isinstance(task, Mixture) else hasattr(task, "play")
-
-
 def isolated(
     task: Task,
     config: RunConfig,
@@ -174,24 +169,24 @@ def isolated(
         num_processes: that share the workers, each with at least one.
         on_cluster: on each machine of the Ray cluster.
     """
-    settings = config.scoring
-    if settings.workers == 0 or getattr(task, "scores_safely", False):
+    settings, facts = config.scoring, TaskFacts.of(task)
+    if settings.workers == 0 or facts.scores_safely:
         return task
-    from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
-    from offline_grpo.generation.scoring.worker import Setup
+    from offline_grpo.generation.scoring import IsolatedTask, Scorers
+    from offline_grpo.generation.scoring_worker import Setup
 
-    num_live = -(-settings.episodes // num_processes) if plays(task) else 0
+    num_live = -(-settings.episodes // num_processes) if facts.plays else 0
     num_workers = max(num_live, -(-settings.workers // num_processes))
     setup = Setup(
         make_task=pickle.dumps(partial(build_task, config.task)),
-        preload=(build_task.__module__, *getattr(task, "worker_imports", ())),
+        preload=(build_task.__module__, *facts.worker_imports),
         num_workers=num_workers,
         timeout_s=settings.timeout_s,
         memory_bytes=settings.memory_mib * 2**20,
         printed=None if folder is None else folder.absolute() / "scoring.log",
     )
     if on_cluster:
-        from offline_grpo.generation.scoring.cluster import ClusterScorers
+        from offline_grpo.generation.scoring import ClusterScorers
 
         fix = "episodes are played on this machine; leave it at false"
         require(not num_live, "placement.score_on_cluster", "true", fix)

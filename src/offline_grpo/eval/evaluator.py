@@ -1,15 +1,19 @@
-"""Samples every held-out problem several times and reports pass@k."""
+"""Samples every held-out problem several times and reports pass@k; `recording` writes a line for every problem."""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from offline_grpo.eval.pass_at_k import ReplicateTable, metrics_with_intervals
+from offline_grpo.disk import significant, utf8, write_whole
+from offline_grpo.eval.statistics import ReplicateTable, metrics_with_intervals
 from offline_grpo.generation.sample import sample_groups
 from offline_grpo.interfaces import RolloutClient, Task
 from offline_grpo.model.text import TokenizerCodec
@@ -20,7 +24,7 @@ from offline_grpo.types import FinishReason, Metrics, Problem, Rollout, RolloutG
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtKEvaluator:
-    """Draws `replicates` completions of each problem and averages (see `pass_at_k.py` for the metrics); of a mixture,
+    """Draws `replicates` completions of each problem and averages (see `statistics.py` for the metrics); of a mixture,
     also task by task. A completion that could not be scored is wrong, with a reward of 0.
 
     The seed of a completion depends on `seed_base`, cycle, problem and replicate alone, so the metrics are the same
@@ -69,20 +73,51 @@ class PassAtKEvaluator:
 
     def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
         assert len(groups) == len(self.problems), f"{len(groups)} groups for {len(self.problems)} problems"
-        found = {"": groups} | {f"task/{name}/": own for name, own in by_task(groups).items()}
-        return {
-            f"{place}{name}": value
-            for place, own in found.items()
-            for name, value in metrics_with_intervals(_table(own), self.ks).items()
-        }
+        metrics: dict[str, float] = {}
+        for place, own in ({"": groups} | {f"task/{name}/": own for name, own in by_task(groups).items()}).items():
+            rows = [group.rollouts for group in own]  # N of n
+            table = ReplicateTable(
+                rewards=np.array([[r.score.reward for r in row] for row in rows], dtype=np.float64),
+                is_correct=np.array([[r.score.is_correct for r in row] for row in rows], dtype=np.bool_),
+                is_truncated=np.array([[r.finish_reason is FinishReason.LENGTH for r in row] for row in rows]),
+                num_tokens=np.array([[r.num_sampled for r in row] for row in rows], dtype=np.int64),
+            )
+            found = metrics_with_intervals(table, self.ks)
+            metrics |= {f"{place}{name}": value for name, value in found.items()}
+        return metrics
 
 
-def _table(groups: Sequence[RolloutGroup]) -> ReplicateTable:
-    """N groups of n rollouts as tables [N, n]."""
-    rows = [group.rollouts for group in groups]
-    return ReplicateTable(
-        rewards=np.array([[r.score.reward for r in row] for row in rows], dtype=np.float64),
-        is_correct=np.array([[r.score.is_correct for r in row] for row in rows], dtype=np.bool_),
-        is_truncated=np.array([[r.finish_reason is FinishReason.LENGTH for r in row] for row in rows], dtype=np.bool_),
-        num_tokens=np.array([[r.num_sampled for r in row] for row in rows], dtype=np.int64),
-    )
+@contextmanager
+def recording(path: Path) -> Iterator[Callable[[int, RolloutGroup], None]]:
+    """Yields a function that writes a problem's line of JSON as soon as it is judged: prompt, reference answer, and its
+    replicates in the order in which they were seeded. At the end lines are put in order.
+    """
+    with path.open("w", encoding="utf-8") as file:
+
+        def add(index: int, group: RolloutGroup) -> None:
+            problem = group.problem
+            assert problem is not None
+            line = {
+                "index": index,
+                "problem_id": problem.problem_id,
+                "messages": [dict(message) for message in problem.messages],
+                "answer": problem.answer,
+                "replicates": [
+                    {
+                        "reward": significant(rollout.score.reward, 6),
+                        "is_correct": rollout.score.is_correct,
+                        "parts": {name: significant(value, 6) for name, value in rollout.score.parts.items()},
+                        "num_tokens": rollout.num_sampled,
+                        "finish_reason": rollout.finish_reason,
+                        "text": rollout.text,
+                    }
+                    for rollout in group.rollouts
+                ],
+            }
+            file.write(utf8(json.dumps(line, ensure_ascii=False)) + "\n")
+            file.flush()
+
+        yield add
+    with path.open(encoding="utf-8") as file:  # `str.splitlines` would end lines inside a text too, at U+2028
+        lines = sorted(file, key=lambda line: json.loads(line)["index"])
+    write_whole(path, "".join(lines))

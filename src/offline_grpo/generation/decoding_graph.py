@@ -79,6 +79,7 @@ class _StepGraph:
         self._outputs: Any = None
 
     def __call__(self, **inputs: Any) -> Any:
+        # The second call is recorded; later ones copy their inputs to where the graph reads them.
         if self._is_warm and self._graph is None and has_graphs(self._lm):
             self._record(inputs)
         if self._graph is None:

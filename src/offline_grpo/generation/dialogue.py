@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -96,6 +96,7 @@ class Dialogue:
         Raises:
             RequestError: the model's chat template refuses it, or has no calls of tools.
         """
+        # 1. What a program sends is data: what has another form is refused in a sentence.
         try:
             key = tuple(map(_canonical, messages))
             roles, named = [each["role"] for each in messages], [tool["function"]["name"] for tool in tools]
@@ -105,9 +106,11 @@ class Dialogue:
             raise RequestError(f"messages and tools must be as OpenAI's API has them ({error!r:.80})") from error
         if named and self._chat.fault is not None:
             raise RequestError(self._chat.fault)
+        # 2. The conversation goes on after the reply that it has the most of; without one it begins anew.
         begun = [ask for ask in self._answered if key[: len(ask.key)] == ask.key and len(key) > len(ask.key)]
         begun = [ask for ask in begun if list(ask.tools) == list(tools)]
         parent = max(begun, key=lambda ask: len(ask.key), default=None)
+        # 3. No turn is left, or the text is so long that to encode it would tell nothing.
         rules, path = self._rules, [] if parent is None else parent.path
         new = messages if parent is None else messages[len(parent.key) :]
         num_sampled = 0 if parent is None else parent.num_sampled
@@ -116,6 +119,7 @@ class Dialogue:
         if len(path) >= rules.max_turns or (path and path[-1].reply.is_cut) or length > most * _LONGEST_TOKEN:
             self._hit_limit = True
             return None
+        # 4. Ids so far are kept as they are; only what is new is encoded.
         if parent is None:
             ids = tuple(self._chat.first(messages, tools))
         else:
@@ -125,6 +129,7 @@ class Dialogue:
         if limit < 1 or len(ids) - num_sampled > most:
             self._hit_limit = True
             return None
+        # 5. Equal prompts are drawn with other seeds each time.
         seed = derive_seed(self._seed, hashlib.sha256(np.array(ids).tobytes()).hexdigest(), self._num_asked[ids])
         self._num_asked[ids] += 1
         limit = int(min(limit, max(longest, 1) if longest is not None else limit))
@@ -154,6 +159,7 @@ class Dialogue:
         last = max(reversed(self._answered), key=lambda ask: ask.num_sampled, default=None)
         path = [] if last is None else last.path
         ids = self._first_ids if last is None else last.token_ids
+        # All tokens of the path, of which those of its replies were sampled.
         is_sampled, logprobs, versions = [False] * len(ids), [0.0] * len(ids), [0] * len(ids)
         turns = []
         for ask in path:
@@ -190,21 +196,18 @@ class Dialogue:
 
 def transcript(messages: Sequence[Message]) -> str:
     """A conversation for people, from the policy's side."""
-    return "\n".join(line for line, _, _ in spoken(messages))
-
-
-def spoken(messages: Sequence[Message]) -> Iterator[tuple[str, bool, bool]]:
-    """What was said, each with whether the policy said it, and whether it only thought it."""
+    lines = []
     for message in messages:
         if message["role"] != "assistant":
-            yield f"[{message['role']}] {message.get('content') or ''}", False, False
+            lines.append(f"[{message['role']}] {message.get('content') or ''}")
             continue
         if thinking := message.get("reasoning_content"):
-            yield f"<think>\n{thinking}\n</think>", True, True
+            lines.append(f"<think>\n{thinking}\n</think>")
         if message.get("content"):
-            yield message["content"], True, False
+            lines.append(message["content"])
         for call in (call["function"] for call in message.get("tool_calls") or ()):
-            yield f"-> {call['name']}({json.dumps(call.get('arguments'), ensure_ascii=False)})", True, False
+            lines.append(f"-> {call['name']}({json.dumps(call.get('arguments'), ensure_ascii=False)})")
+    return "\n".join(lines)
 
 
 def _canonical(message: Message) -> tuple[Any, ...]:

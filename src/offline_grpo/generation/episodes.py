@@ -111,9 +111,9 @@ class Episode:
         if self.proxy is not None:
             self.proxy.end(self.api_key)
         self.events.put(self)
-        self._cancel_open()
+        self._cancel_questions()
 
-    def _cancel_open(self) -> None:
+    def _cancel_questions(self) -> None:
         for future in list(self.open):
             future.cancel()
 
@@ -133,7 +133,7 @@ class Episode:
         """End the program, as far as it can be ended."""
         self.is_cancelled = True
         self.score.cancel()
-        self._cancel_open()
+        self._cancel_questions()
 
 
 @dataclass(eq=False)
@@ -163,16 +163,19 @@ def play_groups(
     """As `sample_groups`, for problems with `rules`. As many episodes are live as there is room for
     (`scoring.episodes`).
 
-    A server is asked as requests come. A client that samples in this process gets them once no program works any more,
-    always in the same order: what is sampled together changes no token, but the last bits of logprobs.
+    Two sides meet here. Programs run in threads and processes of their own, and say by `events` what they ask, and that
+    they are over. The client samples, and takes `requests` one by one as it has room; what it answers goes back to the
+    program that asked. A server is asked as questions come. A client that samples in this process gets them once no
+    program works any more, always in the same order: what is sampled together changes no token, but the last bits of
+    logprobs.
     """
     num_live = getattr(task, "num_live", NUM_LIVE)
     said: set[str] = getattr(task, "said", set())  # see `warn_once`
-    waits, num_all = client.is_local, len(draws) * group_size
+    num_all = len(draws) * group_size
     proxy: Proxy | None = None
     events: SimpleQueue[_Question | Episode] = SimpleQueue()  # what programs ask, and episodes that are over
     episodes: list[Episode] = []  # that have begun: the members of the first draw's group, then those of the second's
-    live: set[Episode] = set()
+    live: set[Episode] = set()  # those of them that are not over
     ready: list[_Question] = []  # for the policy
     sent: dict[int, _Question] = {}  # to the policy, by the number of the request
     finished: list[int] = []  # draws whose episodes are all over
@@ -192,15 +195,16 @@ def play_groups(
 
                     proxy = Proxy(codec.chat_template_kwargs, said)
                 dialogue = Dialogue(codec.chat, sampling, problem.rules, codec.encode(problem.messages), seed + j)
-                episode = Episode(problem, derive_seed(seed, "environment"), dialogue, events, len(episodes))
-                episode.proxy = proxy if problem.rules.has_address else None
+                chance = derive_seed(seed, "environment")  # the same for all of a group
+                own_proxy = proxy if problem.rules.has_address else None
+                episode = Episode(problem, chance, dialogue, events, len(episodes), own_proxy)
                 episodes.append(episode)
                 live.add(episode)
                 episode.start(task)
             # 2. What is ready is sampled, unless a program may still add to what is sampled together.
-            is_early = waits and any(episode.num_asked == 0 for episode in live)
+            is_early = client.is_local and any(episode.num_asked == 0 for episode in live)
             if ready and not is_early:
-                if waits:
+                if client.is_local:
                     ready.sort(key=lambda question: question.episode.number)
                 question = ready.pop(0)
                 if question.episode in live:  # else its program has ended
@@ -216,7 +220,7 @@ def play_groups(
                     yield None
                 continue
             if isinstance(event, _Question):
-                # 4. A program asks: what is within its limits is for the policy.
+                # 4. A program asks: what is within its limits is for the policy, and beyond them its reply is empty.
                 try:
                     ask = event.episode.dialogue.ask(event.messages, event.tools, event.longest)
                 except Exception as error:  # whatever a chat template raises at what a program sent
@@ -238,9 +242,19 @@ def play_groups(
                     finished.append(index)
 
     def groups() -> Iterator[tuple[int, RolloutGroup]]:
+        """Those that have finished since the last time."""
         while finished:
             index = finished.pop()
-            yield index, _group(draws[index][0], episodes[index * group_size : (index + 1) * group_size], said)
+            problem, members = draws[index][0], episodes[index * group_size : (index + 1) * group_size]
+            rollouts = [episode.dialogue.rollout(episode.result()) for episode in members]
+            dropped = sum(rollout.score.measured["dropped_tokens"] for rollout in rollouts)
+            share = dropped / max(dropped + sum(rollout.num_sampled for rollout in rollouts), 1)
+            if share > MUCH_DROPPED_FRAC:
+                about = f"problem {problem.problem_id}: {share:.0%} of the tokens that its episodes sampled"
+                why = "because their program rewrote what the policy had said, or asked for several replies"
+                text = f"{about} are not trained on, {why} (measured/dropped_tokens counts them)"
+                warn_once(said, "dropped", text)
+            yield index, RolloutGroup(problem, tuple(rollouts))
 
     progress.report(0, num_all, "episodes")
     try:
@@ -266,15 +280,3 @@ def play_groups(
             episode.cancel()
         if proxy is not None:
             proxy.close()
-
-
-def _group(problem: Problem, episodes: Sequence[Episode], said: set[str]) -> RolloutGroup:
-    """Of episodes that are over. Raises ScoreError as `Episode.result`."""
-    rollouts = [episode.dialogue.rollout(episode.result()) for episode in episodes]
-    dropped = sum(rollout.score.measured["dropped_tokens"] for rollout in rollouts)
-    share = dropped / max(dropped + sum(rollout.num_sampled for rollout in rollouts), 1)
-    if share > MUCH_DROPPED_FRAC:
-        about = f"problem {problem.problem_id}: {share:.0%} of the tokens that its episodes sampled are not trained on"
-        why = "because their program rewrote what the policy had said, or asked for several replies"
-        warn_once(said, "dropped", f"{about}, {why} (measured/dropped_tokens counts them)")
-    return RolloutGroup(problem, tuple(rollouts))

@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import warnings
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +17,7 @@ import numpy as np
 
 from offline_grpo.engine.streaming import made_once
 from offline_grpo.errors import ScoreError, told
-from offline_grpo.interfaces import Task
+from offline_grpo.interfaces import TaskFacts
 from offline_grpo.types import Problem, Score
 
 T = TypeVar("T")
@@ -34,63 +34,64 @@ _SHOWN_CHARS = 200
 
 
 class Judgement:
-    """The score of one completion, or the scores of a group of them together (`Task.score_group`). A task is called at
-    once; if it is async, it is awaited in the background.
-
-    Args:
-        text: see `TokenizerCodec.judged`; of a group several.
+    """The scores of a group's completions: each one's by `Task.score`, and where the task rewards groups, those of all
+    together by `Task.score_group`. The task is called at once; what is async is awaited in the background.
 
     Raises:
-        ScoreError: the task raised. `result` raises it where the score is async, or no score.
+        ScoreError: the task raised. `scores` raises it where the score is async, or no score.
     """
 
-    def __init__(self, task: Any, problem: Problem, text: str | tuple[str, ...]) -> None:
-        self._problem, self._text = problem, text
+    def __init__(self, task: Any, problem: Problem, texts: Sequence[str]) -> None:
+        self._problem = problem
+        self._asked: list[str | tuple[str, ...]] = [*texts]
+        self._asked += [tuple(texts)] if TaskFacts.of(task).rewards_groups else []
+        self.futures: list[Future[Any]] = []
         try:
-            score = task.score(problem, text) if isinstance(text, str) else task.score_group(problem, text)
-        except (Exception, SystemExit) as error:  # whatever code of the user's own raises
-            raise self._named(error) from error
-        self.future: Future[Score | list[Score]]
-        if inspect.isawaitable(score):
-            self.future = asyncio.run_coroutine_threadsafe(_awaited(score), background_loop())
-        else:
-            self.future = Future()
-            self.future.set_result(score)
+            for text in self._asked:
+                try:
+                    score = task.score(problem, text) if isinstance(text, str) else task.score_group(problem, text)
+                except (Exception, SystemExit) as error:  # whatever code of the user's own raises
+                    raise self._named(error, text) from error
+                if inspect.isawaitable(score):
+                    self.futures.append(asyncio.run_coroutine_threadsafe(_awaited(score), background_loop()))
+                else:
+                    self.futures.append(Future())
+                    self.futures[-1].set_result(score)
+        except BaseException:
+            self.cancel()
+            raise
 
-    def result(self) -> Score:
-        """The score of a completion, as soon as it is there."""
-        return self.results()[0]
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self.futures)
 
-    def results(self) -> list[Score]:
-        """The scores of a group, as soon as they are there."""
+    def cancel(self) -> None:
+        for future in self.futures:
+            future.cancel()
+
+    def check(self, future: Future[Any]) -> list[Score]:
+        """What one of `futures` has: the score of a completion, or those of the group."""
         try:
-            found = self.future.result()
+            found = future.result()
             return [checked(each) for each in (found if isinstance(found, list) else [found])]
         except (Exception, SystemExit) as error:
-            raise self._named(error) from error
+            raise self._named(error, self._asked[self.futures.index(future)]) from error
 
-    def _named(self, error: BaseException) -> ScoreError:
-        about = about_completion(self._problem, self._text)
+    def scores(self) -> list[Score]:
+        """One of each completion, as soon as all are there."""
+        pairs = list(zip(self._asked, map(self.check, self.futures), strict=True))
+        scores = [own for text, [own, *_] in pairs if isinstance(text, str)]
+        for text, of_group in pairs:
+            if not isinstance(text, str):
+                scores = [_together(*both) for both in zip(scores, of_group, strict=True)]
+        return scores
+
+    def _named(self, error: BaseException, text: str | tuple[str, ...]) -> ScoreError:
+        about = about_completion(self._problem, text)
         if isinstance(error, ScoreError):
             return ScoreError(f"{error}; {about}")
         fix = "HYDRA_FULL_ERROR=1 shows the traceback"
         return ScoreError(f"a completion cannot be scored, {told(error)}; {about}; {fix}")
-
-
-def judging(task: Task, problem: Problem, texts: Sequence[str]) -> Iterator[Judgement]:
-    """Judge the completions of a group, one by one and then, where the task rewards groups, together."""
-    for text in texts:
-        yield Judgement(task, problem, text)
-    if getattr(task, "rewards_groups", False):
-        yield Judgement(task, problem, tuple(texts))
-
-
-def scores_of(judgements: Sequence[Judgement], count: int) -> list[Score]:
-    """The scores of a group of `count` completions, as soon as all are there. `judgements`: see `judging`."""
-    scores = [judgement.result() for judgement in judgements[:count]]
-    for whole in judgements[count:]:
-        scores = [_together(own, of_group) for own, of_group in zip(scores, whole.results(), strict=True)]
-    return scores
 
 
 def _together(own: Score, of_group: Score) -> Score:
@@ -146,12 +147,12 @@ def background_loop() -> asyncio.AbstractEventLoop:
     """One event loop for the life of the process, because clients that async code makes once belong to the loop that
     they were used in. Threads that begin to score at the same time get the same one."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=_run, args=(loop,), name="scores", daemon=True).start()
+
+    def run() -> None:
+        while True:
+            # of a task that a score has made: asyncio leaves its loop, and all that it awaits
+            with suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+
+    threading.Thread(target=run, name="scores", daemon=True).start()
     return loop
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    while True:
-        # of a task that a score has made: asyncio leaves its loop, and all that it awaits
-        with suppress(SystemExit, KeyboardInterrupt):
-            loop.run_forever()

@@ -129,7 +129,12 @@ class Proxy(web.Server):
         how: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepalive_timeout": IDLE_S}
         super().__init__(self._answer, request_factory=read, loop=self._own_loop, **how)
         self._socket = socket.create_server(("127.0.0.1", 0))
-        Thread(target=self._run, name="proxy", daemon=True).start()
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: self._own_loop) as runner:
+                runner.run(self._serve())
+
+        Thread(target=run, name="proxy", daemon=True).start()
 
     def open(self, ask: Ask) -> tuple[str, str]:
         """The address and the key of an episode, which is asked by `ask` until it is over."""
@@ -140,16 +145,17 @@ class Proxy(web.Server):
     def end(self, key: str) -> None:
         """Close the connections of an episode that is over."""
         del self._asks[key]
+
+        def close() -> None:
+            for connection in [each for each, own in self._keys.items() if own == key]:
+                connection.force_close()
+
         with suppress(RuntimeError):  # all are closed
-            self._own_loop.call_soon_threadsafe(self._close, key)
+            self._own_loop.call_soon_threadsafe(close)
 
     def close(self) -> None:
         """Close all connections, and end the thread."""
         self._own_loop.call_soon_threadsafe(self._is_over.set)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._own_loop) as runner:
-            runner.run(self._serve())
 
     async def _serve(self) -> None:
         server = await self._own_loop.create_server(self, sock=self._socket, backlog=ACCEPTED_AT_ONCE)
@@ -157,10 +163,6 @@ class Proxy(web.Server):
         await self._is_over.wait()
         server.close()
         for connection in self.connections:
-            connection.force_close()
-
-    def _close(self, key: str) -> None:
-        for connection in [each for each, own in self._keys.items() if own == key]:
             connection.force_close()
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
@@ -175,7 +177,7 @@ class Proxy(web.Server):
         self._keys.pop(handler, None)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
-        # Whoever knows no key gets no further.
+        # 1. Whoever knows no key gets no further.
         key, _, place = request.path.strip("/").partition("/v1/")
         if (ask := self._asks.get(key)) is None:
             refusal = _refusal(404, "there is no such episode, or it is over")
@@ -190,38 +192,35 @@ class Proxy(web.Server):
             models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "offline_grpo"}]
             return web.json_response({"object": "list", "data": models})
         try:
+            # 2. All that is heeded has its type.
             async with asyncio.timeout(IDLE_S):
                 body = await request.read()
-            asked = self._read(body)
+            asked = from_json(body)
+            _Request.model_validate(asked)
+            # 3. What must not be ignored is not asked for; other wishes are.
+            for name in asked.keys() & REFUSED.keys():
+                if asked[name] not in (*NOTHING, *self._allowed.get(name, ())):
+                    raise RequestError(f"{name}: {REFUSED[name]}")
+            if wishes := ", ".join(sorted(name for name in asked.keys() - HEEDED if asked[name] is not None)):
+                warn_once(self._said, wishes, f"an agent asks for {wishes:.200} of its own; the run's settings count")
+            # 4. The policy replies, once it is its turn.
             messages = [self._message(message) for message in asked["messages"]]
             tools = [] if asked.get("tool_choice") == "none" else asked.get("tools") or []
             longest = asked.get("max_completion_tokens") or asked.get("max_tokens")
             reply = await asyncio.wrap_future(ask(messages, tools, longest))
         except (TimeoutError, web.RequestPayloadError) as error:
             return _refusal(400, f"the body cannot be read ({type(error).__name__})")
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            return _refusal(400, f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}")
         except RequestError as error:
             return _refusal(400, str(error))
+        except ValueError as error:
+            return _refusal(400, f"the body is not JSON ({error})")
         if not asked.get("stream"):
             return web.json_response(_completion(reply))
         with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         return web.Response(body=_events(_completion(reply), with_usage=with_usage), content_type="text/event-stream")
-
-    def _read(self, body: bytes) -> dict[str, Any]:
-        """A request, if all that is heeded has its type, and nothing is asked for that must not be ignored."""
-        try:
-            asked = from_json(body)
-            _Request.model_validate(asked)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            raise RequestError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from error
-        except ValueError as error:
-            raise RequestError(f"the body is not JSON ({error})") from error
-        for name in asked.keys() & REFUSED.keys():
-            if asked[name] not in (*NOTHING, *self._allowed.get(name, ())):
-                raise RequestError(f"{name}: {REFUSED[name]}")
-        if wishes := ", ".join(sorted(name for name in asked.keys() - HEEDED if asked[name] is not None)):
-            warn_once(self._said, wishes, f"an agent asks for {wishes:.200} of its own; the run's settings count")
-        return asked
 
     def _message(self, message: Mapping[str, Any]) -> Message:
         """As chat templates know it, without fields that say nothing."""

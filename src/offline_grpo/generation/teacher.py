@@ -43,6 +43,7 @@ class TeacherServer:
         """Raise ConfigError for a server whose token ids mean something else, that has no room for sequences of
         `num_tokens`, or that returns no logprobs of prompts; EngineError where nobody answers.
         """
+        # Its words for all token ids say whether it has the same vocabulary.
         ids = list(range(len(tokenizer)))
         fix = "no vLLM server, or it has no tokenizer; start one by python -m offline_grpo.engine.serve TEACHER"
         try:

@@ -2,7 +2,10 @@
 weights.
 
 Rows of one prompt share its prefill, and rows that have ended are dropped from the batch, so the work is that of the
-tokens returned.
+tokens returned. Each row draws from a random stream of its own, and each token comes with its logprob.
+
+Shapes: B rows are a batch, R <= B of them are still being generated; U prompts; N is `max_new_tokens`, V the size of
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,24 +18,46 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from offline_grpo import progress
 from offline_grpo.engine.engine import LocalEngine
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.decoding_graph import graphed_steps, has_graphs, shared_heads, with_fixed_size
-from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.layers import decoder_of, not_compiled
 from offline_grpo.model.load import context_length
 from offline_grpo.model.scoring import eval_mode
 from offline_grpo.model.text import end_ids
-from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest, ServedWeights
+from offline_grpo.types import (
+    Completion,
+    CompletionStream,
+    FinishReason,
+    SamplingParams,
+    SamplingRequest,
+    ServedWeights,
+)
 
+LOW_BITS = 2**64 - 1
 REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Not cuDNN's attention: on an H100 it rounds the same decoding step differently each time from 65 keys on."""
 
@@ -88,10 +113,6 @@ class TransformersClient(LocalEngine):
     def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
         """See `RolloutClient.generate`. All requests that are there are taken at once; prompts of like length are
         decoded together.
-
-        Raises:
-            ConfigError: an empty prompt, or one that with `max_new_tokens` exceeds the model's context.
-            EngineError: the model's logits were not finite.
         """
         coming, num_before, is_over = iter(requests), 0, False
         while not is_over:
@@ -102,89 +123,12 @@ class TransformersClient(LocalEngine):
                 taken.append(request)
             else:
                 is_over = True
-            for index, completions in self._generate(taken, sampling):
+            for index, completions in self._answer(taken, sampling):
                 yield num_before + index, completions
             num_before += len(taken)
 
-    def _generate(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        self._check(requests, sampling)
-        by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
-        rows = [(index, replicate) for index in by_length for replicate in range(requests[index].num_completions)]
-        done: dict[int, list[Completion]] = defaultdict(list)
-        for start in range(0, len(rows), self.batch_size):
-            batch = rows[start : start + self.batch_size]
-            for (index, _), completion in zip(batch, self._complete(requests, batch, sampling), strict=True):
-                done[index].append(completion)
-                if len(done[index]) == requests[index].num_completions:
-                    yield index, done.pop(index)
-
-    def close(self) -> None:
-        """The model is the trainer's."""
-
-    @torch.no_grad()  # not inference_mode: tensors that the model caches while it samples must stay usable in training
-    def _complete(
-        self, requests: Sequence[SamplingRequest], batch: Sequence[tuple[int, int]], sampling: SamplingParams
-    ) -> list[Completion]:
-        """Decode B rows together, each a (request, replicate)."""
-        place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
-        prompts, prompt_of_row = [requests[index].prompt_ids for index in place], [place[index] for index, _ in batch]
-        seeds = [requests[index].seed + replicate for index, replicate in batch]
-        limits = [requests[index].max_new_tokens or sampling.max_new_tokens for index, _ in batch]
-        eos_ids = end_ids(self._lm.generation_config, self.tokenizer)  # before a neutral one takes its place
-        with sampling_state(self._lm), not_compiled(self._lm), sdpa_kernel(REPEATABLE), shared_heads():
-            draws = self._sample(prompts, prompt_of_row, seeds, limits, sampling, eos_ids)
-        if (bad := draws.first_non_finite()) is not None:
-            row, step = bad
-            where = f"token {step} after prompt {batch[row][0]}"
-            raise EngineError(f"logits of {where} are not finite (weights version {self.weights.version})")
-        return draws.completions(self.weights.version)
-
-    def _sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        prompt_of_row: list[int],
-        seeds: list[int],
-        limits: list[int],
-        sampling: SamplingParams,
-        eos_ids: list[int],
-    ) -> Draws:
-        """A batch: completions of U distinct prompts, in B >= U rows, each of at most so many tokens."""
-        lm, longest = self._lm, max(limits)
-        index = torch.tensor(prompt_of_row, device=lm.device)  # [B]
-        token_ids, mask = left_pad(prompts, lm.device)  # [U, P]
-        cache = self._new_cache()
-        if len(prompt_of_row) > len(prompts) and token_ids.shape[1] > 1:
-            position_ids = (mask[:, :-1].cumsum(-1) - 1).clamp(min=0)
-            inputs = {"input_ids": token_ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": position_ids}
-            decoder_of(lm)(**inputs, use_cache=True, **{self._cache_name: cache})  # without logits
-            _keep_rows(cache, index)
-        cache = with_fixed_size(cache, lm, token_ids.shape[1] + longest) if has_graphs(lm) else cache
-        token_ids, mask = token_ids[index], mask[index]  # [B, P]
-        draws = Draws(limits, lm.device)
-        noise = None if sampling.temperature == 0 else uniforms(seeds, longest).to(lm.device)  # [B, N]
-        processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
-        ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
-        while True:
-            if hasattr(lm.base_model, "rope_deltas"):  # Qwen-VL's and its like keep what images did to the rows before
-                lm.base_model.rope_deltas = None
-            config = GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True)
-            with graphed_steps(lm):
-                token_ids = lm.generate(
-                    token_ids,
-                    attention_mask=mask,
-                    **{self._cache_name: cache},
-                    generation_config=config,
-                    logits_processor=processors,
-                    stopping_criteria=ends,
-                    synced_gpus=False,  # of sharded weights this process has all while it samples
-                )  # [R, P + step]
-            kept = draws.keep_unended()  # [R']
-            if len(kept) == 0 or draws.num_steps_left == 0:
-                return draws
-            token_ids, mask = token_ids[kept], pad(mask[kept], (0, token_ids.shape[1] - mask.shape[1]), value=1)
-            _keep_rows(cache, kept)
-
-    def _check(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> None:
+    def _answer(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
+        # 1. What does not fit into the model's context is refused before anything is computed.
         context = context_length(self._lm.config)
         for index, request in enumerate(requests):
             prompt, limit = request.prompt_ids, request.max_new_tokens or sampling.max_new_tokens
@@ -194,6 +138,73 @@ class TransformersClient(LocalEngine):
                 has = f"prompt {index} has {len(prompt)} tokens and the model's context is {context}"
                 fix = f"use {max(context - len(prompt), 0)} or less, or leave out problems with longer prompts"
                 raise ConfigError(f"generation.max_new_tokens={limit}: {has}; {fix}")
+        # 2. Rows are (request, replicate), the short prompts first; a batch may have parts of several requests.
+        by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
+        rows = [(index, replicate) for index in by_length for replicate in range(requests[index].num_completions)]
+        done: dict[int, list[Completion]] = defaultdict(list)
+        for start in range(0, len(rows), self.batch_size):
+            batch = rows[start : start + self.batch_size]
+            draws = self._decode(requests, batch, sampling)
+            if (bad := draws.first_non_finite()) is not None:
+                where = f"token {bad[1]} after prompt {batch[bad[0]][0]}"
+                raise EngineError(f"logits of {where} are not finite (weights version {self.weights.version})")
+            for (index, _), completion in zip(batch, draws.completions(self.weights.version), strict=True):
+                done[index].append(completion)
+                if len(done[index]) == requests[index].num_completions:
+                    yield index, done.pop(index)
+
+    def close(self) -> None:
+        """The model is the trainer's."""
+
+    @torch.no_grad()  # not inference_mode: tensors that the model caches while it samples must stay usable in training
+    def _decode(
+        self, requests: Sequence[SamplingRequest], batch: Sequence[tuple[int, int]], sampling: SamplingParams
+    ) -> Draws:
+        """Completions of U distinct prompts, in B >= U rows, each a (request, replicate)."""
+        lm, eos_ids = (
+            self._lm,
+            end_ids(self._lm.generation_config, self.tokenizer),
+        )  # before a neutral one takes its place
+        place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
+        limits = [requests[index].max_new_tokens or sampling.max_new_tokens for index, _ in batch]
+        with sampling_state(lm), not_compiled(lm), sdpa_kernel(REPEATABLE), shared_heads():
+            # 1. Rows of one prompt share the prefill, but for its last token, with which `generate` begins.
+            rows = torch.tensor([place[index] for index, _ in batch], device=lm.device)  # [B]
+            token_ids, mask = left_pad([requests[index].prompt_ids for index in place], lm.device)  # [U, P]
+            cache = self._new_cache()
+            if len(batch) > len(place) and token_ids.shape[1] > 1:
+                position_ids = (mask[:, :-1].cumsum(-1) - 1).clamp(min=0)
+                inputs = {"input_ids": token_ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": position_ids}
+                decoder_of(lm)(**inputs, use_cache=True, **{self._cache_name: cache})  # without logits
+                _keep_rows(cache, rows)
+            cache = with_fixed_size(cache, lm, token_ids.shape[1] + max(limits)) if has_graphs(lm) else cache
+            token_ids, mask = token_ids[rows], mask[rows]  # [B, P]
+            # 2. The last logits processor draws the tokens, from random numbers of each row's own.
+            draws = Draws(limits, lm.device)
+            seeds = [requests[index].seed + replicate for index, replicate in batch]
+            noise = None if sampling.temperature == 0 else uniforms(seeds, max(limits)).to(lm.device)  # [B, N]
+            processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
+            ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
+            # 3. Whenever half of the rows have ended, the others go on without them.
+            while True:
+                if hasattr(lm.base_model, "rope_deltas"):  # Qwen-VL's and its like keep what images did to rows before
+                    lm.base_model.rope_deltas = None
+                config = GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True)
+                with graphed_steps(lm):
+                    token_ids = lm.generate(
+                        token_ids,
+                        attention_mask=mask,
+                        **{self._cache_name: cache},
+                        generation_config=config,
+                        logits_processor=processors,
+                        stopping_criteria=ends,
+                        synced_gpus=False,  # of sharded weights this process has all while it samples
+                    )  # [R, P + step]
+                kept = draws.keep_unended()  # [R']
+                if len(kept) == 0 or draws.num_steps_left == 0:
+                    return draws
+                token_ids, mask = token_ids[kept], pad(mask[kept], (0, token_ids.shape[1] - mask.shape[1]), value=1)
+                _keep_rows(cache, kept)
 
 
 def _keep_rows(cache: Cache, rows: Tensor) -> None:
@@ -231,3 +242,165 @@ def sampling_state(lm: Any) -> Iterator[None]:
         lm.generation_config = own_config
         for name, number in stand_ins.items():
             setattr(lm.config, name, number)
+
+
+class Draws:
+    """What the rows of a batch have drawn so far, all at the same step. A row's tokens after `ended`, or beyond its own
+    limit, mean nothing.
+    """
+
+    def __init__(self, limits: Sequence[int], device: torch.device) -> None:
+        num_rows, max_new_tokens = len(limits), max(limits)
+        self.limits = None if min(limits) == max_new_tokens else torch.tensor(limits, device=device)  # [B]
+        self.token_ids = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)  # [B, N]
+        self.logprobs = torch.zeros(num_rows, max_new_tokens, dtype=torch.float32, device=device)  # [B, N], nats
+        self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
+        self.ended = torch.zeros(num_rows, dtype=torch.bool, device=device)  # [B]: by EOS or a stop string
+        self.rows = torch.arange(num_rows, device=device)  # [R]: those of the B rows that `generate` still has
+        self.step = 0
+
+    @property
+    def num_steps_left(self) -> int:
+        return self.token_ids.shape[1] - self.step
+
+    def keep_unended(self) -> Tensor:
+        """Narrow `rows` to those that go on; their positions among the former ones."""
+        kept = self.goes_on().nonzero().squeeze(-1)  # [R']
+        self.rows = self.rows[kept]
+        return kept
+
+    def goes_on(self) -> Tensor:
+        """Whether each of `rows` [R] has neither ended nor reached a limit before that of the others."""
+        goes_on = ~self.ended[self.rows]
+        if self.limits is not None:  # eight kernels a step, which most batches do not need
+            goes_on &= self.num_tokens[self.rows] < self.limits[self.rows]
+        return goes_on
+
+    def first_non_finite(self) -> tuple[int, int] | None:
+        """Row and step of the first token whose logprob is not a finite number: the model's logits were not."""
+        steps = torch.arange(self.logprobs.shape[1], device=self.logprobs.device)
+        is_drawn = steps < self.num_tokens[:, None]  # [B, N]
+        bad = (is_drawn & ~self.logprobs.isfinite()).nonzero()
+        return (int(bad[0, 0]), int(bad[0, 1])) if len(bad) else None
+
+    def completions(self, version: int) -> list[Completion]:
+        """One completion for each of the B rows."""
+        columns = (x.tolist() for x in (self.token_ids, self.logprobs, self.num_tokens, self.ended))
+        return [
+            Completion(
+                token_ids=tuple(token_ids[:length]),
+                logprobs=tuple(logprobs[:length]),
+                finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
+                versions=(version,) * length,
+            )
+            for token_ids, logprobs, length, has_ended in zip(*columns, strict=True)
+        ]
+
+
+def filters(sampling: SamplingParams) -> list[LogitsProcessor]:
+    """transformers' processors that turn logits into the logits of the sampling distribution, in vLLM's order.
+
+    Greedy decoding takes the most probable token before temperature, min-p, top-k and top-p, none of which changes it.
+    """
+    chain: list[LogitsProcessor] = []
+    if sampling.repetition_penalty != 1:
+        chain.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
+    if sampling.temperature == 0:
+        return chain
+    if sampling.temperature != 1:
+        chain.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.min_p > 0:
+        chain.append(MinPLogitsWarper(sampling.min_p))
+    if sampling.top_k > 0:
+        chain.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        chain.append(TopPLogitsWarper(sampling.top_p))
+    return chain
+
+
+def uniforms(seeds: Sequence[int], length: int) -> Tensor:
+    """Random numbers [B, length] in [0, 1), row i from seed i alone, all of whose bits count up to the 128th.
+
+    The seed is the key of a Philox generator (Salmon et al., SC 2011), which makes unrelated streams of related keys.
+    One generator is given one key after the other: a new one for each row would take four times as long.
+    """
+    generator = np.random.Generator(np.random.Philox(key=0))
+    at_its_start = generator.bit_generator.state
+    rows = np.empty((len(seeds), length), np.float32)
+    for row, seed in zip(rows, seeds, strict=True):
+        at_its_start["state"]["key"][:] = seed & LOW_BITS, seed >> 64
+        generator.bit_generator.state = at_its_start
+        generator.random(out=row, dtype=np.float32)
+    return torch.from_numpy(rows)
+
+
+class SeededSampler(LogitsProcessor):
+    """The last logits processor: picks each row's token, writes it into `draws`, and makes it the only choice.
+
+    A token is picked by inverting the cumulative distribution at the row's own random number, so that a completion does
+    not depend on its batch or on torch's random state. With `uniforms` None the most probable token is picked.
+    """
+
+    def __init__(self, draws: Draws, uniforms: Tensor | None) -> None:
+        self._draws = draws
+        self._uniforms = uniforms  # [B, N]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        draws = self._draws
+        probs = scores.softmax(-1)  # [R, V]
+        if self._uniforms is None:
+            tokens = probs.argmax(-1)  # [R]
+        else:
+            tokens = invert_cdf(probs, self._uniforms[draws.rows, draws.step])
+        draws.token_ids[draws.rows, draws.step] = tokens
+        draws.logprobs[draws.rows, draws.step] = probs.gather(1, tokens[:, None]).squeeze(1).log()
+        draws.step += 1
+        return torch.zeros_like(scores).scatter_(1, tokens[:, None], 1.0)  # type: ignore[return-value]  # [R, V], argmax = tokens
+
+
+def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token [R] at which the cumulative sum of `probs` [R, V] exceeds `uniforms` [R] times the total, which
+    rounding moves off 1. A token of probability 0 adds nothing to the sum, so it is never the first.
+    """
+    # A GPU adds in changing order; in float32 the difference is as large as the probability of a rare token.
+    cdf = probs.cumsum(-1, dtype=torch.float64 if probs.is_cuda else None)  # [R, V]
+    # [R, 1], below the total because a random number is at most 1 - 2**-24
+    thresholds = uniforms[:, None].to(cdf.dtype) * cdf[:, -1:]
+    # NaN exceeds nothing: the clamp keeps the index valid until `first_non_finite` reports it
+    return torch.searchsorted(cdf, thresholds, right=True).squeeze(1).clamp_(max=probs.shape[1] - 1)
+
+
+class RowEnds(StoppingCriteria):
+    """Marks the rows whose newest token ended them: by a token of `eos_ids`, or a string of `stop` in the text, where
+    special tokens count, as for servers. Ends `generate` early once half of its rows have ended, so that they can be
+    dropped.
+    """
+
+    def __init__(
+        self, draws: Draws, eos_ids: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._draws = draws
+        self._eos_ids = torch.tensor(eos_ids, dtype=torch.int64, device=draws.token_ids.device)
+        self._stop = tuple(stop)
+        self._tokenizer = tokenizer
+        # A stop string has at most one token per byte; the tokens before them keep it off the text's start, where
+        # decoders strip spaces
+        self._window = max((len(string.encode()) for string in stop), default=0) + 4
+
+    def __call__(self, input_ids: torch.LongTensor, scores: object, **kwargs: object) -> torch.BoolTensor:
+        draws = self._draws
+        progress.report(draws.step, draws.step + draws.num_steps_left, "tokens")  # of each completion of the batch
+        goes_on = draws.goes_on()
+        draws.num_tokens[draws.rows] += goes_on
+        ends = torch.isin(input_ids[:, -1], self._eos_ids)  # [R]
+        if self._stop:
+            ends |= self._spells_stop()
+        draws.ended[draws.rows] |= ends & goes_on
+        over = ~draws.goes_on()
+        return over | (2 * over.sum() >= len(over))  # type: ignore[return-value]
+
+    def _spells_stop(self) -> Tensor:
+        draws = self._draws
+        newest = draws.token_ids[draws.rows, max(0, draws.step - self._window) : draws.step]  # [R, <= window]
+        texts = self._tokenizer.batch_decode(newest, skip_special_tokens=False)
+        return torch.tensor([any(string in text for string in self._stop) for text in texts], device=newest.device)

@@ -23,7 +23,7 @@ from offline_grpo.checkpoint.files import TrainerState, latest_checkpoint, lates
 from offline_grpo.disk import matching
 from offline_grpo.errors import CheckpointError, ConfigError, require
 from offline_grpo.redaction import flat, redacted
-from offline_grpo.report.run_files import WITHOUT_EFFECT, starts_of
+from offline_grpo.report.runs import WITHOUT_EFFECT, starts_of
 from offline_grpo.settings import StopWhenConfig
 from offline_grpo.train.milestones import early_stop_reason
 from offline_grpo.train.schedule import LrSchedule

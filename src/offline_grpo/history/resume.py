@@ -38,7 +38,7 @@ from offline_grpo.history.folder import (
     run_of,
 )
 from offline_grpo.redaction import flat
-from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.runs import read_yaml
 from offline_grpo.settings import RunConfig, planned_updates
 from offline_grpo.train.milestones import early_stop_reason
 

@@ -31,7 +31,7 @@ from offline_grpo.errors import ConfigError, GrpoError, require
 from offline_grpo.history import folder as run_dir
 from offline_grpo.history import launch
 from offline_grpo.history.folder import RunDir, discard_fresh, take
-from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.runs import load_run, read_yaml
 
 RECORD = "multirun.yaml"
 ROOT = Path("multirun")  # where sweeps are, by `hydra.sweep.dir` in conf/config.yaml
@@ -214,9 +214,7 @@ def is_finished(folder: Path, config: Mapping[str, Any]) -> bool:
         return False
     if (state := latest_state(folder / "checkpoints")) is not None:
         return run_dir.is_finished(RunDir(folder), state, config)
-    from offline_grpo.report.runs import read_run
-
-    return (folder / ".hydra" / "config.yaml").is_file() and read_run(folder, folder.name).is_done
+    return (folder / ".hydra" / "config.yaml").is_file() and load_run(folder).is_done
 
 
 def _recorded(record: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,10 @@ from offline_grpo.errors import require
 from offline_grpo.types import Metrics
 
 CHOICES = ("default", "atropos")
+_SAME = (
+    *("alignment/diff_mean", "alignment/diff_abs_mean", "alignment/diff_max", "logprobs/inference_mean"),
+    *("logprobs/inference_std", "logprobs/training_mean", "logprobs/training_std"),
+)
 NAMES = {
     "loss_total": ("train/loss",),
     "grad_norm": ("train/grad_norm",),
@@ -23,11 +27,9 @@ NAMES = {
     "perf/gpu_memory_reserved_gb": ("train/gpu_memory_reserved_gb",),
     "ratio_mean": ("grpo/mean_ratio",),
     "clip_frac": ("grpo/clipped_fraction",),
-    **{key: (key,) for key in ("alignment/diff_mean", "alignment/diff_abs_mean", "alignment/diff_max")},
-    **{f"logprobs/{key}": (f"logprobs/{key}",) for key in ("inference_mean", "inference_std")},
-    **{f"logprobs/{key}": (f"logprobs/{key}",) for key in ("training_mean", "training_std")},
     "sync/version": ("bridge/update_count",),
     "num_trainable_parameters": ("lora/trainable_params",),
+    **{key: (key,) for key in _SAME},
 }
 """Training metric -> its names there. What is not here keeps its own."""
 PRINTED = (
@@ -47,7 +49,6 @@ RULE = "=" * 70
 
 
 def check_choice(key: str, value: str) -> None:
-    """Raise ConfigError unless the setting `key` names the names of a metric."""
     require(value in CHOICES, key, value, f"must be one of {', '.join(CHOICES)}")
 
 
@@ -59,11 +60,11 @@ def renamed(metrics: Metrics) -> tuple[dict[str, float], dict[str, float]]:
 
 def console_lines(at: str, metrics: Metrics) -> list[str]:
     """What that trainer prints after a step; a part that was not measured is left out."""
-    lines = (
-        (form.format(*(metrics[key] for key in keys)) for form, *keys in line if metrics.keys() >= set(keys))
-        for line in PRINTED
-    )
-    return [f"Step {at}", *(f"  {text}" for parts in lines if (text := ", ".join(parts)))]
+    lines = [f"Step {at}"]
+    for parts in PRINTED:
+        texts = [form.format(*map(metrics.get, keys)) for form, *keys in parts if metrics.keys() >= {*keys}]
+        lines += [f"  {', '.join(texts)}"] if texts else []
+    return lines
 
 
 def mode_of(config: Mapping[str, Any]) -> str:
@@ -86,7 +87,6 @@ class Benchmark:
         return sum(each.get("time/sync_push_s", 0.0) > 0 and "sync/frozen" not in each for each in self.records)
 
     def total(self, key: str) -> float:
-        """The sum of a metric."""
         return sum(each.get(key, 0.0) for each in self.records)
 
     def total_s(self, name: str = "iteration") -> float:
@@ -96,6 +96,10 @@ class Benchmark:
     def step_s(self, name: str = "iteration") -> float:
         """Its mean over the iterations; 0 without any."""
         return self.total_s(name) / max(self.num_steps, 1)
+
+    def sync_s(self) -> float:
+        """Mean of all syncs over those that pushed."""
+        return self.total_s("sync") / max(self.num_syncs, 1)
 
     def tokens_per_s(self, name: str) -> float:
         """Of sampling ("generate"), training ("train") or everything ("iteration"); 0 where it never ran."""
@@ -119,7 +123,7 @@ class Benchmark:
             "  TIMING BREAKDOWN": "",
             "    Avg step time": f"{self.step_s('train'):.2f}s",
             "    Total step time": f"{self.total_s('train'):.2f}s",
-            "    Avg sync time": f"{self.total_s('sync') / max(self.num_syncs, 1):.2f}s (x{self.num_syncs} syncs)",
+            "    Avg sync time": f"{self.sync_s():.2f}s (x{self.num_syncs} syncs)",
             "    Total sync time": f"{self.total_s('sync'):.2f}s",
             "    Avg data fetch time": f"{self.step_s('generate'):.2f}s",
             "    Total data fetch time": f"{self.total_s('generate'):.2f}s",
@@ -127,8 +131,8 @@ class Benchmark:
             "    Peak GPU memory": peak,
             "    Avg GPU memory": mean,
         }
-        lines = [f"{label}:".ljust(27) + text for label, text in rows.items()]
-        return [RULE, f"BENCHMARK SUMMARY ({mode})", RULE, *(line.rstrip() for line in lines), RULE]
+        lines = [(f"{label}:".ljust(27) + text).rstrip() for label, text in rows.items()]
+        return [RULE, f"BENCHMARK SUMMARY ({mode})", RULE, *lines, RULE]
 
     def as_metrics(self) -> dict[str, float]:
         """`benchmark/NAME` -> number, as that trainer logs them."""

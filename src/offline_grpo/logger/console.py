@@ -72,14 +72,12 @@ class ConsoleLogger(RunListener):
         self._iteration_s: deque[float] = deque(maxlen=ITERATIONS_IN_ESTIMATE)
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        self._num_iterations = num_iterations
-        self._last_mark_s = time.monotonic()
+        self._num_iterations, self._last_mark_s = num_iterations, time.monotonic()
         self._go_live()
         if self._live is not None:
             self._live.transient = False
 
     def phase(self, name: str, iteration: int) -> None:
-        """Show the current phase ("load model", "generate", ...)."""
         self._progress = {}
         self._phase, self._phase_began_s = name, time.monotonic()
         self._began_s = self._phase_began_s - progress.elapsed_s()
@@ -87,8 +85,8 @@ class ConsoleLogger(RunListener):
         self._go_live()
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """Show how far the phase is."""
-        self._progress = {**self._progress, unit: (done, total)}  # a new one: another thread may be drawing the old one
+        # A new dict: another thread may be drawing the old one.
+        self._progress = {**self._progress, unit: (done, total)}
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         self._num_done, now_s = iteration + 1, time.monotonic()
@@ -100,9 +98,10 @@ class ConsoleLogger(RunListener):
             self._train = metrics
             self._iteration_s.append(now_s - self._last_mark_s)
             cells = [f"{label} {value}" for label, value in train_cells(metrics)]
-            while len(cells) > 2 and len(self._train_line(cells)) > self.console.width:
+            ends = f"{self._time_left()} left"
+            while len(cells) > 2 and len(GAP.join([self._at(), *cells, ends])) > self.console.width:
                 cells.pop()
-            lines = [self._train_line(cells)]
+            lines = [GAP.join([self._at(), *cells, ends])]
         if name == "train" or iteration == -1:  # the evaluation before training is no part of an iteration
             self._last_mark_s = now_s
         # run.log has the lines in any case; a live display shows the same numbers, a file the lines.
@@ -114,7 +113,7 @@ class ConsoleLogger(RunListener):
             self._print(console_lines(self._at().lstrip(), metrics))
 
     def close(self) -> None:
-        """Draw the last state and restore the terminal and its cursor. Safe to call twice."""
+        """Draw the last state and restore the terminal and its cursor."""
         if self._ends is not None:
             self._ends.set()
         live, self._live = self._live, None
@@ -146,11 +145,8 @@ class ConsoleLogger(RunListener):
         self.console.print("\n".join(lines), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _at(self) -> str:
+        """`  3/100`."""
         return f"{self._num_done:>{len(str(self._num_iterations))}}/{self._num_iterations}"
-
-    def _train_line(self, cells: Sequence[str]) -> str:
-        """`  3/100  reward 0.412  ...  0:01:10 left`."""
-        return GAP.join([self._at(), *cells, f"{self._time_left()} left"])
 
     def _time_left(self) -> str:
         if not self._iteration_s:

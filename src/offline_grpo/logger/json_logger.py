@@ -23,11 +23,7 @@ class JsonLogger(RunListener):
     output_dir: Path
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
-        """Write one file.
-
-        Raises:
-            GrpoError: a value is NaN or infinite: JSON cannot represent it, and no reader could use it.
-        """
+        """Write one file. Raises GrpoError for NaN and infinity, which JSON cannot represent."""
         suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
         for key, value in metrics.items():
             if not math.isfinite(value):

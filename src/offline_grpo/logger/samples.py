@@ -1,25 +1,32 @@
 """What the model reads and writes: a few completions of every iteration in files, and of every evaluation on the
-console."""
+console; once, the first prompt and completion, and special tokens that rewards do not see.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress, groupby, pairwise
 from math import inf
 from pathlib import Path
-from typing import Any
+from textwrap import indent, wrap
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offline_grpo.disk import utf8, write_whole
+from offline_grpo.disk import significant, utf8, write_whole
 from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
 from offline_grpo.types import Message, Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Advantages = Sequence[Sequence[float | None]]
 """The advantage of each rollout of each group, None without a reward; of one that has an advantage per token, their
@@ -30,6 +37,9 @@ Decode = Callable[[Sequence[int]], str]
 
 POLICY = "policy"
 _SHOWN_CHARS = 400
+_WIDTH = 76
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -102,20 +112,15 @@ def record(
         "prompt": None if problem is None else [dict(message) for message in problem.messages],
         "answer": None if problem is None else problem.answer,
         "completion": rollout.text,
-        "reward": _rounded(score.reward) if score.is_scored else None,
-        "parts": {name: _rounded(value) for name, value in score.parts.items()},
+        "reward": significant(score.reward, 6) if score.is_scored else None,
+        "parts": {name: significant(value, 6) for name, value in score.parts.items()},
         "failure": score.failure,
-        "advantage": None if advantage is None else _rounded(advantage),
+        "advantage": None if advantage is None else significant(advantage, 6),
         "is_correct": score.is_correct,
         "finish_reason": rollout.finish_reason,
         "num_tokens": rollout.num_sampled,
         "version": next(compress(rollout.versions, rollout.is_sampled), -1),
     }
-
-
-def _rounded(value: float) -> float:
-    """0.33, where the sum of 0.3 and 0.03 is 0.33000000000000007."""
-    return float(f"{value:.6g}")
 
 
 def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | None) -> list[tuple[str, str]]:
@@ -144,11 +149,6 @@ def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | Non
         found.append((POLICY if is_sampled else next(others, "inserted") if start else "prompt", text))
         start = end
     return found
-
-
-def prompt_text(sample: Mapping[str, Any]) -> str:
-    """The last message of a record's prompt."""
-    return sample["prompt"][-1]["content"] if sample["prompt"] else ""
 
 
 def print_sample(console: Console, sample: Mapping[str, Any], *, full: bool = False, has_prompt: bool = True) -> None:
@@ -186,3 +186,46 @@ def visible(text: str, *, full: bool = False) -> str:
     middle = _SHOWN_CHARS // 2
     short = text if full or len(text) <= _SHOWN_CHARS else f"{text[:middle]} ... {text[-middle:]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+
+
+class FirstLook(RunListener):
+    """Shows the first prompt and completion, in which most mistakes in templates, special tokens and ends show.
+
+    Args:
+        end_ids: tokens that end a completion: no reward needs to see them.
+        shows: whether prompt and completion are shown too, and not hidden tokens alone.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], *, shows: bool = True) -> None:
+        self._decode: Callable[..., str] = tokenizer.decode  # type: ignore[assignment]  # text of a sequence
+        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = {*added, *tokenizer.all_special_ids} - {*end_ids}
+        self._has_shown, self._has_warned = not shows, False
+
+    def rollouts(self, name: str, groups: Sequence[RolloutGroup], *, advantages: object, iteration: int) -> None:
+        # The first of all, as the model reads and writes it; a single turn stands alone.
+        if groups and not self._has_shown:
+            self._has_shown, rollout = True, groups[0].rollouts[0]
+            (_, prompt), *turns = rendered(rollout, (), partial(self._decode, skip_special_tokens=False))
+            length = [*rollout.is_sampled, True].index(True)
+            log.info("the first prompt, as the model reads it (%d tokens):\n%s", length, _folded(prompt))
+            texts = [_folded(text if len(turns) == 1 else f"[{who}] {text}") for who, text in turns]
+            about = f"{rollout.num_sampled} tokens, reward {rollout.score.reward:.3g}"
+            log.info("and its first completion, as the model wrote it (%s):\n%s", about, "\n".join(texts))
+        # Special tokens that were sampled and are not in the text that was judged. Of groups without a problem, others
+        # have made the rewards; an environment sees more than a text.
+        if self._has_warned:
+            return
+        hidden: set[str] = set()
+        for group in groups:
+            for rollout in group.rollouts if group.problem is not None and group.problem.rules is None else ():
+                sampled = self._special.intersection(compress(rollout.token_ids, rollout.is_sampled))
+                hidden |= {text for text in map(self._decode, sampled) if text not in rollout.text}
+        if hidden:
+            self._has_warned = True
+            names = ", ".join(sorted(map(repr, hidden)))
+            log.warning("special tokens hidden from rewards (generation.skip_special_tokens): %s", names)
+
+
+def _folded(text: str) -> str:
+    return indent("\n".join(wrap(visible(text), _WIDTH, drop_whitespace=False)), "  ")

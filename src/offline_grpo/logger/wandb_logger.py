@@ -16,7 +16,7 @@ from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, tagged
 from offline_grpo.logger.atropos import SECTIONS, Benchmark, check_choice, mode_of, renamed
-from offline_grpo.logger.samples import Advantages, chosen, prompt_text
+from offline_grpo.logger.samples import Advantages, chosen
 from offline_grpo.redaction import redacted, redacted_text
 from offline_grpo.types import Metrics, RolloutGroup
 
@@ -109,7 +109,8 @@ class WandbLogger(RunListener):
 
         table = wandb.Table(columns=["prompt", "completion", "answer", "reward", "is_correct", "problem_id"])
         for sample in chosen(groups, advantages, self.samples):
-            texts = (utf8(text) for text in (prompt_text(sample), sample["completion"], sample["answer"] or ""))
+            asked = sample["prompt"][-1]["content"] if sample["prompt"] else ""
+            texts = (utf8(text) for text in (asked, sample["completion"], sample["answer"] or ""))
             table.add_data(*texts, sample["reward"], sample["is_correct"], sample["problem_id"])
         self._run.log({STEP_METRIC: completed_iterations(name, iteration), "eval/samples": table})
 

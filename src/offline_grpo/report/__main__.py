@@ -35,12 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(folders: list[Path], out: Path | None, *, only_benchmark: bool) -> None:
-    from offline_grpo.report import comparison, summary, sweep  # matplotlib
-    from offline_grpo.report.history import load_history
+    from offline_grpo.report import comparison, plots, sweep, tables  # matplotlib
     from offline_grpo.report.page import save_page
-    from offline_grpo.report.plots import save_report
-    from offline_grpo.report.run_files import read_yaml
-    from offline_grpo.report.tables import say
+    from offline_grpo.report.runs import load_run
 
     folder, console = folders[0], output_console()
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
@@ -48,18 +45,16 @@ def _show(folders: list[Path], out: Path | None, *, only_benchmark: bool) -> Non
     # A comparison of modes has a file that says so; a run has metrics or settings; all else are sweeps.
     if len(folders) == 1 and (folder / comparison.FILE).is_file():
         comparison.print_comparison(folder, console)
-        return
-    if len(folders) == 1 and ((folder / ".hydra").is_dir() or (folder / "metrics").is_dir()):
-        history = load_history(folder)
-        if not history.train and not history.evals:
+    elif len(folders) == 1 and ((folder / ".hydra").is_dir() or (folder / "metrics").is_dir()):
+        run = load_run(folder)
+        if not run.train and not run.evals:
             raise ConfigError(f"{folder}: has no metrics yet; try again after an iteration")
         if only_benchmark:
-            mode = mode_of(read_yaml(folder / ".hydra" / "config.yaml"))
-            say(console, Benchmark([*history.train.values()]).summary(mode))
+            tables.say(console, Benchmark([*run.train.values()]).summary(mode_of(run.config)))
             return
-        summary.print_summary(history, console)
-        say(console, [summary.labelled("report", save_report(history))])
-        say(console, [summary.labelled("page", save_page([folder], out or folder / "report.html"))])
+        tables.print_summary(run, console)
+        tables.say(console, [tables.labelled("report", plots.save_report(run))])
+        tables.say(console, [tables.labelled("page", save_page([folder], out or folder / "report.html"))])
     else:
         sweep.print_sweep(folders, console, out)
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offline_grpo.report.figures import SILENT, series_of
-from offline_grpo.report.history import History, count
-from offline_grpo.report.run_files import read_yaml
+from offline_grpo.report.runs import SILENT, Run, count
 from offline_grpo.report.samples import highest_reward
 
 LEAST_ITERATIONS = 10
@@ -40,10 +38,9 @@ class Trend:
         return f"from {self.first:.3g} to {self.last:.3g}"
 
 
-def find(history: History) -> list[Finding]:
-    """All findings, the most serious first."""
-    found = list(_failures(history))
-    return found + list(_trends(history)) if len(history.train) >= LEAST_ITERATIONS else found
+def find(run: Run) -> list[Finding]:
+    """All findings, the most serious first; what needs a trend only in runs that are long enough."""
+    return [*_failures(run), *(_trends(run) if len(run.train) >= LEAST_ITERATIONS else ())]
 
 
 def shared(found: Mapping[str, Sequence[Finding]]) -> list[tuple[Finding, list[str]]]:
@@ -55,20 +52,20 @@ def shared(found: Mapping[str, Sequence[Finding]]) -> list[tuple[Finding, list[s
     return list(alike.values())
 
 
-def trend(history: History, key: str, name: str = "train") -> Trend:
-    """How a metric of training (or "eval") went. Of evaluations, the first and the last one."""
-    values = history.series(name, key).values
+def trend(run: Run, metric: str) -> Trend:
+    """How a metric went. Of evaluations, the first and the last one."""
+    values = run.series(metric).values
     if not len(values):
         return Trend(math.nan, math.nan)
-    fifth = 1 if name == "eval" else math.ceil(len(values) / 5)
+    fifth = 1 if metric.startswith("eval/") else math.ceil(len(values) / 5)
     return Trend(float(np.mean(values[:fifth])), float(np.mean(values[-fifth:])))
 
 
-def _failures(history: History) -> Iterator[Finding]:
+def _failures(run: Run) -> Iterator[Finding]:
     """In runs of any length."""
 
     def values(key: str) -> np.ndarray:
-        return history.series("train", key).values
+        return run.series(f"train/{key}").values
 
     if (failed := values("scoring/num_failed").sum()) > 0:
         text = f"{failed:.0f} completions have no reward, because the code that scores failed or gave None"
@@ -93,10 +90,9 @@ def _failures(history: History) -> Iterator[Finding]:
         text = f"servers died and were brought back: {died:.0f}"
         yield Finding("train/sync/num_recoveries", text, "the ends of server_*.log say why they died")
     # A task whose own reward decides which answers are right.
-    config, solved = history.run_dir / ".hydra" / "config.yaml", history.series("eval", "pass@1").values
-    threshold = (read_yaml(config).get("task") or {}).get("correct_threshold") if config.is_file() else None
+    solved, threshold = run.series("eval/pass@1").values, (run.config.get("task") or {}).get("correct_threshold")
     if threshold is not None and len(solved) and solved.max() == 0 and not values("success_rate").any():
-        best = highest_reward(history.run_dir)
+        best = highest_reward(run.folder)
         seen = "" if best is None else f": the highest reward seen is {best:.3g}"
         text = f"pass@1 is 0 because no reward reached task.correct_threshold={threshold:g}{seen}"
         advice = "see in samples/ what the reward pays for; a lower task.correct_threshold, if that is right"
@@ -113,21 +109,21 @@ def _failures(history: History) -> Iterator[Finding]:
         yield Finding("train/num_updates", f"no update was made in {count(len(updates), 'iteration')}: {why}", advice)
 
 
-def _trends(history: History) -> Iterator[Finding]:
+def _trends(run: Run) -> Iterator[Finding]:
     """In runs that are long enough."""
-    success, held_out = trend(history, "success_rate"), trend(history, "pass@1", "eval")
-    apart, effective = trend(history, "alignment/diff_abs_mean"), trend(history, "mismatch/ess_frac")
+    success, held_out = trend(run, "train/success_rate"), trend(run, "eval/pass@1")
+    apart, effective = trend(run, "train/alignment/diff_abs_mean"), trend(run, "train/mismatch/ess_frac")
     if apart.last > 0.1 or effective.last < 0.9:
         text, advice = "trainer and engine disagree", "docs/troubleshooting.md, Trainer and engine disagree"
-        if (age := trend(history, "async/age_mean").last) > 0:
+        if (age := trend(run, "train/async/age_mean").last) > 0:
             text, advice = f"rollouts are {age:.2g} versions old at last", "a lower rollouts.max_staleness or train.lr"
-        elif len(history.series("train", "rollouts/epoch")):  # a replay
+        elif len(run.series("train/rollouts/epoch")):  # a replay
             text = "the recorded rollouts are of weights far from those that are trained"
             advice = "train.loss.ratio_reference=rollout, a lower train.lr, or newer recordings"
         numbers = f"{apart.last:.2g} nats apart per token, effective sample size {effective.last:.0%}"
         yield Finding("train/alignment/diff_abs_mean", f"{text}: {numbers}", advice)
 
-    scores, low, high = (history.series("eval", f"pass@1{end}") for end in ("", "_low", "_high"))
+    scores, low, high = (run.series(f"eval/pass@1{end}") for end in ("", "_low", "_high"))
     if len(low) and high.values[-1] < low.values.max():
         best = int(low.values.argmax())
         numbers = (
@@ -136,33 +132,33 @@ def _trends(history: History) -> Iterator[Finding]:
         text = f"the model has got worse: held-out pass@1 was {numbers}, and the intervals do not meet"
         yield Finding("eval/pass@1", text, "a lower train.lr, train.warmup_steps, checkpoint.keep_best=pass@1")
 
-    silent = series_of(history, SILENT).values
+    silent = run.series(SILENT).values
     share = 1 - float(np.mean(silent[-math.ceil(len(silent) / 5) :])) if len(silent) else math.nan
     if share < 1 / 3 and success.last < 0.8:
         numbers = f"{share:.0%} of the groups have different rewards, {success.last:.0%} of the answers are right"
         advice = "a larger data.rollouts_per_problem, problems of medium difficulty (data.pass_rate)"
         yield Finding(SILENT, f"few groups have signal at last: {numbers}", advice)
 
-    cut = trend(history, "truncated_frac")
+    cut = trend(run, "train/truncated_frac")
     if cut.last > 0.1:
         advice = "a larger generation.max_new_tokens, train.mask_truncated=true"
         yield Finding("train/truncated_frac", f"{cut.last:.0%} of the completions are cut off at last", advice)
 
-    entropy = trend(history, "entropy")
+    entropy = trend(run, "train/entropy")
     if entropy.last < 0.1 * entropy.first and entropy.last < 0.2 and success.last < 0.9:
         text = f"entropy has collapsed: {entropy} nats, with {success.last:.0%} of the answers right"
         advice = "a lower train.lr, a higher train.kl_coef, train.entropy_coef=1e-3"
-        if trend(history, "clip_frac").last > 0.01:  # else its wider bound changes nothing
+        if trend(run, "train/clip_frac").last > 0.01:  # else its wider bound changes nothing
             advice = f"train/loss=dapo, {advice}"
         yield Finding("train/entropy", text, advice)
 
-    kl = history.series("train", "kl_divergence").values
+    kl = run.series("train/kl_divergence").values
     far = float(np.median(kl[-math.ceil(len(kl) / 5) :])) if len(kl) else math.nan  # single iterations reach 60 nats
     if far > 10:
         text = f"the policy is far from the reference: a KL divergence of {far:.3g} nats per token at last"
         yield Finding("train/kl_divergence", text, "a lower train.lr, a higher train.kl_coef")
 
-    reward, spread = trend(history, "reward_mean"), trend(history, "reward_std")
+    reward, spread = trend(run, "train/reward_mean"), trend(run, "train/reward_std")
     if success.last > held_out.last + 0.2 and success.last - held_out.last > success.first - held_out.first + 0.1:
         numbers = f"{success.last:.2f} of the answers in training are right, {held_out.last:.2f} on held-out problems"
         advice = "more problems, fewer iterations or train.epochs, checkpoint.keep_best=pass@1"
@@ -171,7 +167,7 @@ def _trends(history: History) -> Iterator[Finding]:
         text = f"the reward rises, and held-out pass@1 does not: reward {reward}, pass@1 {held_out}"
         yield Finding("train/success_rate", text, "read samples/ with a high reward; use more problems")
 
-    length = trend(history, "completion_tokens_mean")
+    length = trend(run, "train/completion_tokens_mean")
     if length.last > 1.5 * length.first and success.last < success.first + 0.05:
         text = f"completions get longer, and not better: {length} tokens, success rate {success}"
         advice = "train/loss=dapo or dr_grpo, a lower generation.max_new_tokens"

@@ -10,7 +10,7 @@ import yaml
 
 from offline_grpo.hub import is_model_id
 from offline_grpo.redaction import redacted
-from offline_grpo.report.history import History, count
+from offline_grpo.report.runs import Run, count
 from offline_grpo.report.tables import Table, with_interval
 
 LOADS_NF4 = """```python
@@ -27,7 +27,7 @@ def model_card(
     title: str,
     *,
     state: Mapping[str, Any] | None,
-    history: History | None,
+    run: Run | None,
     base: str | None,
     is_adapter: bool,
     versions: Sequence[str],
@@ -37,8 +37,6 @@ def model_card(
 
     Args:
         state: `trainer/state.json` of the checkpoint; None for a model that no run of ours trained.
-        history: of the run, None where its metrics are not there.
-        base: the model that training started from.
         versions: packages, such as "torch 2.9".
         picture: name of a file with the run's curves, beside the card.
     """
@@ -66,7 +64,7 @@ def model_card(
             f"Task `{config['task']['_target_'].rpartition('.')[2]}`, {data['problems_per_iteration']} problems per "
             f"iteration with {data['rollouts_per_problem']} completions each:\n\n{_yaml(config['task'])}",
             "## Evaluation",
-            _evaluation(history, state["iteration"], config),
+            _evaluation(run, state["iteration"], config),
             *([] if picture is None else [f"![Metrics of the run over its iterations]({picture})"]),
             "## Licence",
             "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply.",
@@ -80,13 +78,13 @@ def _yaml(content: Mapping[str, Any]) -> str:
     return f"```yaml\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True).rstrip()}\n```"
 
 
-def _evaluation(history: History | None, iteration: int, config: Mapping[str, Any]) -> str:
+def _evaluation(run: Run | None, iteration: int, config: Mapping[str, Any]) -> str:
     """A table of the evaluations before training and at this checkpoint."""
-    evals = {} if history is None else history.evals
+    evals = {} if run is None else run.evals
     measured = {name: evals[i] for name, i in (("before training", -1), ("this checkpoint", iteration)) if i in evals}
-    if history is None or not measured:
+    if run is None or not measured:
         return "This checkpoint was not evaluated by its run."
-    keys = [*(f"pass@{k}" for k in history.eval_ks()), "reward_mean_all", "completion_tokens_mean"]
+    keys = [*(f"pass@{k}" for k in run.eval_ks()), "reward_mean_all", "completion_tokens_mean"]
     rows = [
         [key, *(with_interval(m.get(key), (m.get(f"{key}_low"), m.get(f"{key}_high"))) for m in measured.values())]
         for key in keys

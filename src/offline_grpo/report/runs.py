@@ -1,92 +1,235 @@
-"""Runs, and configurations: runs that differ in the seed alone, and means over them."""
+"""A run as its folder has it: metrics, settings and results."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
+from numpy.typing import NDArray
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.eval.intervals import mean_interval
-from offline_grpo.report.history import FloatArray, History, Series, by_number, load_history
-from offline_grpo.report.run_files import WITHOUT_EFFECT, changes_of, overrides_of, read_yaml, settings_of
-from offline_grpo.report.tables import Table, number, with_interval
+from offline_grpo.logger import completed_iterations
+from offline_grpo.redaction import flat, redacted, redacted_text
+from offline_grpo.types import Metrics
 
-NOT_COMPARED = ("seed", *WITHOUT_EFFECT)
-"""Keys, and groups, that make no other configuration."""
-EVALUATED = re.compile(
-    r"task\.(?!.*(weights?|bonus|reward)$)"
-    r"|eval\.(num_ids|ids|id_seed_start|replicates|temperature|top_p|top_k|min_p|repetition_penalty|max_new_tokens|stop)"
-)
-"""Keys that say what held-out problems are asked, and how: runs that differ in one are not ranked."""
-RESULTS = ("pass@1 [95%]", "best", "reward", "minutes")
-MIN_SEARCHED = 5  # values of a number, in a search
-MIN_SEEDS = 3
-"""Of a band around a curve: with two, Student's t has one degree of freedom, and the band hides all curves."""
+FloatArray = NDArray[np.float64]
+FILE_NAME = re.compile(r"(train|eval)_(?:iter_(\d+)|init)\.json")
+START_KEY = re.compile(r"time/start(?:_(.+))?_s")
+PHASES = ("generate", "train", "sync", "eval", "checkpoint")
+"""The phases of an iteration, in order; each has a training metric `time/<phase>_s`."""
+SILENT = "train/zero_signal_frac"
+"""The share of groups whose rewards are all equal: computed, not recorded."""
+WITHOUT_EFFECT = ("resume", "logger", "samples", "num_threads", "cache_dir")
+"""Top-level keys that change nothing that is learnt; they do not count when configurations are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric over a run: `values[i]` describes the policy after `steps[i]` training iterations."""
+
+    steps: FloatArray  # [R]
+    values: FloatArray  # [R]
+
+    def __len__(self) -> int:
+        return len(self.values)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run with its results, which are None where they were not measured."""
+    """Metrics are iteration -> metrics, in order; `evals` may begin at -1, the evaluation before training. What was not
+    measured is None, and Hydra's files may be missing.
+    """
 
-    name: str
-    history: History
-    overrides: Mapping[str, str]  # see `run_files`, with what was changed on the way
-    settings: Mapping[str, str]  # the same
-    status: str  # `done`, `stopped at 3/10`, or `no metrics` for a run that never finished an iteration
-    final_pass_at_1: float | None
-    interval: tuple[float, float] | None  # 95% of that, over problems
-    best_pass_at_1: float | None
-    reward: float | None  # mean of the last iteration
-    minutes: float | None
+    folder: Path
+    train: Mapping[int, Metrics]
+    evals: Mapping[int, Metrics]
+    name: str = ""  # its place below the folder of all runs that are looked at
 
-    @classmethod
-    def of(
-        cls, name: str, history: History, overrides: Mapping[str, str], settings: Mapping[str, str], status: str
-    ) -> Run:
-        low, high = (history.last("eval", f"pass@1_{end}") for end in ("low", "high"))
-        return cls(
-            *(name, history, overrides, settings, status),
-            final_pass_at_1=history.last("eval", "pass@1"),
-            interval=None if low is None or high is None else (low, high),
-            best_pass_at_1=max(history.series("eval", "pass@1").values.tolist(), default=None),
-            reward=history.last("train", "reward_mean"),
-            minutes=history.total_s / 60 if history.train else None,
-        )
+    @property
+    def size(self) -> str:
+        """`10 training iterations, 6 evaluations`."""
+        return f"{count(len(self.train), 'training iteration')}, {count(len(self.evals), 'evaluation')}"
+
+    # Metrics, by `train/KEY` or `eval/KEY`.
+
+    def series(self, metric: str) -> Series:
+        """The iterations that recorded it; may be empty."""
+        if metric == SILENT:
+            silent, groups = self.series("train/num_groups_zero_signal"), self.series("train/num_groups")
+            if len(silent) != len(groups):
+                return Series(np.empty(0), np.empty(0))
+            return Series(silent.steps, silent.values / np.maximum(groups.values, 1))
+        phase, key = metric.split("/", 1)
+        points = [(completed_iterations(phase, i), found[key]) for i, found in self._of(phase).items() if key in found]
+        table = np.array(points, dtype=np.float64).reshape(-1, 2)  # [R, 2]
+        return Series(table[:, 0], table[:, 1])
+
+    def bounds(self, metric: str) -> tuple[FloatArray, FloatArray] | None:
+        """The recorded 95% interval of a metric at its steps; of the training reward, mean ± standard deviation."""
+        values = self.series(metric).values
+        if metric == "train/reward_mean":
+            std = self.series("train/reward_std").values
+            return (values - std, values + std) if len(std) == len(values) else None
+        low, high = (self.series(f"{metric}_{end}").values for end in ("low", "high"))
+        return (low, high) if len(low) == len(high) == len(values) else None
+
+    def last(self, metric: str) -> float | None:
+        values = self.series(metric).values
+        return float(values[-1]) if len(values) else None
+
+    def keys(self, phase: str) -> set[str]:
+        """All metrics of "train" or "eval"."""
+        return {key for metrics in self._of(phase).values() for key in metrics}
+
+    def _of(self, phase: str) -> Mapping[int, Metrics]:
+        return self.evals if phase == "eval" else self.train
+
+    def eval_ks(self) -> list[int]:
+        """The values of k for which pass@k was measured, ascending."""
+        return sorted(int(key[5:]) for key in self.keys("eval") if key.startswith("pass@") and key[5:].isdigit())
+
+    def tasks(self) -> list[str]:
+        """The tasks of a mixture, of each of which pass@1 was measured."""
+        found = (re.fullmatch(r"task/(.+)/pass@1", key) for key in self.keys("eval"))
+        return sorted(match[1] for match in found if match)
+
+    # Time.
+
+    def parts(self, keys: Iterable[str]) -> dict[str, FloatArray]:
+        """Training metrics in every iteration, [R] each, 0 where not recorded; without those that are always 0."""
+        found = {key: np.array([metrics.get(key, 0.0) for metrics in self.train.values()]) for key in keys}
+        return {key: values for key, values in found.items() if values.any()}
+
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds before the first iteration, over all starts: part -> seconds, "" for the whole."""
+        parts = self.parts(key for key in sorted(self.keys("train")) if START_KEY.fullmatch(key))
+        return {re.sub(START_KEY, r"\1", key).replace("_", " "): float(each.sum()) for key, each in parts.items()}
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds of the starts, named "start", and of each phase that ever ran, over the whole run."""
+        start = self.start_seconds().get("", 0.0)
+        phases = self.parts(f"time/{phase}_s" for phase in PHASES)
+        found = {"start": start} if start else {}
+        return found | {key[len("time/") : -len("_s")]: float(values.sum()) for key, values in phases.items()}
+
+    @property
+    def total_s(self) -> float:
+        """The run's time: its starts and all phases of its iterations."""
+        return sum(self.phase_seconds().values())
+
+    # Results.
+
+    @property
+    def pass_at_1(self) -> float | None:
+        """Of the last evaluation."""
+        return self.last("eval/pass@1")
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% of that, over problems."""
+        low, high = (self.last(f"eval/pass@1_{end}") for end in ("low", "high"))
+        return None if low is None or high is None else (low, high)
+
+    @property
+    def best_pass_at_1(self) -> float | None:
+        return max(self.series("eval/pass@1").values.tolist(), default=None)
+
+    @property
+    def reward(self) -> float | None:
+        """Mean of the last iteration."""
+        return self.last("train/reward_mean")
+
+    @property
+    def minutes(self) -> float | None:
+        return self.total_s / 60 if self.train else None
+
+    @cached_property
+    def status(self) -> str:
+        """`done`, `stopped at 3/10`, or `no metrics` of a run that never finished an iteration."""
+        num_done = max(self.train, default=-1) + 1
+        if not num_done:
+            return "no metrics"
+        # It is done after its last iteration, or where it stopped early, or if nobody knows how many it was to have.
+        last = self.train.get(num_done - 1, {}).keys() | self.evals.get(num_done - 1, {}).keys()
+        wanted = 0 if "stopped_early" in last or not self.config else int(self.config["train"]["iterations"])
+        return "done" if num_done >= wanted else f"stopped at {num_done}/{wanted}"
 
     @property
     def is_done(self) -> bool:
         return self.status == "done"
 
+    # Hydra's files: what the run was composed of.
 
-def read_run(run_dir: Path, name: str) -> Run:
-    """The run in a folder."""
-    history = load_history(run_dir)
-    # It is done after its last iteration, or where it stopped early, or if nobody knows how many it was to have.
-    num_done, config = max(history.train, default=-1) + 1, run_dir / ".hydra" / "config.yaml"
-    last = (records.get(num_done - 1, {}) for records in (history.train, history.evals))
-    status = "done" if num_done else "no metrics"
-    if num_done and config.is_file() and not any("stopped_early" in metrics for metrics in last):
-        wanted = int(read_yaml(config)["train"]["iterations"])
-        status = "done" if num_done >= wanted else f"stopped at {num_done}/{wanted}"
-    if not (run_dir / ".hydra" / "overrides.yaml").is_file():
-        return Run.of(name, history, {}, {}, status)
-    changes = changes_of(run_dir)
-    return Run.of(name, history, overrides_of(run_dir) | changes, settings_of(run_dir) | changes, status)
+    def _hydra(self, name: str) -> Any:
+        path = self.folder / ".hydra" / name
+        return (read_yaml(path) if path.is_file() else None) or {}
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """As it was composed, interpolations as they are."""
+        return self._hydra("config.yaml")
+
+    @cached_property
+    def choices(self) -> dict[str, str]:
+        """Group -> option, without Hydra's own."""
+        choices = self._hydra("hydra.yaml").get("hydra", {"runtime": {"choices": {}}})["runtime"]["choices"]
+        return {str(group): str(option) for group, option in choices.items() if not str(group).startswith("hydra/")}
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """The configuration by dotted keys, with what was changed on the way; without keys that are null."""
+        stored = flat(redacted(self.config)) if self.config else {}
+        return {key: str(value) for key, value in stored.items() if value is not None} | self._changes
+
+    @cached_property
+    def overrides(self) -> dict[str, str]:
+        """`["train.lr=1e-6", "task=sat"]` -> {"train.lr": "1e-6", "task": "sat"}, with what was changed on the way;
+        `~key` deletes and has no value.
+        """
+        pairs = (redacted_text(str(word)).partition("=") for word in self._hydra("overrides.yaml"))
+        return {key: value for key, _, value in pairs if key != "resume"} | self._changes
+
+    @cached_property
+    def _changes(self) -> dict[str, str]:
+        """Dotted key -> `0.001, then 0.0001`, of what a resume changed; not of keys that follow others."""
+        stored, found = flat(self.config), dict[str, str]()
+        for start in starts_of(self.folder):
+            for key, (old, new) in start.get("changes", {}).items():
+                found[key] = f"{found.get(key, old)}, then {new}"
+        return {key: change for key, change in found.items() if "${" not in str(stored.get(key))}
+
+    @property
+    def about(self) -> str:
+        """`arithmetic, tiny, grpo, lr 0.0003`: task, model, rollouts, loss and rate; empty without Hydra's files."""
+        if not (choices := self.choices):
+            return ""
+        model, source = self.config["model"], choices.get("rollouts", "on_policy")
+        adapted = [f"LoRA rank {model['lora']['r']}"] if model.get("lora") else []
+        sampled = [] if source == "on_policy" else [f"rollouts {source}"]
+        name = Path(str(model["train_id"])).name if model.get("train_id") else choices["model"]
+        rate = f"lr {float(self.config['train']['lr']):g}"
+        return ",  ".join([choices["task"], name, *adapted, *sampled, choices["train/loss"], rate])
+
+
+def load_run(folder: Path, name: str = "") -> Run:
+    """Read a folder. Missing iterations are skipped; a run without metrics has none."""
+    records: dict[str, dict[int, Metrics]] = {"train": {}, "eval": {}}
+    for path in (folder / "metrics").glob("*.json"):
+        if match := FILE_NAME.fullmatch(path.name):
+            records[match[1]][int(match[2] or -1)] = json.loads(path.read_bytes())
+    return Run(folder, dict(sorted(records["train"].items())), dict(sorted(records["eval"].items())), name)
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """Runs, and the runs of sweeps, named by their place below a folder of all.
-
-    Raises:
-        ConfigError: a path has no run.
-    """
+    """Runs, and the runs of sweeps, named by their place below a folder of all. Raises ConfigError for other paths."""
     found: list[Path] = []
     for path in paths:
         inside = [file.parent.parent for file in path.rglob(".hydra/overrides.yaml")]
@@ -97,171 +240,32 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
     # Each once, by its place below a folder of all.
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     base = os.path.commonpath([folder.parent for folder in folders])
-    return [read_run(folder, os.path.relpath(folder, base)) for folder in folders]
+    return [load_run(folder, os.path.relpath(folder, base)) for folder in folders]
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """Runs with the same settings but for the seed, sorted by name. The configuration's own name, such as
-    `lr=1e-5, kl_coef=0.1`, has the overrides in which the configurations differ.
-    """
-
-    name: str
-    runs: Sequence[Run]
-
-    @property
-    def evaluation(self) -> list[tuple[str, str]]:
-        """What pass@1 is measured on."""
-        return sorted((key, value) for key, value in self.runs[0].settings.items() if EVALUATED.match(key))
-
-    @property
-    def best_known(self) -> list[Run]:
-        """The runs that means are over: those that are done, or all where none is."""
-        return [run for run in self.runs if run.is_done] or list(self.runs)
-
-    @property
-    def counted(self) -> list[Run]:
-        """Those of which pass@1 was measured."""
-        return [run for run in self.best_known if run.final_pass_at_1 is not None]
-
-    def mean(self, name: str) -> float | None:
-        """The mean of a result of `Run` over `best_known`; None where it was not measured."""
-        values = [value for run in self.best_known if (value := getattr(run, name)) is not None]
-        return sum(values) / len(values) if values else None
-
-    @property
-    def pass_at_1(self) -> float | None:
-        """The mean of the last pass@1."""
-        return self.mean("final_pass_at_1")
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """95% of the mean over seeds, or of one run over problems; None without a spread, or if a seed was repeated."""
-        if len(self.counted) == 1:
-            return self.counted[0].interval
-        values = np.array([run.final_pass_at_1 for run in self.counted], dtype=np.float64)
-        if len(set(values)) < 2 or not have_own_seeds(self.counted):
-            return None
-        low, high = share_interval(values[:, None])
-        return float(low[0]), float(high[0])
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file."""
+    return yaml.safe_load(path.read_text())
 
 
-def configurations(runs: Sequence[Run]) -> list[Configuration]:
-    """Group runs by all settings but NOT_COMPARED. Those with one evaluation stand together, best pass@1 first;
-    unfinished, then unmeasured ones last.
-    """
-    # Runs whose stored settings are equal are one configuration, whatever was typed.
-    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
-    for run in sorted(runs, key=lambda run: by_number(run.name)):
-        groups.setdefault(tuple(sorted(_compared(run.settings).items())), []).append(run)
-    names = _names([chosen[0] for chosen in groups.values()])
-    found = [Configuration(name, tuple(chosen)) for name, chosen in zip(names, groups.values(), strict=True)]
-    evaluations = [each.evaluation for each in found]
-
-    def rank(each: Configuration) -> tuple[int, bool, bool, float]:
-        score = each.mean("reward") if each.pass_at_1 is None else each.pass_at_1
-        is_unfinished = not any(run.is_done for run in each.runs)
-        return evaluations.index(each.evaluation), each.pass_at_1 is None, is_unfinished, -(score or 0.0)
-
-    return sorted(found, key=rank)
+def starts_of(folder: Path) -> list[dict[str, Any]]:
+    """What `history/resume.py` records of each start of a run, in order."""
+    path = folder / ".hydra" / "starts.yaml"
+    return (read_yaml(path) if path.is_file() else None) or []
 
 
-def configurations_table(found: Sequence[Configuration]) -> Table:
-    """A row for each; runs that the means leave out are in parentheses."""
-    rows = [
-        [
-            each.name,
-            " ".join(run.name if run in each.best_known else f"({run.name})" for run in each.runs),
-            *_results(each.pass_at_1, each.interval, *map(each.mean, ("best_pass_at_1", "reward", "minutes"))),
-        ]
-        for each in found
-    ]
-    return Table(["configuration", "runs", *RESULTS], rows)
+def count(number: int, noun: str) -> str:
+    """`1 run`, `3 runs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def by_result(run: Run) -> tuple[bool, float, float]:
-    return run.final_pass_at_1 is None, -(run.final_pass_at_1 or 0.0), -(run.reward or 0.0)
+def by_number(name: str) -> tuple[int, str]:
+    """The sort key of names that end in a number: `iter_999` comes before `iter_1000`."""
+    return len(name), name
 
 
-def runs_table(runs: Sequence[Run], keys: Sequence[str]) -> Table:
-    """A row for each run with the values of these overrides or settings, best final pass@1 first."""
-    rows = [
-        [
-            run.name,
-            *(run.overrides.get(key, run.settings.get(key, "")) for key in keys),
-            *_results(run.final_pass_at_1, run.interval, run.best_pass_at_1, run.reward, run.minutes),
-            run.status,
-        ]
-        for run in sorted(runs, key=by_result)
-    ]
-    return Table(["run", *keys, *RESULTS, "status"], rows)
-
-
-def _results(score: float | None, interval: tuple[float, float] | None, *others: float | None) -> list[str]:
-    """Cells of RESULTS."""
-    best, reward, minutes = others
-    took = number(minutes, ".1f" if minutes is None or minutes >= 1 else ".2g")
-    return [with_interval(score, interval), number(best), number(reward), took]
-
-
-def same_seeds(one: Configuration, other: Configuration) -> list[tuple[Run, Run]]:
-    """The runs of both that have a seed in common."""
-    first, second = ({run.settings.get("seed"): run for run in each.counted} for each in (one, other))
-    return [(run, second[seed]) for seed, run in first.items() if seed in second]
-
-
-def _compared(settings: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in settings.items() if key.lstrip("+~").split(".")[0] not in NOT_COMPARED}
-
-
-def _names(runs: Sequence[Run]) -> list[str]:
-    """A name for the configuration of each of these runs: its overrides, without those that all have in common."""
-    own = [_compared(run.overrides) for run in runs]
-    common = set.intersection(*(set(each.items()) for each in own)) if len(own) > 1 else set()
-    differing = [{key: value for key, value in each.items() if (key, value) not in common} for each in own]
-    # Keys are shortened to their last part, `lr` of `train.lr`, where that is one key's alone.
-    leaf = {key: re.split("[./]", key)[-1] for each in differing for key in each}
-    shared = Counter(leaf.values())
-    names = []
-    for each in differing:
-        # Numbers that a search drew have four digits.
-        drawn = re.compile(r"\d\.\d{4,}(e-?\d+)?|0\.\d{6,}").fullmatch
-        values = {key: f"{float(value):.4g}" if drawn(value) else value for key, value in each.items()}
-        words = (f"{leaf[key] if shared[leaf[key]] == 1 else key}={value}" for key, value in values.items())
-        names.append(", ".join(words) or "all alike")
-    # A name that two would share gets the run's.
-    return [
-        f"{name} (as run {run.name})" if names.count(name) > 1 else name for name, run in zip(names, runs, strict=True)
-    ]
-
-
-def have_own_seeds(runs: Sequence[Run]) -> bool:
-    """Whether no seed was run twice: an interval over repetitions would be too narrow."""
-    return len({run.settings.get("seed") for run in runs}) == len(runs)
-
-
-def mean_curve(values: Sequence[Series]) -> tuple[FloatArray, FloatArray]:
-    """Steps [R] at which all were measured, and the values there, [N, R]."""
-    tables = [dict(zip(each.steps.tolist(), each.values.tolist(), strict=True)) for each in values]
-    steps = sorted(set.intersection(*map(set, tables))) if tables else []
-    values_at = [[table[step] for step in steps] for table in tables]
-    return np.array(steps), np.array(values_at).reshape(len(tables), len(steps))
-
-
-def share_interval(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """`mean_interval` of shares over N >= 2 runs, [N, R] -> ([R], [R]), cut at 0 and 1."""
-    low, high = mean_interval(values)
-    return np.maximum(low, 0.0), np.minimum(high, 1.0)
-
-
-def searched(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Each number in which runs differ, with its value `x` in and the final pass@1 `y` of each run; nothing unless one
-    has more values than a grid.
-    """
-    measured, found = [run for run in runs if run.final_pass_at_1 is not None], []
-    for key in {key: None for run in measured for key in run.overrides if key not in NOT_COMPARED}:
-        texts = [run.overrides.get(key, "") for run in measured]
-        if len(set(texts)) > 1 and all(re.fullmatch(r"\d+(\.\d*)?(e[-+]?\d+)?", text) for text in texts):
-            scores = [run.final_pass_at_1 for run in measured]
-            found.append({"key": key, "x": [*map(float, texts)], "y": scores, "runs": [run.name for run in measured]})
-    return found if any(len(set(each["x"])) >= MIN_SEARCHED for each in found) else []
+def duration(seconds: float) -> str:
+    """`5.2 s`, `3.4 min` or `2.1 h`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,30 +12,42 @@ import numpy as np
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger.samples import record
-from offline_grpo.report.history import History
+from offline_grpo.report.runs import Run
 
 if TYPE_CHECKING:
-    from offline_grpo.report.runs import Configuration, Run
-    from offline_grpo.rollouts.store.reader import Shard
+    from offline_grpo.rollouts.store import Shard
 
 MAX_SAMPLES, MAX_CHARS, MIN_CHARS = 300, 8000, 400
 MAX_EVALUATIONS, MAX_PROBLEMS = 100, 200
-Solved = Mapping[tuple[str, ...], Counter[bool]]
-"""Held-out problem (id, messages, answer: in two runs `eval-7` may be two problems) -> how many of its answers are
-right, and wrong.
-"""
 FACTS = ("problem_id", "answer", "reward", "is_correct", "advantage", "finish_reason", "num_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A held-out problem: how many of its answers are right. Its id is a name alone: another task numbers it anew."""
+
+    problem_id: str
+    num_right: int = 0
+    num: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.num_right / self.num
+
+
+Solved = Mapping[tuple[str, ...], Tried]
+"""Held-out problems by what is asked: messages, answer, and the rest of the row."""
 
 
 def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The best and the worst completion of some groups of some iterations, evenly over the runs and their length."""
-    from offline_grpo.rollouts.store.rows import group_rows, groups_of  # pyarrow
+    from offline_grpo.rollouts.rows import group_rows, groups_of  # pyarrow
 
     budget = max(MAX_SAMPLES // len(runs), 4)
     num_groups = 4 if budget >= 100 else 1
     found = []
     for run in runs:
-        shards = _evenly(_shards_of(run.history.run_dir, "train"), budget // (2 * num_groups))
+        shards = _evenly(_shards_of(run.folder, "train"), budget // (2 * num_groups))
         decode = shards[0].decode if shards else None  # of a large tokenizer, which takes a second
         for shard in shards:
             table = shard.table()
@@ -49,17 +61,13 @@ def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
                     sample = record(group, rollout, advantages[row], decode)
                     facts = {name: sample[name] for name in FACTS} | {"run": run.name}
                     facts |= {"iteration": table["iteration"][row].as_py() + 1}
-                    found.append(facts | {"rendered": _shortened(sample["rendered"])})
-    return found
-
-
-def _shortened(rendered: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The two ends of each text that is long; the many of a long episode are together as long as a few."""
-    longest, found = max(MAX_CHARS // len(rendered), MIN_CHARS), []
-    for who, text in rendered:
-        half, left_out = longest // 2, len(text) - longest
-        short = text if left_out <= 0 else f"{text[:half]} … {left_out:,} letters left out … {text[-half:]}"
-        found.append((who, short))
+                    # The two ends of each text that is long; the many of a long episode are together as long as a few.
+                    longest, texts = max(MAX_CHARS // len(sample["rendered"]), MIN_CHARS), []
+                    for who, text in sample["rendered"]:
+                        half, left_out = longest // 2, len(text) - longest
+                        ends = f"{text[:half]} … {left_out:,} letters left out … {text[-half:]}"
+                        texts.append((who, text if left_out <= 0 else ends))
+                    found.append(facts | {"rendered": texts})
     return found
 
 
@@ -71,7 +79,7 @@ def highest_reward(folder: Path) -> float | None:
 
 
 def _shards_of(folder: Path, phase: str) -> list[Shard]:
-    from offline_grpo.rollouts.store.reader import shards_of  # pyarrow
+    from offline_grpo.rollouts.store import shards_of  # pyarrow
 
     try:
         return shards_of(folder / "rollouts", key="RUN", phase=phase)
@@ -86,52 +94,47 @@ def _evenly(items: Sequence[Any], count: int) -> list[Any]:
 
 def solved_over_time(run: Run) -> dict[str, Any] | None:
     """How often each held-out problem was solved in each evaluation on record; None without two evaluations."""
-    shards = _evenly(_shards_of(run.history.run_dir, "eval"), MAX_EVALUATIONS)
+    shards = _evenly(_shards_of(run.folder, "eval"), MAX_EVALUATIONS)
     names = ["before" if shard.iteration == -1 else str((shard.iteration or 0) + 1) for shard in shards]
-    return _heat_map(names, [_solved(shard) for shard in shards])
+    return heat_map(names, [_solved(shard) for shard in shards])
 
 
-def solved_by_configuration(groups: Sequence[Configuration], known: Mapping[str, Solved]) -> dict[str, Any] | None:
-    """The same of the last evaluation for each configuration, over its seeds; None without two configurations.
-
-    Args:
-        known: run -> what it solved at the end.
+def heat_map(columns: Sequence[str], tables: Sequence[Solved]) -> dict[str, Any] | None:
+    """`share` is [problems][columns], None where a problem was not asked; of many problems some, the hardest first.
+    Nothing without two columns.
     """
-    tables = {each.name: summed([known[run.name] for run in each.counted]) for each in groups}
-    tables = {name: table for name, table in tables.items() if table}
-    return _heat_map(list(tables), list(tables.values()))
+    if len(tables) < 2:
+        return None
+    names = {problem: tried.problem_id for table in reversed(tables) for problem, tried in table.items()}
+    rows = {problem: [table[problem].share if problem in table else None for table in tables] for problem in names}
+    hardest = sorted(rows, key=lambda problem: (sum(share or 0.0 for share in rows[problem]), names[problem]))
+    shown = _evenly(hardest, MAX_PROBLEMS)
+    return {
+        "columns": columns,
+        "problems": [names[each][:60] for each in shown],
+        "share": [rows[each] for each in shown],
+    }
 
 
 def summed(tables: Sequence[Solved]) -> Solved:
     """What several runs solved together."""
-    found: dict[tuple[str, ...], Counter[bool]] = {}
+    found: dict[tuple[str, ...], Tried] = {}
     for table in tables:
-        for problem, count in table.items():
-            found.setdefault(problem, Counter()).update(count)
+        for problem, new in table.items():
+            old = found.get(problem, Tried(new.problem_id))
+            found[problem] = Tried(old.problem_id, old.num_right + new.num_right, old.num + new.num)
     return found
 
 
-def _heat_map(columns: Sequence[str], tables: Sequence[Solved]) -> dict[str, Any] | None:
-    """`share` is [problems][columns], None where a problem was not asked; of many problems some, the hardest first."""
-    if len(tables) < 2:
-        return None
-    shares = [{problem: count[True] / count.total() for problem, count in table.items()} for table in tables]
-    rows = {problem: [table.get(problem) for table in shares] for problem in {p: 0 for table in tables for p in table}}
-    hardest = sorted(rows, key=lambda problem: (sum(share or 0.0 for share in rows[problem]), problem))
-    shown = _evenly(hardest, MAX_PROBLEMS)
-    return {"columns": columns, "problems": [each[0][:60] for each in shown], "share": [rows[each] for each in shown]}
-
-
-def solved(history: History) -> Solved:
+def solved(run: Run) -> Solved:
     """What was solved in the evaluation that the last pass@1 is of; nothing where the store does not have it."""
-    steps = history.series("eval", "pass@1").steps
-    shards = (shard for shard in _shards_of(history.run_dir, "eval") if (shard.iteration or 0) + 1 in steps[-1:])
+    steps = run.series("eval/pass@1").steps
+    shards = (shard for shard in _shards_of(run.folder, "eval") if (shard.iteration or 0) + 1 in steps[-1:])
     return next(map(_solved, shards), {})
 
 
 def _solved(shard: Shard) -> Solved:
-    table = shard.table(["problem_id", "messages", "answer", "is_correct"])
-    found: dict[tuple[str, ...], Counter[bool]] = {}
-    for *asked, is_correct in zip(*(table[name].to_pylist() for name in table.column_names), strict=True):
-        found.setdefault(tuple(str(value or "") for value in asked), Counter())[is_correct] += 1
-    return found
+    names = ["problem_id", "is_correct", "messages", "answer", "fields"]
+    table = shard.table(names)
+    rows = zip(*(table[name].to_pylist() for name in names), strict=True)
+    return summed([{tuple(map(str, asked)): Tried(str(name or ""), right, 1)} for name, right, *asked in rows])

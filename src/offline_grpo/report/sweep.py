@@ -8,30 +8,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from offline_grpo.report.history import count
+from offline_grpo.report.configurations import Configuration, configurations
 from offline_grpo.report.page import save_page
-from offline_grpo.report.runs import (
-    Configuration,
-    Run,
-    by_result,
-    configurations,
-    configurations_table,
-    load_runs,
-    runs_table,
-)
-from offline_grpo.report.tables import say
+from offline_grpo.report.runs import Run, count, load_runs
+from offline_grpo.report.tables import by_result, configurations_table, number, runs_table, say
 
 NUMBERS = ("pass@1", "pass@1_low", "pass@1_high", "best_pass@1", "reward_mean", "minutes")  # of summary.csv
 
 
 def print_sweep(folders: Sequence[Path], console: Console, out: Path | None = None) -> None:
-    """Print the table of all configurations, and write their page; of one folder, save tables beside its runs.
-
-    Args:
-        out: of the page; default: `report.html` in the folder, of several in the working directory.
-
-    Raises:
-        ConfigError: there is no run.
+    """Print the table of all configurations, and write their page to `out` (default: `report.html` in the folder, of
+    several in the working directory); of one folder, save tables beside its runs.
     """
     runs = load_runs(folders)
     found = configurations(runs)
@@ -64,12 +51,13 @@ def save_summary(multirun_dir: Path, runs: Sequence[Run], found: Sequence[Config
         writer = csv.writer(file)
         writer.writerow(["run", *keys, "status", *NUMBERS])
         for run in sorted(runs, key=by_result):
-            measured = (run.final_pass_at_1, *(run.interval or (None, None)))
-            numbers = (*measured, run.best_pass_at_1, run.reward, run.minutes)
-            texts = ("" if value is None else f"{value:.6g}" for value in numbers)
+            low, high = run.interval or (None, None)
+            numbers = (run.pass_at_1, low, high, run.best_pass_at_1, run.reward, run.minutes)
+            texts = (number(value, ".6g") for value in numbers)
             writer.writerow([run.name, *(run.overrides.get(key, "") for key in keys), run.status, *texts])
     # For people: those in which runs differ.
     differing = [key for key in keys if len(runs) == 1 or len({run.overrides.get(key) for run in runs}) > 1]
-    tables = (configurations_table(found), runs_table(runs, differing))
+    values = {run.name: run.settings | run.overrides for run in runs}
+    tables = (configurations_table(found), runs_table(runs, differing, values))
     markdown_path.write_text("\n".join(table.markdown() for table in tables))
     return [csv_path, markdown_path]

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from offline_grpo.disk import require_new
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic_core import from_json
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from offline_grpo.disk import require_new, write_whole
 from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader
-from offline_grpo.logger import output_console
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from offline_grpo.rollouts.store.reader import Shard
+from offline_grpo.logger import output_console, print_table
+from offline_grpo.logger.samples import Decode, print_sample, record, visible
+from offline_grpo.rollouts.atropos_groups import NOT_TRAINED
+from offline_grpo.rollouts.rows import NUMBERS, SCHEMA, group_rows, groups_of, plain_rows
+from offline_grpo.rollouts.store import ORIGIN_FILE, Shard, shards_of
+from offline_grpo.types import Rollout, RolloutGroup
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,11 +61,6 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Read, and print or write."""
     options = parser().parse_args(arguments)
-
-    from offline_grpo.rollouts.store.export import FORMATS
-    from offline_grpo.rollouts.store.reader import shards_of
-    from offline_grpo.rollouts.store.show import print_stats, show_groups
-
     # An output that is there already is refused before anything is read.
     number = options.iteration
     if options.command == "export":
@@ -76,8 +84,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 def _tables(shards: Sequence[Shard], options: argparse.Namespace) -> Iterator[tuple[Shard, pa.Table]]:
     """The tables that the options choose, without empty ones."""
-    import pyarrow.compute
-
     for shard in shards:
         try:
             table = shard.table()
@@ -86,11 +92,188 @@ def _tables(shards: Sequence[Shard], options: argparse.Namespace) -> Iterator[tu
                 raise ConfigError(f"{error}; --skip-damaged skips this file") from error
             print(f"{error}; left out", file=sys.stderr)
             continue
-        chosen = pyarrow.compute.field("phase") == options.phase
+        chosen = pc.field("phase") == options.phase
         if options.iteration is not None:
-            chosen &= pyarrow.compute.field("iteration") == options.iteration - 1
+            chosen &= pc.field("iteration") == options.iteration - 1
         if (table := table.filter(chosen)).num_rows:
             yield shard, table
+
+
+_ROWS, _BINS = 20, 5
+"""Of the tables by iteration and by length."""
+
+
+def show_groups(console: Console, table: pa.Table, count: int, *, full: bool, decode: Decode | None = None) -> None:
+    """Print the first `count` groups, those with differing rewards first; `full`: whole and all completions."""
+    rewards, advantages = (table[name].to_pylist() for name in ("reward", "advantage"))
+    newest = max(table["iteration"].to_pylist())  # a folder of `datasets` has all
+    found = [(key, rows) for key, rows in group_rows(table).items() if key[0] == newest]
+    found.sort(key=lambda group: len({rewards[row] for row in group[1]}) == 1)
+    for (iteration, phase, number), rows in found[:count]:
+        # best first; those without a reward last
+        order = sorted(rows, key=lambda row: inf if rewards[row] is None else -rewards[row])
+        [group] = groups_of(table, [order])
+        pairs = zip(group.rollouts, order, strict=True)
+        samples = [record(group, rollout, advantages[row], decode) for rollout, row in pairs]
+        name = "" if group.problem is None else f", problem {visible(group.problem.problem_id)}"
+        when = "before training" if iteration == -1 else f"iteration {iteration + 1}"
+        title = f"{phase}, {when}, group {number + 1}{name}: {len(samples)} completions"
+        console.rule(Text(title), align="left", style="dim")
+        shown = samples if full or len(samples) == 1 else [samples[0], samples[-1]]
+        for place, sample in enumerate(shown):  # a prompt that all share is shown once
+            is_other = sample["rendered"][0] != shown[0]["rendered"][0]
+            print_sample(console, sample, full=full, has_prompt=place == 0 or is_other)
+
+
+def print_stats(console: Console, tables: Iterable[pa.Table]) -> None:
+    """Totals, and tables by length and by iteration, of tables that have all columns and whole groups."""
+    # Columns [R] of all completions; whether the same tokens came before in a group, and whether its rewards differ.
+    names = ("iteration", "reward", "is_correct", "finish_reason", "failure")
+    columns: dict[str, list] = {name: [] for name in (*names, "length", "repeated")}
+    has_signal = []
+    for table in tables:
+        rows = table.select([*names, "completion_ids", "is_sampled"]).to_pydict()
+        repeated = [False] * table.num_rows
+        for members in group_rows(table).values():
+            seen: set[tuple[int, ...]] = set()
+            for row in members:
+                tokens = tuple(rows["completion_ids"][row])
+                repeated[row] = tokens in seen
+                seen.add(tokens)
+            has_signal.append(len({rows["reward"][row] for row in members} - {None}) > 1)
+        pairs = zip(rows["completion_ids"], rows["is_sampled"], strict=True)
+        lengths = [len(tokens) if mask is None else sum(mask) for tokens, mask in pairs]  # of what was sampled
+        found = rows | {"length": lengths, "repeated": repeated}
+        for name, column in columns.items():
+            column.extend(found[name])
+    of = {name: np.array(column) for name, column in columns.items()}
+    of["reward"] = of["reward"].astype(float)  # None: NaN
+    # Totals.
+    count, lengths = len(of["reward"]), of["length"]
+    reasons = Counter(reason or "unknown" for reason in of["finish_reason"])
+    failures = Counter(failure.partition(":")[0] for failure in of["failure"] if failure is not None)
+    correlation = "one of them does not vary"
+    pair = np.stack([lengths, of["reward"]])[:, ~np.isnan(of["reward"])]
+    if pair.size and pair.std(axis=1).all():
+        correlation = f"correlation {np.corrcoef(pair)[0, 1]:+.2f}"
+    repeated, equal = of["repeated"].mean(), 1 - np.mean(has_signal)
+    lines = [
+        f"{count:,} completions in {len(has_signal):,} groups, {lengths.sum():,} tokens",
+        f"ended: {', '.join(f'{reason} {n / count:.1%}' for reason, n in reasons.most_common())}",
+        f"repeated within their group: {repeated:.1%}; groups whose rewards are all equal: {equal:.1%}",
+        f"reward against length: {correlation}",
+    ]
+    if failures:
+        lines.append(f"not scored: {', '.join(f'{n:,} {cause}' for cause, n in failures.most_common())}")
+    console.print("\n".join(lines), markup=False, highlight=False)
+    # Fifths of the completions, from short to long.
+    edges = np.unique(np.quantile(lengths, np.linspace(0, 1, _BINS + 1)[1:]).astype(int))
+    pairs = zip([int(lengths.min()), *(edges[:-1] + 1)], edges, strict=True)
+    bins = [(f"{low} to {high}", (lengths >= low) & (lengths <= high)) for low, high in pairs]
+    print_table(console, _stats_table("length", bins, of))
+    # Each iteration, or, of many, blocks of them.
+    numbers = np.unique(of["iteration"])
+    blocks = np.array_split(numbers, min(_ROWS, len(numbers)))
+    texts = [str(b[0] + 1) if len(b) == 1 else f"{b[0] + 1} to {b[-1] + 1}" for b in blocks]
+    masks = [np.isin(of["iteration"], block) for block in blocks]
+    print_table(console, _stats_table("iteration", zip(texts, masks, strict=True), of))
+
+
+def _stats_table(label: str, parts: Iterable[tuple[str, np.ndarray]], of: dict[str, np.ndarray]) -> Table:
+    """Means over each part of the completions: its name, and a mask [R]."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in (label, "completions", "reward", "correct", "tokens", "cut off", "repeated"):
+        table.add_column(name, justify="left" if name == label else "right")
+    for name, mask in parts:
+        if mask.any():
+            known = of["reward"][mask & ~np.isnan(of["reward"])]
+            shown = (of["is_correct"], of["length"], of["finish_reason"] == "length", of["repeated"])
+            correct, length, cut, repeated = (values[mask].mean() for values in shown)
+            reward = f"{known.mean():.3f}" if len(known) else "-"
+            shares = (f"{correct:.1%}", f"{length:.1f}", f"{cut:.1%}", f"{repeated:.1%}")
+            table.add_row(name, f"{mask.sum():,}", reward, *shares)
+    return table
+
+
+Tables = Iterable[tuple[Shard, pa.Table]]
+"""Files of a store, with their checked tables."""
+_BLANK = 1.0
+"""The logprob that Atropos gives to tokens which nobody sampled."""
+
+
+def to_json_lines(tables: Tables, out: Path) -> int:
+    """A line per completion, with the columns of the store; problems and parts are objects. Returns how many."""
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for _, table in tables:
+            for row in plain_rows(table):
+                yield row | {"fields": None if row["fields"] is None else from_json(row["fields"])}
+
+    return _write_lines(out, lines())
+
+
+def to_atropos(tables: Tables, out: Path) -> int:
+    """A line per group of what has a reward, each a body for `POST /scored_data`. Returns how many."""
+    groups = (group.scored() for _, table in tables for group in groups_of(table, group_rows(table).values()))
+    return _write_lines(out, map(scored_data, filter(None, groups)))
+
+
+def to_datasets(tables: Tables, out: Path) -> int:
+    """A folder for `datasets.load_from_disk`, which `rollouts=replay` reads too. Returns the number of its rows."""
+    import datasets
+
+    # One table; the origin lies beside it, where all files have the same.
+    shards, parts = zip(*tables, strict=True)
+    pairs = pa.list_(pa.struct([NUMBERS.key_field, NUMBERS.item_field]))  # `datasets` knows no maps
+    kinds = [pairs if field.type == NUMBERS else field.type for field in SCHEMA]
+    whole = pa.concat_tables(parts).cast(pa.schema(zip(SCHEMA.names, kinds, strict=True)))
+    datasets.disable_progress_bars()
+    datasets.Dataset(whole).save_to_disk(out)
+    origins = [shard.origin for shard in shards]
+    if origins[0] is not None and len({None if o is None else (o.tokenizer, o.architecture) for o in origins}) == 1:
+        write_whole(out / ORIGIN_FILE, json.dumps(asdict(origins[0])))
+    return whole.num_rows
+
+
+FORMATS = {"jsonl": to_json_lines, "datasets": to_datasets, "atropos": to_atropos}
+
+
+def scored_data(group: RolloutGroup) -> dict[str, Any]:
+    """A group as atroposlib's `ScoredData` has it: masks are -100 or the token, logprobs 1 where nobody sampled."""
+    rollouts = group.rollouts
+
+    def rows(of: Callable[[Rollout], Iterable[Any]], blank: float) -> list[list[Any]]:
+        return [[value if s else blank for value, s in zip(of(r), r.is_sampled, strict=True)] for r in rollouts]
+
+    zeroed = [{"set_advantage_to_zero": True} if r.zero_advantage else {} for r in rollouts]
+    found: dict[str, Any] = {
+        "tokens": [list(r.token_ids) for r in rollouts],
+        "masks": rows(lambda r: r.token_ids, NOT_TRAINED),
+        "scores": [r.score.reward for r in rollouts],
+        "inference_logprobs": rows(lambda r: r.logprobs, _BLANK),
+        "overrides": [{"temperature": r.temperature, **zero} for r, zero in zip(rollouts, zeroed, strict=True)],
+    }
+    # What a source gave beside the rewards, and what a prompt was, only where all rollouts have it.
+    if group.advantages is not None:
+        found["advantages"] = [list(row) for row in group.advantages]
+    if all(r.ref_logprobs is not None for r in rollouts):
+        found["ref_logprobs"] = rows(lambda r: r.ref_logprobs or (), 0.0)
+    if all(r.teacher_logprobs is not None and r.temperature == 1.0 for r in rollouts):  # as Atropos' servers give them
+        found["distill_token_ids"] = [[[token] for token in r.token_ids] for r in rollouts]
+        found["distill_logprobs"] = [[[logprob] for logprob in r.teacher_logprobs or ()] for r in rollouts]
+    if group.problem is not None:
+        prompt = [dict(message) for message in group.problem.messages]
+        found["messages"] = [[*prompt, {"role": "assistant", "content": r.text}] for r in rollouts]
+    return found
+
+
+def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> int:
+    count = 0
+    with out.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            count += 1
+    return count
 
 
 def main() -> int:

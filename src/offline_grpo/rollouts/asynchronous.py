@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from statistics import fmean
 from typing import Any, ClassVar, Literal
@@ -99,19 +100,16 @@ class Asynchronous(OnPolicy):
         self._begin_due()
 
     def next(self, iteration: int) -> list[RolloutGroup]:
-        """Waits for the iteration's groups.
-
-        Raises:
-            ConfigError: the engine's weights are too old, however fresh the samples.
-            Exception: whatever ended the sampling of this iteration or of a later one.
-        """
+        """Waits for the iteration's groups."""
         began = time.perf_counter()
         version = self.trainer_version()
         self._next, self._known = iteration, (iteration, version)
+        # 1. However fresh samples are, the weights that draw them must not be too old.
         age = version - self._served
         if age > self.max_staleness:
             about = f"the engine's weights are {age} versions old; push more often"
             raise ConfigError(f"rollouts.max_staleness={self.max_staleness}: {about}")
+        # 2. Wait for the iteration; what has become too old is drawn again.
         sampling_s = 0.0
         while True:
             self._begin_due()
@@ -121,6 +119,7 @@ class Asynchronous(OnPolicy):
             if max(ages, default=0) <= self.max_staleness:
                 break
             self._num_discarded += len(groups)
+        # 3. There is room for another iteration while this one is trained on.
         self._next = iteration + 1
         self._begin_due()
         self._count_seconds()
@@ -168,23 +167,20 @@ class Asynchronous(OnPolicy):
             if version + (i - iteration) * self.updates_per_iteration - self._served > self.max_staleness:
                 return
             if i not in self._rounds:
-                self._begin(i)
-
-    def _begin(self, iteration: int) -> None:
-        self._count_seconds()
-        self._indices(iteration)  # here, so that all processes choose from the same pass rates
-        round_ = self._rounds[iteration] = Round()
-
-        def sample() -> list[RolloutGroup]:
-            try:
-                with progress.followed():
-                    progress.tell([round_])
-                    return OnPolicy.next(self, iteration)
-            finally:
                 self._count_seconds()
-                round_.is_over = True
+                self._indices(i)  # here, so that all processes choose from the same pass rates
+                round_ = self._rounds[i] = Round()
+                round_.groups = in_background(partial(self._sample_round, i, round_))
 
-        round_.groups = in_background(sample)
+    def _sample_round(self, iteration: int, round_: Round) -> list[RolloutGroup]:
+        """In a thread of its own."""
+        try:
+            with progress.followed():
+                progress.tell([round_])
+                return OnPolicy.next(self, iteration)
+        finally:
+            self._count_seconds()
+            round_.is_over = True
 
     def _count_seconds(self) -> None:
         """Share the seconds since the last call among the iterations that are being sampled, or count them as idle."""

@@ -57,17 +57,15 @@ class Curriculum:
     metrics: Metrics = field(default_factory=dict, init=False)
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Continue from what `state_dict` returned, which has the pass rates of the store too.
-
-        Raises:
-            ConfigError: most problems of the store are others than these, or it has all of these outside the band.
-        """
+        """Continue from what `state_dict` returned, which has the pass rates of the store too."""
+        # Where the walk goes on, and what is known: from the checkpoint, or from a record.
         self._position = iteration * self.count
         if state:
             self._position = state["position"]
             self._seen = {name: (right, total, at) for name, (right, total, at) in state["seen"].items()}
         elif self.store is not None:
             self._seen = recorded(self.store)
+        # A record must be of this task, and leave something to train on.
         if self.store is not None:
             own, on_record = {*self._keys}, self._seen.keys()
             known, num_others = len(own & on_record), len(on_record - own)
@@ -84,6 +82,7 @@ class Curriculum:
         others fill up.
         """
         if iteration not in self._choices:
+            # Walk on until enough problems are in the band, or each was looked at once.
             position = max([self._position, *(choice.end for choice in self._choices.values())])
             inside: list[int] = []
             outside: list[int] = []
@@ -94,6 +93,7 @@ class Curriculum:
                 if index not in known:  # else the next pass brings it again
                     known.add(index)
                     (inside if self.keeps(index, iteration) else outside).append(index)
+            # Those outside the band fill up what is missing.
             walked = [*inside, *outside]
             indices = [walked[i % len(walked)] for i in range(self.count)]
             num_outside = sum(i % len(walked) >= len(inside) for i in range(self.count))
@@ -158,8 +158,8 @@ def outcome(group: RolloutGroup) -> tuple[str, int, int]:
 
 def recorded(store: str) -> Seen:
     """The pass rates of a store's training rollouts. Raises ConfigError where there is none."""
-    from offline_grpo.rollouts.store.reader import shards_of  # pyarrow
-    from offline_grpo.rollouts.store.rows import plain_rows
+    from offline_grpo.rollouts.rows import plain_rows  # pyarrow
+    from offline_grpo.rollouts.store import shards_of
 
     columns = ["phase", "messages", "answer", "fields", "turn_starts", "is_correct", "failure"]
     found: dict[str, tuple[float, float, int]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.errors import require
 from offline_grpo.generation.sample import sample_in_order
@@ -31,6 +31,8 @@ class OnPolicy(Source):
     """Samples `group_size` completions of `problems_per_iteration` problems in `next`, and scores them. Process `rank`
     of `world_size` samples every `world_size`-th problem. `resample_zero_signal`: DAPO, arXiv 2503.14476.
     """
+
+    samples: ClassVar[bool] = True
 
     problems_per_iteration: int
     group_size: int
@@ -76,7 +78,7 @@ class OnPolicy(Source):
         fix = f"must be at least 1, and less than generation.max_new_tokens={longest}; null gives no penalty"
         require(tokens is None or 0 < tokens < longest, "data.soft_overlong_tokens", tokens, fix)
         if settings["pass_rate_from"] is not None:
-            from offline_grpo.rollouts.store.reader import shards_of  # pyarrow
+            from offline_grpo.rollouts.store import shards_of  # pyarrow
 
             shards_of(Path(settings["pass_rate_from"]).expanduser(), key="data.pass_rate_from", phase="train")
 
@@ -94,23 +96,35 @@ class OnPolicy(Source):
     def next(self, iteration: int) -> list[RolloutGroup]:
         """A function of the seed, the iteration, the weights and the curriculum alone: a resumed run draws the same."""
         self._scoring_wait_s = 0.0
-        first = iteration * self.problems_per_iteration
-        places = range(self.problems_per_iteration)[self.rank :: self.world_size]
-        seeds = [derive_seed(self.seed, "rollout", first + i) for i in places]
-        indices = self._indices(iteration)
-        problems = [self.problems[indices[i]] for i in places]
-        groups = self._sample(list(zip(problems, seeds, strict=True)))
-        others = self._others(iteration) if self.resample_zero_signal else []
-        for start in range(0, len(others), self.problems_per_iteration):
-            draws = others[start : start + self.problems_per_iteration]
-            silent = [n for n, i in enumerate(places) if i < len(draws) and self._is_silent(groups[n])]
+        count = self.problems_per_iteration
+        # 1. This process's share of the iteration's problems, each with a seed of its own.
+        places, indices = range(count)[self.rank :: self.world_size], self._indices(iteration)
+        seeds = [derive_seed(self.seed, "rollout", iteration * count + i) for i in places]
+        groups = self._sample([(self.problems[indices[i]], seed) for i, seed in zip(places, seeds, strict=True)])
+        if not self.resample_zero_signal:
+            return groups
+        # 2. Draws for groups to be replaced, which depend on the iteration alone: without its own problems, and none
+        # twice. The i-th group of the iteration takes every `count`-th of them, from i on.
+        seed, wanted, own = derive_seed(self.seed, "resample", iteration), count * self.max_resamples, {*indices}
+        known: Sequence[int] = range(len(self.problems))
+        if self._curriculum is not None:
+            known = [index for index in known if self._curriculum.keeps(index, iteration)]
+        candidates = random.Random(seed).sample(known, min(len(known), wanted + len(own)))
+        chosen = [index for index in candidates if index not in own][:wanted]
+        others = [(self.problems[index], derive_seed(seed, "rollout", n)) for n, index in enumerate(chosen)]
+        # 3. As long as there are any, groups without signal are thrown away in favour of others.
+        for start in range(0, len(others), count):
+            draws = others[start : start + count]
+            scored = [group.with_failures(self.on_failure).scored() for group in groups]
+            is_silent = [group is None or self.advantage.is_silent(group) for group in scored]
+            silent = [n for n, i in enumerate(places) if i < len(draws) and is_silent[n]]
             for n, group in zip(silent, self._sample([draws[places[n]] for n in silent]), strict=True):
                 old = groups[n]
+                num_discarded = old.num_discarded_tokens + sum(rollout.num_sampled for rollout in old.rollouts)
                 groups[n] = replace(
                     group,
                     num_replaced=old.num_replaced + 1,
-                    num_discarded_tokens=old.num_discarded_tokens
-                    + sum(rollout.num_sampled for rollout in old.rollouts),
+                    num_discarded_tokens=num_discarded,
                     discarded=(*old.discarded, outcome(old)),
                 )
         return groups
@@ -123,9 +137,13 @@ class OnPolicy(Source):
         return {} if self._curriculum is None else self._curriculum.metrics
 
     def _sample(self, draws: Sequence[tuple[Problem, int]]) -> list[RolloutGroup]:
-        groups = sample_in_order(
-            self.client, self.task, self.codec, draws, self.sampling, group_size=self.group_size, on_scored=self._waited
-        )
+        """Groups of these problems, with the penalties for length that are set."""
+
+        def on_scored(seconds: float) -> None:
+            self._scoring_wait_s += seconds
+
+        how: dict[str, Any] = {"group_size": self.group_size, "on_scored": on_scored}
+        groups = sample_in_order(self.client, self.task, self.codec, draws, self.sampling, **how)
         if self.soft_overlong_tokens is not None:
             groups = [self._with_penalties(group, "overlong", self.soft_overlong_tokens) for group in groups]
         if self.penalize_length_if_solved:
@@ -134,13 +152,6 @@ class OnPolicy(Source):
             pairs = zip(groups, solved, strict=True)
             groups = [self._with_penalties(group, "length", half) if is_solved else group for group, is_solved in pairs]
         return groups
-
-    def _is_silent(self, group: RolloutGroup) -> bool:
-        scored = group.with_failures(self.on_failure).scored()
-        return scored is None or self.advantage.is_silent(scored)
-
-    def _waited(self, seconds: float) -> None:
-        self._scoring_wait_s += seconds
 
     def _with_penalties(self, group: RolloutGroup, name: str, cache: float) -> RolloutGroup:
         """The group with a part of this name in every reward."""
@@ -151,20 +162,6 @@ class OnPolicy(Source):
             score = replace(score, reward=score.reward + penalty, parts={**score.parts, name: penalty})
             rollouts.append(replace(rollout, score=score))
         return replace(group, rollouts=tuple(rollouts))
-
-    def _others(self, iteration: int) -> list[tuple[Problem, int]]:
-        """Draws for groups to be replaced: the i-th group takes every `problems_per_iteration`-th, from i on.
-
-        They depend on the iteration alone. Its own problems are left out, and no other comes twice.
-        """
-        own, curriculum = {*self._indices(iteration)}, self._curriculum
-        seed, wanted = derive_seed(self.seed, "resample", iteration), self.problems_per_iteration * self.max_resamples
-        known: Sequence[int] = range(len(self.problems))
-        if curriculum is not None:
-            known = [index for index in known if curriculum.keeps(index, iteration)]
-        indices = random.Random(seed).sample(known, min(len(known), wanted + len(own)))
-        chosen = [index for index in indices if index not in own][:wanted]
-        return [(self.problems[index], derive_seed(seed, "rollout", n)) for n, index in enumerate(chosen)]
 
     def _indices(self, iteration: int) -> list[int]:
         """The problems of an iteration, of all processes."""

@@ -18,13 +18,13 @@ import pyarrow as pa
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.generation.judging import judging, scores_of
+from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import Source, Task
 from offline_grpo.redaction import flat
 from offline_grpo.rollouts.on_policy import permutation
-from offline_grpo.rollouts.store.reader import Shard, shards_of
-from offline_grpo.rollouts.store.recorder import FOLDER, Origin, json_hash
-from offline_grpo.rollouts.store.rows import group_rows, groups_of
+from offline_grpo.rollouts.recorder import FOLDER, Origin, json_hash
+from offline_grpo.rollouts.rows import group_rows, groups_of
+from offline_grpo.rollouts.store import Shard, shards_of
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup, Score
@@ -37,6 +37,7 @@ _THREADS = 4
 _RECORDED = 64
 """Groups that an advantage is shown before a model is loaded."""
 _FACTS = ["iteration", "phase", "group", "reward", "version", "finish_reason"]
+"""Columns that decide which groups are chosen."""
 
 
 class _Group(NamedTuple):
@@ -74,19 +75,25 @@ class Replay(Source):
     world_size: int
 
     _units: list[list[_Group]] = field(default_factory=list, init=False)  # what an iteration takes one or several of
-    _read: Callable[[int], pa.Table] | None = field(default=None, init=False)
+    _read: Callable[[int], pa.Table] = field(init=False)
     _identity: str = field(default="", init=False)
     _epoch: float = field(default=0.0, init=False)
 
     needs_problems: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        fix = "rollouts.any_model=true trains on it all the same"
         for shard in () if self.any_model else _shards(self.path):
             try:
                 origin = shard.origin
             except ConfigError:  # damaged: `start` says so, or leaves it out
                 continue
-            self._check_origin(shard.path, origin)
+            if origin is None:
+                raise ConfigError(f"{shard.path}: does not say which model and tokenizer it was recorded with; {fix}")
+            for name in ("tokenizer", "architecture"):
+                if getattr(origin, name) != getattr(self.origin, name):
+                    about = f"recorded with {origin.model}, whose {name} is another one than that of"
+                    raise ConfigError(f"{shard.path}: {about} {self.origin.model}; {fix}")
 
     @staticmethod
     def check(config: RunConfig) -> None:
@@ -102,37 +109,50 @@ class Replay(Source):
 
     @staticmethod
     def recorded(config: RunConfig) -> list[RolloutGroup]:
-        """See `Source`: of the first file that is sound."""
+        """Of the first file that is sound."""
         for shard in _shards(config.rollouts["path"]):
             with suppress(ConfigError):  # damaged: `start` says so, or leaves it out
                 table = shard.table()
                 rows = [rows for (_, phase, _), rows in group_rows(table).items() if phase == "train"]
                 groups = groups_of(table, rows[:_RECORDED])
-                return list(map(_without_scores, groups)) if config.rollouts["rescore"] else groups
+                if not config.rollouts["rescore"]:
+                    return groups
+                unscored = Score.unscored("rescored")
+                return [replace(g, rollouts=tuple(replace(r, score=unscored) for r in g.rollouts)) for g in groups]
         return []
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Reads every file once, so that a damaged one does not end the run later.
-
-        Raises:
-            ConfigError: a file is damaged; nothing is left to train on; or the store has changed since the checkpoint.
-        """
+        """Reads every file once, so that a damaged one does not end the run later."""
         shards = _shards(self.path)
         own = (self.run_folder / FOLDER).resolve()
         is_own = any(shard.path.resolve().parent == own for shard in shards)
         require(not is_own, "rollouts.path", self.path, "is this run's own record")
+
+        # 1. The whole of each file is read, and the groups that pass the filters are noted.
+        def facts(shard: Shard) -> pa.Table | ConfigError:
+            try:
+                return shard.table().select(_FACTS)
+            except ConfigError as error:
+                return error
+
         groups: list[_Group] = []
         sound: list[Shard] = []
         with ThreadPoolExecutor(_THREADS) as threads:  # pyarrow reads without Python's lock
-            for number, (shard, facts) in enumerate(zip(shards, threads.map(self._facts, shards), strict=True)):
+            for number, (shard, found) in enumerate(zip(shards, threads.map(facts, shards), strict=True)):
                 progress.report(number, len(shards), "files")
-                if facts is not None:
-                    groups += self._chosen(facts, len(sound))
+                if isinstance(found, pa.Table):
+                    groups += self._chosen(found, len(sound))
                     sound.append(shard)
+                elif self.skip_damaged:
+                    log.warning("%s; left out", found)
+                else:
+                    raise ConfigError(f"{found}; rollouts.skip_damaged=true skips this file")
         filters = {name: getattr(self, name) for name in ("iterations", "versions", "rewards", "finish_reasons")}
         given = ", ".join(f"rollouts.{name}={value}" for name, value in filters.items() if value is not None)
         fix = f"no group of at least two completions is left of {len(shards)} files; filters: {given or 'none'}"
         require(bool(groups), "rollouts.path", self.path, fix)
+
+        # 2. An iteration takes a recorded one, or so many groups; a resumed run the same as before.
         self._read = lru_cache(_CACHED)(lambda index: sound[index].table())
         if self.problems_per_iteration is None:
             self._units = [list(part) for _, part in groupby(groups, lambda group: (group.shard, group.iteration))]
@@ -142,23 +162,40 @@ class Replay(Source):
         is_known = (state or {}).get("rollouts", self._identity) == self._identity
         fix = "has not the groups that it had at the checkpoint; bring those back"
         require(is_known, "rollouts.path", self.path, fix)
+
+        # 3. What will be trained on, and with which other settings it was recorded that rewards or weights depend on.
         num_rollouts = sum(len(group.rows) for group in groups)
         per_pass = -(-len(self._units) // (self.problems_per_iteration or 1))
-        found = f"{num_rollouts:,} rollouts in {len(groups):,} groups; a pass takes {per_pass:,} iterations"
-        log.info("replaying %s; rewards are %s", found, "computed again" if self.rescore else "those recorded")
-        self._warn_of_differences(sound)
+        about = f"{num_rollouts:,} rollouts in {len(groups):,} groups; a pass takes {per_pass:,} iterations"
+        log.info("replaying %s; rewards are %s", about, "computed again" if self.rescore else "those recorded")
+        origin = next((shard.origin for shard in sound if shard.origin is not None), None)
+        if origin is None:
+            return
+        ours, theirs = flat(self.origin.config), flat(origin.config)
+        prefixes = ("model.train_id", "model.gguf_file", "model.tiny.", *(() if self.rescore else ("task.",)))
+        keys = sorted(key for key in ours.keys() | theirs.keys() if key.startswith(prefixes))
+        different = [key for key in keys if ours.get(key) != theirs.get(key)]
+        if different:
+            about = "; ".join(f"{key}={theirs.get(key)!s:.60}, here {ours.get(key)!s:.60}" for key in different)
+            log.warning("rollouts.path=%s: was recorded with other settings: %s", self.path, about)
 
     def next(self, iteration: int) -> list[RolloutGroup]:
         """A function of the store and the iteration alone."""
-        assert self._read is not None, "next() before start()"
-        count = self.problems_per_iteration or 1
-        positions = range(iteration * count, (iteration + 1) * count)
-        self._epoch = positions.stop / len(self._units)
-        chosen = [group for position in positions for group in self._unit_at(position)][self.rank :: self.world_size]
-        groups = [group for each in chosen for group in groups_of(self._read(each.shard), [each.rows])]
-        for group in groups:
+        count, size = self.problems_per_iteration or 1, len(self._units)
+        self._epoch = (iteration + 1) * count / size
+        groups = []
+        for position in range(iteration * count, (iteration + 1) * count):
+            epoch, offset = divmod(position, size)
+            if self.shuffle:
+                offset = permutation(size, derive_seed(self.seed, "replay", epoch))[offset]
+            groups += self._units[offset]
+        # This process's share is read, and refused where the model cannot learn from it.
+        found = []
+        for each in groups[self.rank :: self.world_size]:
+            [group] = groups_of(self._read(each.shard), [each.rows])
             group.check(vocab_size=self.vocab_size, max_tokens=self.context)
-        return [self._rescored(group) for group in groups] if self.rescore else groups
+            found.append(self._rescored(group) if self.rescore else group)
+        return found
 
     def metrics(self) -> Metrics:
         return {"rollouts/epoch": self._epoch, "time/sampling_s": 0.0}
@@ -166,46 +203,6 @@ class Replay(Source):
     def state_dict(self) -> Mapping[str, Any]:
         """Identifies the recorded groups. The iteration says the rest."""
         return {"rollouts": self._identity}
-
-    def _facts(self, shard: Shard) -> pa.Table | None:
-        """The columns of a file that decide which groups are chosen; None if it is damaged and may be left out."""
-        try:
-            return shard.table().select(_FACTS)  # the whole file, so that a damaged one is found now
-        except ConfigError as error:
-            if not self.skip_damaged:
-                raise ConfigError(f"{error}; rollouts.skip_damaged=true skips this file") from error
-            log.warning("%s; left out", error)
-            return None
-
-    def _unit_at(self, position: int) -> list[_Group]:
-        epoch, offset = divmod(position, len(self._units))
-        if self.shuffle:
-            offset = permutation(len(self._units), derive_seed(self.seed, "replay", epoch))[offset]
-        return self._units[offset]
-
-    def _check_origin(self, path: Path, origin: Origin | None) -> None:
-        fix = "rollouts.any_model=true trains on it all the same"
-        if origin is None:
-            raise ConfigError(f"{path}: does not say which model and tokenizer it was recorded with; {fix}")
-        for name in ("tokenizer", "architecture"):
-            theirs, ours = getattr(origin, name), getattr(self.origin, name)
-            if theirs != ours:
-                about = f"recorded with {origin.model}, whose {name} is another one than that of {self.origin.model}"
-                raise ConfigError(f"{path}: {about}; {fix}")
-
-    def _warn_of_differences(self, shards: Sequence[Shard]) -> None:
-        """Warn of other settings that recorded rewards, or the weights that drew the rollouts, depend on."""
-        origin = next((shard.origin for shard in shards if shard.origin is not None), None)
-        if origin is None:
-            return
-        ours, theirs = flat(self.origin.config), flat(origin.config)
-        model = ("model.train_id", "model.gguf_file", "model.tiny.")
-        prefixes = model if self.rescore else ("task.", *model)
-        keys = sorted(key for key in ours.keys() | theirs.keys() if key.startswith(prefixes))
-        different = [key for key in keys if ours.get(key) != theirs.get(key)]
-        if different:
-            found = "; ".join(f"{key}={theirs.get(key)!s:.60}, here {ours.get(key)!s:.60}" for key in different)
-            log.warning("rollouts.path=%s: was recorded with other settings: %s", self.path, found)
 
     def _chosen(self, table: pa.Table, shard: int) -> list[_Group]:
         """The groups that pass the filters. A single completion that is left has nothing to be compared with."""
@@ -226,8 +223,8 @@ class Replay(Source):
         """Raises ConfigError where the record has no problem."""
         if group.problem is None:
             raise ConfigError("rollouts.rescore=true: these rollouts were recorded without their problems; use false")
-        judgements = list(judging(self.task, group.problem, [rollout.text for rollout in group.rollouts]))
-        pairs = zip(group.rollouts, scores_of(judgements, len(group.rollouts)), strict=True)
+        judgement = Judgement(self.task, group.problem, [rollout.text for rollout in group.rollouts])
+        pairs = zip(group.rollouts, judgement.scores(), strict=True)
         return RolloutGroup(group.problem, tuple(replace(rollout, score=score) for rollout, score in pairs))
 
 
@@ -237,11 +234,6 @@ def _shards(path: str | Sequence[str] | None) -> list[Shard]:
     if not paths:
         raise ConfigError("rollouts.path=null: name what to replay: a run folder, or a folder that datasets saved")
     return [shard for each in paths for shard in shards_of(Path(each).expanduser(), key="rollouts.path", phase="train")]
-
-
-def _without_scores(group: RolloutGroup) -> RolloutGroup:
-    rollouts = (replace(rollout, score=Score.unscored("rescored")) for rollout in group.rollouts)
-    return RolloutGroup(group.problem, tuple(rollouts))
 
 
 def _within(value: float, bounds: Sequence[float] | None) -> bool:

@@ -20,7 +20,7 @@ from offline_grpo.config.problems import records, source_node
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.interfaces import Source
-from offline_grpo.logger.first_look import FirstLook
+from offline_grpo.logger.samples import FirstLook
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model import load
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
@@ -29,8 +29,8 @@ from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, set
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
-from offline_grpo.report.run_files import WITHOUT_EFFECT
-from offline_grpo.rollouts.store.recorder import Origin, Recorder, architecture_hash, tokenizer_hash
+from offline_grpo.report.runs import WITHOUT_EFFECT
+from offline_grpo.rollouts.recorder import Origin, Recorder, architecture_hash, tokenizer_hash
 from offline_grpo.seeding import derive_seed
 from offline_grpo.start import prompts, servers
 from offline_grpo.start.memory import check_memory

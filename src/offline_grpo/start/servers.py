@@ -22,7 +22,7 @@ from offline_grpo.engine.engine import next_to_start
 from offline_grpo.engine.ray_actor import Room
 from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import ConfigError, EngineError, ScoreError, require
-from offline_grpo.generation.judging import judging, scores_of
+from offline_grpo.generation.judging import Judgement
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.history.run_log import hide_progress_bars
 from offline_grpo.model.device import TORCH_NAMES, resolve_device, torch_dtype
@@ -52,8 +52,7 @@ def begin(run: Run) -> None:
     # Whether a reward of the user's own has the several parts that gdpo adds up, one score tells.
     if isinstance(plan.advantage, GDPO) and plan.data.train and plan.advantage.needs_score(config):
         with suppress(ScoreError):  # of an empty answer, which the model may never give
-            judgements = list(judging(plan.data.task, plan.data.train[0], [""]))
-            plan.advantage.check_score(scores_of(judgements, 1)[0])
+            plan.advantage.check_score(Judgement(plan.data.task, plan.data.train[0], [""]).scores()[0])
 
     # Refuse what this machine lacks: vLLM, GPUs, a layout's kernels, the model's files, running servers.
     if plan.engine.launcher is not None and config.placement.address is None:  # machines of a cluster check their own
@@ -117,7 +116,7 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
             except EngineError as error:
                 raise EngineError(f"{error}; this starts one: {command}") from error
             lack = engine.lacks(weight_sync.requires.moves)
-            asked_by_environments = spec is plan.engine and plan.config.rollouts.get("url") is not None
+            asked_by_environments = spec is plan.engine and plan.config.source.has_environments
             if asked_by_environments and not engine.api.has("/generate"):
                 lack = "has no POST /generate, which environments call (--middleware offline_grpo_generate.Generate)"
             elif lack is not None and weight_sync.requires.moves == "nothing":

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from offline_grpo.interfaces import Chat
-from offline_grpo.reward.functions import imported, reward_parts, total
 from offline_grpo.task.environment import EpisodeTask, awaited, seed_globally
+from offline_grpo.task.rewards import imported, reward_parts, total
 from offline_grpo.types import Problem, Score
 
 

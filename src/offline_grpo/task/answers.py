@@ -164,7 +164,7 @@ def is_same_latex(reference: str, answer: str) -> bool:
     """
     if is_same_value(reference, answer) or _is_text(reference):
         return is_same_value(reference, answer)
-    return _is_equal(*(_parse(rf"\boxed{{{each}}}", "first_match") for each in (reference, answer)))
+    return _is_equal(reference, answer, "first_match")
 
 
 def is_same_value(reference: str, answer: str) -> bool:
@@ -182,13 +182,14 @@ def is_same_value(reference: str, answer: str) -> bool:
     plain = _short_formula(reference), _short_formula(answer)
     if all(re.fullmatch(_DECIMAL, each) for each in plain) and not all("." in each for each in plain):
         return Fraction(plain[0].replace(",", "")) == Fraction(plain[1].replace(",", ""))
-    return all(plain) and _is_equal(*(_parse(rf"\boxed{{{each}}}", "no_fallback") for each in plain))
+    return all(plain) and _is_equal(*plain, "no_fallback")
 
 
-def _is_equal(reference: list[Any], answer: list[Any]) -> bool:
+def _is_equal(reference: str, answer: str, fallback_mode: str) -> bool:
     import math_verify
 
-    return math_verify.verify(reference, answer, timeout_seconds=None)  # its timeout needs signals
+    parsed = (_parse(rf"\boxed{{{each}}}", fallback_mode) for each in (reference, answer))
+    return math_verify.verify(*parsed, timeout_seconds=None)  # its timeout needs signals
 
 
 def _is_text(answer: str) -> bool:

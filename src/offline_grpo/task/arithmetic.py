@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import ClassVar
 
 from offline_grpo.errors import require
 from offline_grpo.task.answers import last_number
+from offline_grpo.task.problems import hash_frac
 from offline_grpo.types import Problem, Score, Split
 
 OPERATIONS = {"+": int.__add__, "-": int.__sub__}
@@ -61,7 +61,8 @@ class Arithmetic:
         """Score the last number of the text, so that a chat model may explain first. `42.0` and `1,042` count as
         integers.
         """
-        is_correct = last_integer(text) == problem.answer
+        whole, _, fraction = (last_number(text) or "none").replace(",", "").partition(".")
+        is_correct = whole != "none" and not fraction.strip("0") and str(int(whole)) == problem.answer
         is_bare = re.fullmatch(r"\s*-?[0-9]+\s*", text) is not None
         parts = {"correct": float(is_correct), "format": self.format_weight * is_bare}
         return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
@@ -84,17 +85,3 @@ class Arithmetic:
 
     def _prompt(self, a: int, operation: str, b: int) -> str:
         return self.prompt_template.format(a=a, op=operation, b=b)
-
-
-def last_integer(text: str) -> str | None:
-    """The last number of the text, formatted like `str(int)`; None if there is no number or it is not an integer."""
-    number = last_number(text)
-    if number is None:
-        return None
-    whole, _, fraction = number.replace(",", "").partition(".")
-    return None if fraction.strip("0") else str(int(whole))
-
-
-def hash_frac(text: str) -> float:
-    """A number in [0, 1) that depends only on the text; it is the same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48

@@ -7,7 +7,7 @@ import operator
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.task.answers import last_tagged
-from offline_grpo.task.arithmetic import hash_frac
-from offline_grpo.task.problems import asked, check_system_prompt
+from offline_grpo.task.problems import asked, check_system_prompt, hash_frac
 from offline_grpo.types import Problem, Score, Split
 
 NUM_DRAWS = 12_000
@@ -76,19 +75,9 @@ class Countdown:
     @cached_property
     def _splits(self) -> dict[Split, tuple[Problem, ...]]:
         splits: dict[Split, dict[str, Problem]] = {split: {} for split in Split}
-        for numbers, target, solution in self._draws():
-            shown = " ".join(map(str, numbers))
-            split = Split.EVAL if hash_frac(f"split {shown}") < self.eval_frac else Split.TRAIN
-            problem_id = f"{shown.replace(' ', ',')}={target}"
-            splits[split].setdefault(problem_id, self._problem(problem_id, numbers, target, solution))
-        if not all(splits.values()):
-            raise ConfigError(f"task.eval_frac={self.eval_frac}: leaves a split without problems")
-        return {split: tuple(problems.values()) for split, problems in splits.items()}
-
-    def _draws(self) -> Iterator[tuple[tuple[int, ...], int, str]]:
-        """Sorted numbers, a target, and an expression of all of them that has it."""
         rng = random.Random("countdown")
         for _ in range(NUM_DRAWS):
+            # Numbers, and an expression of all of them, whose value is the target.
             numbers = [rng.randint(1, self.max_number) for _ in range(rng.randint(self.min_count, self.max_count))]
             values = [(number, str(number)) for number in numbers]
             while len(values) > 1:
@@ -96,15 +85,19 @@ class Countdown:
                 results = {"+": a + b, "-": a - b, "*": a * b, **({"/": a // b} if b and a % b == 0 else {})}
                 operation, value = rng.choice(list(results.items()))
                 values.append((value, f"({left} {operation} {right})"))
-            target, expression = values[0]
-            if 10 <= target <= self.max_target:
-                yield tuple(sorted(numbers)), target, expression[1:-1]
-
-    def _problem(self, problem_id: str, numbers: tuple[int, ...], target: int, solution: str) -> Problem:
-        prompt = self.prompt_template.replace("{numbers}", ", ".join(map(str, numbers)))
-        prompt = prompt.replace("{target}", str(target))
-        fields = {"numbers": list(numbers), "target": target}
-        return Problem(problem_id, asked(prompt, self.system_prompt), solution, fields)
+            target, solution = values[0][0], values[0][1][1:-1]
+            if not 10 <= target <= self.max_target:
+                continue
+            numbers.sort()
+            prompt = self.prompt_template.replace("{numbers}", ", ".join(map(str, numbers)))
+            messages = asked(prompt.replace("{target}", str(target)), self.system_prompt)
+            is_held_out = hash_frac(f"split {' '.join(map(str, numbers))}") < self.eval_frac
+            problem_id = f"{','.join(map(str, numbers))}={target}"
+            problem = Problem(problem_id, messages, solution, {"numbers": numbers, "target": target})
+            splits[Split.EVAL if is_held_out else Split.TRAIN].setdefault(problem_id, problem)
+        if not all(splits.values()):
+            raise ConfigError(f"task.eval_frac={self.eval_frac}: leaves a split without problems")
+        return {split: tuple(problems.values()) for split, problems in splits.items()}
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
@@ -120,19 +113,19 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
     is_plain = re.fullmatch(r"[0-9+\-*/() \n]+", plain) is not None
     if not is_plain or len(plain) > MAX_EXPRESSION_CHARS or re.search(r"[0-9]{7}", plain):
         return None
+    numbers: list[int] = []
+
+    def value_of(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            numbers.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value_of(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            return _OPERATIONS[type(node.op)](value_of(node.left), value_of(node.right))
+        raise ValueError(type(node).__name__)
+
     try:
-        numbers: list[int] = []
-        return _value(ast.parse(plain.replace("\n", " "), mode="eval").body, numbers), numbers
+        return value_of(ast.parse(plain.replace("\n", " "), mode="eval").body), numbers
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
-
-
-def _value(node: ast.expr, numbers: list[int]) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        numbers.append(node.value)
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand, numbers)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_value(node.left, numbers), _value(node.right, numbers))
-    raise ValueError(type(node).__name__)

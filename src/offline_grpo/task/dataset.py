@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite
 from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.reward.functions import GIVEN, Rewards, load_rewards
 from offline_grpo.task.answers import (
     is_answer,
     is_same_latex,
@@ -20,6 +19,7 @@ from offline_grpo.task.answers import (
     reference_answer,
 )
 from offline_grpo.task.problems import HALF, is_whole
+from offline_grpo.task.rewards import GIVEN, Rewards, load_rewards
 from offline_grpo.task.rows import Row, RowTask, messages_or_text, shown, text_field, tools_of
 from offline_grpo.types import Message, Problem, Score
 
@@ -56,31 +56,26 @@ class Dataset(RowTask):
         require(0 <= self.format_weight < inf, "task.format_weight", self.format_weight, "must be 0 or more")
         threshold = self.correct_threshold
         require(isfinite(threshold), "task.correct_threshold", threshold, "must be a finite number")
-        has_answer = self._rewards is not None or self.rewards_groups or self.answer_field is not None
+        has_answer = bool(self._rewards) or self.answer_field is not None
         require(has_answer, "task.answer_field", None, "name the field with the answer, or set task.reward")
 
     @cached_property
-    def _rewards(self) -> Rewards | None:
-        return None if self.reward is None else load_rewards(self.reward, self.correct_threshold)
-
-    @cached_property
-    def _group_rewards(self) -> Rewards | None:
-        if self.group_reward is None:
-            return None
-        return load_rewards(self.group_reward, self.correct_threshold, "task.group_reward")
+    def _rewards(self) -> Mapping[str, Rewards]:
+        """Those of a completion, `reward`, and of its group, `group_reward`, where there are any."""
+        given = {name: value for name in ("reward", "group_reward") if (value := getattr(self, name)) is not None}
+        return {name: load_rewards(value, self.correct_threshold, f"task.{name}") for name, value in given.items()}
 
     @property
     def rewards_groups(self) -> bool:
-        return self._group_rewards is not None
+        return "group_reward" in self._rewards
 
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[Score] | Awaitable[list[Score]]:
-        assert self._group_rewards is not None
-        return self._group_rewards.score_group(problem, texts)
+        return self._rewards["group_reward"].score_group(problem, texts)
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """Compare the answer of a completion with the row's, or ask the reward functions."""
-        if self._rewards is not None:
-            return self._rewards.score(problem, text)
+        if "reward" in self._rewards:
+            return self._rewards["reward"].score(problem, text)
         if self.answer_field is None:
             return Score.unscored()  # the group's reward is all
         is_correct = is_right(self.answer_kind, problem.answer, text)
@@ -102,7 +97,7 @@ class Dataset(RowTask):
         fields = {str(key): value for key, value in row.value.items() if key not in given}
         messages, tools = self.messages(row, prompt), tools_of(row)
         problem = Problem(problem_id, messages, self._answer(row), fields, tools=tools)
-        for rewards in filter(None, (self._rewards, self._group_rewards)):
+        for rewards in self._rewards.values():
             rewards.check(problem)
         return problem
 
@@ -111,10 +106,11 @@ class Dataset(RowTask):
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
     def _answer(self, row: Row) -> str:
-        if self.answer_field is None or (self._rewards is not None and row.value.get(self.answer_field) is None):
+        has_reward = "reward" in self._rewards
+        if self.answer_field is None or (has_reward and row.value.get(self.answer_field) is None):
             return ""
         text = text_field(row, self.answer_field, "task.answer_field")
-        if self._rewards is not None:
+        if has_reward:
             return text
         answer = reference_answer(text) if self.answer_kind in ("auto", "math") else text.strip()
         place = f"in the field {self.answer_field!r} (task.answer_field): {shown(text)}"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, ScoreError, reason_of, require
 from offline_grpo.interfaces import Chat
-from offline_grpo.reward.functions import imported, reward_parts, total
+from offline_grpo.task.rewards import imported, reward_parts, total
 from offline_grpo.task.rows import Row, RowTask, messages_or_text
 from offline_grpo.types import Call, Message, Problem, Rules, Schema, Score
 
@@ -103,6 +103,7 @@ class ToolEpisodes(Episodes):
 
     def played(self, world: Any, problem: Problem, chat: Chat) -> Score:
         """One episode, which `world` plays."""
+        # What `reset` returns goes behind the user's message.
         rules = problem.rules
         tools = () if rules is None else rules.tools
         messages = [dict(message) for message in problem.messages]
@@ -110,10 +111,12 @@ class ToolEpisodes(Episodes):
         earned: list[Mapping[str, float]] = []
         errors = 0
         while True:
+            # 1. The policy replies.
             reply = chat.say(messages, tools)
             if reply.is_cut and not reply.num_tokens:  # a limit was reached before: there was no such turn
                 break
             messages.append(dict(reply.message))
+            # 2. Its calls are answered by the tools, and a reply without any by the environment itself.
             results = []
             for call in reply.calls:
                 content, has_failed = self._called(world, call)
@@ -122,9 +125,11 @@ class ToolEpisodes(Episodes):
             if not reply.is_cut and not results and hasattr(world, "respond"):
                 answer = awaited(world.respond(reply.content))
                 results += [] if answer is None else [{"role": "user", "content": self._text(answer)}]
+            # 3. The turn may have earned something by itself.
             if hasattr(world, "get_turn_reward"):
                 earned.append(_reward(world, "get_turn_reward", "turns"))
                 chat.pay(sum(earned[-1].values()))
+            # 4. The episode ends at a limit, where nobody answers, or where the environment says so.
             if reply.is_cut or not results or getattr(world, "is_done", False):
                 break
             messages += results
@@ -178,6 +183,7 @@ class Environment(ToolEpisodes, EpisodeTask):
     @cached_property
     def _methods(self) -> dict[str, Any]:
         """By name, those that are public, bound as those of an object: also @staticmethod and @classmethod."""
+        # A function that makes objects is called once, to see what it makes.
         kind = self._factory if inspect.isclass(self._factory) else type(self._factory())
         found = inspect.getmembers(kind, lambda f: isinstance(inspect.unwrap(f), (FunctionType, MethodType)))
         public = [name for name, _ in found if not name.startswith("_")]

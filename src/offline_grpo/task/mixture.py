@@ -11,7 +11,7 @@ from math import isclose
 from typing import Any
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.interfaces import Chat, Task
+from offline_grpo.interfaces import Chat, Task, TaskFacts
 from offline_grpo.task.problems import MANY, LazyProblems
 from offline_grpo.types import TASK_MARK, Problem, Score, Split
 
@@ -46,24 +46,14 @@ class Mixture:
         fix = f"must be numbers of at least {1 / PERIOD} that add up to 1, or null for equal shares"
         require(are_numbers and isclose(sum(weights.values()), 1, abs_tol=1e-6), "task.weights", weights, fix)
 
-    @property
-    def scores_safely(self) -> bool:
-        return all(getattr(task, "scores_safely", False) for task in self.tasks.values())
-
-    @property
-    def is_ordered(self) -> bool:
-        return any(getattr(task, "is_ordered", False) for task in self.tasks.values())
-
-    @property
-    def worker_imports(self) -> tuple[str, ...]:
-        return tuple(sorted({name for task in self.tasks.values() for name in getattr(task, "worker_imports", ())}))
-
     def problems(self, split: Split) -> Sequence[Problem]:
         """Lazy; what the tasks read is read here."""
         lengths = {name: len(problems) for name, problems in self._problems[split].items()}
         if split is Split.EVAL:
             return LazyProblems(self._eval_problem, range(min(sum(lengths.values()), MANY)))
-        last = max(self._last(name, length) for name, length in lengths.items())
+        # It ends with the last problem of the task that takes longest.
+        places = {name: divmod(length - 1, self._counts[name]) for name, length in lengths.items()}
+        last = max(period * PERIOD + self._order.index((name, before)) for name, (period, before) in places.items())
         return LazyProblems(self._train_problem, range(min(1 + last, MANY)))
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
@@ -79,13 +69,9 @@ class Mixture:
         name, _, problem_id = problem.problem_id.partition(TASK_MARK)
         return self.tasks[name], replace(problem, problem_id=problem_id)
 
-    @property
-    def rewards_groups(self) -> bool:
-        return any(getattr(task, "rewards_groups", False) for task in self.tasks.values())
-
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[Score] | Awaitable[list[Score]]:
         task, own = self._own(problem)
-        if not getattr(task, "rewards_groups", False):
+        if not TaskFacts.of(task).rewards_groups:
             return [Score.unscored()] * len(texts)
         return task.score_group(own, texts)
 
@@ -113,11 +99,6 @@ class Mixture:
     @cached_property
     def _counts(self) -> Mapping[str, int]:
         return Counter(name for name, _ in self._order)
-
-    def _last(self, name: str, length: int) -> int:
-        """The position of the last problem of a task that has so many."""
-        period, before = divmod(length - 1, self._counts[name])
-        return period * PERIOD + self._order.index((name, before))
 
     def _train_problem(self, position: int) -> Problem:
         period, offset = divmod(position, PERIOD)

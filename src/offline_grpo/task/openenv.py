@@ -66,10 +66,12 @@ class OpenEnv(ToolEpisodes):
             action = httpx.get(f"{url}/schema", timeout=60).raise_for_status().json()["action"]
         except (ScoreError, httpx.HTTPError) as error:
             raise ConfigError(f"task.openenv.url={url}: is no OpenEnv server that answers ({error})") from error
+        # With `text_field` a reply itself is the action, and there is no tool.
         fields = {name: value for name, value in action["properties"].items() if name != "metadata"}
         if field is not None:
             require(field in fields, "task.openenv.text_field", field, f"an action has {', '.join(fields)}")
             return ()
+        # The tools of an MCP environment, or one that takes an action.
         own = {"name": ACTION, "description": action.get("description", "")}
         listed = answer.get("observation", {}).get("tools")
         found = listed or [{**own, "input_schema": {**action, "properties": fields}}]

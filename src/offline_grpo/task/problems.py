@@ -3,10 +3,11 @@ words."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,11 @@ def asked(prompt: str, system_prompt: str | None) -> tuple[Message, ...]:
     return (*system, {"role": "user", "content": prompt})
 
 
+def hash_frac(text: str) -> float:
+    """A number in [0, 1) that depends only on the text; it is the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
+
+
 @dataclass(frozen=True)
 class NearDuplicate:
     """`share` of a held-out problem's word sequences, in [0, 1], are in one training problem."""
@@ -79,31 +85,33 @@ def near_duplicates(train: Iterable[Problem], held_out: Sequence[Problem]) -> li
 
     Takes 0.3 s for 5,000 word problems.
     """
-    words = [_words(problem) for problem in held_out]
-    num_problems = Counter(word for own in words for word in set(own))
+
+    def words_of(problem: Problem) -> list[str]:
+        text = " ".join(message["content"] for message in problem.messages if message["role"] != "system")
+        return re.findall(r"\w+|[^\w\s.,;:!?'\"()]", text.lower())
+
+    # Words that most held-out problems have do not count; a text of which little is left has no sequence.
+    num_problems = Counter(word for problem in held_out for word in set(words_of(problem)))
     common = {word for word, count in num_problems.items() if count > max(2, len(held_out) / 2)}
-    sequences = [_sequences(own, common) for own in words]
+
+    def sequences_of(problem: Problem) -> set[tuple[str, ...]]:
+        words = words_of(problem)
+        kept = [word for word in words if word not in common]
+        if len(kept) < len(words) / 2:
+            return set()
+        return {tuple(kept[start : start + NUM_WORDS]) for start in range(len(kept) - NUM_WORDS + 1)}
+
+    # Where each sequence is, and for each held-out problem the training problem that shares most.
+    sequences = [sequences_of(problem) for problem in held_out]
     places: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index, own in enumerate(sequences):
         for each in own:
             places[each].append(index)
     best: dict[int, NearDuplicate] = {}
     for problem in train:
-        shared = _sequences(_words(problem), common) & places.keys()
+        shared = sequences_of(problem) & places.keys()
         for index, count in Counter(index for each in shared for index in places[each]).items():
             share = count / len(sequences[index])
             if share > MIN_SHARE and (index not in best or share > best[index].share):
                 best[index] = NearDuplicate(held_out[index].problem_id, problem.problem_id, share)
     return [best[index] for index in sorted(best)]
-
-
-def _words(problem: Problem) -> list[str]:
-    text = " ".join(message["content"] for message in problem.messages if message["role"] != "system")
-    return re.findall(r"\w+|[^\w\s.,;:!?'\"()]", text.lower())
-
-
-def _sequences(words: Sequence[str], common: Container[str]) -> set[tuple[str, ...]]:
-    kept = [word for word in words if word not in common]
-    if len(kept) < len(words) / 2:
-        return set()
-    return {tuple(kept[start : start + NUM_WORDS]) for start in range(len(kept) - NUM_WORDS + 1)}

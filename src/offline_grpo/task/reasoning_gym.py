@@ -23,26 +23,13 @@ SEED_OF_SPLIT = {Split.TRAIN: 0, Split.EVAL: MAX_PROBLEMS}
 """The library seeds item i with seed + i, so that the splits' seeds must lie further apart than their items."""
 
 
-def _tagged(text: str) -> str | None:
-    block = last_tagged(text, "answer")
-    return None if block is None else block.content
-
-
-def _number(text: str) -> str | None:
-    number = last_number(text)
-    return None if number is None else number.replace(",", "")
-
-
-def _word(text: str) -> str | None:
-    return next(reversed(re.findall(r"[^\W_][\w'-]*", text)), None)
-
-
 ANSWERS: dict[str, Callable[[str], str | None]] = {
-    "tag": _tagged,
-    "last_number": _number,
-    "last_word": _word,
+    "tag": lambda text: None if (block := last_tagged(text, "answer")) is None else block.content,
+    "last_number": lambda text: None if (number := last_number(text)) is None else number.replace(",", ""),
+    "last_word": lambda text: next(reversed(re.findall(r"[^\W_][\w'-]*", text)), None),
     "completion": str,
 }
+"""`answer_in` -> the answer in a completion."""
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +87,8 @@ class ReasoningGym:
     def score(self, problem: Problem, text: str) -> Score:
         """The generator makes the problem again, because its scorer wants to see it."""
         answer = ANSWERS[self.answer_in](text)
-        correctness = 0.0 if answer is None else self._correctness(problem, answer.strip())
-        parts = {"correct": correctness, "format": 0.0 if answer is None else self.format_weight}
-        return Score(reward=sum(parts.values()), is_correct=parts["correct"] >= 1, parts=parts)
-
-    def _correctness(self, problem: Problem, answer: str) -> float:
+        if answer is None:
+            return Score(0.0, False, {"correct": 0.0, "format": 0.0})
         split, _, index = problem.problem_id.partition("-")
         items = self._items(Split(split), self._level(Split(split), int(index)))
         item = items[int(index)]
@@ -113,18 +97,19 @@ class ReasoningGym:
             fix = "set PYTHONHASHSEED=0 in the environment of the run, if it depends on the order of sets"
             raise ScoreError(f"{about} is not the one that was asked; {fix}")
         try:
-            correctness = float(items.score_answer(answer, item))
+            correctness = min(max(float(items.score_answer(answer.strip(), item)), 0.0), 1.0)
         except Exception:  # whatever a scorer raises at an answer that it cannot read
             log.debug("%s cannot read the answer %r", self.name, answer, exc_info=True)
-            return 0.0
-        return min(max(correctness, 0.0), 1.0)
+            correctness = 0.0
+        parts = {"correct": correctness, "format": self.format_weight}
+        return Score(reward=sum(parts.values()), is_correct=correctness >= 1, parts=parts)
 
     def _problem(self, split: Split, index: int) -> Problem:
         level = self._level(split, index)
         item = self._items(split, level)[index]
-        messages = asked(item["question"], self.system_prompt)
         answer = item["answer"]  # None where a problem has many
         fields = {} if level is None else {"level": level}
+        messages = asked(item["question"], self.system_prompt)
         return Problem(f"{split}-{index}", messages, "" if answer is None else str(answer), fields)
 
     def _num(self, split: Split) -> int:
@@ -137,17 +122,14 @@ class ReasoningGym:
             return self.levels[index % len(self.levels)]
         return self.levels[min(index // self.problems_per_level, len(self.levels) - 1)]
 
-    def _items(self, split: Split, level: int | None) -> Any:
-        """The generator's data set, of which item i has the same question for the same seed."""
-        if (split, level) not in self._made:
-            self._made[split, level] = self._make(split, level)
-        return self._made[split, level]
-
     @cached_property
     def _made(self) -> dict[tuple[Split, int | None], Any]:
         return {}
 
-    def _make(self, split: Split, level: int | None) -> Any:
+    def _items(self, split: Split, level: int | None) -> Any:
+        """The generator's data set, of which item i has the same question for the same seed."""
+        if (split, level) in self._made:
+            return self._made[split, level]
         try:
             from reasoning_gym.factory import CURRICULA, DATASETS
         except ImportError as error:
@@ -171,7 +153,8 @@ class ReasoningGym:
             settings = replace(settings, **own, **self.settings or {})
             if hasattr(settings, "validate"):  # two generators have no such method
                 settings.validate()
-            return kind(config=settings)
+            self._made[split, level] = kind(config=settings)
         except (TypeError, ValueError, AssertionError) as error:
             about = f"task.settings={self.settings}, task.levels={self.levels}: {self.name} refuses them"
             raise ConfigError(f"{about} (level {level}): {str(error) or repr(error)}") from error
+        return self._made[split, level]

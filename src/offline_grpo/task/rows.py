@@ -8,11 +8,12 @@ import json
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,16 @@ def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
         place = f"task.path={path} ({name}, {split})"
         found = [(f"{place}, row {number},", value) for number, value in enumerate(values, 1)]
     else:
-        found = [row for file in _split_files(source, name, split, key) for row in _file_rows(file)]
+        files = [source] if source.is_file() else _files_of(source, name, split)
+        if source.is_file() and source.suffix not in SUFFIXES:
+            raise ConfigError(f"task.path={source} must be a file of the kind {', '.join(SUFFIXES)}, or a folder")
+        if source.is_file() and split != "train":
+            fix = "set, for example, task.train_split='train[:-500]' task.eval_split='train[-500:]'"
+            raise ConfigError(f"{key}={split}: task.path={source} is a file, one split called train; {fix}")
+        if not files:
+            kinds = ", ".join([*(f"{split}{suffix}" for suffix in SUFFIXES), f"{split}-*.parquet"])
+            raise ConfigError(f"{key}={split}: the folder {source} (task.path) has none of {kinds}")
+        found = [row for file in files for row in _file_rows(file)]
     start, stop = (None if match[bound] is None else int(match[bound]) for bound in ("start", "stop"))
     rows = [Row(where, index, value) for index, (where, value) in enumerate(found)][start:stop]
     if not rows:
@@ -78,6 +88,69 @@ def held_out_split(path: str, name: str | None) -> str | None:
     else:
         names = [] if source.is_file() else [split for split in HELD_OUT_SPLITS if _files_of(source, name, split)]
     return next((split for split in HELD_OUT_SPLITS if split in names), None)
+
+
+def _local_source(path: str) -> Path | None:
+    """The local file or folder at `path`, or None if `path` is a Hub id."""
+    local = Path(path).expanduser()
+    if local.exists():
+        return local
+    if local.suffix in SUFFIXES or path.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f"task.path={path} does not exist (looked for {local.absolute()})")
+    return None
+
+
+def _files_of(source: Path, name: str | None, split: str) -> list[Path]:
+    """The files of a split: in a subfolder named as the configuration, in `data`, or in the folder itself."""
+    inner = source / (name or "data")
+    folder = inner if inner.is_dir() else source
+    files = (folder / f"{split}{suffix}" for suffix in SUFFIXES)
+    return [file for file in files if file.exists()][:1] or sorted(folder.glob(f"{split}-*.parquet"))
+
+
+def _from_hub(path: str, name: str | None, what: str, ask: Callable[[Any], Any]) -> Any:
+    kinds = f"a local file ({', '.join(SUFFIXES)}), or to a folder with one such file for each split"
+    fix = f"use task=math_sample or task=ifeval_sample, or set task.path to {kinds}"
+    need_dataset(path, "task.path", fix)
+
+    import datasets
+
+    try:
+        return ask(datasets)
+    except (OSError, ValueError) as error:  # missing data sets are OSErrors, unknown names and splits ValueErrors
+        about = f"task.path={path}: is no local file or folder, and loading it from the Hub (task.name={name}, {what})"
+        raise ConfigError(f"{about} failed: {reason_of(error)}. Without a network, {fix}") from error
+
+
+def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, each with its place."""
+    number = 0
+    try:
+        if file.suffix == ".parquet":
+            from pyarrow import parquet
+
+            rows = parquet.ParquetFile(file).read().to_pylist()
+        elif file.suffix == ".csv":
+            # A header and rows; every cell is text. The module's own limit of 128 KiB is less than a long prompt.
+            csv.field_size_limit(2**31 - 1)
+            text = file.read_bytes().decode("utf-8-sig")
+            rows = csv.DictReader(StringIO(text, newline=""), strict=True)
+        else:
+            # An object on each line; in a .json file perhaps one array of objects instead.
+            text = file.read_text(encoding="utf-8-sig")
+            is_array = file.suffix == ".json" and text.lstrip().startswith("[")
+            rows = json.loads(text) if is_array else (json.loads(line) for line in text.split("\n") if line.strip())
+        for value in rows:
+            if file.suffix == ".csv" and (None in value or None in value.values()):
+                raise csv.Error("not as many cells as the header; commas separate cells")
+            number += 1
+            yield f"task.path: {file}, row {number},", value
+    except (ValueError, RecursionError, csv.Error) as error:
+        kind = file.suffix.removeprefix(".").upper()
+        raise ConfigError(f"task.path: {file}, row {number + 1}, is not valid {kind} ({reason_of(error)})") from error
+
+
+# What a row says.
 
 
 def text_field(row: Row, name: str, key: str) -> str:
@@ -101,25 +174,22 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
     if not isinstance(value, list):
         return text_field(row, name, key)
     messages: list[Message] = []
-    for message in value:
+    for given in value:
         try:
-            messages.append(_message(message))
-        except (KeyError, TypeError, AttributeError) as error:
+            # Content is empty beside calls of tools alone.
+            names = [call["function"]["name"] for call in given.get("tool_calls") or ()]
+            message = {"role": given["role"], "content": "" if names else given["content"], **given}
+            are_texts = all(isinstance(text, str) for text in (message["role"], message["content"], *names))
+        except (KeyError, TypeError, AttributeError):
+            are_texts = False
+        if not are_texts:
             fix = "a message must have role and content, both text; tool_calls are [{function: {name, ...}}]"
-            raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(message)}") from error
+            raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(given)}")
+        messages.append(message)
     if not messages or messages[-1]["role"] != "user":
         fix = "the last message must have the role user"
         raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(value)}")
     return messages
-
-
-def _message(value: Any) -> Message:
-    """With content, which is empty beside calls of tools alone. May raise for what is no message."""
-    names = [call["function"]["name"] for call in value.get("tool_calls") or ()]
-    message = {"role": value["role"], "content": "" if names else value["content"], **value}
-    if not all(isinstance(text, str) for text in (message["role"], message["content"], *names)):
-        raise TypeError
-    return message
 
 
 def tools_of(row: Row) -> tuple[Schema, ...]:
@@ -155,85 +225,6 @@ def field(row: Row, name: str, key: str) -> Any:
 def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
-
-
-def _local_source(path: str) -> Path | None:
-    """The local file or folder at `path`, or None if `path` is a Hub id."""
-    local = Path(path).expanduser()
-    if local.exists():
-        return local
-    if local.suffix in SUFFIXES or path.startswith(("/", "./", "../", "~")):
-        raise ConfigError(f"task.path={path} does not exist (looked for {local.absolute()})")
-    return None
-
-
-def _split_files(source: Path, name: str | None, split: str, key: str) -> list[Path]:
-    if source.is_file():
-        if source.suffix not in SUFFIXES:
-            raise ConfigError(f"task.path={source} must be a file of the kind {', '.join(SUFFIXES)}, or a folder")
-        if split != "train":
-            fix = "set, for example, task.train_split='train[:-500]' task.eval_split='train[-500:]'"
-            raise ConfigError(f"{key}={split}: task.path={source} is a file, one split called train; {fix}")
-        return [source]
-    if not (files := _files_of(source, name, split)):
-        kinds = ", ".join([*(f"{split}{suffix}" for suffix in SUFFIXES), f"{split}-*.parquet"])
-        raise ConfigError(f"{key}={split}: the folder {source} (task.path) has none of {kinds}")
-    return files
-
-
-def _files_of(source: Path, name: str | None, split: str) -> list[Path]:
-    """The files of a split: in a subfolder named as the configuration, in `data`, or in the folder itself."""
-    inner = source / (name or "data")
-    folder = inner if inner.is_dir() else source
-    files = (folder / f"{split}{suffix}" for suffix in SUFFIXES)
-    return [file for file in files if file.exists()][:1] or sorted(folder.glob(f"{split}-*.parquet"))
-
-
-def _from_hub(path: str, name: str | None, what: str, ask: Any) -> Any:
-    kinds = f"a local file ({', '.join(SUFFIXES)}), or to a folder with one such file for each split"
-    fix = f"use task=math_sample or task=ifeval_sample, or set task.path to {kinds}"
-    need_dataset(path, "task.path", fix)
-
-    import datasets
-
-    try:
-        return ask(datasets)
-    except (OSError, ValueError) as error:  # missing data sets are OSErrors, unknown names and splits ValueErrors
-        about = f"task.path={path}: is no local file or folder, and loading it from the Hub (task.name={name}, {what})"
-        raise ConfigError(f"{about} failed: {reason_of(error)}. Without a network, {fix}") from error
-
-
-def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    number, rows = 0, _csv_rows(file) if file.suffix == ".csv" else _json_rows(file)
-    try:
-        if file.suffix == ".parquet":
-            from pyarrow import parquet
-
-            rows = parquet.ParquetFile(file).read().to_pylist()
-        for number, value in enumerate(rows, start=1):
-            yield f"task.path: {file}, row {number},", value
-    except (ValueError, RecursionError, csv.Error) as error:
-        kind = file.suffix.removeprefix(".").upper()
-        raise ConfigError(f"task.path: {file}, row {number + 1}, is not valid {kind} ({reason_of(error)})") from error
-
-
-def _json_rows(file: Path) -> Iterator[Any]:
-    """An object on each line; in a .json file perhaps one array of objects instead."""
-    text = file.read_text(encoding="utf-8-sig")
-    if file.suffix == ".json" and text.lstrip().startswith("["):
-        yield from json.loads(text)
-    else:
-        yield from (json.loads(line) for line in text.split("\n") if line.strip())
-
-
-def _csv_rows(file: Path) -> Iterator[Any]:
-    """A header and rows; every cell is text."""
-    csv.field_size_limit(2**31 - 1)  # the module's default of 128 KiB is less than a long prompt
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        for value in csv.DictReader(lines, strict=True):
-            if None in value or None in value.values():
-                raise csv.Error("not as many cells as the header; commas separate cells")
-            yield value
 
 
 @dataclass(frozen=True, kw_only=True)

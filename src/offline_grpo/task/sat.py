@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
@@ -24,33 +23,8 @@ from offline_grpo.task.answers import last_tagged
 from offline_grpo.task.problems import MANY, LazyProblems, asked, check_system_prompt
 from offline_grpo.types import Problem, Score, Split
 
-PARTS = ("correctness", "strict_format", "soft_format", "shape", "no_trailing", "charset")
-
 Clause = tuple[int, ...]
 """Three literals: +i is the variable x_i, -i its negation; i counts from 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """A conjunction of clauses over x_1 .. x_k, k = `num_variables`."""
-
-    num_variables: int
-    clauses: tuple[Clause, ...]
-
-    def is_satisfied_by(self, values: Sequence[bool]) -> bool:
-        """True if every clause has a true literal; `values[i]` is the value of x_(i+1)."""
-        return all(any(values[abs(literal) - 1] == (literal > 0) for literal in clause) for clause in self.clauses)
-
-    def to_dimacs(self) -> str:
-        """The formula in DIMACS CNF, the text format of SAT solvers."""
-        header = f"p cnf {self.num_variables} {len(self.clauses)}"
-        return "\n".join([header, *(" ".join(map(str, (*clause, 0))) for clause in self.clauses)])
-
-    @classmethod
-    def from_dimacs(cls, text: str) -> Formula:
-        header, *lines = text.splitlines()
-        clauses = tuple(tuple(int(word) for word in line.split()[:-1]) for line in lines)
-        return cls(num_variables=int(header.split()[2]), clauses=clauses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +66,7 @@ class SAT:
         in_range = difficulty is None or 0 <= difficulty <= 1
         require(in_range, "task.difficulty", difficulty, "must lie in [0, 1]; null takes it from each problem's seed")
         check_system_prompt(self.system_prompt)
-        least = 2 ** -size_range(_seed_difficulty(0) if difficulty is None else difficulty)[0][0]
+        least = 2 ** -size_range(self._difficulty(0))[0][0]
         fix = f"must lie in [{least}, 1), at least one of all assignments; raise it or task.difficulty"
         require(frac is None or least <= frac < 1, "task.max_solution_frac", frac, fix)
 
@@ -100,15 +74,45 @@ class SAT:
         """The first 10^9 problems of a split, generated when indexed; ids are `sat-i` and `sat-eval-i`."""
         return LazyProblems(partial(self._problem, "" if split is Split.TRAIN else "eval-"), range(MANY))
 
-    def score(self, problem: Problem, text: str) -> Score:
-        parts = _reward_parts(Formula.from_dimacs(problem.answer), text)
-        return Score(reward=sum(parts.values()), is_correct=parts["correctness"] == 1.0, parts=parts)
+    def _difficulty(self, index: int) -> float:
+        return 0.3 + (index % 100) / 250 if self.difficulty is None else self.difficulty
 
     def _problem(self, prefix: str, index: int) -> Problem:
-        difficulty = _seed_difficulty(index) if self.difficulty is None else self.difficulty
-        formula = generate_formula(f"{prefix}{index}", difficulty, self.max_solution_frac)
-        messages = asked(prompt_text(formula), self.system_prompt)
-        return Problem(f"sat-{prefix}{index}", messages, formula.to_dimacs())
+        """The answer is the formula in DIMACS CNF, the text format of SAT solvers."""
+        count, clauses = draw_formula(f"{prefix}{index}", self._difficulty(index), self.max_solution_frac)
+        literals = [[f"x{literal}" if literal > 0 else f"NOT x{-literal}" for literal in clause] for clause in clauses]
+        lines = "\n".join(f"({' OR '.join(clause)})" for clause in literals)
+        prompt = (
+            f"SAT Problem\nVariables: x1 to x{count}\nClauses:\n{lines}\n\n"
+            "Find values of the variables that make every clause true. Provide your final assignment between "
+            f"<SOLUTION></SOLUTION> as space-separated 0/1: {count} values, from x1 to x{count}, and nothing after it."
+        )
+        dimacs = [f"p cnf {count} {len(clauses)}", *(" ".join(map(str, (*clause, 0))) for clause in clauses)]
+        return Problem(f"sat-{prefix}{index}", asked(prompt, self.system_prompt), "\n".join(dimacs))
+
+    def score(self, problem: Problem, text: str) -> Score:
+        block = last_tagged(text, "SOLUTION")
+        if block is None:
+            names = ("strict_format", "soft_format", "shape", "no_trailing", "charset")
+            parts = {"correctness": -0.2} | dict.fromkeys(names, 0.0)
+            return Score(reward=sum(parts.values()), is_correct=False, parts=parts)
+        header, *lines = problem.answer.splitlines()
+        bits = [char == "1" for char in block.content if char in "01"]
+        has_k_bits = len(bits) == int(header.split()[2])
+        is_only_bits = re.fullmatch(r"[01\s]*", block.content) is not None
+        is_well_formed = has_k_bits and is_only_bits and block.num_trailing_chars == 0
+        # Every clause needs a true literal.
+        clauses = ([int(word) for word in line.split()[:-1]] for line in lines)
+        is_correct = is_well_formed and all(any(bits[abs(x) - 1] == (x > 0) for x in clause) for clause in clauses)
+        parts = {
+            "correctness": float(is_correct) if is_well_formed else -0.2,
+            "strict_format": 0.15 * 0.3 if is_well_formed and block.is_only_block else 0.0,
+            "soft_format": 0.10 * 0.2,
+            "shape": 0.15 * 0.3 if has_k_bits else 0.0,
+            "no_trailing": 0.10 * max(0.0, 0.2 - 0.001 * block.num_trailing_chars),
+            "charset": 0.05 * 0.1 if is_only_bits else 0.0,
+        }
+        return Score(reward=sum(parts.values()), is_correct=is_correct, parts=parts)
 
 
 def size_range(difficulty: float) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -118,85 +122,38 @@ def size_range(difficulty: float) -> tuple[tuple[int, int], tuple[int, int]]:
     return variables, clauses
 
 
-def generate_formula(seed: str, difficulty: float, max_solution_frac: float | None) -> Formula:
-    """The formula of a seed. The same arguments give the same formula on every machine and Python version.
-
-    With `max_solution_frac`, the formula is satisfiable, and at most this fraction of assignments satisfies it.
+def draw_formula(seed: str, difficulty: float, max_solution_frac: float | None) -> tuple[int, list[Clause]]:
+    """Number of variables and clauses of a seed. The same arguments give the same formula on every machine and Python
+    version. With `max_solution_frac`, at least one assignment and at most this fraction of all satisfies it.
     """
     rng = random.Random(hashlib.sha256(seed.encode()).digest())
-    variables, clauses = size_range(difficulty)
-    num_variables = rng.randint(*variables)
-    num_clauses = rng.randint(*clauses)
+    num_variables, num_clauses = (rng.randint(*bounds) for bounds in size_range(difficulty))
+
+    def draw_clause() -> Clause:
+        variables = rng.sample(range(1, num_variables + 1), 3)
+        return tuple(-variable if rng.random() < 0.5 else variable for variable in variables)
+
     if max_solution_frac is None:
-        return Formula(num_variables, tuple(_draw_clause(rng, num_variables) for _ in range(num_clauses)))
-    return Formula(num_variables, _draw_until_hard(rng, num_variables, num_clauses, max_solution_frac))
-
-
-def prompt_text(formula: Formula) -> str:
-    """The user message: the clauses as text, and how to answer."""
-    literals = [
-        [f"x{literal}" if literal > 0 else f"NOT x{-literal}" for literal in clause] for clause in formula.clauses
-    ]
-    clauses = "\n".join(f"({' OR '.join(clause)})" for clause in literals)
-    return (
-        f"SAT Problem\nVariables: x1 to x{formula.num_variables}\nClauses:\n{clauses}\n\n"
-        "Find values of the variables that make every clause true. Provide your final assignment between "
-        f"<SOLUTION></SOLUTION> as space-separated 0/1: {formula.num_variables} values, from x1 to "
-        f"x{formula.num_variables}, and nothing after it."
-    )
-
-
-def _seed_difficulty(index: int) -> float:
-    return 0.3 + (index % 100) / 250
-
-
-def _draw_clause(rng: random.Random, num_variables: int) -> Clause:
-    variables = rng.sample(range(1, num_variables + 1), 3)
-    return tuple(-variable if rng.random() < 0.5 else variable for variable in variables)
-
-
-def _draw_until_hard(
-    rng: random.Random, num_variables: int, num_clauses: int, max_solution_frac: float
-) -> tuple[Clause, ...]:
-    """At least `num_clauses` clauses that at least one assignment and at most `max_solution_frac` of all satisfies."""
-    solutions = _all_assignments(num_variables)  # [S, k]
+        return num_variables, [draw_clause() for _ in range(num_clauses)]
+    solutions = all_assignments(num_variables)  # [S, k]
     most_solutions = max_solution_frac * len(solutions)
     clauses: list[Clause] = []
-    # it ends: while two solutions remain, a clause with a variable in which they differ can exclude one of them
+    # It ends: while two solutions remain, a clause with a variable in which they differ can exclude one of them.
     while len(clauses) < num_clauses or len(solutions) > most_solutions:
-        clause = _draw_clause(rng, num_variables)
+        clause = draw_clause()
         literals = np.array(clause)
         values = solutions[:, np.abs(literals) - 1]  # [S, 3]
         kept = solutions[(values == (literals > 0)).any(axis=1)]  # [S', k]
         if len(kept) > 0 and (len(kept) < len(solutions) or len(clauses) < num_clauses):
             clauses.append(clause)
             solutions = kept
-    return tuple(clauses)
+    return num_variables, clauses
 
 
 @lru_cache(maxsize=16)
-def _all_assignments(num_variables: int) -> NDArray[np.bool_]:
+def all_assignments(num_variables: int) -> NDArray[np.bool_]:
     """[2^k, k] bool: every assignment of k variables. Read-only, because callers share it."""
     codes = np.arange(2**num_variables)
     assignments = (codes[:, None] >> np.arange(num_variables)) & 1 == 1
     assignments.flags.writeable = False
     return assignments
-
-
-def _reward_parts(formula: Formula, text: str) -> dict[str, float]:
-    """The six weighted terms of the reward table of `SAT`."""
-    block = last_tagged(text, "SOLUTION")
-    if block is None:
-        return {"correctness": -0.2} | dict.fromkeys(PARTS[1:], 0.0)
-    bits = [char == "1" for char in block.content if char in "01"]
-    has_k_bits = len(bits) == formula.num_variables
-    is_only_bits = re.fullmatch(r"[01\s]*", block.content) is not None
-    is_well_formed = has_k_bits and is_only_bits and block.num_trailing_chars == 0
-    return {
-        "correctness": float(formula.is_satisfied_by(bits)) if is_well_formed else -0.2,
-        "strict_format": 0.15 * 0.3 if is_well_formed and block.is_only_block else 0.0,
-        "soft_format": 0.10 * 0.2,
-        "shape": 0.15 * 0.3 if has_k_bits else 0.0,
-        "no_trailing": 0.10 * max(0.0, 0.2 - 0.001 * block.num_trailing_chars),
-        "charset": 0.05 * 0.1 if is_only_bits else 0.0,
-    }

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from offline_grpo.errors import ConfigError, ScoreError, require
 from offline_grpo.interfaces import Chat
-from offline_grpo.reward.functions import total
 from offline_grpo.task.environment import Episodes, seed_globally
+from offline_grpo.task.rewards import total
 from offline_grpo.task.rows import hold_out
 from offline_grpo.types import Message, Problem, Score, Split
 
@@ -115,6 +115,7 @@ class Verifiers(Episodes):
         return env
 
     def _local(self, agent: AgentConfig, taskset_id: str) -> AgentConfig:
+        # Without settings of its own an agent runs here, and chats.
         changes: dict[str, Any] = {}
         if "runtime" not in agent.model_fields_set:
             changes["runtime"] = vf.SubprocessConfig()
@@ -142,6 +143,7 @@ class Verifiers(Episodes):
     def play(self, problem: Problem, chat: Chat) -> Score:
         seed_globally(chat.seed)
         env = self._envs[Split(problem.fields["split"])]
+        # The task as verifiers has it, from what `_problems` kept of it.
         kind: Any = type(env.taskset).task_type()
         task = kind(kind.data_type().model_validate(problem.fields["data"]), env.config.taskset.task)
         client = vf.EvalClientConfig(base_url=chat.base_url, api_key_var="OFFLINE_GRPO_EPISODE")  # the URL has the key
@@ -151,6 +153,7 @@ class Verifiers(Episodes):
             async with env.serving():
                 return await env.run_episode(task, policy)
 
+        # An error of the environment is one of this episode; else its rewards and metrics are those of the policy.
         episode = asyncio.run(run())
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:

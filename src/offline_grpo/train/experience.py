@@ -148,8 +148,10 @@ def check_groups(found: object) -> list[RolloutGroup]:
 
 def check_scored(groups: Sequence[RolloutGroup], stop_at_frac: float | None) -> None:
     """Raise ScoreError if so many completions could not be scored that nothing can be learnt or said."""
+    if stop_at_frac is None:
+        return
     causes, num_rollouts = failures_of(groups), sum(len(group.rollouts) for group in groups)
-    if stop_at_frac is not None and causes and causes.total() >= stop_at_frac * num_rollouts:
+    if causes and causes.total() >= stop_at_frac * num_rollouts:
         counts = ", ".join(f"{n} {cause}" for cause, n in causes.most_common())
         about = f"{causes.total()} of {num_rollouts} completions could not be scored ({counts})"
         raise ScoreError(f"{about}; scoring.stop_at_failed_frac={stop_at_frac:g}; run.log has the first of each cause")

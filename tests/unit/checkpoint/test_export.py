@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offline_grpo.checkpoint.pretrained import export_model, find_model, push_to_hub
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.report.history import History
 from offline_grpo.report.model_card import model_card
+from offline_grpo.report.runs import Run
 
 IDS = torch.arange(4, 20)[None]
 CPU = torch.device("cpu")
@@ -109,8 +109,8 @@ def test_the_card_tells_base_data_results_and_configuration() -> None:
         i: {"pass@1": 0.1 * (i + 2), "pass@1_low": 0.05, "pass@1_high": 0.2, "tasks": 5.0, "replicates": 2.0}
         for i in (-1, 9, 19)
     }
-    history = History(Path("run"), train={}, evals=evals)
-    card = model_card("m", state=state, history=history, base="some/base", is_adapter=False, versions=["torch 2"])
+    run = Run(Path("run"), train={}, evals=evals)
+    card = model_card("m", state=state, run=run, base="some/base", is_adapter=False, versions=["torch 2"])
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "base_model: some/base\n" in card.split("---")[1]
     assert "license" not in card.split("---")[1], "left to the user"
@@ -120,12 +120,12 @@ def test_the_card_tells_base_data_results_and_configuration() -> None:
     assert "rollouts_per_problem: 4" in card
 
     state["config"] |= {"generation": {"api_key": "sk-314"}, "cache_dir": "/home/somebody/cache"}
-    card = model_card("m", state=state, history=None, base="/home/somebody/base", is_adapter=False, versions=[])
+    card = model_card("m", state=state, run=None, base="/home/somebody/base", is_adapter=False, versions=[])
     assert "api_key: '***'" in card
     assert "somebody" not in card
     assert "![" not in card
-    card = model_card("m", state=state, history=None, base="package:p", is_adapter=False, versions=[], picture="a.png")
+    card = model_card("m", state=state, run=None, base="package:p", is_adapter=False, versions=[], picture="a.png")
     assert "base_model" not in card
     assert "Trained from `package:p` with" in card
     assert "](a.png)\n\n## Licence" in card
-    assert "not trained by it" in model_card("m", state=None, history=None, base=None, is_adapter=False, versions=[])
+    assert "not trained by it" in model_card("m", state=None, run=None, base=None, is_adapter=False, versions=[])

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import pytest
 
 from offline_grpo.config.build import MOVED, build, resolve
-from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Task
 
@@ -28,8 +27,9 @@ def test_values_and_runtime_objects_meet_in_the_constructor():
 
 
 def test_a_run_that_names_a_former_path_can_be_resumed():
-    for former in MOVED:
-        assert issubclass(resolve({"_target_": former}, "generation"), ServerEngine)
+    for former, now in MOVED.items():
+        found = resolve({"_target_": former}, "key")
+        assert f"{found.__module__}.{found.__qualname__}" == now
 
 
 @pytest.mark.parametrize(

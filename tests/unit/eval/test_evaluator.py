@@ -3,12 +3,15 @@ of processes.
 """
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from factories import make_completion
 
-from offline_grpo.eval.evaluator import PassAtKEvaluator
+from offline_grpo.eval.evaluator import PassAtKEvaluator, recording
 from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import (
     Completion,
@@ -17,6 +20,8 @@ from offline_grpo.types import (
     Message,
     Metrics,
     Problem,
+    Rollout,
+    RolloutGroup,
     SamplingParams,
     SamplingRequest,
     Schema,
@@ -123,3 +128,17 @@ def test_any_number_of_processes_gives_the_same_groups(world_size: int) -> None:
     together = [shares[i % world_size][i // world_size] for i in range(len(PROBLEMS))]  # as the loop gathers them
     assert together == evaluator().sample(SeededClient(), cycle=2)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_any_text_is_one_line_of_the_records_and_rewards_are_for_people(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "a\u2029b\r\n", "a\x85b", "lone \ud800", "naïve 答案"]
+    score = Score(0.1 + 0.1 + 0.03, True, {"paid": 0.1 + 0.2})
+    with recording(tmp_path / "x.jsonl") as record:
+        for index in reversed(range(len(texts))):
+            rollout = Rollout.of_one_turn(
+                (1,), make_completion((2,), (-0.5,)), temperature=1.0, text=texts[index], score=score
+            )
+            record(index, RolloutGroup(Problem("p", ({"role": "user", "content": "x"},), "1", {}), (rollout,)))
+    lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_bytes().split(b"\n")[:-1]]
+    assert [line["replicates"][0]["text"] for line in lines] == texts
+    assert [(each["reward"], each["parts"]) for each in lines[0]["replicates"]] == [(0.23, {"paid": 0.3})]

@@ -25,13 +25,11 @@ from offline_grpo.generation.episodes import Episode
 from offline_grpo.generation.sample import sample_groups
 from offline_grpo.task.mixture import Mixture
 from offline_grpo.types import (
-    Call,
     Completion,
     CompletionStream,
     FinishReason,
     Message,
     Problem,
-    Reply,
     Rules,
     SamplingParams,
     SamplingRequest,
@@ -175,15 +173,6 @@ def test_a_program_that_asks_after_its_end_does_not_wait_for_ever() -> None:
     episode.score = Future()
     episode.cancel()
     assert episode.ask([user("1+1=")], ()).cancelled()
-
-
-def test_where_an_episode_hangs_is_said_by_the_tools_that_were_called() -> None:
-    episode = Episode(problem_of(environment()), 7, Dialogue(CODEC.chat, SAMPLING, RULES, [1, 5], 7), SimpleQueue())
-    assert episode.place == "before the policy's first reply"
-    episode.ask([user("1+1=")], ()).set_result(Reply(calls=(Call("0", "look", {"city": "Rome\ud83d"}),)))
-    assert episode.place == """after the policy's reply '-> look({"city": "Rome\\ud83d"})'"""
-    episode.ask([user("1+1=")], ()).set_result(Reply(content="9" * 1000))
-    assert episode.place == f"after the policy's reply '{'9' * 299}"
 
 
 def test_an_episode_without_a_turn_is_its_prompt() -> None:

@@ -15,8 +15,8 @@ from factories import make_group
 from runs import wait_until
 
 from offline_grpo.errors import ScoreError
-from offline_grpo.generation.judging import judging, scores_of
-from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
+from offline_grpo.generation.judging import Judgement
+from offline_grpo.generation.scoring import IsolatedTask, Scorers
 from offline_grpo.train.experience import check_scored
 from offline_grpo.train.metrics import score_metrics
 from offline_grpo.types import Problem, Score
@@ -42,7 +42,7 @@ EXPECTED = {
 
 
 def outcome(judgement):
-    score = judgement.result()
+    [score] = judgement.scores()
     assert score.is_scored == (score.failure is None)
     return score.failure.partition(":")[0] if score.failure else score.reward
 
@@ -96,7 +96,7 @@ def test_what_is_printed_is_bounded(tmp_path):
     task = isolated("bad_rewards:misbehaves", log)
     try:
         wait_until(lambda: log.stat().st_size <= 32 * 2**20, 20)
-        assert judge(task, "prints").result().reward == 0.25
+        assert judge(task, "prints").scores()[0].reward == 0.25
     finally:
         task.close()
     printed = log.read_bytes()
@@ -151,7 +151,7 @@ def test_a_task_that_workers_cannot_make_ends_the_run():
     task = IsolatedTask(Task("bad_rewards:misbehaves"), scorers, settings)
     try:
         with pytest.raises(ScoreError, match=r"do not work .*task.reward=nowhere:f: cannot be imported"):
-            judge(task, "fine").result()
+            judge(task, "fine").scores()
     finally:
         task.close()
 
@@ -177,8 +177,7 @@ def test_a_reward_over_the_group_that_misbehaves_costs_the_group_its_rewards():
     ]
     try:
         problems = [Problem(name, (), kind) for name, kind in kinds]
-        groups = [list(judging(task, problem, ["a", "b"])) for problem in problems]
-        found = [scores_of(judgements, 2) for judgements in groups]
+        found = [judgement.scores() for judgement in [Judgement(task, problem, ["a", "b"]) for problem in problems]]
     finally:
         task.close()
     assert [
@@ -190,7 +189,7 @@ def test_a_reward_over_the_group_that_misbehaves_costs_the_group_its_rewards():
 def test_what_a_task_measures_comes_along_and_its_means_are_metrics():
     task = bad_rewards.in_workers(bad_rewards.Measuring)
     try:
-        score = judge(task, "fine").result()
+        score = judge(task, "fine").scores()[0]
     finally:
         task.close()
     assert score == bad_rewards.Measuring().score(None, "")

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offline_grpo.report.history import History, Series
-from offline_grpo.report.runs import Run, configurations, mean_curve
+from offline_grpo.report.configurations import configurations, mean_curve
+from offline_grpo.report.runs import Run, Series
 
 
 def run(
@@ -20,9 +20,10 @@ def run(
 ) -> Run:
     train = {} if reward is None else {0: {"reward_mean": reward, "time/train_s": 120.0}}
     evals = {10 * i - 1: {"pass@1": v, "pass@1_low": v - 0.1, "pass@1_high": v + 0.1} for i, v in enumerate(values)}
-    return Run.of(
-        name, History(Path(name), train, evals), overrides, overrides if settings is None else settings, status
-    )
+    found = Run(Path(name), train, evals, name)
+    # What Hydra's files would say.
+    vars(found).update(overrides=overrides, settings=overrides if settings is None else settings, status=status)
+    return found
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_configuration() -> None:
@@ -55,7 +56,7 @@ def test_unfinished_runs_do_not_count_beside_finished_ones() -> None:
     finished = [run(str(i), {"seed": str(i)}, [0.2, value]) for i, value in enumerate((0.5, 0.7))]
     [found] = configurations([*finished, run("2", {"seed": "2"}, [0.1], status="stopped at 1/2")])
     assert (len(found.runs), found.pass_at_1) == (3, pytest.approx(0.6))
-    steps, values = mean_curve([each.history.series("eval", "pass@1") for each in found.counted])
+    steps, values = mean_curve([each.series("eval/pass@1") for each in found.counted])
     assert (steps.tolist(), values.tolist()) == ([0, 10], [[0.2, 0.5], [0.2, 0.7]])
 
 

@@ -7,7 +7,7 @@ import pytest
 from run_folders import make_run
 
 from offline_grpo.report.findings import find, shared
-from offline_grpo.report.history import History, load_history
+from offline_grpo.report.runs import Run, load_run
 
 HEALTHY = (
     {"reward_mean": (0.3, 0.8), "reward_std": (0.5, 0.4), "success_rate": (0.3, 0.8)}
@@ -19,22 +19,22 @@ FIRST = {"pass@1": 0.3, "pass@1_low": 0.2, "pass@1_high": 0.4}
 BETTER = {"pass@1": 0.7, "pass@1_low": 0.6, "pass@1_high": 0.8}
 
 
-def history(changes: Any = None, *, iterations: int = 20, last_eval: Any = BETTER) -> History:
+def history(changes: Any = None, *, iterations: int = 20, last_eval: Any = BETTER) -> Run:
     ends = HEALTHY | (changes or {})
     train = {
         i: {key: first + (last - first) * i / (iterations - 1) for key, (first, last) in ends.items()}
         for i in range(iterations)
     }
-    return History(Path("run"), train, {-1: FIRST, iterations - 1: last_eval})
+    return Run(Path("run"), train, {-1: FIRST, iterations - 1: last_eval})
 
 
-def observations(run: History) -> list[str]:
+def observations(run: Run) -> list[str]:
     return [finding.observation for finding in find(run)]
 
 
 def test_healthy_runs_and_runs_that_recorded_little_have_nothing_to_look_at() -> None:
     assert find(history()) == []
-    assert find(History(Path("run"), {i: {"reward_mean": 0.0} for i in range(20)}, {})) == []
+    assert find(Run(Path("run"), {i: {"reward_mean": 0.0} for i in range(20)}, {})) == []
     assert find(history({"truncated_frac": (0.5, 0.5)}, iterations=9)) == [], (
         "in few iterations noise looks like a trend"
     )
@@ -136,7 +136,7 @@ def test_a_threshold_that_no_reward_reaches_is_named(tmp_path: Path) -> None:
     config = run / ".hydra" / "config.yaml"
     config.write_text(config.read_text() + "task: {correct_threshold: 1.5}\n")
     seen = "task.correct_threshold=1.5: the highest reward seen is 1"
-    assert observations(load_history(run)) == [f"pass@1 is 0 because no reward reached {seen}"]
+    assert observations(load_run(run)) == [f"pass@1 is 0 because no reward reached {seen}"]
 
 
 def test_findings_of_several_runs_are_said_once() -> None:

@@ -38,7 +38,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert (finding["where"], finding["observation"]) == ("", "50% of the completions are cut off at last")
     [line] = data["curves"]["eval/pass@1"]
     assert (line["x"], line["y"], line["high"]) == ([0, 12], [0, 0.75], [0.01, 0.76])
-    assert data["samples"][0]["rendered"] == [["user", "2+2= four"], ["policy", "four 0"]]
+    assert data["samples"][0]["rendered"] == [["user", "2+2= four 0"], ["policy", "four 0"]]
     assert data["samples"][0]["advantage"] == 0.7
     assert {sample["iteration"] for sample in data["samples"]} == set(range(1, 13))
     assert data["settings"] is data["paired"] is None

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from offline_grpo.report.figures import smooth
-from offline_grpo.report.history import History
-from offline_grpo.report.plots import draw_report
+from offline_grpo.report.plots import draw_report, smooth
+from offline_grpo.report.runs import Run
 
 EXTRAS = (
     {"entropy": 1.0, "clip_frac": 0.02, "completion_tokens_mean": 100.0, "truncated_frac": 0.1}
@@ -16,18 +15,18 @@ EXTRAS = (
 )
 
 
-def synthetic(run_dir: Path, iterations: int, *, with_extras: bool = True) -> History:
+def synthetic(run_dir: Path, iterations: int, *, with_extras: bool = True) -> Run:
     more = EXTRAS if with_extras else {}
     train = {
         i: {"reward_mean": i / 10, "reward_std": 0.5, "kl_divergence": 0.01 * i, "grad_norm": 0.5, "lr": 1e-6} | more
         for i in range(iterations)
     }
     evals = {i: {"pass@1": 0.3, "pass@1_low": 0.2, "pass@1_high": 0.4, "pass@4": 0.6} for i in range(-1, iterations, 2)}
-    return History(run_dir, train, evals)
+    return Run(run_dir, train, evals)
 
 
-def panels(history: History) -> dict[str, Axes]:
-    return {axes.get_title(loc="left"): axes for axes in draw_report(history).axes}
+def panels(run: Run) -> dict[str, Axes]:
+    return {axes.get_title(loc="left"): axes for axes in draw_report(run).axes}
 
 
 def texts(axes: Axes) -> list[str]:

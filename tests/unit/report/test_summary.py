@@ -3,13 +3,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from offline_grpo.report.history import History
-from offline_grpo.report.summary import print_summary
+from offline_grpo.report.runs import Run
+from offline_grpo.report.tables import print_summary
 
 
-def printed(history: History, width: int = 80) -> list[str]:
+def printed(run: Run, width: int = 80) -> list[str]:
     stream = io.StringIO()
-    print_summary(history, Console(file=stream, width=width))
+    print_summary(run, Console(file=stream, width=width))
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
@@ -33,7 +33,7 @@ def test_before_after_best_time_throughput_and_place() -> None:
     }
     train[0] |= {"time/start_s": 60.0, "time/start_imports_s": 6.0, "time/start_load_model_s": 48.0}
     train[0] |= {"time/start_sync_s": 0.001, "perf/gpu_memory_gb": 70.25, "perf/gpu_memory_reserved_gb": 79.0}
-    assert printed(History(Path("/runs/one"), train, EVALS)) == [
+    assert printed(Run(Path("/runs/one"), train, EVALS)) == [
         "2 training iterations, 3 evaluations",
         "                 before [95%]          after [95%]           best (iteration)",
         "pass@1           0.200 [0.100, 0.300]  0.400 [0.300, 0.500]  0.600 (1)",
@@ -53,7 +53,7 @@ def test_no_line_is_wider_than_the_terminal_and_the_folder_stays_whole() -> None
     train = {i: {f"time/{phase}_s": 1e5 for phase in phases} | {"truncated_frac": 0.5} for i in range(12)}
     train[0] |= {"time/start_s": 800.0, **{f"time/start_{part}_s": 100.0 for part in parts}}
     folder = Path("/" + "long/" * 30)
-    lines = printed(History(folder, train, {1999: EVALS[1]}))
+    lines = printed(Run(folder, train, {1999: EVALS[1]}))
     assert [line for line in lines if len(line) > 80] == [f"files            {folder}"]
     assert sum(line.count("1.7 min") for line in lines) == 8
     assert "look at          50% of the completions are cut off at last" in lines

@@ -8,7 +8,8 @@ import yaml
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from offline_grpo.report.runs import load_runs, searched
+from offline_grpo.report.configurations import searched
+from offline_grpo.report.runs import load_runs
 from offline_grpo.report.sweep import print_sweep
 
 

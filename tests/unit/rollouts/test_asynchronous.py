@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from dialogues import CODEC, SAMPLING, Server, problem_of
+from dialogues import CODEC, SAMPLING, Server, on_policy, problem_of
 from factories import compose_config
 from omegaconf import OmegaConf
 from runs import wait_until
@@ -18,10 +18,8 @@ from offline_grpo.config.compose import typed
 from offline_grpo.errors import ConfigError, EngineDied
 from offline_grpo.rollouts.asynchronous import Asynchronous
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.train.advantage import GroupStd
-from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score, ServedWeights
+from offline_grpo.types import Completion, FinishReason, SamplingParams, Score, ServedWeights
 
-PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": str(i)},), str(i)) for i in range(40)]
 PROBLEMS_PER_ITERATION = 3
 
 
@@ -51,14 +49,6 @@ class Client:
         self._closed = threading.Event()
 
 
-class Codec:
-    def encode(self, messages, tools=()):
-        return [1]
-
-    def judged(self, token_ids, sampling):
-        return "".join(map(str, token_ids))
-
-
 class Sums:
     def score(self, problem, text):
         return Score(float(sum(map(int, text))), True, {})
@@ -70,28 +60,8 @@ class Trainer:
     def __init__(self, client=None, *, updates=1, interval=1, seconds=lambda: 0.0, iterations=6, **settings):
         self.client, self.updates, self.interval, self.seconds = client or Client(), updates, interval, seconds
         self.version = 0
-        common = {
-            "problems_per_iteration": PROBLEMS_PER_ITERATION,
-            "group_size": 2,
-            "shuffle": True,
-            "resample_zero_signal": False,
-            "max_resamples": 2,
-            "pass_rate": None,
-            "pass_rate_from": None,
-            "pass_rate_decay": 1.0,
-            "soft_overlong_tokens": None,
-            "penalize_length_if_solved": False,
-            "seed": 5,
-            "client": self.client,
-            "task": Sums(),
-            "problems": PROBLEMS,
-            "codec": Codec(),
-            "sampling": SamplingParams(4),
-            "advantage": GroupStd(),
-            "on_failure": "exclude",
-            "rank": 0,
-            "world_size": 1,
-        }
+        common = on_policy(problems_per_iteration=PROBLEMS_PER_ITERATION, group_size=2, sampling=SamplingParams(4))
+        common |= {"client": self.client, "task": Sums()}
         common |= {name: settings.pop(name) for name in common.keys() & settings.keys()}
         self.on_policy = OnPolicy(**common | {"client": type(self.client)()})
         ahead = {"max_staleness": updates * interval, "buffer_size": None, "in_flight": "keep"} | settings

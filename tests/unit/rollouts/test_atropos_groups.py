@@ -12,7 +12,7 @@ import torch
 from atropos_parts import group, pair
 from factories import make_passes
 
-from offline_grpo.rollouts.atropos.groups import GroupReader, MissingLogprobs
+from offline_grpo.rollouts.atropos_groups import GroupReader, MissingLogprobs
 from offline_grpo.train.advantage.distill import Distill
 from offline_grpo.train.batch import build_batch
 from offline_grpo.train.experience import prepare_batch

@@ -3,7 +3,6 @@ run-api.
 """
 
 import json
-import os
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -14,38 +13,34 @@ from runs import wait_until
 
 from offline_grpo.engine.http import choose_port
 from offline_grpo.errors import GrpoError
-from offline_grpo.rollouts.atropos.processes import Processes
+from offline_grpo.rollouts.atropos import environment_of, keep_running, run_api
 
 KEY = "a-key-that-nobody-may-see"
 
 
-SERVER = {"server_url": "http://127.0.0.1:9001", "server_key": KEY, "model": "some/model"}
-SIZES = {"group_size": 8, "max_new_tokens": 32}
+SIZES = {"group_size": 8, "max_token_length": 32}
 
 
 @pytest.fixture
 def make(tmp_path):
     made = []
 
-    def make(environment=None, *, url="http://127.0.0.1:8000", start_api=True):
-        made.append(Processes(run_folder=tmp_path, api_url=url, start_api=start_api, environment=environment))
+    def make(command, url="http://127.0.0.1:8000"):
+        told = {"server_url": "http://127.0.0.1:9001", "server_key": KEY, "model": "some/model"}
+        made.append(environment_of(command, url, tmp_path, **told, sizes=SIZES))
         return made[-1]
 
     yield make
     for each in made:
-        each.close()
+        each.stop()
 
 
-def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_file(make, tmp_path):
+def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_file(make, tmp_path, monkeypatch):
     running = make(
         'env > told; ls -l "$OFFLINE_GRPO_ENV_CONFIG"; cp "$OFFLINE_GRPO_ENV_CONFIG" config; touch done; exec sleep 600'
     )
-    old = os.getcwd()
-    os.chdir(tmp_path)
-    try:
-        running.start_environment(**SERVER, **SIZES)
-    finally:
-        os.chdir(old)
+    monkeypatch.chdir(tmp_path)
+    running.start()
     wait_until((tmp_path / "done").exists)
     told = dict(line.split("=", 1) for line in (tmp_path / "told").read_text().splitlines() if "=" in line)
     assert told["OFFLINE_GRPO_SERVER_URL"] == "http://127.0.0.1:9001"
@@ -72,24 +67,19 @@ def test_an_environment_is_told_what_it_needs_by_its_variables_and_by_a_private_
     assert log.stat().st_mode & 0o077 == 0  # environments of atroposlib print the key
     commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if KEY in command]
-    running.close()
+    running.stop()
     assert not Path(told["OFFLINE_GRPO_ENV_CONFIG"]).parent.exists()
 
 
 def test_an_environment_that_ends_is_started_again_until_it_keeps_ending(make, tmp_path):
     running = make("echo no such problem >&2; exit 3")
-    running.start_environment(**SERVER, **SIZES)
+    running.start()
     with pytest.raises(
         GrpoError, match=r"rollouts.environment=echo .*3 times .*exit code 3.*no such problem.*env_2\.log"
     ):
-        wait_until(lambda: running.keep_running())
+        wait_until(lambda: running.revive() and False)
     assert (tmp_path / "env_2.log").exists()
     assert not (tmp_path / "env_3.log").exists()
-
-
-def test_an_api_is_started_on_this_machine_alone(make):
-    assert make(url="http://127.0.0.1:8000").may_start_api
-    assert not make(url="http://example.org").may_start_api
 
 
 def test_the_real_api_is_started_for_this_machine_alone_and_again_after_a_kill_with_its_environment(make, tmp_path):
@@ -102,17 +92,17 @@ def test_the_real_api_is_started_for_this_machine_alone_and_again_after_a_kill_w
         except OSError:
             return False
 
-    running = make("exec sleep 600", url=url)
-    running.start_api()
+    api, environment = run_api(url, tmp_path), make("exec sleep 600", url)
+    api.start()
     wait_until(answers)
-    running.start_environment(**SERVER, **SIZES)
-    assert not running.keep_running()
+    environment.start()
+    keep_running(api, environment)
     port = int(url.rpartition(":")[2])
     [listener] = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
     assert listener.laddr.ip == "127.0.0.1"
     psutil.Process(listener.pid).kill()
-    wait_until(running.keep_running)
+    wait_until(lambda: keep_running(api, environment) or (tmp_path / "env_1.log").exists())
     wait_until(answers)
     assert {path.name for path in tmp_path.iterdir()} >= {"api.log", "api_1.log", "env_0.log", "env_1.log"}
-    running.close()
+    api.stop()
     assert not answers()

@@ -87,6 +87,13 @@ def test_a_problem_has_its_own_pass_rate_wherever_its_row_stands(
     curriculum([*rows[3:], *other_answer[:3]], store=store).start(0, None)
     with pytest.raises(ConfigError, match=r"^data\.pass_rate_from=.*: has 2 of the 5 training problems, by .*8 others"):
         curriculum([*rows[:2], *other_answer[:3]], store=store).start(0, None)
+    with pytest.raises(
+        ConfigError, match=r"^data\.pass_rate=\[0\.3, 0\.4\]: none of the 4 problems has a pass rate in it"
+    ):
+        curriculum(rows[:2] + rows[3:5], store=store, band=[0.3, 0.4]).start(0, None)
+    one.choose(0)
+    one.sampled(0, [group(rows[1], 0, 4)])
+    assert one.keeps(1, 1), "what this run gets wrong does not count"
 
 
 def test_episodes_are_known_by_their_rows(tmp_path: Path) -> None:

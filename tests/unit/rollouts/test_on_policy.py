@@ -5,15 +5,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from run_folders import made_groups, write_groups
+from dialogues import PROBLEMS, on_policy
 
-from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts.curriculum import problem_key
 from offline_grpo.rollouts.on_policy import OnPolicy, overlong_penalty
-from offline_grpo.train.advantage import GroupStd
-from offline_grpo.types import Completion, FinishReason, Problem, SamplingParams, Score
-
-PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": str(i)},), str(i)) for i in range(40)]
+from offline_grpo.types import Completion, FinishReason, Score
 
 
 class Client:
@@ -24,14 +20,6 @@ class Client:
             draws = (random.Random(request.seed + j) for j in range(request.num_completions))
             ids = [tuple(draw.choices(range(9), k=draw.randint(1, 8))) for draw in draws]
             yield index, [Completion(row, (0.0,) * len(row), FinishReason.STOP, (0,) * len(row)) for row in ids]
-
-
-class Codec:
-    def encode(self, messages, tools=()):
-        return [1]
-
-    def judged(self, token_ids, sampling):
-        return "".join(map(str, token_ids))
 
 
 class Rare:
@@ -45,25 +33,8 @@ class Rare:
 
 
 def source(rank=0, world_size=1, **settings):
-    defaults = {"resample_zero_signal": True, "max_resamples": 3, "pass_rate": None, "pass_rate_from": None}
-    defaults |= {"pass_rate_decay": 0.5}
-    defaults |= {"soft_overlong_tokens": None, "penalize_length_if_solved": False}
-    return OnPolicy(
-        problems_per_iteration=8,
-        group_size=4,
-        shuffle=True,
-        seed=5,
-        client=Client(),
-        task=settings.pop("task", Rare()),
-        problems=settings.pop("problems", PROBLEMS),
-        codec=Codec(),
-        sampling=SamplingParams(8),
-        advantage=GroupStd(),
-        on_failure="exclude",
-        rank=rank,
-        world_size=world_size,
-        **defaults | settings,
-    )
+    given = {"client": Client(), "task": Rare(), "resample_zero_signal": True, "rank": rank, "world_size": world_size}
+    return OnPolicy(**on_policy(**given | settings))
 
 
 def silent(groups):
@@ -172,29 +143,6 @@ def numbers(groups):
     return [int(group.problem.answer) for group in groups]
 
 
-def test_problems_outside_the_band_are_passed_over_and_those_not_seen_are_kept(caplog):
-    one, tally = graded(resample_zero_signal=False), {}
-    one.start(0, None)
-    for iteration in range(12):
-        groups = one.next(iteration)
-        one.sampled(iteration, groups)
-        metrics = one.metrics()
-        rates = [right / total for right, total in map(tally.get, numbers(groups)) if total] if iteration > 4 else []
-        outside = sum(not BAND[0] <= rate <= BAND[1] for rate in rates)
-        assert (outside, len(groups)) == (metrics["curriculum/num_outside"], 8)
-        for group in groups:
-            scores = [rollout.score for rollout in group.rollouts if rollout.score.is_scored]
-            right, total = tally.get(int(group.problem.answer), (0, 0))
-            tally[int(group.problem.answer)] = (right + sum(s.is_correct for s in scores), total + len(scores))
-    assert sum(total > 4 for number, (_, total) in tally.items() if number < 20) <= 2
-    assert sum(total > 8 for number, (_, total) in tally.items() if number >= 20) > 8
-    narrow = graded(resample_zero_signal=False, pass_rate=[0.5, 0.5])
-    groups = played(narrow, range(9))[-1]
-    assert len(set(numbers(groups))) == 8
-    assert narrow.metrics()["curriculum/num_outside"] > 0
-    assert "data.pass_rate=[0.5, 0.5]: only" in caplog.text
-
-
 @pytest.mark.parametrize("resample", [False, True])
 def test_a_curriculum_goes_on_as_if_the_run_had_not_stopped_in_any_number_of_processes(resample):
     settings = {"resample_zero_signal": resample, "pass_rate_decay": 0.9}
@@ -227,38 +175,3 @@ def test_dynamic_sampling_draws_from_the_band_and_what_it_replaced_is_known():
     silent_ones = {number for number, (right, total, _) in known.items() if total and right in (0, total)}
     assert silent_ones
     assert not silent_ones & {*later[:16]}
-
-
-@pytest.mark.parametrize(("decay", "num_outside"), [(0.5, 0), (0.8, 8)])
-def test_a_problem_comes_again_when_less_than_one_completion_is_left_of_it(decay, num_outside):
-    """Three iterations later, 0.5 ** 3 of four completions are 0.5, and 0.8 ** 3 are 2.05."""
-    one = graded(problems=PROBLEMS[:24], resample_zero_signal=False, pass_rate_decay=decay, task=Sure())
-    drawn = [{*numbers(groups)} for groups in played(one, range(4))]
-    assert drawn[0] | drawn[1] | drawn[2] == set(range(24))
-    assert one.metrics()["curriculum/num_outside"] == num_outside
-    assert (drawn[3] == drawn[0]) == (num_outside == 0)
-
-
-class Sure:
-    def score(self, problem, text):
-        return Score(float(int(problem.answer) < 10), int(problem.answer) < 10, {})
-
-
-def test_a_record_says_which_problems_are_in_the_band(tmp_path, caplog):
-    """There p0 and p1 are right in a third of the completions."""
-    groups = [replace(group, problem=each) for group, each in zip(made_groups(0), PROBLEMS[:2], strict=True)]
-    store = write_groups(tmp_path / "run", groups)
-    one = graded(pass_rate_from=store, resample_zero_signal=False, pass_rate=[0.4, 1.0])
-    one.start(0, None)
-    drawn = [number for groups in played(one, range(10)) for number in numbers(groups)]
-    assert not {0, 1} & {*drawn}
-    assert drawn.count(10) > 1, "what this run gets right and wrong does not count"
-    state = one.state_dict()
-    one = graded(pass_rate_from=store, resample_zero_signal=False, pass_rate=[0.3, 0.4])
-    one.start(10, state)
-    assert {0, 1} <= {number for groups in played(one, range(10, 20)) for number in numbers(groups)}
-    others = graded(pass_rate_from=store, problems=PROBLEMS[2:])
-    with pytest.raises(ConfigError, match=r"data.pass_rate_from=.*run: has 0 of the 38 training problems.* 2 others"):
-        others.start(0, None)
-    with pytest.raises(ConfigError, match=r"data.pass_rate=\[0.4, 1.0\]: none of the 2 problems has a pass rate in it"):
-        graded(pass_rate_from=store, pass_rate=[0.4, 1.0], problems=PROBLEMS[:2]).start(0, None)

@@ -17,11 +17,10 @@ from tokenizers import Tokenizer, models
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts import __main__ as command
-from offline_grpo.rollouts.atropos.groups import GroupReader
-from offline_grpo.rollouts.store.export import scored_data
-from offline_grpo.rollouts.store.recorder import tokenizer_hash
-from offline_grpo.rollouts.store.rows import parquet, table_of
-from offline_grpo.rollouts.store.show import show_groups
+from offline_grpo.rollouts.__main__ import scored_data, show_groups
+from offline_grpo.rollouts.atropos_groups import GroupReader
+from offline_grpo.rollouts.recorder import tokenizer_hash
+from offline_grpo.rollouts.rows import parquet, table_of
 from offline_grpo.types import RolloutGroup, Score
 
 

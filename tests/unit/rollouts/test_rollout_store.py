@@ -18,10 +18,10 @@ from run_folders import ORIGIN, made_groups, make_replay, replayed, write_store
 
 from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError
-from offline_grpo.rollouts.store import recorder as recording
-from offline_grpo.rollouts.store.reader import shards_of
-from offline_grpo.rollouts.store.recorder import Recorder
-from offline_grpo.rollouts.store.rows import group_rows, groups_of, parquet, plain_rows, table_of
+from offline_grpo.rollouts import recorder as recording
+from offline_grpo.rollouts.recorder import Recorder
+from offline_grpo.rollouts.rows import group_rows, groups_of, parquet, plain_rows, table_of
+from offline_grpo.rollouts.store import shards_of
 from offline_grpo.types import Rollout, RolloutGroup, Score, Turn
 
 

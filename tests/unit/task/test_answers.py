@@ -1,14 +1,21 @@
-"""Answers are found in completions and compared by value; no text makes that hang or raise."""
+"""Answers are found in completions and compared by value; no text makes that hang or raise. The problems that come with
+the package have the answers that sympy computes.
+"""
 
+import json
 import random
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
+import sympy
 from factories import compose_config
+from math_verify import parse, verify
 
-from offline_grpo.config.compose import as_plain
-from offline_grpo.config.problems import build_task
+from offline_grpo.config.compose import as_plain, typed
+from offline_grpo.config.problems import build_task, isolated
+from offline_grpo.generation.judging import Judgement
 from offline_grpo.task.answers import is_same_latex, is_same_value, last_boxed, last_number, reference_answer
 from offline_grpo.task.dataset import is_right
 from offline_grpo.types import Problem
@@ -30,6 +37,7 @@ RIGHT = [
     ("auto", "3 - 2", r"\boxed{1}"),
     ("auto", "72", r"\boxed{100-28}"),
     ("auto", "10^{-3}", r"\boxed{0.001}"),
+    ("math", "x^9-1", r"\boxed{(x-1)(x^8+x^7+x^6+x^5+x^4+x^3+x^2+x+1)}"),  # too long for auto
     ("text", "x = 1", r"\boxed{x = 1}"),
     ("regex", r"(?i)\bparis\b", "It is PARIS."),
 ]
@@ -241,3 +249,32 @@ def test_scoring_never_raises(gsm8k):
     for text in [*texts, *(f"\\boxed{{{text}}}" for text in texts)]:
         result = gsm8k.score(Problem("p", (), "72"), text)
         assert result.reward == sum(result.parts.values())
+
+
+SAMPLE = "src/offline_grpo/task/math_sample.jsonl"
+
+
+def test_the_answers_of_the_packaged_problems_are_what_sympy_computes(pytestconfig):
+    rows = [json.loads(line) for line in (pytestconfig.rootpath / SAMPLE).read_text().splitlines()]
+    assert len({row["problem"] for row in rows}) == len(rows) == 62
+    symbols = {name: sympy.Symbol(name, real=True) for name in "xk"}
+    for row in rows:
+        value = eval(row["check"], {**vars(sympy), "sorted": sorted}, symbols)
+        [answer, *_] = parse(rf"\boxed{{{reference_answer(row['solution'])}}}", parsing_timeout=0)
+        value = value.rhs if isinstance(value, sympy.Eq) else value
+        if isinstance(value, sympy.Tuple):  # which math-verify reads as an interval
+            assert reference_answer(row["solution"]) == f"({value[0]},{value[1]})"
+        else:
+            assert verify([sympy.sympify(value)], [answer], timeout_seconds=None), row
+
+
+@pytest.mark.slow
+def test_an_answer_that_takes_for_ever_costs_one_reward(tmp_path):
+    words = ("task=math_sample", "scoring.timeout_s=3", "scoring.memory_mib=1024", "scoring.workers=3")
+    config = typed(compose_config(*words))
+    tower = r"\boxed{9^{9^{9^{9^{9}}}}}"
+    texts = [tower, r"\boxed{10^{10^{10}}!}", r"\boxed{36}"]
+    with ExitStack() as stack:
+        safe = isolated(build_task(config.task), config, tmp_path, stack)
+        scores = Judgement(safe, Problem("p", (), "36"), texts).scores()
+    assert [score.is_correct for score in scores] == [False, False, True]

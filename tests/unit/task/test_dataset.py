@@ -91,29 +91,27 @@ def test_a_copy_of_a_hub_repository(tmp_path, folder, name):
     assert len(task.problems(Split.EVAL)) == 10
 
 
-def test_held_out_rows_do_not_depend_on_their_order(tmp_path):
-    first = make(write_jsonl(tmp_path / "a.jsonl", ROWS))
-    turned = make(write_jsonl(tmp_path / "b.jsonl", ROWS[::-1] + ROWS[:5]))
-    prompts = [{p.messages[0]["content"] for p in task.problems(Split.EVAL)} for task in (first, turned)]
-    assert prompts[0] == prompts[1]
-    assert not prompts[1] & {p.messages[0]["content"] for p in turned.problems(Split.TRAIN)}
-
-
 OLD_SPLIT = ["train-1", "train-13", "train-29", "train-35"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"system_prompt": "Think."}, {"prompt_template": "{prompt} Answer:"}])
-def test_held_out_rows_do_not_depend_on_settings(tmp_path, settings):
+def test_what_is_held_out_depends_on_what_rows_ask_alone(tmp_path, settings):
     """A run with another prompt would otherwise be evaluated on what an earlier one has trained on."""
     task = make(write_jsonl(tmp_path / "my.jsonl", ROWS), **settings)
     assert [problem.problem_id for problem in task.problems(Split.EVAL)] == OLD_SPLIT
+    turned = make(write_jsonl(tmp_path / "turned.jsonl", ROWS[::-1] + ROWS[:5]), **settings)
+    prompts = [{p.messages[-1]["content"] for p in each.problems(Split.EVAL)} for each in (task, turned)]
+    assert prompts[0] == prompts[1]
+    assert not prompts[1] & {p.messages[-1]["content"] for p in turned.problems(Split.TRAIN)}
 
 
-def test_a_held_out_prompt_is_asked_once(tmp_path):
+def test_a_held_out_prompt_is_asked_once(tmp_path, caplog):
+    caplog.set_level("INFO")
     task = make(write_jsonl(tmp_path / "my.jsonl", ROWS + [ROWS[1]] * 50 + [ROWS[0]]))
     assert [problem.problem_id for problem in task.problems(Split.EVAL)] == OLD_SPLIT
     trained = Counter(problem.messages[0]["content"] for problem in task.problems(Split.TRAIN))
     assert (trained[ROWS[1]["prompt"]], trained[ROWS[0]["prompt"]]) == (0, 2)
+    assert "held out: 4 of 40 distinct rows; 37 of all 91 are left for training" in caplog.text
 
 
 def test_a_hub_data_set_is_asked_for_its_splits(monkeypatch):
@@ -172,24 +170,15 @@ def test_messages_reach_the_chat_template_whole(tmp_path, suffix, caplog):
 TOOL = {"type": "function", "function": {"name": "add_up", "parameters": {"type": "object", "properties": {}}}}
 
 
-@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]]])
-def test_a_column_of_tools_is_offered(tmp_path, tools):
-    task = make(write_jsonl(tmp_path / "my.jsonl", [{**row, "tools": tools} for row in ROWS]))
-    assert {json.dumps(problem.tools) for problem in task.problems(Split.TRAIN)} == {json.dumps([TOOL])}
+OFFERED = ([TOOL], json.dumps([TOOL]), [TOOL["function"]])
 
 
-@pytest.mark.parametrize("tools", [None, "a hammer", ["hammer", "saw"], [{"price": 1}], {"a": 1}])
-def test_another_column_of_this_name_is_a_column_as_any_other(tmp_path, tools):
-    [problem] = make(write_jsonl(tmp_path / "my.jsonl", [{**ROWS[0], "tools": tools}]), eval_split="train").problems(
-        Split.TRAIN
-    )
-    assert (problem.tools, problem.fields["tools"]) == ((), tools)
-
-
-def test_the_log_says_that_rows_are_held_out_by_what_they_ask(tmp_path, caplog):
-    caplog.set_level("INFO")
-    make(write_jsonl(tmp_path / "my.jsonl", ROWS[:10] * 6)).problems(Split.TRAIN)
-    assert "held out: 1 of 10 distinct rows; 54 of all 60 are left for training" in caplog.text
+@pytest.mark.parametrize("tools", [*OFFERED, None, "a hammer", ["hammer", "saw"], [{"price": 1}], {"a": 1}])
+def test_a_column_of_tools_is_offered_and_another_of_this_name_is_a_column_as_any_other(tmp_path, tools):
+    file = write_jsonl(tmp_path / "my.jsonl", [{**ROWS[0], "tools": tools}])
+    [problem] = make(file, eval_split="train").problems(Split.TRAIN)
+    offered = [TOOL] if tools in OFFERED else []
+    assert (json.dumps(problem.tools), problem.fields["tools"]) == (json.dumps(offered), tools)
 
 
 GOOD = '{"prompt": "q", "answer": 1}'

@@ -8,7 +8,7 @@ from factories import compose_config
 from offline_grpo.config.compose import as_plain
 from offline_grpo.config.problems import build_task
 from offline_grpo.errors import ConfigError
-from offline_grpo.task.instructions import CHECKS, follows
+from offline_grpo.task.ifeval import CHECKS, follows
 from offline_grpo.types import Problem, Split
 
 LEAST, LESS = "at least", "less than"

@@ -19,11 +19,13 @@ from offline_grpo.config.build import build
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import Advantage
+from offline_grpo.interfaces import Advantage, Source
+from offline_grpo.rollouts.asynchronous import Asynchronous
+from offline_grpo.rollouts.atropos import Atropos
+from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.rollouts.replay import Replay
 from offline_grpo.train.advantage import (
     RLOO,
-    WITHOUT,
     MaxRL,
     PassK,
     PerToken,
@@ -197,7 +199,8 @@ def test_gdpo_counts_what_a_mixture_and_penalties_of_the_source_may_add():
 
     def check(component: GDPO, one: SimpleNamespace, **settings: object) -> None:
         loss = SimpleNamespace(loss={})
-        component.check(SimpleNamespace(rollouts=settings, task={}, train=loss), one, [])  # type: ignore[arg-type]
+        config = SimpleNamespace(source=Source, rollouts=settings, task={}, train=loss)
+        component.check(config, one, [])  # type: ignore[arg-type]
 
     mixture = task(a=1.0)
     mixture.tasks = {"one": task(a=1.0), "other": task(b=1.0)}
@@ -262,17 +265,19 @@ def test_the_better_of_two_gets_more_by_each(option):
     [
         (PassK(9), {"rollouts": {"group_size": 8}}, r"^train\.advantage\.k=9: must be from 2 to .*_problem=8"),
         (PassK(1), {}, r"^train\.advantage\.k=1: must be from 2"),
-        (GDPO(None), {"rollouts": {"url": "x"}}, r"^train/advantage=gdpo: needs the parts"),
+        (GDPO(None), {"source": Atropos}, r"^train/advantage=gdpo: needs the parts"),
         (GDPO(None), {"train": {"kl_placement": "reward"}}, r"^train\.loss\.kl_placement=reward"),
         (GDPO(None), {"task": {"reward": [{"fn": "m:a", "weight": 2}, "m:b"]}}, r"weights=null: normalising removes"),
         (MaxRL(), {"train": {"kl_placement": "reward"}}, r"^train\.loss\.kl_placement=reward"),
-        (PerTurn(), {"rollouts": {"group_size": 8}}, r"^train/advantage=per_turn: this task has no turns"),
-        (PerToken(), {"rollouts": {"_target_": WITHOUT[1]}}, r"^train/advantage=per_token: this source gives"),
+        (PerTurn(), {"source": OnPolicy}, r"^train/advantage=per_turn: this task has no turns"),
+        (PerToken(), {"source": Asynchronous}, r"^train/advantage=per_token: this source gives"),
     ],
 )
 def test_what_the_run_does_not_have_is_refused(component, changes, told):
     config = SimpleNamespace(
-        **{"rollouts": {}, "task": {}} | changes | {"train": SimpleNamespace(loss=changes.get("train", {}))}
+        **{"source": Source, "rollouts": {}, "task": {}}
+        | changes
+        | {"train": SimpleNamespace(loss=changes.get("train", {}))}
     )
     with pytest.raises(ConfigError, match=told):
         component.check(config, object(), [])
@@ -280,7 +285,7 @@ def test_what_the_run_does_not_have_is_refused(component, changes, told):
 
 def test_what_a_record_does_not_have_is_refused(tmp_path):
     path = str(write_store(tmp_path))
-    plain = SimpleNamespace(rollouts={}, task={}, train=SimpleNamespace(loss={}))
+    plain = SimpleNamespace(source=Replay, rollouts={}, task={}, train=SimpleNamespace(loss={}))
     groups = Replay.recorded(SimpleNamespace(rollouts={"path": path, "rescore": False}))
     for component, told in (
         (GDPO(None), r"^train/advantage=gdpo: adds up several parts of the reward, which has correct; use group_std"),

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.interfaces import Advantage, Task
+from offline_grpo.interfaces import Advantage, Task, TaskFacts
 from offline_grpo.types import EQUAL_REWARDS, RolloutGroup, TokenBatch
 
 Scale = Literal["group", "batch", "none"]
@@ -155,7 +155,7 @@ class PerToken(Advantage):
 
     def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
         fix = "this source gives no numbers of its own; use group_std, or a source that sets RolloutGroup.advantages"
-        require(config.rollouts.get("_target_") not in WITHOUT, "train/advantage", "per_token", fix)
+        require(not config.source.samples, "train/advantage", "per_token", fix)
         self(recorded)
 
     def __call__(
@@ -176,9 +176,8 @@ class PerTurn(Advantage):
     """
 
     def check(self, config: Any, task: Task, recorded: Sequence[RolloutGroup]) -> None:
-        is_sampled = "group_size" in config.rollouts and "url" not in config.rollouts
         fix = "this task has no turns; use an environment of many turns, or train/advantage=group_std"
-        require(not is_sampled or hasattr(task, "play"), "train/advantage", "per_turn", fix)
+        require(not config.source.samples or TaskFacts.of(task).plays, "train/advantage", "per_turn", fix)
         self([group for group in map(RolloutGroup.scored, recorded) if group is not None])
 
     def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch | None = None) -> list[list[list[float]]]:

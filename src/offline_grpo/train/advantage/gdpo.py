@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from offline_grpo.errors import require
-from offline_grpo.interfaces import Advantage, Task
+from offline_grpo.interfaces import Advantage, Task, TaskFacts
 from offline_grpo.train.advantage import STD_EPS, like, normalised
 from offline_grpo.types import RolloutGroup, Score, Split, TokenBatch
 
@@ -43,10 +43,10 @@ class GDPO(Advantage):
         fix = "train/advantage=gdpo adds up the parts of the reward, of which the penalty is none; use loss"
         require(penalty != "reward", "train.loss.kl_placement", penalty, fix)
         fix = "needs the parts of a reward, and groups of Atropos bring one number each; use group_std"
-        require("url" not in config.rollouts, "train/advantage", "gdpo", fix)
+        require(not config.source.has_environments, "train/advantage", "gdpo", fix)
         if scored := [rollout for group in recorded for rollout in group.rollouts if rollout.score.is_scored]:
             self._check_parts({name for rollout in scored for name in rollout.score.parts})
-        elif getattr(task, "scores_safely", False):  # always with the same parts
+        elif TaskFacts.of(task).scores_safely:  # always with the same parts
             tasks = getattr(task, "tasks", {"": task}).values()  # of a mixture
             scores = [each.score(each.problems(Split.TRAIN)[0], "") for each in tasks]
             self._check_parts({name for score in scores for name in score.parts} | _penalties(config))

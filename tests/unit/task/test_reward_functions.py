@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from offline_grpo.errors import ConfigError, ScoreError
-from offline_grpo.generation.judging import Judgement, judging, scores_of
-from offline_grpo.reward.functions import load_rewards
-from offline_grpo.types import Problem
+from offline_grpo.generation.judging import Judgement
+from offline_grpo.task.rewards import load_rewards
+from offline_grpo.types import Problem, Score
 
 MINE = """
 import asyncio
@@ -65,10 +65,10 @@ def scored(setting, threshold=1.0):
 
 def test_functions_are_weighted_and_added_up(mine):
     setting = [f"{mine}:exact", {"fn": f"{mine}:short", "weight": 0.5}, {"fn": f"{mine}:judge", "weight": 2}]
-    score = Judgement(scored(setting, threshold=3.4), PROBLEM, "4").result()
+    score = Judgement(scored(setting, threshold=3.4), PROBLEM, ["4"]).scores()[0]
     assert score.parts == {"exact": 1.0, "short/brief": 0.5, "short/level": 1.0, "judge": 1.0}
     assert (score.reward, score.is_correct) == (3.5, True)
-    assert not Judgement(scored(setting, threshold=3.6), PROBLEM, "4").result().is_correct
+    assert not Judgement(scored(setting, threshold=3.6), PROBLEM, ["4"]).scores()[0].is_correct
 
 
 def test_parts_that_miss_the_threshold_by_rounding_alone_are_correct(mine):
@@ -95,7 +95,7 @@ def test_a_function_that_changes_what_it_gets_changes_it_for_no_other_call(mine)
 )
 def test_a_function_that_fails_is_named(mine, name, message):
     with pytest.raises(ScoreError, match=message) as error:
-        Judgement(scored(f"{mine}:{name}"), PROBLEM, "hm").result()
+        Judgement(scored(f"{mine}:{name}"), PROBLEM, ["hm"]).scores()[0]
     assert "\n" not in str(error.value)
 
 
@@ -147,7 +147,7 @@ def test_rewards_of_the_group_are_added_and_what_does_not_apply_is_left_out(mine
     module = f"group_{mine}"
     task = Grouped(f"{module}:right", [f"{module}:judge", {"fn": f"{module}:rank", "weight": 0.25}])
     texts = ["4", "?", "5"]
-    found = scores_of(list(judging(task, PROBLEM, texts)), 3)
+    found = Judgement(task, PROBLEM, texts).scores()
     assert [score.parts for score in found] == [
         {"right": 1.0, "rank": 0.25},
         {"judge": 0.5, "rank": 0.25},
@@ -155,19 +155,19 @@ def test_rewards_of_the_group_are_added_and_what_does_not_apply_is_left_out(mine
     ]
     assert [(score.reward, score.is_correct) for score in found] == [(1.25, True), (0.75, False), (0.75, False)]
     task = Grouped(f"{module}:right", f"{module}:judge")
-    nothing = scores_of(list(judging(task, PROBLEM, ["4", "?"])), 2)
+    nothing = Judgement(task, PROBLEM, ["4", "?"]).scores()
     assert [score.reward for score in nothing] == [1.0, 0.5]
     with pytest.raises(
         ScoreError, match=r"task.group_reward=.*:short returned \[1.0\] for 3 completions; .*train-3, comp"
     ):
-        scores_of(list(judging(Grouped(f"{module}:right", f"{module}:short"), PROBLEM, texts)), 3)
+        Judgement(Grouped(f"{module}:right", f"{module}:short"), PROBLEM, texts).scores()
 
 
 def test_a_completion_to_which_no_reward_applies_is_unscored(mine):
     rewards = load_rewards(f"group_{mine}:right", 1.0)
     assert rewards.score(PROBLEM, "?").failure == "none"
     both = load_rewards([f"group_{mine}:right", f"{mine}:judge"], 1.0)
-    assert Judgement(both, PROBLEM, "?").result().parts == {"judge": 0.5}
+    assert Judgement(both, PROBLEM, ["?"]).scores()[0].parts == {"judge": 0.5}
 
 
 def test_the_judges_of_the_docs_ask_again_and_may_fail(tmp_path, monkeypatch):
@@ -198,11 +198,12 @@ def test_the_judges_of_the_docs_ask_again_and_may_fail(tmp_path, monkeypatch):
     task = load_rewards("judges_of_the_docs:judge", 1.0)
     group = load_rewards("judges_of_the_docs:rank", 1.0, "task.group_reward").score_group
     try:
-        assert Judgement(task, PROBLEM, "4").result().reward == 0.7
-        scores = Judgement(SimpleNamespace(score_group=group), PROBLEM, ("3", "4", "5")).results()
+        assert Judgement(task, PROBLEM, ["4"]).scores()[0].reward == 0.7
+        ranked = SimpleNamespace(score=lambda *_: Score.unscored(), score_group=group, rewards_groups=True)
+        scores = Judgement(ranked, PROBLEM, ["3", "4", "5"]).scores()
         assert [score.failure or score.reward for score in scores] == [0.3, 1.0, "none"]
         with pytest.raises(ScoreError, match="503 Service Unavailable"):
-            Judgement(task, PROBLEM, "5").result()
+            Judgement(task, PROBLEM, ["5"]).scores()[0]
     finally:
         server.shutdown()
         server.server_close()

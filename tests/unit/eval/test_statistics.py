@@ -1,25 +1,32 @@
-"""How often 95% intervals hold the true value, and how often equal things differ at p < 0.05: by the binomial
-distribution, and simulated with fixed seeds. docs/numerics.md has the numbers.
+"""The estimators against hand-computed numbers and brute force over all subsets; the paired test against counting all
+signs, and against the binomial distribution. How often 95% intervals hold the true value, and how often equal things
+differ at p < 0.05: by the binomial distribution, and simulated with fixed seeds. docs/numerics.md has the numbers.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
+from statistics import pstdev
 
 import numpy as np
 import pytest
 
-from offline_grpo.eval.intervals import (
+from offline_grpo.eval.statistics import (
     OF_DIFFERENCES,
     FloatArray,
+    ReplicateTable,
+    compare,
     mean_interval,
+    metrics_with_intervals,
+    pass_at_k,
     share_interval,
+    sign_flip_p_value,
     t_975,
     t_p_value,
     t_tails,
 )
-from offline_grpo.eval.pass_at_k import pass_at_k
 
 SIZES = (16, 64, 256)
 NOMINAL = 0.93  # the least coverage that counts as 95%
@@ -110,3 +117,71 @@ def test_equal_configurations_differ_in_five_percent_of_tests_over_seeds(num_see
     assert np.mean(np.array(p_values) < 0.05) == pytest.approx(0.05, abs=0.025)
     low, high = mean_interval(differences)
     assert [p < 0.05 for p in p_values] == ((low > 0) | (high < 0)).tolist(), "the test and the interval agree"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_p_value_is_the_share_of_all_signs(seed: int) -> None:
+    differences = np.random.default_rng(seed).integers(-4, 5, size=10)
+    seen = abs(int(differences.sum()))
+    sums = [
+        abs(sum(sign * d for sign, d in zip(signs, differences.tolist(), strict=True)))
+        for signs in itertools.product((-1, 1), repeat=10)
+    ]
+    assert sign_flip_p_value(differences) == pytest.approx(sum(total >= seen for total in sums) / 2**10)
+
+
+@pytest.mark.parametrize(("better", "worse"), [(9, 1), (300, 250), (5, 5)])
+def test_with_one_replicate_it_is_the_sign_test(better: int, worse: int) -> None:
+    n, k = better + worse, max(better, worse)
+    binomial = min(1.0, 2 * sum(math.comb(n, i) for i in range(k, n + 1)) / 2**n)
+    differences = np.array([1] * better + [-1] * worse + [0] * 17)
+    assert sign_flip_p_value(differences) == pytest.approx(binomial, rel=1e-9)
+
+
+def test_a_comparison_of_two_models() -> None:
+    first, second = np.array([0, 1, 2, 4]), np.array([4, 1, 1, 4])
+    found = compare(first, second, 4)
+    assert (found.difference, found.num_better, found.num_worse, found.num_problems) == (3 / 16, 1, 1, 4)
+    assert found.low < found.difference < found.high
+    assert compare(second, first, 4).difference == -3 / 16
+    alike = compare(first, first, 4)
+    assert (alike.difference, alike.p_value) == (0.0, 1.0)
+    assert alike.low < 0 < alike.high, "four problems say little"
+
+
+@pytest.mark.parametrize("replicates", [1, 6])
+def test_agrees_with_the_share_of_subsets_that_hold_a_right_answer(replicates: int) -> None:
+    for num_correct in range(replicates + 1):
+        answers = [True] * num_correct + [False] * (replicates - num_correct)
+        for k in range(1, replicates + 1):
+            subsets = list(itertools.combinations(answers, k))
+            share = sum(any(subset) for subset in subsets) / len(subsets)
+            assert pass_at_k(np.array([num_correct]), replicates, k)[0] == pytest.approx(share, abs=1e-14)
+
+
+def test_exact_where_binomials_exceed_float_range() -> None:
+    # 1 of 2000 right, k = 1000: half of all subsets hold it; C(2000, 1000) is about 1e600.
+    assert pass_at_k(np.array([1]), 2000, 1000)[0] == pytest.approx(0.5, abs=1e-12)
+
+
+def test_all_metrics_of_a_hand_computed_table() -> None:
+    table = ReplicateTable(
+        rewards=np.array([[0.0, 1.0, 0.5, 0.5], [0.25, 0.25, 0.25, 0.25]]),
+        is_correct=np.array([[False, True, False, False], [False, False, False, False]]),
+        is_truncated=np.array([[True, False, False, False], [False, False, True, True]]),
+        num_tokens=np.array([[1, 2, 3, 4], [10, 10, 10, 20]]),
+    )
+    metrics = metrics_with_intervals(table, [1, 2])
+    rewards = [0.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
+    expected = {"tasks": 2, "replicates": 4, "pass@1": 0.125, "pass@2": 0.25, "pass_ordered@1": 0.0}
+    expected |= {"pass_ordered@2": 0.5, "mean@1": 0.125, "mean@2": (0.5 + 0.25) / 2, "best@1": 0.125}
+    expected |= {"best@2": (1.0 + 0.25) / 2, "reward_mean_all": 0.375, "reward_std_all": pstdev(rewards)}
+    expected |= {"success_rate_all": 0.125, "truncated_frac": 3 / 8, "completion_tokens_mean": (10 + 50) / 8}
+    expected |= {"reward_mean_taskavg_all": 0.375, "success_rate_taskavg_all": 0.125}
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+    without = {"tasks", "replicates", "reward_std_all", "reward_mean_taskavg_all", "success_rate_taskavg_all"}
+    with_interval = set(expected) - without
+    assert set(metrics) == set(expected) | {f"{key}_{end}" for key in with_interval for end in ("low", "high")}
+    half = 12.7062 * 0.125  # t with one degree of freedom; problems' means are 0.5 and 0.25
+    ends = [metrics[f"reward_mean_all_{end}"] for end in ("low", "high")]
+    assert ends == pytest.approx([0.375 - half, 0.375 + half], rel=1e-5)

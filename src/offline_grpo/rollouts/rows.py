@@ -94,6 +94,7 @@ def table_of(
     """
     rows = []
     for number, group in enumerate(groups):
+        # What the group's rows share.
         problem: dict[str, Any] = dict.fromkeys(("problem_id", "messages", "answer", "fields"))
         if group.problem is not None:
             problem = {

@@ -26,8 +26,10 @@ GIVEN_OF_GROUP = ("prompts", "completions", "answers", "messages", "problem_ids"
 """The same of a function that rewards a whole group. All are lists with an item per completion, other fields too."""
 
 REWARD_FORM = "a number, True or False, a dict of numbers, or None"
-GROUP_FORM = "like def my_function(prompts, completions, answers), which returns a number or None for each completion"
-FORMS = {REWARD: f"like def my_function(prompt, completion, answer), which returns {REWARD_FORM}", GROUP: GROUP_FORM}
+FORMS = {
+    REWARD: f"like def my_function(prompt, completion, answer), which returns {REWARD_FORM}",
+    GROUP: "like def my_function(prompts, completions, answers), which returns a number or None for each completion",
+}
 
 TOLERANCE = 1e-9
 """By how much a reward may miss the threshold: weights such as 0.7, 0.2 and 0.1 do not add up to exactly 1."""
@@ -78,17 +80,6 @@ class RewardFunction:
         """What its part of the reward is called, or, of a dict, what begins the names of its parts."""
         return self.path.rpartition(":")[2]
 
-    def check(self, problem: Problem) -> None:
-        """Raise ConfigError if a parameter has no value for this problem."""
-        names = GIVEN if self.key == REWARD else GIVEN_OF_GROUP
-        given = [name for name in names if problem.answer or name not in ("answer", "answers")]
-        for name in self.required:
-            if name not in given and name not in problem.fields:
-                known = ", ".join([*given, *problem.fields])
-                fix = "; with a default (answer=None) rows need no task.answer_field" if name in names else ""
-                about = f"there is no value for its parameter {name!r} in problem {problem.problem_id}"
-                raise ConfigError(f"{self.key}={self.path}: {about}; parameters are given by name, from {known}{fix}")
-
     def __call__(self, problem: Problem, text: str | Sequence[str]) -> Any:
         """What the function returns for a completion, or for those of a group, to be awaited where it is async."""
         plural = "" if isinstance(text, str) else "s"
@@ -103,14 +94,6 @@ class RewardFunction:
         taken = {name: value for name, value in given.items() if self.accepted is None or name in self.accepted}
         return self.function(**deepcopy(taken))  # it may change what it gets, which is also the next call's
 
-    def values_of_group(self, value: Any, count: int) -> list[Any]:
-        """What the function returned for a group of `count` completions, one by one. Raises ScoreError."""
-        values = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
-        if not isinstance(values, Sequence) or len(values) != count:
-            about = f"{self.key}={self.path} returned {value!r:.80} for {count} completions"
-            raise ScoreError(f"{about}; it must be {GROUP_FORM}")
-        return list(values)
-
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
@@ -124,9 +107,17 @@ class Rewards:
     threshold: float
 
     def check(self, problem: Problem) -> None:
-        """Raise ConfigError if a function asks for what this problem does not have."""
+        """Raise ConfigError if a function has a parameter for which this problem has no value."""
         for function in self.functions:
-            function.check(problem)
+            names = GIVEN if function.key == REWARD else GIVEN_OF_GROUP
+            given = [name for name in names if problem.answer or name not in ("answer", "answers")]
+            for name in function.required:
+                if name not in given and name not in problem.fields:
+                    known = ", ".join([*given, *problem.fields])
+                    fix = "; with a default (answer=None) rows need no task.answer_field" if name in names else ""
+                    about = f"there is no value for its parameter {name!r} in problem {problem.problem_id}"
+                    fix = f"parameters are given by name, from {known}{fix}"
+                    raise ConfigError(f"{function.key}={function.path}: {about}; {fix}")
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """The score of a completion, to be awaited if one of the functions is async. Raises what they raise, and
@@ -138,8 +129,13 @@ class Rewards:
         """The same for the completions of a group, of functions that reward groups."""
 
         def sums(values: Sequence[Any]) -> list[Score]:
-            pairs = zip(self.functions, values, strict=True)
-            rows = [function.values_of_group(value, len(texts)) for function, value in pairs]
+            rows = []
+            for function, value in zip(self.functions, values, strict=True):
+                row = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
+                if not isinstance(row, Sequence) or len(row) != len(texts):
+                    about = f"{function.key}={function.path} returned {value!r:.80} for {len(texts)} completions"
+                    raise ScoreError(f"{about}; it must be {FORMS[GROUP]}")
+                rows.append(row)
             return list(map(self._sum, zip(*rows, strict=True)))
 
         return self._finished([function(problem, texts) for function in self.functions], sums)
@@ -156,10 +152,9 @@ class Rewards:
     def _sum(self, values: Sequence[Any]) -> Score:
         parts: dict[str, float] = {}
         for function, value in zip(self.functions, values, strict=True):
-            named = (
-                {f"{function.name}/{key}": each for key, each in value.items()} if isinstance(value, Mapping) else value
-            )
-            own = reward_parts(named, function.name, f"{function.key}={function.path}", FORMS[function.key])
+            if isinstance(value, Mapping):
+                value = {f"{function.name}/{key}": each for key, each in value.items()}
+            own = reward_parts(value, function.name, f"{function.key}={function.path}", FORMS[function.key])
             parts |= {name: function.weight * number for name, number in own.items()}
         return total(parts, self.threshold)
 
@@ -168,31 +163,29 @@ def load_rewards(setting: Any, threshold: float, key: str = REWARD) -> Rewards:
     """The functions that `task.reward` or `task.group_reward` names: `my_module:my_function`, or a list of such names
     and of `{fn: NAME, weight: NUMBER}`. Raises ConfigError for another form, and for what cannot be imported or called.
     """
-    items = setting if isinstance(setting, list) else [setting]
-    functions = tuple(_load(item, key) for item in items)
+    functions = []
+    for item in setting if isinstance(setting, list) else [setting]:
+        fields = item if isinstance(item, Mapping) else {"fn": item}
+        path, weight = fields.get("fn"), fields.get("weight", 1.0)
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
+        if not isinstance(path, str) or not is_number or set(fields) - {"fn", "weight"}:
+            fix = "write my_module:my_function, or {fn: my_module:my_function, weight: 0.5}"
+            raise ConfigError(f"{key}={item}: {fix}")
+        function = imported(path, key, "function")
+        # What it wants by name.
+        parameters = list(inspect.signature(function).parameters.values())
+        is_named = not inspect.isclass(function) and all(p.kind is not p.POSITIONAL_ONLY for p in parameters)
+        require(is_named, key, path, f"is not a function with named parameters; write one {FORMS[key]}")
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        required = tuple(p.name for p in named if p.default is p.empty)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        accepted = None if takes_all else tuple(p.name for p in named)
+        functions.append(RewardFunction(key, path, float(weight), function, required, accepted))
     names = [function.name for function in functions]
     require(bool(functions), key, "[]", "name a function, my_module:my_function, or set it to null")
     fix = "two functions have the same name, and each is a part of the reward"
     require(len(set(names)) == len(names), key, setting, fix)
-    return Rewards(functions, threshold)
-
-
-def _load(item: Any, key: str) -> RewardFunction:
-    fields = item if isinstance(item, Mapping) else {"fn": item}
-    path, weight = fields.get("fn"), fields.get("weight", 1.0)
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
-    if not isinstance(path, str) or not is_number or set(fields) - {"fn", "weight"}:
-        fix = "write my_module:my_function, or {fn: my_module:my_function, weight: 0.5}"
-        raise ConfigError(f"{key}={item}: {fix}")
-    function = imported(path, key, "function")
-    parameters = list(inspect.signature(function).parameters.values())
-    is_named = not inspect.isclass(function) and all(p.kind is not p.POSITIONAL_ONLY for p in parameters)
-    require(is_named, key, path, f"is not a function with named parameters; write one {FORMS[key]}")
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    required = tuple(p.name for p in named if p.default is p.empty)
-    accepted = None if takes_all else tuple(p.name for p in named)
-    return RewardFunction(key, path, float(weight), function, required, accepted)
+    return Rewards(tuple(functions), threshold)
 
 
 def imported(path: str, key: str, kind: str) -> Callable[..., Any]:

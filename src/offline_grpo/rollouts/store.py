@@ -1,4 +1,7 @@
-"""Reads stores: those of runs, single files of them, and folders of `datasets`."""
+"""The store of a run's rollouts: `rollouts/` in its folder, a Parquet file for each iteration (`iter_000.parquet`) and
+evaluation (`eval_init.parquet`), which `recorder.py` writes. This module finds and reads them, and folders of
+`datasets`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ import pyarrow.parquet as pq
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.hub import is_model_id
 from offline_grpo.logger.samples import Decode
-from offline_grpo.rollouts.store.recorder import FOLDER, FORMAT, KEY, Origin, tokenizer_hash
-from offline_grpo.rollouts.store.rows import SCHEMA, typed_column
+from offline_grpo.rollouts.recorder import FOLDER, FORMAT, KEY, Origin, tokenizer_hash
+from offline_grpo.rollouts.rows import SCHEMA, typed_column
 
 DATASET = "dataset_info.json"
 ORIGIN_FILE = "offline_grpo.json"
@@ -79,7 +82,7 @@ class Shard:
         return None
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Its rows with the columns of `rows.SCHEMA`, or some of them, in the types of that schema."""
+        """Its rows with the columns of `SCHEMA`, or some of them, in the types of that schema."""
         wanted = [field for field in SCHEMA if columns is None or field.name in columns]
         try:
             if self.path.is_dir():
@@ -113,9 +116,6 @@ def shards_of(path: Path, *, key: str, phase: str | None = None, iteration: int 
         path: a run folder, its `rollouts/`, a file of it, or a folder of `datasets`.
         key: the setting that named it, for messages.
         phase, iteration: only files of "train" or "eval", only of this iteration. Folders of `datasets` may hold more.
-
-    Raises:
-        ConfigError: there is no store, or nothing of what was asked for.
     """
     if path.is_file() or (path / DATASET).is_file():
         return [Shard(path)]

@@ -85,7 +85,7 @@ class Recorder(RunListener):
 
     def _write(self, name: str, groups: Any, advantages: Any, iteration: int, origin: Origin) -> None:
         # pyarrow takes half a second, which no start shall wait for.
-        from offline_grpo.rollouts.store.rows import parquet, table_of
+        from offline_grpo.rollouts.rows import parquet, table_of
 
         metadata = {KEY: json.dumps(vars(origin), sort_keys=True)}
         content = parquet(table_of(name, groups, advantages, iteration), metadata)

@@ -65,6 +65,7 @@ class GroupReader:
         """The group; its text is that of the sampled tokens. Raises UnusableGroup if nothing can be learnt from it, and
         MissingLogprobs.
         """
+        # 1. Its fields have the right types, and it is a group of this run.
         try:
             group = _VALIDATOR.validate_python(raw)
         except ValidationError as error:
@@ -75,65 +76,64 @@ class GroupReader:
             raise UnusableGroup("too_many", f"{count} sequences, where a batch has {self.max_members}")
         if any(group.images) if isinstance(group.images, list) else group.images is not None:
             raise UnusableGroup("images", "it comes with images, which the model would not see")
-        logprobs = _given(group.inference_logprobs)
-        if logprobs is None and group.tokens:
+        # 2. A field is there for all sequences, or for none: environments send a list of nothing where they have none.
+        names = (
+            "inference_logprobs",
+            "ref_logprobs",
+            "overrides",
+            "distill_token_ids",
+            "distill_logprobs",
+            "advantages",
+        )
+        given = {name: rows for name in names if (rows := getattr(group, name)) and any(rows)}
+        if "inference_logprobs" not in given and group.tokens:
             fix = "let it sample with server_type=vllm through its managed server, and send its nodes' logprobs"
             about = "GRPO requires inference_logprobs for importance sampling! The groups of environment"
             raise MissingLogprobs(f"{about} {group.env_id} have none: {fix}")
-        ref_logprobs, advantages, overrides = map(_given, (group.ref_logprobs, group.advantages, group.overrides))
-        distilled = (_given(group.distill_token_ids), _given(group.distill_logprobs))
-        rows = (group.tokens, group.masks, group.scores, logprobs or [], ref_logprobs, overrides, *distilled)
-        if {len(row) for row in rows if row is not None} != {count}:
+        advantages = given.pop("advantages", None)
+        if {len(rows) for rows in (group.tokens, group.masks, group.scores, *given.values())} != {count}:
             raise UnusableGroup("malformed", "its fields differ in their number of sequences")
-        nothing = [None] * count
-        pairs = zip(ref_logprobs or nothing, overrides or nothing, strict=True)
-        rollouts = tuple(self._rollout(group, index, *pair) for index, pair in enumerate(pairs))
-        found = RolloutGroup(None, rollouts, None if advantages is None else tuple(map(tuple, advantages)))
+        # 3. Each sequence becomes a rollout.
+        rollouts = []
+        for index, (tokens, reward) in enumerate(zip(group.tokens, group.scores, strict=True)):
+            own: dict[str, Any] = {name: rows[index] for name, rows in given.items()}
+            is_sampled, ref_logprobs = _is_sampled(tokens, group.masks[index]), own.get("ref_logprobs")
+            said = (own.get("overrides"), group.generation_params, group.group_overrides)  # the most special first
+            temperatures = (settings.temperature for settings in said if settings is not None)
+            temperature = next((found for found in temperatures if found is not None), 1.0)
+            asked, told = own.get("distill_token_ids"), own.get("distill_logprobs")
+            has_teacher = temperature == 1.0 and asked is not None and told is not None
+            least = self.correct_threshold
+            rollout = Rollout(
+                token_ids=tuple(tokens),
+                is_sampled=is_sampled,
+                logprobs=tuple(own["inference_logprobs"]),
+                versions=(-1,) * len(tokens),
+                temperature=temperature,
+                finish_reason=None,
+                text=self.decode(list(compress(tokens, is_sampled))),
+                score=Score(reward, reward > 0 if least is None else reward >= least, {}),
+                ref_logprobs=None if ref_logprobs is None else tuple(ref_logprobs),
+                teacher_logprobs=_of_teacher(tokens, is_sampled, asked, told) if has_teacher else None,
+                zero_advantage=bool(said[0] is not None and said[0].set_advantage_to_zero),
+            )
+            rollouts.append(rollout)
+        found = RolloutGroup(None, tuple(rollouts), None if advantages is None else tuple(map(tuple, advantages)))
         found.check(vocab_size=self.vocab_size, max_tokens=self.max_token_len)
         return found
 
-    def _rollout(self, group: _Group, index: int, ref_logprobs: list[float] | None, own: _Settings | None) -> Rollout:
-        tokens, reward, least = group.tokens[index], group.scores[index], self.correct_threshold
-        is_sampled = _is_sampled(tokens, group.masks[index])
-        assert group.inference_logprobs is not None
-        said = (own, group.generation_params, group.group_overrides)  # what an environment says last comes first
-        temperatures = (settings.temperature for settings in said if settings is not None)
-        temperature = next((found for found in temperatures if found is not None), 1.0)
-        return Rollout(
-            token_ids=tuple(tokens),
-            is_sampled=is_sampled,
-            logprobs=tuple(group.inference_logprobs[index]),
-            versions=(-1,) * len(tokens),
-            temperature=temperature,
-            finish_reason=None,
-            text=self.decode(list(compress(tokens, is_sampled))),
-            score=Score(reward, reward > 0 if least is None else reward >= least, {}),
-            ref_logprobs=None if ref_logprobs is None else tuple(ref_logprobs),
-            teacher_logprobs=_of_teacher(group, index, is_sampled) if temperature == 1.0 else None,
-            zero_advantage=bool(own is not None and own.set_advantage_to_zero),
-        )
 
-
-def _given(rows: list[Any] | None) -> list[Any] | None:
-    """None where there is a list of nothing, as environments send it."""
-    return rows if rows and any(rows) else None
-
-
-def _of_teacher(group: _Group, index: int, is_sampled: Sequence[bool]) -> tuple[float, ...] | None:
-    """[N] the teacher's logprob of each sampled token, at temperature 1, as servers give them; None where the group has
-    none, or lacks that of a sampled token.
+def _of_teacher(
+    tokens: list[int], is_sampled: Sequence[bool], asked: list[list[int]], told: list[list[float]]
+) -> tuple[float, ...] | None:
+    """[N] the teacher's logprob of each sampled token, at temperature 1, as servers give them; None where it lacks that
+    of one. `asked` [N][k] are the tokens whose logprobs are `told` [N][k].
     """
-    if not (_given(group.distill_token_ids) and _given(group.distill_logprobs)):
-        return None
-    assert group.distill_token_ids is not None
-    assert group.distill_logprobs is not None
-    tokens, ids, logprobs = group.tokens[index], group.distill_token_ids[index], group.distill_logprobs[index]
-    if not len(tokens) == len(ids) == len(logprobs):
-        raise UnusableGroup(
-            "malformed", f"distill_* of {len(ids)} and {len(logprobs)} positions, and {len(tokens)} tokens"
-        )
-    pairs = (dict(zip(*each, strict=False)) for each in zip(ids, logprobs, strict=True))
-    found = [own.get(token) if sampled else 0.0 for token, own, sampled in zip(tokens, pairs, is_sampled, strict=True)]
+    if not len(tokens) == len(asked) == len(told):
+        about = f"distill_* of {len(asked)} and {len(told)} positions, and {len(tokens)} tokens"
+        raise UnusableGroup("malformed", about)
+    known = (dict(zip(*each, strict=False)) for each in zip(asked, told, strict=True))
+    found = [own.get(token) if sampled else 0.0 for token, own, sampled in zip(tokens, known, is_sampled, strict=True)]
     return None if None in found else tuple(found)  # type: ignore[arg-type]
 
 

@@ -1,10 +1,10 @@
 """The processes that run foreign code: one below the run forks workers, and each worker scores completions, or plays
 episodes.
 
-    python -c 'from offline_grpo.generation.scoring.worker import main; main(FD)'
+    python -c 'from offline_grpo.generation.scoring_worker import main; main(FD)'
 
-That one is started by `pool.py`; it runs no foreign code itself. When its socket closes, because the run closed it or
-died by whatever signal, it kills all processes below it and ends.
+That one is started by `scoring.py`; it runs no foreign code itself. When its socket closes, because the run closed it
+or died by whatever signal, it kills all processes below it and ends.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def main(control_fd: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     for name in setup.preload:
         importlib.import_module(name)
+    # A number with a connection asks for a worker, a number alone ends that one.
     pids: dict[int, int] = {}
     while True:
         try:
@@ -116,8 +117,7 @@ def main(control_fd: int) -> None:
 def _kill_all_but(pids: set[int]) -> None:
     """Kill every process below this one, but these children and what is below them.
 
-    A worker adopts what its own children leave behind (see `_isolate`), so that all it started is below it, in whatever
-    process group.
+    A worker adopts what its own children leave behind, so that all it started is below it, in whatever process group.
     """
     deadline = time.monotonic() + KILL_S
     while left := [child for child in psutil.Process().children() if child.pid not in pids]:
@@ -134,9 +134,25 @@ def _kill_all_but(pids: set[int]) -> None:
 
 def _work(fd: int, setup: Setup) -> None:
     """The life of a worker, in a process that was just forked."""
-    _isolate(fd, setup.printed)
+    # Processes that its children leave behind become its own, and it ends with the one that forked it.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    end_with_parent()
+    adopt_orphans()
+    # It keeps the connection, as 3, standard input (empty) and output, and nothing else that the parent has open.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    printed = setup.printed  # on another machine there may be no such folder
+    place = printed if printed is not None and printed.parent.is_dir() else os.devnull
+    output = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    os.dup2(fd, 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    # Its memory is what it may write to and shares with nobody: RLIMIT_AS would count what torch and CUDA only reserve.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # what a process may write to and shares with nobody: RLIMIT_AS would count what torch and CUDA only reserve
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = setup.memory_bytes if hard == resource.RLIM_INFINITY else min(setup.memory_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -147,24 +163,6 @@ def _work(fd: int, setup: Setup) -> None:
         connection.sendall(_line({"broken": _details(error)}))
         return
     _Worker(task, setup.timeout_s).serve(connection)
-
-
-def _isolate(fd: int, printed: Path | None) -> None:
-    """Keep the connection, as 3, standard input (empty) and output, and nothing else that the parent has open."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
-    end_with_parent()
-    adopt_orphans()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    is_kept = printed is not None and printed.parent.is_dir()  # on another machine it may not be
-    output = os.open(printed if is_kept and printed else os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable()
-    os.dup2(fd, 3)
-    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
 
 
 class _Worker:
@@ -180,23 +178,12 @@ class _Worker:
         self._writer.write(_line({"ready": True}))
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                self._answer(*self._received())
+                self._answer(*self.receive())
 
-    def _received(self) -> tuple[Any, ...]:
+    def receive(self) -> tuple[Any, ...]:
+        """The next message of the run."""
         size = int.from_bytes(self._result(self._reader.readexactly(8)), "big")
         return pickle.loads(self._result(self._reader.readexactly(size)))
-
-    def ask(self, number: int, question: dict[str, Any]) -> Reply:
-        """What the run replies to an episode's program, which waits for it."""
-        self._send(number, question, self._pid)
-        [reply] = self._received()
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
-
-    def tell(self, number: int, message: dict[str, Any]) -> None:
-        """Say something to the run that needs no reply."""
-        self._send(number, message, self._pid)
 
     def _result(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Its result; async scores run meanwhile, and at no other time: a score that is not async may run a loop."""
@@ -208,16 +195,16 @@ class _Worker:
         return waiting.result()
 
     def _answer(self, problem: Problem, text: str | tuple[str, ...] | Opening, number: int) -> None:
-        pid = self._pid = os.getpid()
+        pid = os.getpid()
         try:
             if isinstance(text, Opening):
-                score = self._task.play(problem, _Chat(self, number, text))
+                score = self._task.play(problem, _Chat(self, number, text, pid))
             elif isinstance(text, str):
                 score = self._task.score(problem, text)
             else:
                 score = self._task.score_group(problem, text)
             if inspect.isawaitable(score):
-                self._send(number, {"awaits": True}, pid)
+                self.send(number, {"awaits": True}, pid)
                 waiting = self._loop.create_task(self._await(number, score, pid))
                 self._awaited.add(waiting)
                 waiting.add_done_callback(self._awaited.discard)
@@ -225,7 +212,7 @@ class _Worker:
             answer = _answer(score)
         except BaseException as error:  # whatever a user's function raises, SystemExit too
             answer = _failure(error)
-        self._send(number, answer, pid)
+        self.send(number, answer, pid)
 
     async def _await(self, number: int, score: Awaitable[object], pid: int) -> None:
         deadline = asyncio.timeout(self._timeout_s)
@@ -235,9 +222,9 @@ class _Worker:
         except BaseException as error:  # see `_answer`
             late = failed("timeout", f"took more than {self._timeout_s:g} s (scoring.timeout_s)")
             answer = late if deadline.expired() else _failure(error)
-        self._send(number, answer, pid)
+        self.send(number, answer, pid)
 
-    def _send(self, number: int, answer: dict[str, Any], pid: int) -> None:
+    def send(self, number: int, answer: dict[str, Any], pid: int) -> None:
         if os.getpid() != pid:
             os._exit(0)  # the function forked, and this is the copy
         self._writer.write(_line(answer | {"number": number}))
@@ -246,15 +233,19 @@ class _Worker:
 class _Chat:
     """A `Chat`, for a program in a worker."""
 
-    def __init__(self, worker: _Worker, number: int, opening: Opening) -> None:
-        self._worker, self._number = worker, number
+    def __init__(self, worker: _Worker, number: int, opening: Opening, pid: int) -> None:
+        self._worker, self._number, self._pid = worker, number, pid
         self.seed, self.base_url, self.api_key = opening.seed, opening.base_url, opening.api_key
 
     def say(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Reply:
-        return self._worker.ask(self._number, {"say": [list(messages), list(tools)]})
+        self._worker.send(self._number, {"say": [list(messages), list(tools)]}, self._pid)
+        [reply] = self._worker.receive()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     def pay(self, reward: float) -> None:
-        self._worker.tell(self._number, {"pay": float(reward)})
+        self._worker.send(self._number, {"pay": float(reward)}, self._pid)
 
 
 def _line(answer: Mapping[str, Any]) -> bytes:

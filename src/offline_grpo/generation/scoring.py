@@ -1,0 +1,393 @@
+"""Scores completions, and plays episodes, in processes that can be killed: of this machine (`Scorers`), or of all
+machines of a Ray cluster (`ClusterScorers`). What runs in those processes is `scoring_worker.py`.
+
+A worker has one score at a time, or one episode. A score that turns out to be async lets its worker go on: that one
+awaits many of them, and takes others meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offline_grpo.engine.ray_actor import connect, fate
+from offline_grpo.errors import ConfigError, ScoreError
+from offline_grpo.generation.judging import about_completion, warn_once
+from offline_grpo.generation.scoring_worker import MESSAGE_BYTES, Opening, Setup, failed, frame
+from offline_grpo.interfaces import Task, TaskFacts
+from offline_grpo.settings import ScoringConfig
+from offline_grpo.types import Problem, Reply, Score, Split
+
+if TYPE_CHECKING:
+    from offline_grpo.generation.episodes import Episode
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 1.0
+"""An async score has so much beyond its deadline, which its worker keeps: that may be busy with another one."""
+CLOSE_S = 15.0
+LONGEST_LINE = 2**31
+"""Bytes of what a worker says: an episode's program asks with its whole conversation."""
+LOOK_INTERVAL_S = 60.0
+"""How often machines are looked for that have none of our actors: new ones, and lost ones, which Ray may still count
+for as long."""
+MAX_LOST = 3
+"""So many machines may be lost with a completion before it counts as one that kills them."""
+
+Asked = str | tuple[str, ...]
+"""A completion's text, or the texts of a group of them."""
+
+
+class IsolatedTask:
+    """A `Task` like `task`, whose `score` is async and asks `scorers`.
+
+    Code that takes longer than `timeout_s`, needs more than `memory_mib`, ends its process or raises costs one score,
+    which says so (`Score.failure`). The first failure of each cause is logged.
+    """
+
+    def __init__(
+        self, task: Task, scorers: Scorers | ClusterScorers, settings: ScoringConfig, num_live: int = 0
+    ) -> None:
+        self._task, self._scorers, self.num_live = task, scorers, num_live
+        self._on_failure = settings.on_failure
+        self.rewards_groups = TaskFacts.of(task).rewards_groups
+        self.said: set[str] = set()  # what was logged once in this run, and is not again
+        self._causes = {
+            "memory": f"needed more than {settings.memory_mib} MiB (scoring.memory_mib)",
+            "crashed": "killed its process",
+            "raised": "failed",
+            "none": "gave no reward (None)",
+        }
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return self._task.problems(split)
+
+    async def score(self, problem: Problem, text: str) -> Score:
+        return self._score(await self._scorers.answer(problem, text), about_completion(problem, text))
+
+    async def score_group(self, problem: Problem, texts: tuple[str, ...]) -> list[Score]:
+        """See `Task`. A failure is one of all completions."""
+        answer = await self._scorers.answer(problem, texts)
+        if "failure" in answer:
+            return [self._score(answer, about_completion(problem, texts))] * len(texts)
+        pairs = zip(answer["scores"], texts, strict=True)
+        return [self._score(each, about_completion(problem, text)) for each, text in pairs]
+
+    async def play(self, problem: Problem, episode: Episode) -> Score:
+        assert isinstance(self._scorers, Scorers)
+        return self._score(await self._scorers.answer(problem, episode), f"problem {problem.problem_id}")
+
+    def _score(self, answer: dict[str, Any], about: str) -> Score:
+        # Without a failure it is a score; else the first of its cause is logged, with its traceback.
+        failure = answer.get("failure")
+        if failure is None:
+            return Score(answer["reward"], answer["is_correct"], answer["parts"], measured=answer["measured"])
+        details = answer["details"].rstrip()
+        what = self._causes.get(failure, details)
+        get = f"scoring.on_failure={self._on_failure}; scoring/num_failed_{failure} counts them"
+        text = f"the code that scores {what}; {about}. {get}.\n{details.removeprefix(what)}"
+        warn_once(self.said, failure, text.rstrip())
+        raised = details.partition("\n")[0] if failure == "raised" else ""
+        return Score.unscored(failure if failure == "none" else f"{failure}: {raised or what:.300}")
+
+    def close(self) -> None:
+        """End all processes that score."""
+        self._scorers.close()
+
+
+@dataclass(eq=False)
+class _Worker:
+    """The run's end of a connection to a worker."""
+
+    number: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    is_shared: bool  # it takes any request; otherwise it was started for one
+    is_alive: bool = True
+    inboxes: dict[int, asyncio.Queue[dict[str, Any] | None]] = field(default_factory=dict)  # of open requests
+    listening: asyncio.Task[None] | None = None
+
+    def reply(self, reply: asyncio.Future[Reply]) -> None:
+        """Pass on what the policy says to an episode's program."""
+        if self.is_alive and not reply.cancelled():
+            self.writer.write(frame(reply.exception() or reply.result()))
+
+
+class Scorers:
+    """Starts workers when they are needed, asks them, and ends those that fail with all that they started.
+
+    Not `pebble` or `multiprocessing`: a worker awaits many async scores at a time, processes that a score has started
+    are killed with it, and nothing outlives a run that is killed.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._numbers = count()
+        self._num_to_start = setup.num_workers
+        self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None, or one that has ended: start another
+        self._room_alone = asyncio.Semaphore(setup.num_workers)
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            run = f"from offline_grpo.generation.scoring_worker import main; main({theirs.fileno()})"
+            self._host = subprocess.Popen(
+                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {run}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        assert self._host.stdin is not None
+        with self._host.stdin as stdin:
+            pickle.dump(setup, stdin)
+
+    async def answer(self, problem: Problem, asked: Asked | Episode) -> dict[str, Any]:
+        """A worker's answer: the fields of a `Score`, or of `failed`. To cancel it ends the worker of a score that is
+        not async, or of an episode.
+
+        Raises:
+            ScoreError: no worker can make the task, or the process above them has ended.
+        """
+        # Workers start one by one, as long as none is free.
+        if self._free.empty() and self._num_to_start > 0:
+            self._num_to_start -= 1
+            self._free.put_nowait(None)
+        worker = await self._free.get()
+        if worker is None or not worker.is_alive:
+            try:
+                worker = await self._start(is_shared=True)
+            except BaseException:
+                self._free.put_nowait(None)
+                raise
+        answer = await self._ask(worker, problem, asked)
+        if answer is None:
+            # A worker that is killed, or dies, takes all async scores with it that it awaits. Which one is to blame
+            # shows when each is scored again, alone.
+            async with self._room_alone:
+                worker = await self._start(is_shared=False)
+                try:
+                    answer = await self._ask(worker, problem, asked)
+                finally:
+                    self._end(worker)
+        assert answer is not None  # it was alone
+        return answer
+
+    def close(self) -> None:
+        """End all processes of it."""
+        self._control.close()
+        try:
+            self._host.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._host.kill()  # its workers die with it
+            self._host.wait()
+
+    async def _start(self, *, is_shared: bool) -> _Worker:
+        ours, theirs = socket.socketpair()
+        number = next(self._numbers)
+        with theirs:
+            try:
+                socket.send_fds(self._control, [number.to_bytes(MESSAGE_BYTES, "big")], [theirs.fileno()])
+            except OSError as error:
+                raise self._broken("the process that starts them has ended") from error
+        worker = _Worker(number, *await asyncio.open_connection(sock=ours, limit=LONGEST_LINE), is_shared)
+        try:
+            first = json.loads(await worker.reader.readline() or '{"broken": "one has died"}')
+            if "broken" in first:
+                raise self._broken(first["broken"])
+        except BaseException:
+            self._end(worker)
+            raise
+        worker.listening = asyncio.create_task(self._listen(worker))
+        return worker
+
+    def _broken(self, reason: str) -> ScoreError:
+        memory = f"scoring.memory_mib={self._setup.memory_bytes // 2**20} may be too little for what they import"
+        return ScoreError(f"the processes that score do not work ({memory}; scoring.workers=0 needs none): {reason}")
+
+    async def _listen(self, worker: _Worker) -> None:
+        """Hand each message to the request that it is about, until the worker ends."""
+        with suppress(OSError, ValueError):  # also what is no message: foreign code has found the connection
+            while line := await worker.reader.readline():
+                message = json.loads(line)
+                if (inbox := worker.inboxes.get(message["number"])) is not None:  # else its caller has given up
+                    inbox.put_nowait(message)
+        is_closed = self._control.fileno() < 0
+        self._end(worker, None if is_closed else failed("crashed"))
+
+    def _end(self, worker: _Worker, answer: dict[str, Any] | None = None) -> None:
+        """Kill a worker with all that it started. `answer` is the one to its request, if it has one alone."""
+        if not worker.is_alive:
+            return
+        worker.is_alive = False
+        with suppress(OSError):  # nothing is left of it where the process that started it has ended
+            self._control.send(worker.number.to_bytes(MESSAGE_BYTES, "big"))
+        worker.writer.close()
+        for inbox in worker.inboxes.values():
+            inbox.put_nowait(answer if len(worker.inboxes) == 1 else None)
+
+    async def _ask(self, worker: _Worker, problem: Problem, asked: Asked | Episode) -> dict[str, Any] | None:
+        """The worker's answer; None where it ended while it had several requests."""
+        number = next(self._numbers)
+        inbox = worker.inboxes[number] = asyncio.Queue()
+        limit_s, is_awaited = self._setup.timeout_s, False
+        began = time.monotonic()
+        deadline = began + limit_s
+        episode = None if isinstance(asked, (str, tuple)) else asked
+        opening = asked if isinstance(asked, (str, tuple)) else Opening(asked.seed, asked.base_url, asked.api_key)
+        try:
+            worker.writer.write(frame(problem, opening, number))
+            while True:
+                # How long its code may go on. An episode has a limit for what its program does between two replies of
+                # the policy, and one for all of it.
+                left_s, limit, place = deadline - time.monotonic(), f"{limit_s:g} s (scoring.timeout_s)", ""
+                if episode is not None:
+                    assert problem.rules is not None
+                    left_s, place = max(left_s, limit_s - episode.working_s), f" {episode.place}"
+                    whole_s = problem.rules.timeout_s
+                    if began + whole_s - time.monotonic() < left_s:
+                        left_s = began + whole_s - time.monotonic()
+                        limit = f"{whole_s:g} s (task.episode_timeout_s)"
+                if left_s < 0:
+                    self._end(worker, failed("timeout", f"took more than {limit}{place}"))
+                try:  # a worker that has ended has left its last message
+                    message = await asyncio.wait_for(inbox.get(), left_s if worker.is_alive else None)
+                except TimeoutError:
+                    continue
+                if message is not None and "awaits" in message:
+                    # The score is async: others may be begun in this worker meanwhile.
+                    is_awaited, deadline = True, time.monotonic() + limit_s + GRACE_S
+                    if worker.is_shared:
+                        self._free.put_nowait(worker)
+                elif message is not None and "say" in message:
+                    assert episode is not None
+                    asyncio.wrap_future(episode.ask(*message["say"])).add_done_callback(worker.reply)
+                elif message is not None and "pay" in message:
+                    assert episode is not None
+                    episode.pay(message["pay"])
+                else:
+                    break
+            if message is not None and message.get("failure") == "memory":
+                self._end(worker)
+            return message
+        except BaseException:  # the caller has given up
+            if not is_awaited:
+                self._end(worker)
+            raise
+        finally:
+            del worker.inboxes[number]
+            if worker.is_shared and not is_awaited:
+                self._free.put_nowait(worker)
+
+
+class ScoringActor:
+    """The actor on each machine: the `Scorers` there, in the run's working directory where the machine sees it.
+
+    Args:
+        paths: where modules are looked for beside the machine's own places.
+    """
+
+    def __init__(self, setup: Setup, folder: Path, paths: Sequence[str]) -> None:
+        with suppress(OSError):
+            os.chdir(folder)
+        sys.path.extend(path for path in paths if path not in sys.path)
+        self._scorers = Scorers(setup)
+
+    async def answer(self, problem: Problem, asked: Asked) -> dict[str, Any]:
+        return await self._scorers.answer(problem, asked)
+
+
+@dataclass(eq=False)
+class _Machine:
+    name: str
+    actor: Any
+    num_open: int = 0
+
+
+class ClusterScorers:
+    """Asks the machine with the fewest open requests. The requests of a lost machine go to another one.
+
+    Actors, because a plain Ray task would hold a Ray process for every completion that is awaited.
+
+    Args:
+        address, ray_init: see `connect`.
+        setup: of the processes on each machine.
+    """
+
+    def __init__(self, address: str, ray_init: Mapping[str, Any], setup: Setup) -> None:
+        self._address, self._setup = address, setup
+        self._is_ours = connect(address, ray_init)
+        self._machines: dict[str, _Machine] = {}  # by Ray's id of the node
+        self._is_closed = False
+        self._look()
+        if not self._machines:
+            self.close()
+            fix = f"no machine of the Ray cluster at placement.address={address} has CPU cores; leave it at false"
+            raise ConfigError(f"placement.score_on_cluster=true: {fix}")
+        names = ", ".join(machine.name for machine in self._machines.values())
+        log.info("scoring on %d machines of the Ray cluster: %s", len(self._machines), names)
+
+    async def answer(self, problem: Problem, asked: Asked) -> dict[str, Any]:
+        """See `Scorers.answer`. Raises ScoreError as there, also if no machine is left."""
+        from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
+
+        for _ in range(MAX_LOST):
+            # Ask the machine that is least busy; now and then see whether there are new ones.
+            if self._is_closed:
+                raise ScoreError("the run leaves the Ray cluster, so nothing is scored there any more")
+            if not self._machines or time.monotonic() - self._looked_s > LOOK_INTERVAL_S:
+                self._look()
+            if not self._machines:
+                where = f"in the Ray cluster at placement.address={self._address}"
+                raise ScoreError(f"no machine is left {where} to score on")
+            node, machine = min(self._machines.items(), key=lambda item: item[1].num_open)
+            machine.num_open += 1
+            try:
+                return await machine.actor.answer.remote(problem, asked)
+            except RayTaskError as error:
+                raise error.cause from None
+            except (RayActorError, ActorUnschedulableError) as error:  # the second: Ray does not know of it yet
+                if self._machines.get(node) is machine and not self._is_closed:
+                    del self._machines[node]
+                    self._looked_s = time.monotonic()
+                    words = "the machine %s of the Ray cluster %s; its completions are scored on others"
+                    log.warning(words, machine.name, fate(error))
+            finally:
+                machine.num_open -= 1
+        return failed("crashed", f"{MAX_LOST} machines of the Ray cluster were lost while they scored it")
+
+    def close(self) -> None:
+        """End all processes of it, on every machine."""
+        import ray
+
+        self._is_closed = True
+        for machine in self._machines.values():
+            with suppress(Exception):  # the cluster may be gone
+                ray.kill(machine.actor)
+        if self._is_ours:
+            ray.shutdown()
+
+    def _look(self) -> None:
+        """Start an actor on every machine with CPU cores that has none."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._looked_s = time.monotonic()
+        for node in ray.nodes():
+            if node["NodeID"] not in self._machines and node["Alive"] and node["Resources"].get("CPU"):
+                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                # of no CPU core as Ray counts them: those are for servers, and scoring is short
+                kind = ray.remote(ScoringActor).options(num_cpus=0, scheduling_strategy=there)
+                actor = kind.remote(self._setup, Path.cwd(), sys.path)
+                self._machines[node["NodeID"]] = _Machine(node["NodeManagerHostname"], actor)
