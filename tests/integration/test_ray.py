@@ -96,4 +96,4 @@ def test_a_machine_without_vllm_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(
         ConfigError, match=r"^node7, a machine of the Ray cluster: engine.python=null: vLLM is not inst"
     ):
-        ServerActor().start(engine(CPU, python=None, api_key="ours"), "model", {}, {}, None, tmp_path)
+        ServerActor().start(engine(CPU, python=None, api_key="ours"), "model", {}, None, tmp_path)
