@@ -26,7 +26,7 @@ from offline_grpo.engine.process import usable_cores
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ending_with_reader
-from offline_grpo.history.starts import newer_than_tested, this_start
+from offline_grpo.history.records import newer_than_tested, this_start
 
 GIB = 2**30
 MARKS = {"ok": "ok", "missing": "--", "error": "!!"}

@@ -23,7 +23,7 @@ from offline_grpo.commands import cli
 from offline_grpo.config.compose import key_of, readable
 from offline_grpo.disk import require_new
 from offline_grpo.errors import ConfigError
-from offline_grpo.history.run_log import ToTerminal
+from offline_grpo.history.records import ToTerminal
 from offline_grpo.logger.console import ConsoleLogger
 
 EPILOG = """

@@ -29,8 +29,8 @@ from offline_grpo.engine.launcher import visible
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.process import ServerProcess, last_lines
 from offline_grpo.errors import GrpoError, StopRequested, require
+from offline_grpo.history.records import this_start
 from offline_grpo.history.signals import StopSignal
-from offline_grpo.history.starts import this_start
 from offline_grpo.logger import output_console
 from offline_grpo.redaction import redacted_text
 from offline_grpo.report.comparison import DONE, print_comparison, save_comparison

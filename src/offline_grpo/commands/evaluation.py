@@ -31,8 +31,7 @@ from offline_grpo.errors import ConfigError, require
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.records import recording
-from offline_grpo.history.folder import LOCAL
-from offline_grpo.history.resume import search_path
+from offline_grpo.history.resume import LOCAL, search_path
 from offline_grpo.interfaces import RolloutClient, Task
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.model.device import resolve_device, torch_dtype

@@ -10,7 +10,7 @@ from math import inf
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import Plan
 from offline_grpo.config.problems import PREFIX
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import TextCodec

@@ -13,7 +13,7 @@ from offline_grpo.engine.server import next_to_start
 from offline_grpo.errors import ScoreError, require
 from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.generation.teacher import KEY
-from offline_grpo.history.run_log import hide_progress_bars
+from offline_grpo.history.records import hide_progress_bars
 from offline_grpo.model import nf4
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.gguf import convert

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from offline_grpo.config.engine_spec import EngineSpec, num_shards
-from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import Plan
 from offline_grpo.engine.ray_server import RayCluster
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.server_engine import ServerEngine

@@ -8,7 +8,7 @@ from math import inf
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from offline_grpo import progress
-from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import Plan
 from offline_grpo.errors import require
 from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.interfaces import Scorer, Sharding

@@ -18,9 +18,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from offline_grpo.commands import cli
 from offline_grpo.commands.main import main
-from offline_grpo.config.compose import folder, readable
-from offline_grpo.config.help import groups
-from offline_grpo.config.hints import known_keys, of_other_trainers
+from offline_grpo.config.compose import folder, groups, readable
+from offline_grpo.config.help import known_keys, of_other_trainers
 
 ROOT = Path(__file__).parents[3]
 NESTED = [(group, names[0]) for group, names in groups(folder()).items() if "/" in group]

@@ -24,7 +24,7 @@ from offline_grpo import compare
 from offline_grpo.commands import compare as module
 from offline_grpo.commands.compare import Comparison, run_comparison
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
-from offline_grpo.history.starts import versions
+from offline_grpo.history.records import versions
 
 
 def asked(out: Path, **changes: Any) -> Comparison:

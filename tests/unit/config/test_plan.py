@@ -3,15 +3,14 @@ behind.
 """
 
 import os
+import re
 
 import pytest
 from factories import compose_config
 from recorded import write_store
 
-from offline_grpo.config.checks import idle_overrides
 from offline_grpo.config.compose import typed
-from offline_grpo.config.describe import describe_batches, warnings
-from offline_grpo.config.parts import make_plan
+from offline_grpo.config.parts import describe, make_plan, refuse_idle, warnings
 from offline_grpo.engine import process
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.model import load
@@ -111,13 +110,12 @@ def test_what_only_an_own_server_obeys(start):
     words = ["engine=sglang", "+engine.args.tensor_parallel_size=2", "placement.engine_devices=[1]"]
     others = ["engine_like.key=1", "placement.check_memory=false", "weight_sync=reload"]
 
-    def idle(start):
-        cfg = compose_config(*start.split())
-        return list(idle_overrides([*words, *others], cfg.rollouts, make_plan(typed(cfg))))
-
-    where = "the server at generation.base_url=http://127.0.0.1:1 runs already" if start else "the run starts no server"
-    assert [line.partition(", so")[0] for line in idle(start)] == [f"{word.lstrip('+')}: {where}" for word in words]
-    assert idle(OWN) == []
+    cfg = compose_config(*start.split())
+    for word in words:
+        with pytest.raises(ConfigError, match=f"^{re.escape(word.lstrip('+'))}: .*would do nothing"):
+            refuse_idle([*others, word], cfg.rollouts, make_plan(typed(cfg)))
+    cfg = compose_config(*OWN.split())
+    refuse_idle([*words, *others], cfg.rollouts, make_plan(typed(cfg)))
 
 
 def test_the_command_line_is_looked_at(output_dir, tmp_path):
@@ -154,7 +152,7 @@ def test_settings_that_rarely_fit_are_named():
 
 def test_the_batches_of_an_iteration_are_named(tmp_path):
     def lines(*words):
-        return describe_batches(make_plan(typed(compose_config(*words))))
+        return list(describe(make_plan(typed(compose_config(*words)))))[-2:]
 
     problems, updates = lines()
     assert problems == "each iteration: 32 problems x 8 rollouts = 256 sequences, 25,600 in all"
