@@ -146,9 +146,7 @@ def make_sweep(folder: Path, *, words: list[str] = WORDS, target: str = BASIC, *
     return folder
 
 
-def test_auto_takes_the_newest_sweep_with_the_same_overrides(
-    tmp_path: Path, started: list[Any]
-) -> None:
+def test_auto_takes_the_newest_sweep_with_the_same_overrides(tmp_path: Path, started: list[Any]) -> None:
     day = tmp_path / "multirun" / "2026-01-31"
     older, right = make_sweep(day / "09-00-00"), make_sweep(day / "10-00-00")
     make_sweep(day / "12-00-00", words=[*WORDS, "train.iterations=5"])
