@@ -115,7 +115,8 @@ def train(
 
         # 3. THE MODEL. Its config, the prompts in its tokens, and the memory plan are checked before a weight is read.
         #    On a GPU that both share, the server's memory comes first, because vLLM measures what is free when it
-        #    starts; then the policy is loaded beside it (with shared_vllm, into it). Then masters and optimizer.
+        #    starts; then the policy is loaded beside it (with shared_vllm, its weights are the server's). Masters,
+        #    optimizer and gradients come last. After that nobody gives memory back before the run ends.
         with importing():
             from offline_grpo import loop
             from offline_grpo.start import model
