@@ -62,8 +62,7 @@ def train(run: Run) -> None:
             run.checkpointer.commit(first - 1)
 
     loop.start_metrics = progress.start_metrics()
-    for line in progress.describe_start():
-        log.info(line)
+    log.info(progress.describe_start())
     try:
         for iteration in range(first, run.config.train.iterations):
             if (reason := run.milestones.stop_reason) is not None:

@@ -18,7 +18,7 @@ from math import inf
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
-from offline_grpo.errors import require
+from offline_grpo.errors import ConfigError
 
 
 def check_url(key: str, url: str | None) -> None:
@@ -31,8 +31,9 @@ def check_url(key: str, url: str | None) -> None:
         is_good = is_good and not parts.query and not parts.fragment  # paths are put behind it
     except ValueError:
         is_good = False
-    fix = "must begin with http:// or https:// and name a host, without ? and #, for example http://127.0.0.1:8000"
-    require(is_good, key, url, fix)
+    if not is_good:
+        fix = "must begin with http:// or https:// and name a host, without ? and #, for example http://127.0.0.1:8000"
+        raise ConfigError(key, url, fix)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Group:
 
     def check(self, name: str, is_good: bool, fix: str) -> None:
         """Raise ConfigError, about the field `name`, unless it is good."""
-        require(is_good, f"{self.key}.{name}", getattr(self, name), fix)
+        if not is_good:
+            raise ConfigError(f"{self.key}.{name}", getattr(self, name), fix)
 
 
 @dataclass
@@ -358,14 +360,14 @@ class RunConfig:
     samples: Any = None
 
     def __post_init__(self) -> None:
-        is_good = self.num_threads is None or self.num_threads > 0
-        require(is_good, "num_threads", self.num_threads, "at least 1, or null for one per core")
-        is_good = self.checkpoint.format == "full" or self.train.sharding == "fsdp2"
-        fix = "nothing is spread over processes; use full, or train.sharding=fsdp2"
-        require(is_good, "checkpoint.format", self.checkpoint.format, fix)
-        is_good = not self.placement.score_on_cluster or self.scoring.workers > 0
-        fix = "placement.score_on_cluster=true needs processes that score; set 1 or more, for each machine"
-        require(is_good, "scoring.workers", self.scoring.workers, fix)
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError("num_threads", self.num_threads, "at least 1, or null for one per core")
+        if self.checkpoint.format != "full" and self.train.sharding != "fsdp2":
+            fix = "nothing is spread over processes; use full, or train.sharding=fsdp2"
+            raise ConfigError("checkpoint.format", self.checkpoint.format, fix)
+        if self.placement.score_on_cluster and self.scoring.workers == 0:
+            fix = "placement.score_on_cluster=true needs processes that score; set 1 or more, for each machine"
+            raise ConfigError("scoring.workers", self.scoring.workers, fix)
 
     @property
     def planned_updates(self) -> int:

@@ -75,38 +75,12 @@ def test_what_the_start_took(clock: Clock) -> None:
         with progress.phase("load model"):
             clock.pass_by(0.05)
         found = progress.start_metrics()
-        assert re.fullmatch(r"ready after \d+\.\d s: .*load model 0\.1.*", progress.describe_start()[0])
+        assert re.fullmatch(r"ready after \d+\.\d s: .*load model 0\.1.*", progress.describe_start())
     assert found.keys() == {"time/start_s", "time/start_imports_and_data_s", "time/start_load_model_s"}
     assert found["time/start_load_model_s"] == pytest.approx(0.1, abs=1e-4)
     assert found["time/start_s"] == pytest.approx(
         found["time/start_imports_and_data_s"] + found["time/start_load_model_s"], abs=1e-4
     )
-
-
-def test_the_line_of_a_start_tells_what_a_server_was_waited_for(clock: Clock) -> None:
-    def passes(name: str, seconds: float) -> None:
-        with progress.phase(name):
-            clock.pass_by(seconds)
-
-    with progress.followed():
-        passes("imports", 3)
-        progress.server_begins()
-        passes("load model", 4)
-        passes("start server", 10)
-        passes("layout", 5)
-        [first, second] = progress.describe_start()
-        assert first.endswith(" s: imports 3.0, server 14.0, layout 5.0")
-        assert second == "while the server started: load model 4.0"
-        passes("start server", 2)
-        [first, second] = progress.describe_start()
-        assert first.endswith("imports 3.0, server 21.0")
-        assert second.endswith(": load model 4.0, layout 5.0")
-    with progress.followed():
-        progress.server_begins()
-        passes("load model", 4)
-        passes("start server", 0.2)
-        [line] = progress.describe_start()
-        assert line.endswith("load model 4.0, start server 0.2"), "nobody waited"
 
 
 def test_a_long_step_says_when_it_is_done(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:

@@ -21,7 +21,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError
 from offline_grpo.model.device import TORCH_NAMES
 from offline_grpo.redaction import flat
 from offline_grpo.settings import RunConfig
@@ -92,8 +92,8 @@ def typed(cfg: DictConfig) -> RunConfig:
     config = OmegaConf.to_object(node)
     assert isinstance(config, RunConfig)
     for key, value in flat(OmegaConf.to_container(node, resolve=True)).items():
-        is_number = not isinstance(value, float) or isfinite(value) or key in MAY_BE_INFINITE
-        require(is_number, key, value, "must be a finite number")
+        if isinstance(value, float) and not isfinite(value) and key not in MAY_BE_INFINITE:
+            raise ConfigError(key, value, "must be a finite number")
     return config
 
 

@@ -127,7 +127,6 @@ class Server:
         env = launcher.environment({**ours, **self._env}, self.gpus)
         log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
         log.info("starting %s; command and output in %s", launcher.name, log_path)
-        progress.server_begins()
         self._began_s = time.monotonic()
         self._process = ServerProcess(command, env=env, log_path=log_path, remove=self.scratch)
 
@@ -175,7 +174,7 @@ class Server:
             return is_ready()
 
         what = f"{launcher.name} at {self.base_url}"
-        with progress.phase(progress.WAIT):
+        with progress.phase("start server"):
             if not wait_until(is_up, what=what, since_s=self._began_s, timeout_s=launcher.start_timeout_s):
                 process.stop()
                 limit = f"{launcher.start_timeout_s:g} s (engine.start_timeout_s)"
