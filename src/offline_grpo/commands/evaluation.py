@@ -22,12 +22,12 @@ from offline_grpo.checkpoint.pretrained import KEY, ModelSource, export_model
 from offline_grpo.config import compose as conf
 from offline_grpo.config.compose import key_of, quoted
 from offline_grpo.config.engine_spec import EngineSpec, training_engine
-from offline_grpo.config.parts import evaluation_sampling
+from offline_grpo.config.parts import NOT_OF_CLIENT, evaluation_sampling
 from offline_grpo.config.problems import build_task, held_out_problems, isolated
 from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.inside_vllm.offline_grpo_fingerprint import fingerprints, sums
 from offline_grpo.engine.server import Server
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.records import recording
@@ -155,16 +155,18 @@ def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpe
     """What samples: the group `generation`, without the settings that say how training samples. Raises ConfigError for
     a server that is not installed, or one that is running for several models or an adapter.
     """
-    names = {*SamplingParams.__dataclass_fields__, "allow_truncated_sampling"}
-    spec = training_engine(config, {name: value for name, value in config.generation.items() if name not in names})
+    spec = training_engine(config, {key: value for key, value in config.generation.items() if key not in NOT_OF_CLIENT})
     if spec.base_urls:
-        key, url = "generation.base_url", spec.base_url
-        require(len(spec.base_urls) == 1, key, url, "an evaluation asks one server; name one")
-        fix = f"that server has one model and {len(models)} are named; evaluate one at a time"
-        require(len(models) == 1, key, url, fix)
-        fix = "MODEL is a LoRA adapter, and that server would answer with its base model; use generation.base_url=null"
-        fix += ", or serve the merged model (python -m offline_grpo.export MODEL OUT) and name its folder"
-        require(all(source.adapter is None for source in models), key, url, fix)
+        fix = ""
+        if len(spec.base_urls) > 1:
+            fix = "an evaluation asks one server; name one"
+        elif len(models) > 1:
+            fix = f"that server has one model and {len(models)} are named; evaluate one at a time"
+        elif any(source.adapter is not None for source in models):
+            fix = "MODEL is a LoRA adapter, and that server would answer with its base model; use generation.base_url="
+            fix += "null, or serve the merged model (python -m offline_grpo.export MODEL OUT) and name its folder"
+        if fix:
+            raise ConfigError("generation.base_url", spec.base_url, fix)
     if spec.launcher is not None:
         spec.launcher.check_installed()
     return spec
@@ -176,56 +178,51 @@ def evaluate(
     """Ask every model, by its short name, every problem. Fills `results` as it goes, so that they are there after an
     interruption too. The folder `out` gets the records and a server's log.
     """
+    first = next(iter(models))
     for letter, source in models.items():
-        with ExitStack() as stack:
+        with ExitStack() as of_model:
             with progress.phase(f"load {letter}"):
-                client, codec = stack.enter_context(_served(source, sets[0], spec, out))
-            is_first = letter == next(iter(models))
-            look = FirstLook(codec.tokenizer, codec.end_ids, shows=is_first)
-            if is_first:  # every model is asked the same
+                client, codec = of_model.enter_context(_served(source, sets[0], spec, out))
+            look = FirstLook(codec.tokenizer, codec.end_ids, shows=letter == first)
+            if letter == first:  # every model is asked the same
                 sets = [
                     replace(each, problems=without_long(each.problems, codec, each.config.data, "held-out"))
                     for each in sets
                 ]
             check_episodes(codec, [problem for each in sets for problem in each.problems])
             for number, chosen in enumerate(sets, 1):
-                replicates = chosen.config.eval.replicates
-                asked = f"{len(chosen.problems)} problems, {replicates} completions each"
+                settings = chosen.config.eval
+                asked = f"{len(chosen.problems)} problems, {settings.replicates} completions each"
                 log.info("%s on %s: %s", letter, chosen.name, asked)
                 # the number keeps sets apart whose names differ in other signs than letters
                 file = out / f"{letter}-{number}-{re.sub(r'[^a-zA-Z0-9_.=-]+', '_', chosen.name)}.jsonl"
-                with progress.phase(f"{letter} on {chosen.name}"):
-                    ordered = _evaluate(letter, client, codec, chosen, file, results)
-                look.rollouts("eval", ordered, advantages=None, iteration=-1)
+
+                # Groups come as they are complete; each is on record at once.
+                found: dict[int, RolloutGroup] = {}
+                with progress.phase(f"{letter} on {chosen.name}"), ExitStack() as stack, recording(file) as record:
+                    evaluator = PassAtKEvaluator.of(
+                        settings,
+                        task=isolated(chosen.task, chosen.config, out, stack),
+                        problems=chosen.problems,
+                        codec=codec,
+                        sampling=chosen.sampling,
+                        rank=0,
+                        world_size=1,
+                    )
+                    for index, group in evaluator.groups(client, cycle=CYCLE):
+                        found[index] = group
+                        record(index, group)
+
+                # The metrics, and problem by problem how this model differs from the first one.
+                groups, key = [found[index] for index in range(len(found))], (letter, chosen.name)
+                results.metrics[key] = {**evaluator.metrics(groups, cycle=CYCLE), **score_metrics(groups)}
+                correct = np.array([sum(r.score.is_correct for r in group.rollouts) for group in groups])
+                results.num_correct[key] = correct
+                if letter != first:
+                    pair = results.num_correct[first, chosen.name], correct
+                    results.comparisons[key] = compare(*pair, settings.replicates)
+                look.rollouts("eval", groups, advantages=None, iteration=-1)
     results.is_complete = True
-
-
-def _evaluate(
-    letter: str, client: RolloutClient, codec: TokenizerCodec, chosen: EvaluationSet, file: Path, results: Results
-) -> list[RolloutGroup]:
-    settings, key = chosen.config.eval, (letter, chosen.name)
-    groups: dict[int, RolloutGroup] = {}
-    with ExitStack() as stack, recording(file) as record:
-        evaluator = PassAtKEvaluator.of(
-            settings,
-            task=isolated(chosen.task, chosen.config, file.parent, stack),
-            problems=chosen.problems,
-            codec=codec,
-            sampling=chosen.sampling,
-            rank=0,
-            world_size=1,
-        )
-        for index, group in evaluator.groups(client, cycle=CYCLE):
-            groups[index] = group
-            record(index, group)
-    ordered = [groups[index] for index in range(len(groups))]
-    results.metrics[key] = {**evaluator.metrics(ordered, cycle=CYCLE), **score_metrics(ordered)}
-    results.num_correct[key] = np.array([sum(r.score.is_correct for r in group.rollouts) for group in ordered])
-    first = next(iter(results.num_correct))[0]
-    if letter != first:
-        pair = (results.num_correct[first, chosen.name], results.num_correct[key])
-        results.comparisons[key] = compare(*pair, settings.replicates)
-    return ordered
 
 
 @contextmanager

@@ -129,7 +129,8 @@ def _chosen(available: Sequence[Problem], indices: Sequence[int], key: str, valu
     """Those of the available problems. `key` and `value`: the setting that a mistake is about."""
     if not indices:
         raise ConfigError(key, value, f"no problem is left, the task has {len(available)}")
-    for index in (min(indices), max(indices)):
+    ends = (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
+    for index in ends:
         if not 0 <= index < len(available):
             known = f"the task has {len(available)} (0 to {len(available) - 1})"
             fix = "; eval.num_ids=all takes every one" if key == "eval.num_ids" else ""
