@@ -4,6 +4,7 @@ behind.
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 from factories import compose_config
@@ -11,10 +12,12 @@ from recorded import write_store
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import describe, make_plan, refuse_idle, warnings
+from offline_grpo.config.problems import held_out_problems, train_problems
 from offline_grpo.engine import process
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.model import load
 from offline_grpo.run import train
+from offline_grpo.types import Problem
 
 OWN = "generation=vllm_server"
 NF4 = "model/lora=default model.quantization=nf4"
@@ -163,3 +166,13 @@ def test_the_batches_of_an_iteration_are_named(tmp_path):
     assert updates.startswith("3 updates, ")
     accumulated = ("train.updates_per_iteration=null", "train.grad_accum_steps=2", "train.batch_size=16")
     assert lines(*recorded, *accumulated)[1].startswith("updates of 32 sequences, ")
+
+
+def test_an_answer_that_is_no_text_is_refused():
+    """It would equal no completion: every reward would be 0."""
+    config = typed(compose_config("data.num_train_seeds=null", "eval.num_ids=all"))
+    for wrong in ("1+1=", Problem("p", ({"role": "user", "content": "1+1="},), 2)):
+        task = SimpleNamespace(problems=lambda _, wrong=wrong: [wrong])
+        for choose in (train_problems, held_out_problems):
+            with pytest.raises(ConfigError, match=r"^task: problems\(\) has "):
+                choose(task, config)
