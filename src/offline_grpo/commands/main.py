@@ -46,6 +46,7 @@ def main() -> NoReturn:
 def start(words: Sequence[str]) -> None:
     """What these words ask for: a run, a sweep, or the rest of either."""
     start_missing_processes()
+    HydraConfig.instance().cfg = None  # so that it says from now on whether Hydra has composed a configuration
     check_options(words)
     typed = compose.readable([word for word in words if OVERRIDE.match(word)])
     options = [word for word in words if not OVERRIDE.match(word)]
@@ -105,7 +106,6 @@ def go_on(path: Path, named: str, typed: Sequence[str], options: Sequence[str]) 
 
 def run_hydra(words: Sequence[str]) -> None:
     """Have Hydra compose the configuration, and call `job` for the run or for each of a sweep."""
-    HydraConfig.instance().cfg = None  # so that it says below whether there is a configuration
     version.setbase("1.3")
     parser = get_args_parser()
     where = {"config_path": str(compose.folder()), "config_name": "config"}

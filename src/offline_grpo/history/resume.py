@@ -192,7 +192,10 @@ def resumed_configuration(run: Path, typed: Sequence[str]) -> tuple[DictConfig, 
     """
     own = own_overrides(run)
     choices = choices_of(run) if (run / ".hydra" / "hydra.yaml").exists() else {}
-    options, kept = groups(folder()), [word for word in typed if not key_of(word).startswith(("hydra.", "resume"))]
+    options, kept = (
+        groups(folder()),
+        [word for word in typed if not key_of(word).startswith(("hydra.", "hydra/", "resume"))],
+    )
     values = [word for word in kept if key_of(word).partition("@")[0] not in options]
     listeners = [word for word in kept if key_of(word) in WITHOUT_EFFECT and word not in values]
     for word in kept:

@@ -29,6 +29,7 @@ from offline_grpo.disk import matching
 from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.history import resume
 from offline_grpo.history.folder import Lock, RunDir, discard_fresh
+from offline_grpo.history.signals import is_main
 from offline_grpo.report.run_files import read_yaml
 
 RECORD = "multirun.yaml"
@@ -41,17 +42,20 @@ LOCAL = "hydra_plugins.offline_grpo_launchers.LocalLauncher"
 
 
 class RunCallback(Callback):
-    """Enabled in `conf/config.yaml`. Locks the folder of a sweep before anything is written there; prints the sweep's
-    table, and ends the process with the exit code of its worst job.
+    """Enabled in `conf/config.yaml`. Refuses a folder in which another process writes before Hydra makes it, and locks
+    that of a sweep; prints the sweep's table, and ends the process with the exit code of its worst job.
     """
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if is_main():  # processes beside the first have no folders
+            with refusing():
+                Lock(Path(config.hydra.run.dir), f"hydra.run.dir={config.hydra.run.dir}").release()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._folder, self._process = Path(config.hydra.sweep.dir).resolve(), os.getpid()
-        try:
+        with refusing():
             check_search(config)
             Lock(self._folder, f"hydra.sweep.dir={config.hydra.sweep.dir}")  # until the process ends
-        except GrpoError as error:  # Hydra would make a warning of it
-            cli.leave(error)
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)  # of a start that was interrupted
         OmegaConf.save(config, self._folder / RECORD)  # Hydra's sweeper of a grid does, and Optuna's does not
         atexit.register(self._print_table)  # an interrupted sweep has one too, of the runs so far
@@ -72,6 +76,15 @@ class RunCallback(Callback):
 
         with suppress(ConfigError):  # no job started a run, and each has reported why
             print_sweep([self._folder], output_console())
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End the process in one line where Hydra would make a warning of a callback's exception."""
+    try:
+        yield
+    except GrpoError as error:
+        cli.leave(error)
 
 
 def check_search(config: DictConfig) -> None:
