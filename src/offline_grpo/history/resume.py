@@ -192,10 +192,10 @@ def resumed_configuration(run: Path, typed: Sequence[str]) -> tuple[DictConfig, 
     """
     own = own_overrides(run)
     choices = choices_of(run) if (run / ".hydra" / "hydra.yaml").exists() else {}
-    options, kept = (
-        groups(folder()),
-        [word for word in typed if not key_of(word).startswith(("hydra.", "hydra/", "resume"))],
-    )
+    options = groups(folder())
+
+    # What is typed: values, other loggers, which change nothing that is learnt, and other options of the run's own.
+    kept = [word for word in typed if not key_of(word).startswith(("hydra.", "hydra/", "resume"))]
     values = [word for word in kept if key_of(word).partition("@")[0] not in options]
     listeners = [word for word in kept if key_of(word) in WITHOUT_EFFECT and word not in values]
     for word in kept:
@@ -231,9 +231,8 @@ def own_overrides(run: Path) -> list[str]:
 
 def search_path(folder: Path) -> list[str]:
     """The folders that `--config-dir` and `hydra.searchpath` added for a run or a sweep, as an override."""
-    record = next(
-        (path for path in (folder / ".hydra" / "hydra.yaml", folder / "multirun.yaml") if path.exists()), None
-    )
+    records = folder / ".hydra" / "hydra.yaml", folder / "multirun.yaml"
+    record = next((path for path in records if path.exists()), None)
     sources = [] if record is None else read_yaml(record)["hydra"]["runtime"]["config_sources"]
     added = [f"{source['schema']}://{source['path']}" for source in sources if "command-line" in source["provider"]]
     return [f"{SEARCH_PATH}=[{','.join(map(quoted, added))}]"] if added else []
