@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -14,11 +16,12 @@ from typing import Any
 import numpy as np
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import open_dict
+from rich.console import Console
 from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
 from offline_grpo import progress
-from offline_grpo.checkpoint.pretrained import KEY, ModelSource, export_model
+from offline_grpo.checkpoint.pretrained import KEY, ModelSource, export_model, find_model
 from offline_grpo.config import compose as conf
 from offline_grpo.config.compose import key_of, quoted
 from offline_grpo.config.engine_spec import EngineSpec, training_engine
@@ -31,13 +34,17 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.eval.paired import PairedResult, compare
 from offline_grpo.eval.records import recording
+from offline_grpo.eval.table import comparison_lines, results_table, truncation_lines
+from offline_grpo.history.folder import discard_fresh
+from offline_grpo.history.records import hide_progress_bars
 from offline_grpo.history.resume import LOCAL, search_path
 from offline_grpo.interfaces import RolloutClient, Task
+from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import generation_config_of, read_model_config
 from offline_grpo.model.text import TokenizerCodec
-from offline_grpo.redaction import flat
+from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.settings import RunConfig
 from offline_grpo.start.prompts import check_episodes, codec_of, without_long
@@ -80,6 +87,47 @@ class Results:
         compared = [{"model": m, "set": name, **asdict(result)} for (m, name), result in self.comparisons.items()]
         metrics = [{"model": model, "set": name, **found} for (model, name), found in self.metrics.items()]
         return {"is_complete": self.is_complete, "metrics": metrics, "compared_with_the_first": compared}
+
+
+def evaluate_and_print(
+    names: Mapping[str, str], words: Sequence[str], out: Path, console: Console, *, trust: bool
+) -> None:
+    """Evaluate the models with these names, print the table, and leave `results.json` and a file of records for each
+    model and set, also after an interruption.
+    """
+    hide_progress_bars()
+    models = {letter: find_model(name, trust_remote_code=trust) for letter, name in names.items()}
+    run_folder = next((source.run_folder for source in models.values() if source.run_folder is not None), None)
+    base = saved_overrides(run_folder, words)
+    if base:
+        print(f"settings of {run_folder}, and on top of them the command line's", file=sys.stderr)
+    sets = evaluation_sets(base, words)
+    spec = engine_spec(sets[0].config, models.values())
+    out.mkdir(parents=True, exist_ok=True)
+    results, display = Results(), ConsoleLogger(refresh_per_s=4.0, names="default")
+    display.console = console
+    try:
+        with progress.followed(), closing(display):
+            progress.tell([display])
+            evaluate(models, sets, spec, out, results)
+    finally:
+        named = {letter: str(source.checkpoint or source.name) for letter, source in models.items()}
+        plain = {each.name: each.plain for each in sets}
+        record = {"models": named, "overrides": [*base, *words], "sets": plain, **results.as_plain()}
+        if any(out.iterdir()):
+            (out / "results.json").write_text(json.dumps(redacted(record), indent=1) + "\n")
+        discard_fresh(out)  # if no problem was asked
+        lines: list[str] = []
+        if results.metrics:
+            lines = results_table(named, results.metrics, {each.name: each.config.eval.ks for each in sets})
+            if compared := comparison_lines("A", results.comparisons):
+                lines += ["", *compared]
+            if run_folder is not None and sets[0].config.eval.do_sample:
+                lines.append("drawn with other seeds than in the run's evaluation, so the numbers differ a bit")
+            lines += truncation_lines(results.metrics)
+        if out.exists():
+            end = "" if results.is_complete else " (not complete: the problems that were judged are there)"
+            print("\n".join([*lines, "", f"files  {out}{end}"]))
 
 
 def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
