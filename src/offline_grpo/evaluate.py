@@ -74,5 +74,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
         log.removeHandler(to_terminal)
 
 
-if __name__ == "__main__":
+def main() -> None:
     cli.run_command(run)
+
+
+if __name__ == "__main__":
+    main()
