@@ -54,13 +54,13 @@ def run(tmp_path: Path) -> Path:
 def test_a_run_goes_on_with_its_own_configuration_and_what_is_typed_on_top(
     run: Path, part: str, started: list[Any]
 ) -> None:
-    main.start([f"resume='{run / part}'", "train.iterations=800", "task=arithmetic", "+train.loss.clip_low=0.3"])
+    main.start([f"resume='{run / part}'", "train.iterations=800", "task=arithmetic", "train.loss.clip_low=0.3"])
     [(cfg, folder, overrides, typed)] = started
     assert folder == run
     assert cfg.train.loss._target_.endswith("DAPO")
     assert (cfg.train.lr, cfg.train.loss.clip_high, cfg.train.iterations) == (1e-4, 0.5, 800)
     assert cfg.train.grad_clip == compose_config().train.grad_clip, "new since the run began"
-    assert overrides == ["train/loss=dapo", "train.lr=1e-4", "train.iterations=800", "+train.loss.clip_low=0.3"]
+    assert overrides == ["train/loss=dapo", "train.lr=1e-4", "train.iterations=800", "train.loss.clip_low=0.3"]
     assert {"resume", "train.iterations"} <= typed
     stored = (run / ".hydra" / "config.yaml").read_text()
     assert "${generation.max_new_tokens}" in stored
