@@ -56,7 +56,7 @@ def train(run: Run) -> None:
     if run.evaluator is not None and is_due:
         metrics = loop.evaluate(first - 1)
         run.milestones.see(metrics, first - 1)
-        loop.log({"eval": metrics | run.milestones.early_end(first - 1, run.config.train.iterations)}, first - 1)
+        loop.log({"eval": {**metrics, **run.milestones.early_end(first - 1, run.config.train.iterations)}}, first - 1)
         if run.checkpointer is not None and restored is not None:
             run.checkpointer.write(first - 1)
             run.checkpointer.commit(first - 1)

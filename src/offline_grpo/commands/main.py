@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.commands import cli
 from offline_grpo.config import compose
 from offline_grpo.config.help import check_options, empty_group
@@ -69,7 +70,7 @@ def start(words: Sequence[str]) -> None:
     elif path is not None and is_sweep:
         fix = "is one run, whose folder all jobs of --multirun would share; leave it out"
         raise ConfigError("resume", named, fix)
-    elif path is not None and go_on(path, named, typed, options):
+    elif path is not None and go_on(path, str(named), typed, options):
         return
 
     if is_sweep and (stop := StopSignal.current()) is not None:
@@ -97,7 +98,7 @@ def go_on(path: Path, named: str, typed: Sequence[str], options: Sequence[str]) 
         print(OmegaConf.to_yaml(cfg))
         return True
     folder = run
-    if path not in (run, resume.latest_checkpoint(run / "checkpoints")):  # an older checkpoint: a new run
+    if path not in (run, latest_checkpoint(run / "checkpoints")):  # an older checkpoint: a new run
         fresh = datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S-%f")
         folder = Path(resume.value_of("hydra.run.dir", typed) or fresh) if is_main() else Path()
     _run(cfg, folder, overrides, {compose.key_of(word) for word in typed})
@@ -108,9 +109,9 @@ def run_hydra(words: Sequence[str]) -> None:
     """Have Hydra compose the configuration, and call `job` for the run or for each of a sweep."""
     version.setbase("1.3")
     parser = get_args_parser()
-    where = {"config_path": str(compose.folder()), "config_name": "config"}
+    conf = str(compose.folder())
     try:
-        _run_hydra(args=parser.parse_args(words), args_parser=parser, task_function=job, **where)
+        _run_hydra(parser.parse_args(words), parser, job, config_path=conf, config_name="config")
     except (AssertionError, ValueError) as error:  # Hydra's, for GROUP=null and for a key below one that is null
         if not HydraConfig.initialized():
             hints = (empty_group(compose.key_of(word), words) for word in words)
