@@ -35,8 +35,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from common import Target, write_result
-from iteration_gpu import GROUP, PROMPTS, TOKENS, check_same_work, num_iterations, our_command
+from common import Target, environment, make_model, parser_of, print_ends, records_of, write_result
+from iteration_gpu import GROUP, PROMPTS, TOKENS, check_same_work, our_command
 from pyarrow.parquet import read_table
 
 from offline_grpo.engine.ports import choose_port
@@ -51,8 +51,7 @@ started: list[list[subprocess.Popen[Any]]] = []
 
 def rounds_of(folder: Path) -> dict[str, list[float]]:
     """Every iteration's value of each number in a run's metrics, without the first ones and the last."""
-    found = [json.loads(path.read_text()) for path in sorted((folder / "metrics").glob("train_iter_*.json"))]
-    found = found[WARMUP:-1]
+    found = records_of(folder)[WARMUP:-1]
     names = [name for name in found[0] if name.startswith(("time/", "async/", "mismatch/ess", "num_completion_tokens"))]
     return {name: [values[name] for values in found if name in values] for name in names}
 
@@ -120,8 +119,7 @@ def stop(*_: Any) -> None:
 
 def run_arm(work: Path, args: argparse.Namespace, arm: str, cards: list[str]) -> bool:
     """Whether it came to its end. The last of its processes trains; one that ends before it has failed."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": "1"} if args.small else {})
+    env = environment(**({"OMP_NUM_THREADS": "1"} if args.small else {}))
     if arm == "trl":
         env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1", "TRL_EXPERIMENTAL_SILENCE": "1"}
         port = choose_port("127.0.0.1", None, key="port")
@@ -146,7 +144,7 @@ def run_arm(work: Path, args: argparse.Namespace, arm: str, cards: list[str]) ->
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of our arms")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -169,19 +167,15 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     work = args.work.resolve()
-    if not (work / "model" / "config.json").exists():
-        words = ("--shape", "small", "--dtype", "float32") if args.small else ("--shape", args.shape)
-        script = Path(__file__).with_name("random_model.py")  # apart: this process shall hold no GPU memory
-        subprocess.run([sys.executable, script, work, *words], check=True)
+    make_model(work, args.shape, small=args.small)
     signal.signal(signal.SIGTERM, stop)  # of `timeout`
     pairs = [args.gpus[i : i + 2] for i in range(0, len(args.gpus), 2)] or [[]]
     run, failed = partial(run_arm, work, args), []
     with ThreadPoolExecutor(len(pairs)) as pool:
         for arms in (args.arms[i : i + len(pairs)] for i in range(0, len(args.arms), len(pairs))):
             failed += [arm for arm, ended in zip(arms, pool.map(run, arms, pairs), strict=True) if not ended]
-    for arm in failed:
-        print(f"{arm} failed:\n{(work / f'{arm}.log').read_text()[-3000:]}", file=sys.stderr)
-    found = {arm: our_result(work / arm) for arm in ("ours", "sync") if num_iterations(work / arm) > WARMUP + 1}
+    print_ends(work, failed)
+    found = {arm: our_result(work / arm) for arm in ("ours", "sync") if len(records_of(work / arm)) > WARMUP + 1}
     if (work / "trl.json").exists():  # also of an arm that was run before
         found["trl"] = json.loads((work / "trl.json").read_text())
     measured = {f"{arm}_s": statistics.fmean(result["seconds"]) for arm, result in found.items()}
@@ -202,7 +196,7 @@ def main() -> None:
         claim="Sampling and training at once on two cards: an update takes at most as long as TRL's AsyncGRPO takes, "
         "and at most 1.1 times the longer of the two alone",
         targets=targets,
-        settings={key: str(value) for key, value in vars(args).items()},
+        settings=args,
         measured=measured,
         details={arm: {k: v for k, v in result.items() if k != "prompts"} for arm, result in found.items()},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
@@ -9,6 +10,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -75,7 +77,7 @@ def expect_made_up_logprobs() -> None:
     """Silences the warning about logprobs of the engine that the model does not have: of rollouts that no engine has
     sampled.
     """
-    logging.getLogger("offline_grpo.train.alignment").setLevel(logging.ERROR)
+    logging.getLogger("offline_grpo.train.metrics").setLevel(logging.ERROR)
 
 
 def alternate(
@@ -130,7 +132,7 @@ def write_result(
     *,
     claim: str,
     targets: list[Target],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Any] | argparse.Namespace,
     measured: Mapping[str, Any],
     details: Mapping[str, Any],
 ) -> None:
@@ -144,6 +146,8 @@ def write_result(
     verdicts = [
         asdict(target) | {"measured": measured[target.metric], "met": target.is_met(measured)} for target in targets
     ]
+    if isinstance(settings, argparse.Namespace):
+        settings = {key: str(value) for key, value in vars(settings).items()}
     result = {
         "name": name,
         "claim": claim,
@@ -203,6 +207,35 @@ def _cpu_model() -> str:
         line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
     ]
     return names[0] if names else platform.machine()
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Of a script with this docstring, which `--help` prints as it is."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that imports the benchmarks, and asks no Hub."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}
+
+
+def make_model(work: Path, shape: str, *, small: bool) -> None:
+    """`random_model.py` in a process of its own, whose memory on the card goes with it, unless it has run before."""
+    if not (work / "model" / "config.json").exists():
+        words = ("--shape", "small", "--dtype", "float32") if small else ("--shape", shape)
+        subprocess.run([sys.executable, Path(__file__).with_name("random_model.py"), work, *words], check=True)
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    """The metrics of every iteration that a run has completed, also if it was cut off."""
+    return [json.loads(path.read_text()) for path in sorted((run / "metrics").glob("train_iter_*.json"))]
+
+
+def print_ends(work: Path, failed: Sequence[str]) -> None:
+    """Of the logs of these arms."""
+    for arm in failed:
+        print(f"{arm} failed:\n{(work / f'{arm}.log').read_text()[-3000:]}", file=sys.stderr)
 
 
 def complete_in_order(

@@ -134,9 +134,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     import httpx
-    from common import Target, alternate, write_result
-    from generation_arms import CPU_ARGS, CPU_ENV, Served
-    from random_model import save
+    from common import Target, alternate, environment, make_model, records_of, write_result
+    from generation import CPU_ARGS, CPU_ENV, Served
 
     from offline_grpo.config.compose import composed, register, typed
     from offline_grpo.config.problems import build_task, isolated
@@ -147,9 +146,8 @@ def main() -> None:
     from offline_grpo.types import SamplingParams, Split
 
     arguments = parse()
-    here, work = Path(__file__).parent, arguments.work.absolute()
-    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
+    work = arguments.work.absolute()
+    os.environ |= environment(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING")
     work.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": f"{i}+{i + 3}=", "turns": arguments.turns} for i in range(2 * arguments.problems)]
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -157,7 +155,7 @@ def main() -> None:
     kind, model, stop = "Calculator", arguments.model, []
     args: dict[str, Any] = {"dtype": "bfloat16", "gpu_memory_utilization": arguments.share, "max_model_len": 4096}
     if model is None:  # its tokens are numbers: the more sevens, the longer a reply
-        save(work / "random", "small" if arguments.small else "0.6b", "float32" if arguments.small else "bfloat16")
+        make_model(work / "random", "0.6b", small=arguments.small)
         kind, model, stop = "Talk", work / "random" / "model", ["7" if arguments.small else "77"]
     if arguments.small:
         args = {**CPU_ARGS, "max_model_len": 512 if arguments.model is None else 1024}
@@ -257,8 +255,7 @@ def main() -> None:
         command += [f"train.iterations={arguments.iterations}", f"hydra.run.dir={work}/run"]
         command += ["checkpoint.enabled=false", "logger=[json]"]
         subprocess.run(command, check=True)
-    paths = sorted((work / "run" / "metrics").glob("train_iter_*.json"))[1:]
-    records = [json.loads(path.read_text()) for path in paths]
+    records = records_of(work / "run")[1:]
     iterations = sorted(record["time/iteration_s"] for record in records)
     iteration_s = iterations[len(iterations) // 2]
     rollouts = [rollout for group in played["environment"] for rollout in group.rollouts]

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -37,8 +36,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from common import Target, write_result
-from random_model import save, sevens
+from common import Target, environment, make_model, parser_of, print_ends, records_of, write_result
+from random_model import sevens
 
 from offline_grpo.engine.ports import choose_port
 
@@ -104,14 +103,9 @@ def our_command(work: Path, args: argparse.Namespace, arm: str, words: tuple[str
     ]
 
 
-def num_iterations(folder: Path) -> int:
-    """That a run has completed, also if it was cut off."""
-    return len(list((folder / "metrics").glob("train_iter_*.json")))
-
-
 def our_result(folder: Path) -> dict[str, Any]:
     """What the run's metrics say."""
-    records = [json.loads(path.read_text()) for path in sorted((folder / "metrics").glob("train_iter_*.json"))][WARMUP:]
+    records = records_of(folder)[WARMUP:]
     phases = sorted(
         {key for record in records for key in record if key.startswith("time/") and not key.startswith("time/start")}
     )
@@ -213,7 +207,7 @@ def check_same_work(work: Path, found: Mapping[str, Mapping[str, Any]], *, toler
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of our arm")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -238,30 +232,23 @@ def main() -> None:
     if args.inside_trl:
         train_with_trl(work, args)
         return
-    if not (work / "model" / "config.json").exists():
-        save(work, "small" if args.small else "0.6b", "float32" if args.small else "bfloat16")
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    make_model(work, "0.6b", small=args.small)
     commands = {
         **{arm: our_command(work, args, arm, of_arm(work, args, arm)) for arm in OURS},
         "trl": [sys.executable, str(Path(__file__).resolve()), str(work), *sys.argv[2:], "--inside-trl"],
     }
     processes = {}
     for i, arm in enumerate(args.arms):
-        env = (
-            os.environ
-            | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-            | ({"CUDA_VISIBLE_DEVICES": args.gpus[i]} if args.gpus else {})
-            | {"MASTER_PORT": str(choose_port("127.0.0.1", None, key="MASTER_PORT"))}  # TRL opens it
-        )
+        env = environment(MASTER_PORT=str(choose_port("127.0.0.1", None, key="MASTER_PORT")))  # TRL opens it
+        env |= {"CUDA_VISIBLE_DEVICES": args.gpus[i]} if args.gpus else {}
         with (work / f"{arm}.log").open("w") as log:
             processes[arm] = subprocess.Popen(commands[arm], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=work)
         if not args.gpus:
             processes[arm].wait()
     failed = [arm for arm, process in processes.items() if process.wait() != 0]
-    for arm in failed:
-        print(f"{arm} failed:\n{(work / f'{arm}.log').read_text()[-3000:]}", file=sys.stderr)
+    print_ends(work, failed)
     found = {
-        arm: our_result(work / arm) for arm in OURS if num_iterations(work / arm) > WARMUP
+        arm: our_result(work / arm) for arm in OURS if len(records_of(work / arm)) > WARMUP
     }  # also of an arm that was run before
     if (work / "trl.json").exists():
         found["trl"] = json.loads((work / "trl.json").read_text())
@@ -295,7 +282,7 @@ def main() -> None:
         claim="A whole iteration on one GPU: 256 completions of 512 tokens, Qwen3-0.6B's shape, at most half of "
         "the time of TRL with vLLM",
         targets=targets,
-        settings={key: str(value) for key, value in vars(args).items()},
+        settings=args,
         measured=measured,
         details={
             arm: {key: value for key, value in result.items() if key != "prompts"} for arm, result in found.items()

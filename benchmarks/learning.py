@@ -40,7 +40,7 @@ from typing import Any
 
 import learning_tasks
 import numpy as np
-from common import Target, write_result
+from common import Target, parser_of, write_result
 
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.eval.intervals import mean_interval, t_975
@@ -453,7 +453,7 @@ def collect(args: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of all runs but TRL's")
     parser.add_argument("--model", type=Path)

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Target, alternate, write_result
+from common import Target, alternate, parser_of, write_result
 from torch import Tensor
 
 from offline_grpo.model.lm_head import TiledHead
@@ -195,7 +195,7 @@ def _status_bytes(key: str) -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=1536, help="N, tokens scored per call")
     parser.add_argument("--vocab", type=int, default=32000, help="V, rows of the head")
     parser.add_argument("--hidden", type=int, default=256, help="H, width of the model")

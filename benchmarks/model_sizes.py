@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 import torch
-from common import Target, expect_made_up_logprobs, write_result
+from common import Target, expect_made_up_logprobs, parser_of, write_result
 from hydra import compose, initialize_config_dir
 from shapes import SIZES
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -53,7 +53,7 @@ from offline_grpo.placement.ranks import Ranks
 from offline_grpo.start.memory import GIB, MemoryRequest, check, choose_share, describe, predict
 from offline_grpo.start.model import make_updater
 from offline_grpo.train.batch import build_batch, with_advantages
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -151,10 +151,10 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         policy.make_masters(offload="train.optimizer.offload=true" in ARMS[args.arm])
         ranks = Ranks(use_cpu=device.type == "cpu")
-        updater = make_updater(plan, policy, scratch, Path(scratch), ranks, Replicas(ranks))
+        updater = make_updater(plan, policy, scratch, Path(scratch), ranks, Sharding(ranks))
         masters_s = time.perf_counter() - started
         batch = random_batch(args, args.num_sequences, config.get_text_config().vocab_size)
-        updater.run(updater.score(batch), iteration=0)
+        updater.run(updater.passes.score(batch), iteration=0)
         more = {"predicted_gib": expected / GIB, "masters_s": masters_s, "recomputed": recompute}
         return measure(updater, batch, device, len(server)) | more
 
@@ -180,7 +180,7 @@ def measure(updater: Any, batch: Any, device: torch.device, server_bytes: int) -
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     for iteration in range(1, 1 + ROUNDS):
-        metrics = updater.run(updater.score(batch), iteration=iteration)
+        metrics = updater.run(updater.passes.score(batch), iteration=iteration)
         assert metrics["num_updates"] == 1.0, metrics
     wait()
     seconds = (time.perf_counter() - started) / ROUNDS
@@ -205,7 +205,7 @@ def run_arm_in_child(args: argparse.Namespace, arm: str) -> dict[str, Any]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", default="0.6b", choices=list(SIZES))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))

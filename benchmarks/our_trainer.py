@@ -6,18 +6,15 @@ from pathlib import Path
 
 import torch
 
-from offline_grpo.interfaces import Sharding
-from offline_grpo.loss.dapo import DAPO
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import as_plain, composed, register, typed
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.settings import StopWhenConfig, TrainConfig
 from offline_grpo.train.advantage import GroupStd
-from offline_grpo.train.optimizer import AdamW
+from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
-
-ADAMW = {"lr": 1e-6, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
 def make_updater(
@@ -36,63 +33,29 @@ def make_updater(
     Args:
         sharding: has prepared the policy; None: each process has the whole.
     """
-    config = TrainConfig(
-        sharding="none",
-        iterations=1,
-        stop_when=StopWhenConfig("pass@1", None, None),
-        updates_per_iteration=1,
-        epochs=1,
-        batch_size=None,
-        tokens_per_microbatch=tokens_per_microbatch,
-        grad_accum_steps=None,
-        lr=lr,
-        weight_decay=0.0,
-        warmup_steps=0,
-        schedule="constant",
-        grad_clip=1.0,
-        kl_coef=0.0,
-        entropy_coef=0.0,
-        precision=precision,
-        dither_masters=False,
-        gradient_checkpointing=checkpointing,
-        train_layer_indices=None,
-        mask_truncated=False,
-        top_entropy_frac=1.0,
-        drop_zero_signal_groups=True,
-        max_bad_updates=1,
-        profile=None,
-        advantage=None,
-        loss=None,
-        optimizer=None,
-    )
-    loss = DAPO(
-        clip_low=0.2,
-        clip_high=clip_high,
-        dual_clip=None,
-        ratio_reference="old",
-        kl_coef=0.0,
-        kl_estimator="k3",
-        kl_placement="loss",
-        kl_importance_weight=True,
-        entropy_coef=0.0,
-        importance_correction="none",
-        importance_cap=2.0,
-        importance_floor=0.0,
-        off_policy_mask=None,
-        geometric_bounds=None,
-    )
-    device = policy.device.type
+    register()
+    words = f"""
+        train/loss=dapo train.loss.clip_high={clip_high} train.loss.importance_correction=none train.kl_coef=0
+        train.lr={lr} train.schedule=constant train.iterations=1 train.batch_size=null train.max_bad_updates=1
+        train.precision={precision} train.dither_masters=false train.gradient_checkpointing={checkpointing}
+        train.tokens_per_microbatch={tokens_per_microbatch}
+    """
+    cfg = composed(words.split())
+    parts, config, device = as_plain(cfg)["train"], typed(cfg).train, policy.device.type
     ranks = Ranks(use_cpu=device == "cpu")
-    return Updater(
+    passes = Passes(
         policy=policy,
         reference=None,
-        loss=loss,
+        loss=build(parts["loss"], key="train.loss"),
         advantage=GroupStd(),
-        optimizer=AdamW(**ADAMW | {"lr": lr}, offload=False).create(policy.make_masters().parameters.values()),
-        scaler=torch.amp.GradScaler(device, enabled=False),  # type: ignore[attr-defined]
         config=config,
         ranks=ranks,
-        sharding=sharding or Replicas(ranks),
+        sharding=sharding or Sharding(ranks),
+    )
+    return Updater(
+        passes=passes,
+        optimizer=build(parts["optimizer"], key="train.optimizer").create(policy.make_masters().parameters.values()),
+        scaler=torch.amp.GradScaler(device, enabled=False),  # type: ignore[attr-defined]
         max_new_tokens=max_new_tokens,
         lr_schedule=LrSchedule(kind="constant", num_updates=1, warmup_steps=0),
         seed=0,

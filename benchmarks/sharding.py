@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -25,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Target, expect_made_up_logprobs, write_result
+from common import Target, environment, expect_made_up_logprobs, parser_of, write_result
 
 GATE = 0.02  # of gradient norms, relative: bf16's rounding
 SKEWED = [min(16384, 200 + int(random.Random(i).expovariate(1 / 2000))) for i in range(256)]
@@ -107,9 +106,8 @@ def run_group(number: int, arm: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-        here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         command = [*launch, __file__, *sys.argv[1:], "--arm", arm, "--inside", str(path)]
-        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": here})
+        subprocess.run(command, check=True, env=environment())
         return json.loads(path.read_text())
 
 
@@ -125,7 +123,7 @@ def most_loaded(number: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--shape", default="4b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

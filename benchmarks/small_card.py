@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -31,7 +30,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from common import Target, write_result
+from common import Target, environment, make_model, parser_of, print_ends, records_of, write_result
 
 ROOT = Path(__file__).parents[1]
 CAPS_GIB = {"nf4_server": 22.0, "nf4": 16.0}
@@ -94,10 +93,10 @@ def run(work: Path, args: argparse.Namespace, arm: str) -> int:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with (work / f"{arm}.log").open("w") as log:
-        env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command(work, args, arm), env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command(work, args, arm), env=environment(), stdout=log, stderr=subprocess.STDOUT, check=False
+        )
     is_over.set()
     watcher.join()
     (work / f"{arm}.json").write_text(json.dumps({"peak_gib": peak}))
@@ -106,7 +105,7 @@ def run(work: Path, args: argparse.Namespace, arm: str) -> int:
 
 def result_of(work: Path, arm: str) -> dict[str, Any]:
     """What the run's metrics and its memory plan say."""
-    records = [json.loads(path.read_text()) for path in sorted((work / arm / "metrics").glob("train_iter_*.json"))]
+    records = records_of(work / arm)
     plan = re.findall(r"predicted to hold ([\d.]+) GiB", (work / arm / "run.log").read_text())
     names = ("perf/tokens_per_s", "perf/generate_tokens_per_s", "perf/train_tokens_per_s", "time/iteration_s")
     names += (
@@ -128,7 +127,7 @@ def result_of(work: Path, arm: str) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of all arms")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -155,13 +154,10 @@ def main() -> None:
     about: Any = torch.cuda.get_device_properties(0) if has_gpu else None  # of the first card that is visible
     args.card_gib, args.card = (about.total_memory / 2**30, f"GPU-{about.uuid}") if has_gpu else (80.0, "")
     work = args.work.resolve()
-    if not (work / "model" / "config.json").exists():
-        script = [sys.executable, str(Path(__file__).with_name("random_model.py")), str(work), "--shape", args.shape]
-        subprocess.run(script, check=True)  # a process of its own, whose memory on the card goes with it
+    make_model(work, args.shape, small=args.small)
     failed = [arm for arm in args.arms if run(work, args, arm) != 0]
-    for arm in failed:
-        print(f"{arm} failed:\n{(work / f'{arm}.log').read_text()[-3000:]}", file=sys.stderr)
-    found = {arm: result_of(work, arm) for arm in ARMS if list((work / arm / "metrics").glob("train_iter_*.json"))}
+    print_ends(work, failed)
+    found = {arm: result_of(work, arm) for arm in ARMS if records_of(work / arm)}
     measured = {f"{arm}_{name}": value for arm, result in found.items() for name, value in result.items()}
     for suffix in ("", "_server"):
         if {f"nf4{suffix}", f"lora{suffix}"} <= found.keys():
@@ -171,7 +167,7 @@ def main() -> None:
         args.out,
         claim="The shape of Llama-3.1-8B trains in 22 GiB with a server beside it, and in 16 GiB in process",
         targets=[Target(f"{arm}_peak_gib", "<=", cap) for arm, cap in CAPS_GIB.items() if arm in found],
-        settings={key: str(value) for key, value in vars(args).items()},
+        settings=args,
         measured=measured,
         details={"failed": failed},
     )

@@ -10,18 +10,14 @@ are seconds of the server's log, to whole ones, from its start to what NAME says
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import re
 import statistics
 import subprocess
 from datetime import datetime
 from pathlib import Path
 
-from common import Target, write_result
-from iteration_gpu import PROMPTS, ROOT, TOKENS, our_command
-from random_model import save
+from common import Target, environment, make_model, parser_of, records_of, write_result
+from iteration_gpu import PROMPTS, TOKENS, our_command
 
 MARKS = {  # words of vLLM 0.32; it records CUDA graphs twice, the first time to measure their memory
     "imported": "non-default args",
@@ -36,7 +32,7 @@ MARKS = {  # words of vLLM 0.32; it records CUDA graphs twice, the first time to
 
 def times(folder: Path) -> dict[str, float]:
     """Of a start: the run's own, and those of its server."""
-    record = json.loads((folder / "metrics" / "train_iter_000.json").read_text())
+    [record] = records_of(folder)
     log, of_server = ((folder / name).read_text() for name in ("run.log", "server_0.log"))
     [began] = re.findall(r"^(\S+ \S+),\d+ .*starting vLLM", log, re.MULTILINE)
     print(*re.findall(r"(?:ready after|while the server).*", log), sep="\n", flush=True)
@@ -47,7 +43,7 @@ def times(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--starts", type=int, default=3)
@@ -58,14 +54,12 @@ def main() -> None:
     sizes = ("small", 2, 16) if args.small else (args.shape, PROMPTS, TOKENS)
     args.shape, args.prompts, args.tokens = sizes
     args.iterations, args.share, work = 1, "0.35", args.work.resolve()
-    if not (work / "model").exists():
-        save(work, args.shape, "float32" if args.small else "bfloat16")
+    make_model(work, args.shape, small=args.small)
     caches = {name: f"{work}/{name}" for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    env = {**os.environ, **caches, "PYTHONPATH": f"{ROOT}/benchmarks:{os.environ.get('PYTHONPATH', '')}"}
     folders = [work / args.name / f"{datetime.now():%H%M%S}_{number}" for number in range(args.starts)]
     for folder in folders:
         command = our_command(work, args, "ours", ("weight_sync=shared_vllm", f"hydra.run.dir={folder}"))
-        subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True, timeout=600)
+        subprocess.run(command, env=environment(**caches), stdout=subprocess.DEVNULL, check=True, timeout=600)
     starts = [times(folder) for folder in folders]
     warm = starts[1:] or starts
     measured = {"first/start_s": starts[0]["time/start_s"]}

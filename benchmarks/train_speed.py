@@ -15,14 +15,13 @@ Arms, one model for all of them, so that weights and memory are the same:
     auto        the same, with model.layout=flash4: what a run chooses by itself (only where flash-attn-4 is installed)
     lean        auto with model.head.kept_gib=0.5, for a full card
 
-Before the timing, the logprobs and the gradient norm of the arms are compared. MFU is that of train/resources.py. With
+Before the timing, the logprobs and the gradient norm of the arms are compared. MFU is that of train/metrics.py. With
 several updates in an iteration, a pass before the first one computes the old logprobs: `scoring_ratio` is its time over
 that of four updates.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import time
@@ -32,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from common import Target, alternate, expect_made_up_logprobs, write_result
+from common import Target, alternate, expect_made_up_logprobs, parser_of, write_result
 from our_trainer import make_updater
 from shapes import SIZES
 from transformers import Qwen3ForCausalLM
@@ -46,7 +45,7 @@ from offline_grpo.model.proof import settle_compile
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.train.batch import build_batch, with_advantages
-from offline_grpo.train.resources import peak_flops, update_flops
+from offline_grpo.train.metrics import peak_flops, update_flops
 from offline_grpo.train.update import Updater
 from offline_grpo.types import FinishReason, Rollout, Score, TokenBatch
 
@@ -166,8 +165,9 @@ def measure(
         update(arm)
         peaks[name] = torch.cuda.max_memory_allocated() / 2**30
     timings = alternate({name: lambda arm=arm: update(arm) for name, arm in ARMS.items()}, rounds=rounds)
-    four = replace(updater, config=replace(updater.config, updates_per_iteration=4))
-    steps = {"score": lambda: four.score(batch), "update": lambda: four.run(batch, iteration=0)}
+    config = replace(updater.passes.config, updates_per_iteration=4)
+    four = replace(updater, passes=replace(updater.passes, config=config))
+    steps = {"score": lambda: four.passes.score(batch), "update": lambda: four.run(batch, iteration=0)}
     last = list(ARMS)[-1]
     with running(updater, ARMS[last]):
         four_timings = alternate(steps, rounds=rounds)
@@ -187,7 +187,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cases", nargs="+", default=["skewed", "long"], choices=["skewed", "long"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import statistics
 import tempfile
 import time
@@ -29,19 +30,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Target, alternate, wait_for_device, write_result
-from hydra import compose, initialize_config_dir
-from nccl_bandwidth import broadcast_gb_s
+from common import Target, alternate, parser_of, wait_for_device, write_result
 from omegaconf import OmegaConf
 from shapes import SIZES as LARGER
+from torch import distributed, multiprocessing
+from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from offline_grpo.config.build import build
-from offline_grpo.config.compose import as_plain, register
+from offline_grpo.config.compose import as_plain, composed, register
+from offline_grpo.engine.ports import choose_port
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.rows import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
@@ -50,12 +52,11 @@ from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import LoraConfig
 from offline_grpo.train.fsdp2 import FullyShardedPolicy
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 from offline_grpo.weight_sync import strategy
 from offline_grpo.weight_sync.deployment import Deployment, RankZeroDeployment
 
-CONF = Path(__file__).parents[1] / "conf"
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -103,7 +104,7 @@ class Arm:
     client: VllmEngine
     start_s: float
     trainer_mib: float
-    sharding: Replicas
+    sharding: Sharding
 
 
 class Phases:
@@ -202,7 +203,7 @@ def connect(
     engines = [new_client(arguments, server) for server in own]
     started = time.perf_counter()
     is_spread = ranks.world_size > 1
-    sharding = FullyShardedPolicy(ranks) if is_spread else Replicas(ranks)
+    sharding = FullyShardedPolicy(ranks) if is_spread else Sharding(ranks)
     if is_spread:
         deployment: Deployment = RankZeroDeployment(engines, sync, sharding.full_weights, ranks, sharding.lead)
     else:
@@ -357,8 +358,7 @@ def new_server(
 
 def configuration(*overrides: str) -> Any:
     register()
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
+    return composed(overrides)
 
 
 def config_of(shape: str) -> PretrainedConfig:
@@ -394,7 +394,7 @@ def allocated_mib() -> float:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("strategies", nargs="*")
     parser.add_argument("--with-stock", action="store_true")
     parser.add_argument("--shape", choices=[*SHAPES, *LARGER], default="qwen2_5_0_5b")
@@ -411,6 +411,36 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--out", default="weight_sync_{}", help="name of the result")
     return parser.parse_args()
+
+
+BROADCASTS = 10
+
+
+def _broadcast(rank: int, num_bytes: int, port: int, results: multiprocessing.Queue) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # under accelerate, rank 0 would open no store of its own
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", rank=rank, world_size=2)
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+    seconds = []
+    for _ in range(BROADCASTS + 1):
+        distributed.barrier()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        distributed.broadcast(tensor, src=0)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    if rank == 0:
+        results.put(num_bytes / statistics.median(seconds[1:]) / 1e9)
+    distributed.destroy_process_group()
+
+
+def broadcast_gb_s(num_bytes: int) -> float:
+    """In 10^9 bytes per second, median of `BROADCASTS`; one tensor of `num_bytes` in each of two new processes."""
+    port = choose_port("127.0.0.1", None, key="MASTER_PORT")
+    results: multiprocessing.Queue = multiprocessing.get_context("spawn").Queue()
+    spawn(_broadcast, args=(num_bytes, port, results), nprocs=2)
+    return results.get(timeout=60)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,13 @@ which has nothing to sample ahead; seconds of an iteration are means, because lo
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from common import Target, write_result
+from common import Target, environment, make_model, parser_of, records_of, write_result
 from iteration_gpu import ROOT
-from random_model import save
-
-from offline_grpo.report.history import load_history
 
 WARMUP = 2
 SHOWN = ("time/generate_s", "time/sampling_s", "time/train_s", "time/sync_push_s", "time/sync_proof_s")
@@ -62,7 +57,7 @@ def command(work: Path, args: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--shape", default="4b")
@@ -79,10 +74,8 @@ def main() -> None:
     work = args.work.resolve()
     if args.small:
         args.shape, args.prompts, args.tokens, args.iterations = "small", 4, 16, 6
-    if not (work / "model" / "config.json").exists():
-        save(work, args.shape, "float32" if args.small else "bfloat16")
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "NCCL_NVLS_ENABLE": "0"}
+    make_model(work, args.shape, small=args.small)
+    env = environment(NCCL_NVLS_ENABLE="0")
     with (work / "log.txt").open("w") as log:
         process = subprocess.Popen(command(work, args), env=env, stdout=log, stderr=subprocess.STDOUT, cwd=work)
         try:
@@ -90,8 +83,8 @@ def main() -> None:
         except subprocess.TimeoutExpired:  # what was complete counts
             process.terminate()
             process.wait(60)
-    history: Any = load_history(work / "run")
-    records = [record for _, record in sorted(history.train.items())][WARMUP:-1]
+    first, *others = records_of(work / "run")
+    records = others[WARMUP - 1 : -1]
     measured = {name: statistics.median(one[name] for one in records) for name in SHOWN if name in records[0]}
     measured |= {name: statistics.fmean(one[name] for one in records) for name in ("time/iteration_s",)}
     longer = max(measured["time/sampling_s"], measured["time/train_s"])
@@ -103,9 +96,9 @@ def main() -> None:
         args.out,
         claim="An iteration that samples ahead takes at most 1.1 times the longer of sampling and training.",
         targets=[Target("iteration_over_longer_of_its_own", "<=", 1.1)],
-        settings={key: str(value) for key, value in vars(args).items()},
+        settings=args,
         measured=measured,
-        details={"alone": history.train[0], "iterations": records},  # the first one has nothing beside it
+        details={"alone": first, "iterations": records},  # the first one has nothing beside it
     )
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.loss.grpo import GRPO
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.rows import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring

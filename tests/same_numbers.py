@@ -125,7 +125,7 @@ def run(root: Path, name: str, folder: Path, shared: Path, *more: str) -> dict[s
         command += [str(root.resolve() / "run_grpo.py"), *words, *more, f"hydra.run.dir={folder}"]
         command += [f"cache_dir={shared.resolve() / 'cache'}"]
         env = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
-        env["PYTHONPATH"] = str(Path(__file__).parent)  # of the environments, the same for both checkouts
+        env["PYTHONPATH"] = str(Path(__file__).parent / "fakes")  # of the environments, the same for both checkouts
         done = subprocess.run(command, cwd=shared, env=env, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode != 0:
         sys.exit(f"{name}: ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")

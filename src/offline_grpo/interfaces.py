@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from offline_grpo.types import (
@@ -55,7 +54,7 @@ class Task(Protocol):
         ...
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
-        """Judge an answer's text (`TextCodec.judged`). Pure, maybe async; should not raise whatever it gets."""
+        """Judge an answer's text (`TokenizerCodec.judged`). Pure, maybe async; should not raise whatever it gets."""
         ...
 
 
@@ -101,23 +100,6 @@ class RolloutClient(Protocol):
 
     def close(self) -> None:
         """Let go of connections. Called once."""
-        ...
-
-
-@runtime_checkable
-class TextCodec(Protocol):
-    """Between text and tokens, for one model."""
-
-    def encode(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Prompt token ids of a conversation, and of what begins the answer (`task.assistant_prefix`)."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        ...
-
-    def judged(self, token_ids: Sequence[int], sampling: SamplingParams) -> str:
-        """What a task sees of a completion: the whole answer, with what begins it, cut at the first stop string."""
         ...
 
 
@@ -317,54 +299,6 @@ class OptimizerFactory(Protocol):
 
     def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over `parameters`, which are fp32."""
-        ...
-
-
-class Sharding(Protocol):
-    """How the processes of a run share weights, gradients and optimizer state. All of them call every method."""
-
-    def prepare(self, policy: Any) -> None:
-        """Spread the policy's parameters. Called once, before masters and optimizer are made from them."""
-        ...
-
-    def prepare_reference(self, reference: Any) -> None:
-        """Spread the parameters of a frozen reference."""
-        ...
-
-    def num_microbatches(self, own: int) -> int:
-        """How many passes this process makes in an update for which it has `own` microbatches: at least `own`, and the
-        same on all where a pass needs all processes; those beyond `own` count for nothing.
-        """
-        ...
-
-    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of all processes in place; a parameter that no token here reached gets zeros first."""
-        ...
-
-    def clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> float:
-        """Scale the gradients so that their common L2 norm is at most `max_norm`. Returns the norm before."""
-        ...
-
-    def full_weights(self, policy: Any) -> Iterator[tuple[str, Tensor]]:
-        """The whole of each parameter, by its name in the checkpoint. Called on rank 0 alone, in `lead`."""
-        ...
-
-    def gathered(self, policy: Any) -> AbstractContextManager[None]:
-        """Inside, every process has the whole policy, and computes with it without the others."""
-        ...
-
-    def lead(self, action: Callable[[], T], tensors: Any = None) -> T:
-        """What `action` returns on rank 0, which alone runs it, on every process. A GrpoError there is raised on all.
-        `tensors`: nested dicts and lists, which `action` gives to `whole`.
-        """
-        ...
-
-    def whole(self, tensors: T, folder: Path) -> T:
-        """`tensors` of `lead` with whole tensors, whose memory may be files in `folder`. Called on rank 0 alone."""
-        ...
-
-    def like(self, target: Tensor, tensor: Tensor) -> Tensor:
-        """Of a whole tensor, what this process holds of one that is spread as `target` is."""
         ...
 
 

@@ -21,8 +21,16 @@ from typing import TypeVar
 from offline_grpo import progress
 from offline_grpo.errors import EngineDied, StopRequested
 from offline_grpo.state import Run
-from offline_grpo.train.experience import check_groups, check_scored, prepare_batch, rollout_metrics, score_metrics
-from offline_grpo.train.resources import card_bytes, gpu_memory, time_metrics, update_flops, utilisation
+from offline_grpo.train.experience import check_groups, check_scored, prepare_batch
+from offline_grpo.train.metrics import (
+    card_bytes,
+    gpu_memory,
+    rollout_metrics,
+    score_metrics,
+    time_metrics,
+    update_flops,
+    utilisation,
+)
 from offline_grpo.types import Metrics, RolloutGroup, SyncReport
 from offline_grpo.weight_sync.deployment import Deployment
 
@@ -199,25 +207,20 @@ class Loop:
         with stop.interruptible(allowed=ranks.world_size == 1):
             yield
 
-    def _train(self, groups: Sequence[RolloutGroup], iteration: int) -> dict[str, float]:
-        run, updater, config = self.run, self.run.updater, self.run.config.train
-        began = time.perf_counter()
-        groups = updater.taught(groups)
-        teacher_s = time.perf_counter() - began
-        fills_updates = run.config.data.resample_zero_signal
-        batch, advantages, metrics = prepare_batch(groups, updater, config, fills_updates=fills_updates)
-        if updater.teacher is not None:
-            metrics["time/teacher_s"] = teacher_s
+    def _train(self, groups: Sequence[RolloutGroup], iteration: int) -> Metrics:
+        run, config = self.run, self.run.config
+        experience = prepare_batch(groups, run.updater.passes, fills_updates=config.data.resample_zero_signal)
+        metrics, batch = dict(experience.metrics), experience.batch
         for listener in run.listeners:
-            listener.rollouts("train", groups, advantages=advantages, iteration=iteration)
+            listener.rollouts("train", experience.groups, advantages=experience.advantages, iteration=iteration)
         if iteration == 0:
             metrics["num_trainable_parameters"] = float(run.policy.num_trainable)
         if batch is None:
             return metrics | {"num_updates": 0.0}
-        metrics["num_tokens_trained"] = float(batch.completion_mask.sum()) * config.epochs
+        metrics["num_tokens_trained"] = float(batch.completion_mask.sum()) * config.train.epochs
         flops = update_flops(run.policy.causal_lm, batch.sequence_lengths)
-        self._flops = None if flops is None else flops * config.epochs
-        return metrics | updater.run(batch, iteration=iteration)
+        self._flops = None if flops is None else flops * config.train.epochs
+        return metrics | run.updater.run(batch, iteration=iteration)
 
     def evaluate(self, iteration: int) -> Metrics:
         """Ask the newest weights: a push came just before, and an engine of evaluations' own gets one here."""

@@ -13,7 +13,7 @@ from offline_grpo.config.parts import Plan
 from offline_grpo.history.folder import RunDir
 from offline_grpo.history.resume import ResumePoint
 from offline_grpo.history.signals import StopSignal
-from offline_grpo.interfaces import RunListener, Sharding, Source
+from offline_grpo.interfaces import RunListener, Source
 from offline_grpo.settings import RunConfig
 from offline_grpo.train.milestones import Milestones
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # which import torch, or transformers
     from offline_grpo.model.text import TokenizerCodec
     from offline_grpo.placement.devices import Devices
     from offline_grpo.placement.ranks import Ranks
+    from offline_grpo.train.sharding import Sharding
     from offline_grpo.train.update import Updater
     from offline_grpo.weight_sync.deployment import Deployment
 

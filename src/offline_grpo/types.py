@@ -232,7 +232,7 @@ class Rollout:
     versions: tuple[int, ...]  # [N] as in `Completion`, -1: unknown; ignored where not sampled
     temperature: float  # what the sampler divided the logits by
     finish_reason: FinishReason | None  # of the last completion; None where the source does not know
-    text: str  # what the task judged, see `TextCodec.judged`; of other sources, the sampled text
+    text: str  # what the task judged, see `TokenizerCodec.judged`; of other sources, the sampled text
     score: Score
     ref_logprobs: tuple[float, ...] | None = None  # [N] nats, of the source's reference; ignored where not sampled
     teacher_logprobs: tuple[float, ...] | None = None  # [N] nats, of a teacher; ignored where not sampled

@@ -24,6 +24,7 @@ from engines import (
     Where,
     load,
     make_client,
+    metric,
     num_running,
     score,
     serve_again,
@@ -31,8 +32,8 @@ from engines import (
     train,
 )
 from factories import complete_in_order
+from runs import wait_until
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopPLogitsWarper
-from waiting import wait_until
 
 from offline_grpo.engine.server import Server
 from offline_grpo.model.policy import Policy
@@ -209,10 +210,7 @@ def test_tokens_that_nobody_waits_for_travel_in_bundles(server: Server) -> None:
         return count() - before + 1
 
     def count() -> float:
-        lines = httpx.get(f"{server.base_url}/metrics", timeout=60).text.splitlines()
-        return sum(
-            float(line.split()[-1]) for line in lines if line.startswith("vllm:inter_token_latency_seconds_count")
-        )
+        return metric(server, "inter_token_latency_seconds_count")
 
     assert num_arrived(path="/generate_tokens") == 4  # of 32, 32, 32 and 4
     assert num_arrived() == 4

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from architectures import ZOO
-from children import draw_nothing, metrics_of
-from composites import SERVED, save_composite, save_served, with_names_of_the_hub
+from architectures import SERVED, ZOO, save_composite, save_served, with_names_of_the_hub
 from engines import preloaded_python
 from factories import compose_config
-from served_runs import five, own_server
+from runs import draw_nothing, five, metrics_of, own_server
 
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.report import plots
@@ -35,7 +33,7 @@ def saved(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [("qwen2_5_vl", "lora_restart"), ("qwen2_audio", "restart"), ("qwen2_moe", "restart"), ("gpt_oss", "restart")],
+    [("qwen2_5_vl", "lora_restart"), ("qwen2_audio", "restart"), ("gpt_oss", "restart")],
 )
 def test_a_restarted_server_has_what_was_trained(
     name: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from engines import CPU, CPU_ENV, forking_python, processes_naming
-from served_runs import run
+from runs import run
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.ports import choose_port

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 import worlds
-from engines import CPU, distance, load, train
-from players import problem_of
+from dialogues import problem_of
+from engines import CPU, distance, load, metric, train
 
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.vllm import VllmEngine
@@ -69,8 +69,7 @@ def test_later_turns_find_the_earlier_ones_in_the_cache(
     hits: list[float] = []
 
     def count_hits(turn: int) -> None:
-        lines = full_server.api.get("/metrics").text.splitlines()
-        hits.append(sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:prefix_cache_hits_total")))
+        hits.append(metric(full_server, "prefix_cache_hits_total"))
 
     sync, policy, client = connect("shared_vllm")
     sync.push(policy, version=0)

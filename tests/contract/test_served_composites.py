@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composites import SERVED, load_composite, save_served
+from architectures import SERVED, load_composite, save_served
 from engines import (
     CPU,
     GPU,
@@ -28,7 +28,7 @@ from engines import (
 )
 from factories import strategy
 
-from offline_grpo.model.layouts.padded import Padded
+from offline_grpo.model.layouts.rows import Padded
 
 pytestmark = pytest.mark.slow  # a start of a server each
 

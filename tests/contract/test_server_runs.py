@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from children import metrics_of, printed, run_in_children
 from engines import (
     CPU,
     distance,
     kill_engine,
     load,
     make_client,
+    metric,
     preloaded_python,
     save_model,
     serve_again,
 )
 from factories import prompt_of, sampled
+from runs import assert_same, at, five, metrics_of, own_server, printed, run, run_in_children, wait_until
 from scripted_server import Reply, Request, ScriptedServer
-from served_runs import assert_same, at, five, own_server, run
 
 from offline_grpo import evaluate
 from offline_grpo.engine.background import in_background
@@ -69,11 +68,6 @@ def test_restarted_servers_follow_it_too(lora_server: Server, model_folder: Path
     restarted = run(tmp_path / "restarting", model_folder, *own, "weight_sync=lora_restart", *words)
     assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(2)}) > 1
     assert_same(undisturbed, restarted)
-
-
-def count_requests(server: Server) -> float:
-    lines = server.api.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{"))
 
 
 def test_a_found_server_that_is_started_anew_gets_the_weights_again(
@@ -189,9 +183,7 @@ def test_two_processes_share_a_server_and_its_recovery(server: Server, model_fol
     alone = run(tmp_path / "alone", model_folder, *at(server), *words)
     own = own_server(preloaded_python(tmp_path))
     together = in_background(lambda: run_in_children(2, folder, *five(model_folder), *own, *words))
-    while not (folder / "metrics" / "train_iter_000.json").exists():
-        assert not together.done(), printed(folder)
-        time.sleep(0.02)
+    wait_until(lambda: together.done() or (folder / "metrics" / "train_iter_000.json").exists())
     kill_engine(folder)
     assert together.result() == [0, 0], printed(folder)
     found = metrics_of(folder)
@@ -225,11 +217,11 @@ def test_four_that_have_a_part_of_each_weight_are_one(
 def test_evaluate_asks_a_server_what_it_asks_the_module(server: Server, model_folder: Path, tmp_path: Path) -> None:
     """Greedy completions of the same model, of a server and in this process."""
     words = ["eval.do_sample=false", "eval.replicates=1", "eval.ks=[1]", "eval.num_ids=4"]
-    asked = count_requests(server)
+    asked = metric(server, "request_success_total{")
     at_server = ["generation=vllm_server", f"generation.base_url={server.base_url}"]
     for name, where in (("served", at_server), ("here", [])):
         evaluate.run([str(model_folder), *words, *where, f"--out={tmp_path / name}"])
-    assert count_requests(server) - asked == 4
+    assert metric(server, "request_success_total{") - asked == 4
     served, here = (
         sorted((tmp_path / name / "A-1-arithmetic.jsonl").read_text().splitlines()) for name in ("served", "here")
     )
@@ -265,10 +257,10 @@ def test_pushes_to_a_server_that_samples(
     overrides: tuple[str, ...], server: Server, model_folder: Path, tmp_path: Path
 ) -> None:
     """Sampling takes longer than training, and is two iterations ahead, so that each push meets requests that run."""
-    aborted, aborts = count_aborted(server), "rollouts.in_flight=abort" in overrides
+    aborted, aborts = metric(server, "request_success_total{", '"abort"'), "rollouts.in_flight=abort" in overrides
     few, endless = (
         ("data.problems_per_iteration=2", "data.rollouts_per_problem=2"),
-        "generation._target_=served_runs.Endless",
+        "generation._target_=runs.Endless",
     )
     for attempt in range(3):  # on a busy machine the trainer may be the slower one, and no push meet a request
         longer = f"generation.max_new_tokens={300 * 3**attempt}"
@@ -277,17 +269,8 @@ def test_pushes_to_a_server_that_samples(
         assert 0 < max(metrics["async/age_max"] for metrics in found.values()) <= 4
         assert all(metrics["async/num_discarded"] == metrics["sync/num_recoveries"] == 0 for metrics in found.values())
         assert found["train_iter_000.json"]["alignment/diff_abs_mean"] < 1e-4
-        if (count_aborted(server) > aborted) == aborts:
+        if (metric(server, "request_success_total{", '"abort"') > aborted) == aborts:
             return
         assert aborts
         serve_again(server, model_folder, CPU)
     pytest.fail("no push met a request that ran")
-
-
-def count_aborted(server: Server) -> float:
-    lines = server.api.get("/metrics").text.splitlines()
-    return sum(
-        float(line.split()[-1])
-        for line in lines
-        if line.startswith("vllm:request_success_total{") and '"abort"' in line
-    )

@@ -8,10 +8,9 @@ from pathlib import Path
 import gguf
 import pyarrow.parquet as pq
 import pytest
-from children import draw_nothing, metrics_of
 from engines import preloaded_python
 from factories import compose_config
-from served_runs import own_server
+from runs import draw_nothing, metrics_of, own_server
 from transformers import AutoTokenizer
 
 from offline_grpo.report import plots
@@ -19,8 +18,8 @@ from offline_grpo.run import train
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 SMALL = (
-    *("train.iterations=1", "data.problems_per_iteration=2", "data.rollouts_per_problem=4", "data.num_train_seeds=8"),
-    *("generation.max_new_tokens=16", "train.drop_zero_signal_groups=false", "eval.enabled=false"),
+    *("train.iterations=1", "data.problems_per_iteration=2", "data.rollouts_per_problem=2", "data.num_train_seeds=8"),
+    *("generation.max_new_tokens=8", "train.drop_zero_signal_groups=false", "eval.enabled=false"),
     *("checkpoint.enabled=false", "model.device=cpu", "num_threads=1", "engine.args.max_model_len=512"),
 )
 
@@ -42,5 +41,5 @@ def test_smollm2_is_trained_on_what_a_server_samples(tmp_path: Path, monkeypatch
     assert 0 < found["sync/probe_diff_abs_mean"] < 1e-4, "of the weights that were trained"
     [folder] = models.iterdir()
     rows = pq.read_table(tmp_path / "run" / "rollouts" / "iter_000.parquet").to_pylist()
-    assert len(rows) == 8
+    assert len(rows) == 4
     assert all(AutoTokenizer.from_pretrained(folder).decode(row["prompt_ids"]).startswith(SYSTEM) for row in rows)

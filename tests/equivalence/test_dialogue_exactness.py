@@ -24,7 +24,6 @@ from offline_grpo.types import (
     Completion,
     FinishReason,
     Message,
-    Reply,
     Rollout,
     RolloutGroup,
     Rules,
@@ -36,8 +35,8 @@ SAMPLING = SamplingParams(max_new_tokens=40)
 RULES = Rules(max_turns=4, max_turn_tokens=20, max_environment_tokens=1500, timeout_s=60, tools=())
 QUICK = ("gemma4", "gptoss", "lfm2_v2", "llama3_1", "qwen2_5", "qwen3_5_think")
 """A template of each way to write calls."""
-COUNT = int(os.environ.get("DIALOGUES", 24))
-"""Of each template: enough that each meets every `nasty_text`, and every kind of reply. DIALOGUES=300 takes minutes."""
+COUNT = int(os.environ.get("DIALOGUES", 12))
+"""Of each template. DIALOGUES=300 takes minutes."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -173,19 +172,11 @@ def recorded(rollouts: list[Rollout]) -> list[Rollout]:
     return [replace(r, logprobs=o.logprobs, text=o.text, conversation=o.conversation) for r, o in pairs]
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_what_is_trained_on_is_what_was_sampled(name: str) -> None:
-    num_turns, num_calls = check(name, 12)
-    assert num_turns > 18
-    assert num_calls > 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_every_template_continues_exactly(name: str) -> None:
     num_turns, num_calls = check(name, COUNT)
     assert num_turns > 1.5 * COUNT
-    assert num_calls > 0.5 * COUNT or codec_of(name).chat._reader is None
+    assert num_calls > 4 or codec_of(name).chat._reader is None
 
 
 def test_a_reply_that_is_encoded_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,45 +201,3 @@ def test_a_template_that_drops_what_the_policy_says_is_refused() -> None:
         codec.chat.check(has_tools=False)
     with pytest.raises(ConfigError, match=r"cannot write calls of tools; take a template.*respond"):
         codec_of("phi3").chat.check(has_tools=True)
-
-
-def test_replies_are_read_as_they_were_meant() -> None:
-    codec = codec_of("qwen3")
-    text = "<think>\nwhich?\n</think>\n\nI buy.\n" + (call_text(codec, 1) or "").strip()
-    ids = (*codec.tokenizer.encode(text, add_special_tokens=False), *codec.end_ids)
-    completion = Completion(ids, (0.0,) * len(ids), FinishReason.STOP, (0,) * len(ids))
-    reply = codec.chat.read(completion, SAMPLING, [BUY], 2)
-    assert (reply.reasoning, reply.content) == ("which?", "I buy.")
-    assert [(call.id, call.name, call.arguments) for call in reply.calls] == [
-        ("000020000", "buy", {"name": 'a "b"', "price": 3})
-    ]
-    cut = codec.chat.read(replace(completion, finish_reason=FinishReason.LENGTH), SAMPLING, [BUY], 2)
-    assert cut.is_cut
-    assert cut.calls == ()
-    assert Reply().message == {"role": "assistant", "content": ""}
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("lfm2_v2", "[buy(name='a', price=f())]"),
-        ("lfm2_v2", "[buy(name=b'a')]"),
-        ("lfm2_v2", f"[buy(name={'(' * 9999}])"),
-        ("gemma4", "call:buy{name:" + "[" * 99999 + "}"),
-    ],
-)
-def test_a_call_that_is_malformed_is_none(name: str, text: str) -> None:
-    codec = codec_of(name)
-    marks = ("<|tool_call>", "<tool_call|>") if name == "gemma4" else ("<|tool_call_start|>", "<|tool_call_end|>")
-    ids = tuple(codec.tokenizer.encode(text.join(marks), add_special_tokens=False))
-    reply = codec.chat.read(Completion(ids, (0.0,) * len(ids), FinishReason.STOP, (0,) * len(ids)), SAMPLING, [BUY], 0)
-    assert reply.calls == ()
-
-
-def test_a_template_that_drops_thinking_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        for name in ("qwen2_5", "qwen3_8", "qwen3", "deepseekv3", "gptoss"):
-            codec_of(name).chat.check(has_tools=True)
-    assert [record.message[:50] for record in caplog.records] == [
-        "the chat template leaves earlier thinking out where"[:50]
-    ] * 3

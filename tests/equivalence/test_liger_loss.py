@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from factories import LOSS
 
 from offline_grpo.loss.cispo import CISPO
 from offline_grpo.loss.dapo import DAPO
@@ -11,21 +12,7 @@ from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
 
-PLAIN = {
-    "clip_low": 0.15,
-    "clip_high": 0.25,
-    "ratio_reference": "old",
-    "kl_coef": 0.0,
-    "kl_estimator": "k3",
-    "kl_placement": "loss",
-    "kl_importance_weight": False,
-    "entropy_coef": 0.0,
-    "importance_correction": "none",
-    "importance_cap": 1.4,
-    "importance_floor": 0.0,
-    "off_policy_mask": None,
-    "geometric_bounds": None,
-}
+PLAIN = LOSS | {"clip_low": 0.15, "clip_high": 0.25, "entropy_coef": 0.0, "importance_cap": 1.4}
 LOSSES = {"grpo": GRPO, "dapo": DAPO, "dr_grpo": DrGRPO, "gspo": GSPO, "cispo": CISPO}
 VARIANTS = {
     "plain": {},
@@ -47,7 +34,7 @@ def ppo_loss_fn():
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_gradient_and_metrics_equal_liger(ppo_loss_fn, padded_case, name, variant):
     case = padded_case(5)
-    settings = PLAIN | {"dual_clip": None} | VARIANTS[variant]
+    settings = PLAIN | VARIANTS[variant]
     if name == "cispo":
         settings = {key: value for key, value in settings.items() if key != "dual_clip"} | {"clip_low": 1.0}
     loss = LOSSES[name](**settings)

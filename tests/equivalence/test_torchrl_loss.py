@@ -10,28 +10,14 @@ import warnings
 
 import pytest
 import torch
+from factories import LOSS
 
 from offline_grpo.loss.dapo import DAPO
 from offline_grpo.loss.grpo import GRPO
 
 pytestmark = pytest.mark.slow  # torchrl takes 8 s to import
 
-SETTINGS = {
-    "clip_low": 0.15,
-    "clip_high": 0.25,
-    "dual_clip": None,
-    "ratio_reference": "old",
-    "kl_coef": 0.1,
-    "kl_estimator": "k3",
-    "kl_placement": "loss",
-    "kl_importance_weight": False,
-    "entropy_coef": 0.0,
-    "importance_correction": "none",
-    "importance_cap": 2.0,
-    "importance_floor": 0.0,
-    "off_policy_mask": None,
-    "geometric_bounds": None,
-}
+SETTINGS = LOSS | {"clip_low": 0.15, "clip_high": 0.25, "kl_coef": 0.1, "entropy_coef": 0.0}
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dialogues import call_text, codec_of
-from players import Scripted
+from dialogues import Scripted, call_text, codec_of
 from worlds import Shop, environment
 
 from offline_grpo.generation.sample import sample_in_order

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import make_rollout
+from factories import LOSS, make_rollout
 from torch import Tensor
 
 from offline_grpo.loss.base import ClippedLoss, PolicyGradientLoss, RangedLoss
@@ -31,19 +31,8 @@ from offline_grpo.train.advantage.gdpo import GDPO
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import RolloutGroup, Score
 
-PLAIN = {
-    "ratio_reference": "old",
-    "kl_coef": 0.0,
-    "kl_estimator": "k3",
-    "kl_placement": "loss",
-    "kl_importance_weight": False,
-    "entropy_coef": 0.0,
-    "importance_correction": "none",
-    "importance_cap": 1.4,
-    "importance_floor": 0.0,
-    "off_policy_mask": None,
-    "geometric_bounds": None,
-}
+PLAIN = {name: value for name, value in LOSS.items() if "clip" not in name}
+PLAIN |= {"entropy_coef": 0.0, "importance_cap": 1.4}
 LOSSES = {
     "grpo": (GRPO, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
     "dapo": (DAPO, {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}),

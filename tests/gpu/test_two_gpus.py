@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import SMALL, metrics_of, printed, run_in_child, weights_of
-from composites import save_served
+from architectures import save_served
 from factories import compose_config
+from runs import SMALL, metrics_of, printed, run_in_child, weights_of
 
 from offline_grpo.run import train
 

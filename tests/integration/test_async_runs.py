@@ -13,11 +13,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from children import metrics_of, printed, run_in_child, run_in_children, weights_of
 from engines import save_model
 from fake_vllm import FakeVllm
+from runs import at, five, metrics_of, printed, run, run_in_child, run_in_children, wait_until, weights_of
 from scripted_server import Reply, Request, ScriptedServer
-from served_runs import at, five, run
 
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.update import Updater
@@ -37,10 +36,10 @@ class Unhurried(FakeVllm):
         self.stuck: set[int] = set()  # seeds of requests that take minutes
         self._goes = threading.Event()
         self._goes.set()
-        self._is_over = threading.Event()
+        self.is_over = threading.Event()
 
     def close(self) -> None:
-        self._is_over.set()
+        self.is_over.set()
         self._goes.set()
         super().close()
 
@@ -53,7 +52,7 @@ class Unhurried(FakeVllm):
             self.num_asked += 1
             self.at_request(self.num_asked)
             is_stuck = request.body["seed"] in self.stuck
-            if self._is_over.wait(60.0 if is_stuck else self.delay_s):
+            if self.is_over.wait(600.0 if is_stuck else self.delay_s):
                 return Reply()  # nobody waits for it any more, and other tests count what a model does
             self._goes.wait()
         return super().__call__(request)
@@ -171,13 +170,11 @@ def test_killed_while_it_trains_it_goes_on_with_what_comes_next(
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "number", "code"), [("generate", 2, 2), ("train", 15, 15)])
 def test_a_signal_stops_it_at_once(phase: str, number: int, code: int, model: Path, tmp_path: Path) -> None:
-    """Though the server would take minutes for what it was asked."""
+    """Though the server would take longer than the test for what it was asked."""
     with unhurried(model) as (script, server):
         script.stuck = seeds_from(2)
-        began = time.monotonic()
         mishap = {(phase, 1): partial(signal.raise_signal, number)}
-        assert run_in_child(tmp_path / "run", *five(model), *server, *AHEAD, mishaps=mishap, timeout_s=40) == 128 + code
-        assert time.monotonic() - began < 30
+        assert run_in_child(tmp_path / "run", *five(model), *server, *AHEAD, mishaps=mishap) == 128 + code
 
 
 def test_an_error_of_the_trainer_leaves_no_thread(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,15 +188,11 @@ def test_an_error_of_the_trainer_leaves_no_thread(model: Path, tmp_path: Path, m
     before = set(threading.enumerate())
     monkeypatch.setattr(Updater, "run", fail)
     with unhurried(model) as (script, server):
-        script.stuck = seeds_from(1)
-        began = time.monotonic()
+        script.stuck, began = seeds_from(1), time.monotonic()
         with pytest.raises(ValueError, match="no such thing"):
             run(tmp_path / "run", model, *server, *AHEAD)
-        assert time.monotonic() - began < 15
-    deadline = time.monotonic() + 5
-    while ours():
-        assert time.monotonic() < deadline, ours()
-        time.sleep(0.02)
+        assert time.monotonic() - began < 300, "it waited for what it had asked"
+    wait_until(lambda: not ours(), 60, lambda: str(ours()))
 
 
 @pytest.mark.slow

@@ -4,19 +4,16 @@ a run.
 
 import itertools
 import json
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-import atropos_world
+import atropos_parts
 import psutil
 import pytest
-from atropos_world import Groups
-from children import SMALL, metrics_of, start_command
+from atropos_parts import Groups
 from engines import preloaded_python, writers
-from served_runs import own_server, run
-from waiting import wait_until
+from runs import SMALL, metrics_of, own_server, run, start_command, wait_until
 
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import StopRequested
@@ -66,13 +63,10 @@ def killed(tmp_path_factory):
     wait_until(lambda: named(trainer, "task_environment"))  # its log is there before it is
     below = {*trainer.children(recursive=True), *writers(folder / "run" / "server_0.log")}
     trainer.kill()
-    killed_at = time.monotonic()
     psutil.wait_procs(below, timeout=30)
     left = [process for process in below if process.is_running()]
     child.join()
-    return SimpleNamespace(
-        folder=folder / "run", environ=environ, num_below=len(below), left=left, seconds=time.monotonic() - killed_at
-    )
+    return SimpleNamespace(folder=folder / "run", environ=environ, num_below=len(below), left=left)
 
 
 def test_a_run_trains_from_run_api_fed_by_its_own_environment_and_pushes_its_weights(killed):
@@ -104,7 +98,6 @@ def test_the_servers_key_is_in_no_file_of_the_run(killed):
 def test_nothing_outlives_a_run_that_is_killed(killed):
     assert killed.num_below >= 9  # three guardians, the API, the environment and its shell, and the server's three
     assert killed.left == []
-    assert killed.seconds < 25
 
 
 def spans(rollout):
@@ -124,11 +117,11 @@ def fed(tmp_path_factory):
     both.
     """
     folder = tmp_path_factory.mktemp("fed")
-    [gsm8k] = atropos_world.upstream(folder, "environments/gsm8k_server.py")
-    world, model = atropos_world.data_sets(folder), atropos_world.guessing_model(folder / "model")
+    [gsm8k] = atropos_parts.upstream(folder, "environments/gsm8k_server.py")
+    world, model = atropos_parts.data_sets(folder), atropos_parts.guessing_model(folder / "model")
     serve = "serve --config $OFFLINE_GRPO_ENV_CONFIG"
     command = f"cd {world}; export HF_HUB_OFFLINE=1 HF_DATASETS_CACHE={folder}/cache; python {gsm8k} {serve} & "
-    command += f"SENT={folder}/sent.jsonl python {ROOT}/tests/multi_turn_environment.py {serve} & wait"
+    command += f"SENT={folder}/sent.jsonl python {ROOT}/tests/fakes/multi_turn_environment.py {serve} & wait"
     overrides = (
         *(*own_server(preloaded_python(folder)), "weight_sync=reload", f"rollouts.environment='{command}'"),
         *("rollouts=atropos", f"rollouts.url={free_url()}", "rollouts.poll_s=0.2", Groups.override),

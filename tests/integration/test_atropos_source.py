@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from atropos_api import RunApi, as_json, group, make_source, pair
-from children import SMALL, draw_nothing, metrics_of, printed, run_in_children
+from atropos_parts import RunApi, as_json, group, make_source, pair
 from factories import compose_config
+from runs import SMALL, metrics_of, printed, run_in_children, wait_until
 from safetensors.torch import load_file
 
 from offline_grpo.engine.background import in_background
 from offline_grpo.errors import ConfigError
-from offline_grpo.report import plots
 from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.rollouts.atropos import source as atropos
 from offline_grpo.rollouts.on_policy import OnPolicy
@@ -117,10 +116,7 @@ def test_a_reset_that_a_group_follows_before_the_next_poll(
     api.get("/reset_data")
     api.send(pair(0))
     batch = in_background(lambda: source.next(0))
-    deadline = time.monotonic() + 20
-    while api.get("/wandb_info")["group"] != name:
-        assert time.monotonic() < deadline, "it does not register again"
-        time.sleep(0.05)
+    wait_until(lambda: api.get("/wandb_info")["group"] == name, 60)
     api.send(pair(1), pair(2))
     assert texts(batch.result(20)) == ["8 1 2", "8 2 2"]
     assert "it was started anew or reset; registering again" in caplog.text
@@ -190,7 +186,6 @@ def recorded(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     overrides = [*SMALL, cache, "eval.enabled=false", "train.lr=0.0001"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OnPolicy, "next", lambda self, i: groups.append(sample(self, i)) or groups[-1])
-        patch.setattr(plots, "save_report", draw_nothing)
         train(compose_config(*overrides), folder / "on_policy")
     return Recorded(overrides, folder / "on_policy", groups)
 
@@ -203,7 +198,6 @@ def test_the_trajectory_is_that_of_the_run_whose_groups_it_gets(
     api: RunApi, recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit: losses, gradient norms, and weights in the end."""
-    monkeypatch.setattr(plots, "save_report", draw_nothing)
     recorded.send(api)
     train(compose_config(*recorded.from_environments(api)), tmp_path / "run")
 

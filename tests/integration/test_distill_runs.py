@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from children import SMALL, alone_and_together, metrics_of, weights_of
 from factories import compose_config
+from runs import SMALL, alone_and_together, metrics_of, weights_of
 
 from offline_grpo.run import train
 

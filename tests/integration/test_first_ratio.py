@@ -24,10 +24,10 @@ def test_ratio_to_the_sampler_is_one_before_the_first_update(tmp_path, temperatu
         return build_batch([make_rollout(*pair, temperature=scored_at) for pair in pairs], mask_truncated=False)
 
     batch = with_advantages(batch_of(temperature), [1.0, -1.0] * 12)
-    scored = updater.score(batch)
+    scored = updater.passes.score(batch)
     ratio = (scored.old_logprobs - scored.rollout_logprobs).exp()[batch.completion_mask]
     assert len(ratio) > 50
     assert ratio.tolist() == pytest.approx([1.0] * len(ratio), abs=1e-4)
     assert updater.run(scored, iteration=0)["alignment/diff_abs_mean"] < 1e-5
-    wrong = updater.score(batch_of(1.6))
+    wrong = updater.passes.score(batch_of(1.6))
     assert (wrong.old_logprobs - scored.rollout_logprobs).abs().max() > 0.1  # the temperature matters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import shutil
 import subprocess
@@ -64,15 +63,5 @@ def test_a_wheel_trains_outside_a_checkout(tmp_path: Path) -> None:
     assert (refused.returncode, refused.stderr) == (2, "error: train.lr=-1.0: must be above 0 and finite\n")
     assert list(work.iterdir()) == []
 
-    no_cluster = run(command, "--multirun", "hydra/launcher=ray", "hydra.launcher.address=127.0.0.1:1", "seed=0,1")
-    assert (no_cluster.returncode, "no Ray cluster" in no_cluster.stderr) == (2, True), no_cluster.stderr
-    assert list(work.iterdir()) == []
-
-    done = run(command, "experiment=smoke")
-    assert done.returncode == 0, done.stderr
-    [metrics] = work.glob("outputs/*/*/metrics/train_iter_000.json")
-    assert json.loads(metrics.read_text())["grad_norm"] > 0
-    evaluated = run(f"{command}-evaluate", str(metrics.parents[1]), "eval.num_ids=4", "--out", "results")
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert "pass@1" in evaluated.stdout
-    assert (work / "results" / "results.json").exists()
+    named = run(f"{command}-evaluate", "task=arithmetic")
+    assert (named.returncode, named.stderr.startswith("error: MODEL: 0 are named")) == (2, True), named.stderr

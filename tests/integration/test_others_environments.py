@@ -12,9 +12,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from children import SMALL, metrics_of, printed, run_in_child
-from dialogues import codec_of, model_of
-from players import Scripted
+from dialogues import Scripted, codec_of, model_of
+from runs import SMALL, metrics_of, printed, run_in_child
 from websockets.sync.client import connect
 from worlds import environment
 
@@ -26,7 +25,7 @@ from offline_grpo.task.rows import Row
 from offline_grpo.task.verifiers import Verifiers
 from offline_grpo.types import Problem, Rollout, SamplingParams, Split
 
-TESTS = Path(__file__).parents[1]
+FAKES = Path(__file__).parents[1] / "fakes"
 CODEC = codec_of("qwen3")
 LIMITS: dict[str, Any] = {
     "max_turns": 8,
@@ -64,7 +63,7 @@ def row(task: Any, **fields: Any) -> Problem:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs of two iterations with a random model; returns the rollouts of their records."""
+    """Runs of one iteration with a random model; returns the rollouts of their records."""
     folder = tmp_path_factory.mktemp("others")
     model = model_of(CODEC, context=8192)
     with torch.no_grad():  # replies end often, without a bias, which Llama's file format has not
@@ -77,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def run(name: str, *overrides: str) -> list[tuple[Problem | None, Rollout]]:
         model = (f"model.train_id={folder / 'model'}", "model.device=cpu", "checkpoint.enabled=false")
-        brief = ("train.iterations=2", "data.num_train_seeds=null", "generation.max_new_tokens=60", "scoring.workers=2")
+        brief = ("train.iterations=1", "data.num_train_seeds=null", "generation.max_new_tokens=60", "scoring.workers=2")
         brief += ("data.problems_per_iteration=4", "data.rollouts_per_problem=2", "eval.enabled=false")
         own = ("task.max_turn_tokens=20", "task.max_environment_tokens=4000") if name != "mixed" else ()
         words = [each for each in SMALL if not each.startswith(("model.", "task."))]
@@ -123,12 +122,12 @@ def test_all_of_them_in_one_run_that_reaches_no_other_machine(run: Any, tmp_path
     words = ["task=mixture"]
     for name, own in tasks.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
-        settings = {"environment": f"offline_gyms:{name}", "path": tmp_path / f"{name}.jsonl"}
+        settings = {"environment": f"gyms:{name}", "path": tmp_path / f"{name}.jsonl"}
         settings |= {"max_environment_tokens": 4000, "max_turn_tokens": 20}
         words += [f"+task@task.tasks.{name}=environment"]
         words += [f"task.tasks.{name}.{key}={value}" for key, value in settings.items()]
     found = run("mixed", *words, "data.problems_per_iteration=6")
-    assert len(found) == 2 * 6 * 2
+    assert len(found) == 6 * 2
     assert {problem.task for problem, _ in found} == set(tasks)
     assert max(len(rollout.turns) for _, rollout in found) > 1
 
@@ -137,7 +136,7 @@ VERIFIERS: dict[str, Any] = {"eval_verifiers": {"seed": 1}, "eval_frac": 0.1, "e
 
 
 def test_a_taskset_of_verifiers_with_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))  # for the server of the tool
+    monkeypatch.setenv("PYTHONPATH", str(FAKES))  # for the server of the tool
     task = Verifiers(verifiers={"id": "sums-taskset", "task": {"has_tool": True}}, **VERIFIERS)
     problem = task.problems(Split.TRAIN)[3]
     assert problem.messages == ({"role": "user", "content": "12+9="},)
@@ -151,7 +150,7 @@ def test_a_taskset_of_verifiers_with_a_tool(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_run_with_verifiers_earns_its_rewards(run: Any) -> None:
     found = run("verifiers", "task=verifiers", "task.verifiers.id=sums-taskset")
-    assert len(found) == 2 * 4 * 2
+    assert len(found) == 4 * 2
     for problem, rollout in found:
         reply, data = rollout.conversation[-1]["content"], problem.fields["data"]
         right = 0.5 * (str(data["a"] + data["b"]) in reply)
@@ -172,7 +171,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     python = folder / "env" / "bin" / "python"
     subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(folder / "env")], check=True)
     subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), "openenv==0.10.0"], check=True)
-    command = [str(python), str(TESTS / "openenv_servers.py")]
+    command = [str(python), str(FAKES / "openenv_servers.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process, [f"http://127.0.0.1:{port}" for port in process.stdout.readline().split()]
@@ -224,7 +223,7 @@ def test_actions_of_another_environment(servers: Any) -> None:
 def test_a_run_beside_a_server_with_two_sessions(run: Any, servers: Any) -> None:
     words = (f"task.openenv.url={servers[1][1]}", "task.openenv.text_field=number", "scoring.episodes=2")
     found = run("openenv", "task=openenv", *words)
-    assert len(found) == 2 * 4 * 2
+    assert len(found) == 4 * 2
     assert max(len(rollout.turns) for _, rollout in found) > 1
     for _, rollout in found:
         guesses = [each["content"] for each in rollout.conversation if each["role"] == "assistant"]

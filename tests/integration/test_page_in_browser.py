@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_folders import HOSTILE, make_run
+from run_folders import HOSTILE, make_run
 
 from offline_grpo.report.page import save_page
 
@@ -69,25 +69,6 @@ def test_the_pictures_are_there_and_fit_a_telephone_at_night(browser: Any, sweep
     assert page.locator("nav a").all_inner_texts()[:3] == ["Results", "Look at", "Learning curves"]
 
 
-def test_all_pictures_are_on_paper(browser: Any, sweep: Path) -> None:
-    """Also those that were never in sight, at night, and on a small screen; then the page is as it was."""
-    page = opened(browser, sweep, width=400, dark=True)
-    plots = page.locator("figure:visible [role=img]")
-    assert page.locator("figure:visible [role=img] .main-svg:first-child").count() < plots.count()
-    page.evaluate("""addEventListener("beforeprint", () => {
-      window.onPaper = [...document.querySelectorAll("figure .main-svg:first-child")].map((node) => node.clientWidth);
-      window.ink = getComputedStyle(document.body).color;
-    })""")
-    page.pdf()
-    assert page.evaluate("onPaper.length") == plots.count()
-    assert set(page.evaluate("onPaper")) <= {680, 328}, "the width of a page, or half of it without the gap"
-    assert page.evaluate("ink") == "rgb(31, 35, 40)"
-    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(227, 230, 234)"
-    assert page.evaluate("document.documentElement.scrollWidth") == 400
-    assert page.wrong == []
-    page.close()
-
-
 def test_tables_sort_by_number_and_back(page: Any) -> None:
     cells = page.locator("#results tbody td:nth-child(3)")
     values = [f"{share:.3f} [{share - 0.01:.3f}, {share + 0.01:.3f}]" for share in (0.75, 0.5, 0.25)]
@@ -109,20 +90,6 @@ def test_differences_and_findings_are_shown(page: Any) -> None:
     assert finding.startswith("3 of 3 runs (0, 1, 2; numbers of the first): 50% of the completions are cut off")
 
 
-def test_held_out_problems_of_a_run_are_drawn(browser: Any, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", text=HOSTILE, **{"mismatch/kl_k3": 0.001})
-    shutil.copy(run / "rollouts" / "eval_iter_011.parquet", run / "rollouts" / "eval_init.parquet")
-    page = opened(browser, save_page([run], tmp_path / "report.html"))
-    page.locator("#solved").scroll_into_view_if_needed()
-    page.wait_for_selector("#solved .hm image")
-    assert page.locator("#solved .ytick text").count() == 4
-    assert page.locator("#learning p").first.inner_text().startswith("Bands are 95% intervals over problems;")
-    assert page.locator("[id='KL divergence'] .legend").inner_text() == "engine to trainer", "one of several is named"
-    assert page.locator("#findings p").inner_text().startswith("Nothing is out of the ordinary")
-    assert page.wrong == []
-    page.close()
-
-
 def test_a_sample_can_be_found(page: Any) -> None:
     form = page.locator("#samples form")
     form.get_by_label("Text").fill("FOUR 7")
@@ -140,11 +107,11 @@ def test_a_sample_can_be_found(page: Any) -> None:
 
 
 def test_the_legend_and_the_links_of_findings(page: Any) -> None:
-    lines = page.locator("figure:has([id='eval/pass@1']) .scatterlayer .trace")
-    before = lines.count()
+    lines = "figure:has([id='eval/pass@1']) .scatterlayer .trace"
+    before = page.locator(lines).count()
     page.locator("#learning .legend button").first.click()
-    page.wait_for_timeout(1000)
-    assert 0 < lines.count() < before
+    page.wait_for_function("([lines, before]) => document.querySelectorAll(lines).length < before", arg=[lines, before])
+    assert page.locator(lines).count() > 0
     assert page.locator("#learning .legend button").nth(1).inner_text() == "loss=gspo"
     page.locator("#findings a").first.click()
     assert page.evaluate("document.querySelector(':target').id") == "train/truncated_frac"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from pathlib import Path
 
 import pytest
-from children import SMALL, metrics_of
 from engines import save_model
 from factories import compose_config
 from fake_vllm import FakeVllm
+from runs import SMALL, assert_same, metrics_of
 from scripted_server import Reply, Request, ScriptedServer
-from served_runs import assert_same
 
-from offline_grpo.config.compose import typed
-from offline_grpo.config.parts import make_plan
 from offline_grpo.run import train
 
 FILES = {
@@ -70,107 +66,6 @@ FILES = {
     "mine/conf/model/layout/one_by_one.yaml": """
         _target_: mine.one_by_one.OneByOne
         """,
-    "mine/stored.py": '''
-        """The same two conversations in every iteration: no problems, no engine, advantages of their own."""
-
-        from offline_grpo.interfaces import Source
-        from offline_grpo.types import FinishReason, Rollout, RolloutGroup, Score
-
-
-        class Stored(Source):
-            needs_problems = False
-
-            def __init__(self, value: float, rank: int) -> None:
-                self.value, self.rank, self.calls = value, rank, []
-
-            @staticmethod
-            def check(config):
-                assert config.train.iterations > 0
-
-            def start(self, iteration, state):
-                self.calls.append(("start", iteration, state))
-
-            def next(self, iteration):
-                self.calls.append(("next", iteration))
-                advantages = ((self.value,) * 7, (-self.value,) * 7)
-                return [RolloutGroup(None, (self.rollout(1.0), self.rollout(-1.0)), advantages)]
-
-            def rollout(self, reward):
-                sampled = (False, False, True, True, False, False, True)
-                score = Score(reward, reward > 0, {})
-                tokens, logprobs = tuple(range(5, 12)), (-2.0,) * 7
-                return Rollout(tokens, sampled, logprobs, (0,) * 7, 1.0, FinishReason.STOP, "", score)
-
-            def weights_changed(self, version):
-                self.calls.append(("weights_changed", version))
-
-            def metrics(self):
-                return {"stored/num_calls": float(len(self.calls))}
-
-            def state_dict(self):
-                return {"num_calls": len(self.calls)}
-
-            def close(self):
-                seen.append([*self.calls, ("close",)])
-
-
-        seen = []
-        ''',
-    "mine/conf/rollouts/stored.yaml": """
-        _target_: mine.stored.Stored
-        value: 0.5
-        """,
-    "mine/copying.py": '''
-        """An engine in this process with a copy of the weights, and what keeps it current."""
-
-        import copy
-        from contextlib import contextmanager
-        from dataclasses import dataclass
-        from typing import Any
-
-        from offline_grpo.engine.engine import LocalEngine
-        from offline_grpo.generation.transformers_client import TransformersClient
-        from offline_grpo.weight_sync.strategy import SyncRequirements
-        from offline_grpo.weight_sync.strategy import Staged, WeightSync
-
-
-        class CopyClient(TransformersClient):
-            def __init__(self, model, tokenizer, batch_size: int) -> None:
-                super().__init__(copy.deepcopy(model), tokenizer, batch_size)
-
-
-        @dataclass(frozen=True, kw_only=True)
-        class Copies(Staged):
-            weights: Any
-
-
-        class Copying(WeightSync):
-            name = "copying"
-            requires = SyncRequirements(engine=LocalEngine, moves="any")
-
-            def __init__(self, interval: int) -> None:
-                self.interval = interval
-
-            @contextmanager
-            def staged(self, snapshot, version):
-                weights = {name: tensor.clone() for name, tensor in snapshot.weights()}
-                num_bytes = sum(tensor.nbytes for tensor in weights.values())
-                yield Copies(version=version, num_tensors=len(weights), num_bytes=num_bytes, weights=weights)
-
-            def deliver(self, engines, staged):
-                for engine in engines:
-                    engine.model.load_state_dict(staged.weights, strict=False)
-                return 0.0
-
-            def verify(self, engines, snapshot, version):
-                return []
-        ''',
-    "mine/conf/generation/copying.yaml": """
-        defaults:
-          - transformers
-          - _self_
-        _target_: mine.copying.CopyClient
-        """,
     "mine/toy.py": '''
         """A kind of server that nobody else knows."""
 
@@ -219,10 +114,6 @@ FILES = {
         timeout_s: 60
         max_retries: 1
         """,
-    "mine/conf/weight_sync/copying.yaml": """
-        _target_: mine.copying.Copying
-        interval: 1
-        """,
 }
 RUN = (
     *SMALL,
@@ -255,30 +146,6 @@ def test_they_train_as_the_packages_own_do(search_path: str, cache: str, tmp_pat
     expected, actual = (metrics_of(tmp_path / name)["train_iter_000.json"] for name in ("built_in", "outside"))
     for name in ("loss_total", "loss_pg", "kl_divergence", "entropy", "grad_norm", "reward_mean"):
         assert actual[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
-
-
-def test_a_source_of_rollouts_with_advantages_and_no_problems(search_path: str, cache: str, tmp_path: Path) -> None:
-    run = (*RUN, cache, "checkpoint.enabled=true", "train.iterations=2", "train.updates_per_iteration=1")
-    train(compose_config(search_path, *run, "rollouts=stored"), tmp_path / "run")
-    from mine import stored  # pyright: ignore[reportMissingImports]
-
-    assert stored.seen.pop() == [
-        *(
-            ("weights_changed", 0),
-            ("start", 0, None),
-            ("next", 0),
-            ("weights_changed", 1),
-            ("next", 1),
-            ("weights_changed", 2),
-        ),
-        ("close",),
-    ]
-    found = metrics_of(tmp_path / "run")["train_iter_001.json"]
-    assert (found["num_completion_tokens"], found["advantage_std"], found["num_updates"]) == (6, 0.5, 1)
-    state = json.loads((tmp_path / "run" / "checkpoints" / "iter_001" / "trainer" / "state.json").read_text())
-    assert state["source"] == {"num_calls": 6}
-    problems = make_plan(typed(compose_config(search_path, "rollouts=stored"))).data.train
-    assert problems is None, "no problems are made for a source that needs none"
 
 
 class ToyServer(FakeVllm):
@@ -315,19 +182,3 @@ def test_a_kind_of_server(search_path: str, tmp_path: Path) -> None:
     assert_same(
         here, {name: {key: value for key, value in of.items() if key in here[name]} for name, of in there.items()}
     )
-
-
-COPIES = ("generation=copying", "weight_sync=copying", "train.schedule=constant", "train.lr=1e-2")
-
-
-def test_a_client_and_a_strategy(search_path: str, cache: str, tmp_path: Path) -> None:
-    """A copy that gets the weights after every update samples what the trained module itself would."""
-    run = (*RUN, cache, "train.iterations=3", "train.schedule=constant", "train.lr=1e-2")
-    train(compose_config(*run), tmp_path / "one_copy")
-    train(compose_config(search_path, *run, *COPIES), tmp_path / "two_copies")
-    expected, actual = metrics_of(tmp_path / "one_copy"), metrics_of(tmp_path / "two_copies")
-    for name, metrics in expected.items():
-        assert {k: v for k, v in actual[name].items() if not k.startswith("sync/")} == {
-            k: v for k, v in metrics.items() if not k.startswith("sync/")
-        }
-    assert actual["train_iter_002.json"]["sync/num_bytes"] > 0

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
-from children import (
+from group_work import one_fails
+from runs import (
     SMALL,
     Kill,
     alone_and_together,
@@ -19,7 +20,6 @@ from children import (
     run_in_children,
     weights_of,
 )
-from one_fails import one_fails
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,12 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-from children import metrics_of
 from engines import CPU, engine, preloaded_python, processes_naming, save_model
-from served_runs import assert_same, own_server, run
-from waiting import wait_until
+from runs import assert_same, drawn, metrics_of, own_server, run, wait_until
 
 from offline_grpo.engine.ray_server import ServerActor
 from offline_grpo.errors import ConfigError
@@ -31,14 +28,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_cluster(cluster: Any, folder: Path) -> tuple[str, ...]:
     return (*own_server(preloaded_python(folder)), *TWO, "placement=ray", f"placement.address={cluster.address}")
-
-
-def drawn(folder: Path) -> list[Any]:
-    columns = ["problem_id", "completion_ids", "reward", "version", "advantage"]
-    return [
-        pq.read_table(file, columns=columns).to_pylist()
-        for file in sorted((folder / "rollouts").glob("iter_*.parquet"))
-    ]
 
 
 def lose_a_machine(cluster: Any, folder: Path) -> None:
@@ -98,7 +87,7 @@ def test_a_cluster_that_is_not_there_is_refused_in_time(
     began = time.monotonic()
     with pytest.raises(ConfigError, match=message):
         run(tmp_path / "run", model, *own_server(sys.executable), *TWO, "placement=ray", *words)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60  # Ray itself would try for minutes
 
 
 def test_a_machine_without_vllm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from children import SMALL, assert_alike, printed, run_command, run_in_child, start_command
 from engines import processes_naming
-from waiting import wait_until
+from runs import SMALL, assert_alike, printed, run_command, run_in_child, start_command, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
 STEADY = ("train.iterations=1000", "train.schedule=constant", "eval.enabled=false")
@@ -63,9 +61,7 @@ def started(folder: Path, name: str, *words: str) -> Iterator[Command]:
 
 @pytest.mark.slow
 def test_they_train_as_one_does_whatever_dies_and_nothing_is_left_running(cluster: Any, tmp_path: Path) -> None:
-    """A training process, Ray's process around one, the command itself, a machine with one of the processes, and a
-    Ctrl-C: each start resumes.
-    """
+    """A training process, the command itself, a machine with one of the processes, and a Ctrl-C: each start resumes."""
     folder, cache = tmp_path / "run", f"cache_dir={tmp_path}/cache"
     on_ray = ("placement=ray", f"placement.address={cluster.address}", "placement.trainer=ray")
     own = (*SMALL, *STEADY, *on_ray, "placement.num_trainers=2", cache, f"hydra.run.dir={folder}")
@@ -76,21 +72,10 @@ def test_they_train_as_one_does_whatever_dies_and_nothing_is_left_running(cluste
 
     with started(folder, "process", *own) as command:
         other = second()
-        began = time.monotonic()
         other.kill()
         code, out, err = command.end()
         assert code, (code, out, err)
         assert "another process of the run has ended" in out + err
-        assert time.monotonic() - began < 30
-
-    with started(folder, "actor", f"resume={folder}") as command:
-        actor = second().parent()
-        assert actor is not None
-        actor.kill()
-        code, out, err = command.end()
-        assert code == 1, out + err
-        lost = "error: the machine of training process 1 has lost the process that Ray started there; go on with resume"
-        assert err.splitlines()[-1].startswith(lost)
 
     with started(folder, "command", f"resume={folder}") as command:
         command.process.kill()

@@ -6,22 +6,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from children import SMALL, draw_nothing, metrics_of, weights_of
 from factories import compose_config
+from runs import SMALL, metrics_of, weights_of
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.report import plots
 from offline_grpo.run import train
 
 WORDS = (*SMALL, "train.iterations=3", "eval.interval=1", "checkpoint.save_interval=1", "checkpoint.keep_last_k=all")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_drawing():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "save_report", draw_nothing)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,10 @@ from typing import Any
 
 import bad_rewards
 import psutil
-import pyarrow.parquet as pq
 import pytest
-from children import metrics_of
 from engines import save_model
 from factories import compose_config
-from served_runs import assert_same, run
-from waiting import wait_until
+from runs import assert_same, drawn, metrics_of, run, wait_until
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
@@ -119,12 +116,6 @@ def test_a_killed_trainer_leaves_nothing_that_scores(cluster: Any) -> None:
         assert {process.pid for process in hosts()} - before
         trainer.kill()
     wait_until(lambda: {process.pid for process in hosts()} <= before, 30)
-
-
-def drawn(folder: Path) -> list[Any]:
-    columns = ["problem_id", "completion_ids", "reward", "advantage"]
-    files = sorted((folder / "rollouts").glob("iter_*.parquet"))
-    return [pq.read_table(file, columns=columns).to_pylist() for file in files]
 
 
 def test_what_would_not_be_scored_there_is_refused(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import SMALL, Heard, draw_nothing, run_command
 from factories import compose_config
+from runs import SMALL, Heard, run_command
 
-from offline_grpo.report import plots
 from offline_grpo.run import train
 
 SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
@@ -27,7 +26,6 @@ def run(tmp_path_factory) -> Any:
     Heard.events.clear()
     with pytest.MonkeyPatch.context() as patch, (root / "out.txt").open("w") as out:
         patch.setattr("sys.stdout", out)
-        patch.setattr(plots, "save_report", draw_nothing)
         train(compose_config(*overrides), root / "run")
     return root / "run", list(Heard.events), (root / "out.txt").read_text().splitlines()
 
@@ -75,7 +73,7 @@ def test_the_first_record_tells_what_the_start_took(run):
 @pytest.mark.slow
 def test_a_sweep_that_is_stopped_has_its_table(cache, tmp_path):
     """One run is done, one was stopped, and the third never began."""
-    stops = "+logger.stops={_target_:children.StopsRun,name:'1'}"
+    stops = "+logger.stops={_target_:runs.StopsRun,name:'1'}"
     words = (f"hydra.sweep.dir={tmp_path}/sweep", *SMALL, cache, "train.iterations=2", "eval.interval=1", stops)
     result = run_command(tmp_path / "cwd", SCRIPT, "--multirun", *words, "seed=0,1,2")
     assert result.returncode == 143, result.stderr

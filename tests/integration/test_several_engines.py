@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-from children import metrics_of
 from engines import CPU, engine_core, make_server, preloaded_python, processes_naming, save_model, writers
-from served_runs import assert_same, own_server, run
+from runs import assert_same, drawn, metrics_of, own_server, run
 
 from offline_grpo.engine.server import Server
 
@@ -42,17 +39,6 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
 def at(*servers: Server) -> tuple[str, ...]:
     urls = ",".join(server.base_url for server in servers)
     return ("generation=vllm_server", f"generation.base_url=[{urls}]", "generation.api_key=ours", "weight_sync=reload")
-
-
-def drawn(folder: Path) -> list[Any]:
-    """What was sampled and what it was worth. Logprobs are left out: their last bits depend on what a server computes
-    at the same time.
-    """
-    files = sorted((folder / "rollouts").glob("iter_*.parquet"))
-    return [
-        pq.read_table(file, columns=["problem_id", "completion_ids", "reward", "version", "advantage"]).to_pylist()
-        for file in files
-    ]
 
 
 @pytest.fixture(scope="module")

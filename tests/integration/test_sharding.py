@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from architectures import ZOO
-from children import SMALL, Kill, assert_alike, in_group, printed, run_in_child, run_in_children
-from sharded import LOSSES, follow
+from group_work import LOSSES, follow
+from runs import SMALL, Kill, assert_alike, in_group, printed, run_in_child, run_in_children
 from transformers import AutoModelForCausalLM
 
 SHARDED = "train.sharding=fsdp2"
@@ -41,7 +41,7 @@ def apart(folder: Path, count: int, cases: list[dict[str, Any]]) -> None:
 
 
 def test_updates_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    apart(tmp_path, 2, CASES)
+    apart(tmp_path, 2, CASES[:1])
 
 
 @pytest.mark.slow
@@ -52,6 +52,7 @@ def test_every_loss_and_several_architectures_on_four_processes(tmp_path: Path) 
         tmp_path,
         4,
         [
+            *CASES[1:],
             {"model": "qwen3", "lora": True},
             *({"model": "qwen3", "loss": loss, "changes": TIED} for loss in LOSSES),
             *({"model": name} for name in names),
@@ -61,7 +62,7 @@ def test_every_loss_and_several_architectures_on_four_processes(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) -> None:
-    """Two that share, one alone, and four: from a checkpoint of any of them, and bit for bit with the same number."""
+    """Two that share and one alone: from a checkpoint of either, and bit for bit with the same number."""
     alone, two = tmp_path / "alone", tmp_path / "two"
     assert run_in_child(alone, *RUN, cache) == 0, printed(alone)
     assert run_in_children(2, two, *RUN, cache, SHARDED) == [0, 0], printed(two)
@@ -70,7 +71,7 @@ def test_a_run_goes_on_with_any_number_of_processes(cache: str, tmp_path: Path) 
     whole, config = (AutoModelForCausalLM.from_pretrained(run / "checkpoints/iter_001") for run in (two, alone))
     for ours, theirs in zip(whole.parameters(), config.parameters(), strict=True):
         assert ours.allclose(theirs, atol=1e-5)
-    for source, count, override in ((two, 1, "train.sharding=none"), (alone, 4, SHARDED), (two, 2, SHARDED)):
+    for source, count, override in ((two, 1, "train.sharding=none"), (alone, 2, SHARDED), (two, 2, SHARDED)):
         again = tmp_path / f"{source.name}_by_{count}"
         shutil.copytree(source, again)
         shutil.rmtree(again / "checkpoints/iter_001")
@@ -114,7 +115,7 @@ def test_parts_are_written_by_all_and_read_by_any_number(cache: str, tmp_path: P
         assert codes == [0] * count, printed(tmp_path / "start")
         assert_alike(again, two)
     killed = tmp_path / "killed"
-    kill = Kill("offline_grpo.checkpoint.checkpointer:Checkpointer._write_into", 2)
+    kill = Kill("offline_grpo.checkpoint.files:TrainerState.to_json", 2)
     assert -9 in run_in_children(2, killed, *run, kill=kill)
     [hidden] = killed.glob("checkpoints/.writing_*")
     assert len(list(hidden.rglob("part_*"))) == 2

@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from children import run_command, start_command
-from waiting import wait_until
+from runs import run_command, start_command, wait_until
 
 from offline_grpo.history import sweeps
 

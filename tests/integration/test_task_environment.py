@@ -110,13 +110,6 @@ def test_problems_are_those_of_a_run_in_its_order_from_where_the_trainer_is(make
     assert len(environment._held_out) == 5
 
 
-def test_a_mixture_is_served(make):
-    parts = "+task@task.tasks.a=arithmetic +task@task.tasks.b=sat"
-    environment = make(task="mixture", task_overrides=f"{parts} data.num_train_seeds=5 eval.num_ids=3")
-    group, _ = environment.run(environment.collect_trajectories(environment.run(environment.get_next_item())))
-    assert len(group["scores"]) == 8
-
-
 def test_evaluation_asks_every_held_out_problem_once(make, tmp_path, capsys):
     environment = make(
         task_overrides="eval.num_ids=6", eval_temperature=0.3, data_dir_to_save_evals=str(tmp_path / "eval")

@@ -8,18 +8,15 @@ from statistics import fmean
 
 import pyarrow.parquet as pq
 import pytest
-from children import (
+from factories import compose_config, make_qwen2
+from runs import (
     SMALL,
     alone_and_together,
-    draw_nothing,
     metrics_of,
     weights_of,
 )
-from factories import compose_config, make_qwen2
-from laboratory import ROWS
 
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.report import plots
 from offline_grpo.run import train
 from offline_grpo.task.instructions import follows
 
@@ -28,13 +25,6 @@ BRIEF = (
     *("data.num_train_seeds=null", "train.drop_zero_signal_groups=false", "generation.max_new_tokens=12"),
     *("eval.num_ids=4", "eval.replicates=2", "eval.ks=[1,2]", "eval.interval=1"),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_drawing():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "save_report", draw_nothing)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +86,9 @@ def test_a_mixture_is_resumed_to_the_bit(cache: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_with_workers_that_score_follow_the_trajectory_of_one(model: str, tmp_path: Path) -> None:
-    task = ("task=dataset", f"task.path={ROWS}", "task.eval_frac=0.5", "task.reward=bad_rewards:vowels")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": f"{i + 1}"}) + "\n" for i in range(1, 5)))
+    task = ("task=dataset", f"task.path={rows}", "task.eval_frac=0.5", "task.reward=bad_rewards:vowels")
     words = (*BRIEF, "model=hf", model, *task, "task.correct_threshold=0.2", "scoring.workers=2")
     words += ("data.problems_per_iteration=2", "eval.num_ids=2")
     alone, together = alone_and_together(tmp_path, *words)

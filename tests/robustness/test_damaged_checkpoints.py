@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from children import metrics_of, weights_of
 from factories import compose_config
+from runs import metrics_of, weights_of
 
 from offline_grpo.checkpoint.files import verified_state
 from offline_grpo.errors import CheckpointError

@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engines import forking_python, preloaded_python, processes_naming, save_model, writers
-from served_runs import five, own_server
-from waiting import wait_until
+from runs import five, own_server, wait_until
 
 ROOT = Path(__file__).parents[2]
 UNFINISHED = ("*.unfinished", ".writing_*", ".tiny-*", "*.tmp", ".lock")
@@ -41,7 +40,7 @@ def first_forking(folder: Path) -> str:
 def start(folder: Path, python: str, *overrides: str) -> subprocess.Popen[bytes]:
     """A run as a user starts it, with a temporary folder of its own. `python`: that of the server."""
     (folder / "tmp").mkdir()
-    paths = os.pathsep.join(str(ROOT / "tests" / name) for name in (".", "robustness"))
+    paths = os.pathsep.join(str(ROOT / "tests" / name) for name in ("fakes", "robustness"))
     command = [
         sys.executable,
         str(ROOT / "run_grpo.py"),
@@ -75,17 +74,16 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["SIGINT", "SIGKILL"])
-def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
-    """Before a Ctrl-C the server is killed, and the run starts another one."""
-    before = shared_memory()
-    loggers = {  # W&B has temporary files of its own, which outlive a process that is killed
-        "SIGINT": ["+logger=[tensorboard,wandb]", "logger.wandb.mode=offline"],
-    }
-    python = {"SIGINT": first_forking}.get(ending, forking_python)
-    process = start(tmp_path, python(tmp_path), "train.iterations=500", *loggers.get(ending, []))
+def test_nothing_is_left(tmp_path: Path) -> None:
+    """After a Ctrl-C, and before it the death of the server, in whose place the run starts another one.
+
+    After a SIGKILL: tests/integration/test_server_deaths.py.
+    """
+    before, printed = shared_memory(), (tmp_path / "out.txt").read_text
+    loggers = ("+logger=[tensorboard,wandb]", "logger.wandb.mode=offline")
+    process = start(tmp_path, first_forking(tmp_path), "train.iterations=500", *loggers)
     try:
-        wait_until((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, 400, (tmp_path / "out.txt").read_text)
+        wait_until((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, 400, printed)
         server = server_of(tmp_path)
         environment = server.environ()
         key, scratch = environment["OFFLINE_GRPO_API_KEY"], environment["TMPDIR"]
@@ -93,27 +91,16 @@ def test_nothing_is_left(ending: str, tmp_path: Path) -> None:
         everything = [server.pid, *(p.pid for p in found), process.pid]
         assert not processes_naming(key)
         assert list(Path(scratch).iterdir()), "the sockets of the server"
-        if ending == "SIGINT":
-            server.kill()
-            wait_until(lambda: num_recoveries(tmp_path / "run") == 1, 400, (tmp_path / "out.txt").read_text)
-        process.send_signal(getattr(signal, ending))
-        code = process.wait(300)
+        server.kill()
+        wait_until(lambda: num_recoveries(tmp_path / "run") == 1, 400, printed)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(300) == 130, printed()
     finally:
         process.kill()
-    assert code == {"SIGKILL": -9, "SIGINT": 130}[ending], (tmp_path / "out.txt").read_text()
-    wait_until(
-        lambda: not any(map(psutil.pid_exists, everything)) and not processes_naming(str(tmp_path)),
-        30,
-        (tmp_path / "out.txt").read_text,
-    )
-    wait_until(
-        lambda: not {name for name in shared_memory() - before if f"-{process.pid}-" in name},
-        15,
-        (tmp_path / "out.txt").read_text,
-    )
+    wait_until(lambda: not any(map(psutil.pid_exists, everything)) and not processes_naming(str(tmp_path)), 60, printed)
+    wait_until(lambda: not [n for n in shared_memory() - before if f"-{process.pid}-" in n], 60, printed)
     assert [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor_")] == []
-    if ending != "SIGKILL":
-        assert unfinished(tmp_path) == []
+    assert unfinished(tmp_path) == []
     assert files_with(key, tmp_path) == []
     for path in (tmp_path / "run").glob("server_*.log"):
         assert path.stat().st_mode & 0o077 == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import SMALL, printed, run_in_child
 from factories import make_llama
+from runs import SMALL, printed, run_in_child
 
 from offline_grpo import sample
 from offline_grpo.checkpoint.pretrained import find_model

@@ -5,7 +5,7 @@ import signal
 from functools import partial
 
 import pytest
-from children import SMALL, metrics_of, printed, run_in_child, weights_of
+from runs import SMALL, metrics_of, printed, run_in_child, weights_of
 
 from offline_grpo.checkpoint.files import list_checkpoints
 

@@ -31,8 +31,6 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
 
@@ -53,17 +51,11 @@ def test_a_driver_that_fails_is_no_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     assert check.fitting(0.0) == {}
 
 
-def test_what_is_missing_is_told_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be reached" in found("Hub").text
-    assert found("W&B").fix == "wandb login"
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    (tmp_path / "netrc").chmod(0o600)
-    assert found("W&B").state == "ok"
     monkeypatch.setattr(check, "_version", {"vllm": "0.19.1"}.get)
     assert (found("vLLM").state, found("vLLM").text) == ("missing", "0.19.1 (0.25 to 0.33 is supported)")
     assert found("torch").state == "error"
-    monkeypatch.setattr(check, "newer_than_tested", lambda: "newer than tested: torch 3")
-    assert (found("versions").state, found("versions").text) == ("missing", "newer than tested: torch 3")
     monkeypatch.setattr(sys, "version_info", Version(3, 10, 1))
     assert found("Python").state == "error"
 
@@ -88,7 +80,5 @@ def test_the_screen_of_one_gpu(
     put_on_path(tmp_path, monkeypatch, "echo 'NVIDIA RTX 4090, 24564, 24000, 570.86'")
     check.main([])
     lines = capsys.readouterr().out.splitlines()
-    fits = lines[lines.index("This machine fits") + 1 :]
-    assert (fits[0], fits[1][:16]) == ("  uv run run_grpo.py experiment=gsm8k model=NAME", "    as they are:")
-    assert any("model.quantization=nf4 train.lr=1e-5: mistral, qwen3_8b" in line for line in fits)
+    assert any("model.quantization=nf4 train.lr=1e-5: mistral, qwen3_8b" in line for line in lines)
     assert max(map(len, lines)) <= 80

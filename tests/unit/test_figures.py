@@ -180,3 +180,21 @@ def test_every_number_with_a_unit_is_measured_or_listed(page: str) -> None:
     text = re.sub("|".join(NO_FIGURES), " ", text, flags=re.IGNORECASE)
     found = [text[max(0, each.start() - 40) : each.end() + 20] for each in FIGURE.finditer(text)]
     assert not found, "\n".join(["neither in figures.yaml nor in its not_measured:", *found])
+
+
+def test_every_bar_of_the_picture_was_measured() -> None:
+    found: dict[str, Any] = runpy.run_path(str(ROOT / "benchmarks" / "picture.py"))
+    values = {(panel.title, bar.name): bar.value for panel in found["PANELS"] for bar in panel.bars}
+    assert len(values) == 16
+    assert min(values.values()) > 0
+    picture = found["IMAGES"] / "h100.png"
+    assert picture.is_file()
+    assert str(picture.relative_to(ROOT)) in (ROOT / "README.md").read_text()
+
+
+def test_the_table_of_scaling_is_the_models(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its check against the measurement holds, and the page has what it prints."""
+    runpy.run_path(str(ROOT / "benchmarks" / "scaling_model.py"), run_name="__main__")
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(rows) == 8
+    assert "\n".join(rows) in (ROOT / "docs" / "scaling.md").read_text()

@@ -1,8 +1,10 @@
-"""The loop starts an engine that died again, pushes when it is due, and stops at a signal where nothing is lost."""
+"""The loop gives up after a second death, pushes when it is due, and lets nothing count before it is complete.
+
+A death that it recovers from is in tests/integration/test_server_deaths.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +43,7 @@ class Engine:
         self.calls.append(("push", version))
         if self.calls.count(self.calls[-1]) <= self.num_deaths:
             raise self.error("the server has ended (exit code 1).")
-        return report_of(0 if self.is_frozen else version)
+        return report_of(version)
 
     def check_served(self) -> None:
         self.calls.append("check_served")
@@ -50,7 +52,7 @@ class Engine:
 
     def recover(self, policy: Any, *, version: int) -> SyncReport:
         self.calls.append(("recover", version))
-        return report_of(0 if self.is_frozen else version)
+        return report_of(version)
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -87,40 +89,6 @@ def make_loop(engine: Engine, **parts: Any) -> Loop:
 PUSH, RECOVER, CHANGED = ("push", 7), ("recover", 7), ("changed", 7)
 
 
-def test_a_death_is_recovered_from_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(1)
-    loop = make_loop(engine)
-    assert loop.push(force=False)["sync/num_recoveries"] == 1
-    assert engine.calls == [PUSH, RECOVER, CHANGED, PUSH, CHANGED]
-    assert caplog.messages == ["the server has ended (exit code 1). Serving the weights again."]
-    engine.calls.clear()  # another one, later in the run
-    assert loop.push(force=False)["sync/num_recoveries"] == 2
-
-
-def sampled(loop: Loop, engine: Engine, share: Callable[[], list[Any]]) -> list[Any]:
-    return loop.sample(engine, share)  # type: ignore[arg-type]
-
-
-def test_samples_of_an_engine_that_died_or_lost_the_weights_are_drawn_again() -> None:
-    engine = Engine()
-    outcomes = iter([EngineDied("gone"), ["groups"]])
-
-    def sample() -> list[Any]:
-        outcome = next(outcomes)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    loop = make_loop(engine)
-    assert sampled(loop, engine, sample) == ["groups"]
-    assert engine.calls == [RECOVER, CHANGED, "check_served"]
-    engine.calls, engine.losses = [], [EngineDied("started anew")]
-    drawn = iter([["of the base model"], ["groups"]])
-    assert sampled(loop, engine, lambda: next(drawn)) == ["groups"]
-    assert engine.calls == ["check_served", RECOVER, CHANGED, "check_served"]
-    assert loop.num_recoveries == 2
-
-
 def test_a_second_death_or_other_weights_end_the_run() -> None:
     engine = Engine(2)
     with pytest.raises(EngineDied):
@@ -133,7 +101,7 @@ def test_a_second_death_or_other_weights_end_the_run() -> None:
     engine = Engine()
     engine.losses = [EngineError("something else pushes")]
     with pytest.raises(EngineError, match="something else"):
-        sampled(make_loop(engine), engine, lambda: ["groups"])
+        make_loop(engine).sample(engine, lambda: ["groups"])  # type: ignore[arg-type]
     assert engine.calls == ["check_served"]
 
 

@@ -1,6 +1,5 @@
 """What is said about progress reaches the listeners of the run, and what a start consists of is measured."""
 
-import logging
 import re
 import time
 from typing import Any
@@ -81,12 +80,3 @@ def test_what_the_start_took(clock: Clock) -> None:
     assert found["time/start_s"] == pytest.approx(
         found["time/start_imports_and_data_s"] + found["time/start_load_model_s"], abs=1e-4
     )
-
-
-def test_a_long_step_says_when_it_is_done(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
-    with caplog.at_level(logging.INFO), progress.followed():
-        with progress.step("load model", "loading the model A"):
-            clock.pass_by(1.1)
-        with progress.step("load data", "loading the data"):
-            clock.pass_by(0.9)
-    assert caplog.messages == ["loading the model A", "load model: done after 1.1 s", "loading the data"]

@@ -62,27 +62,48 @@ class Checkpointer:
 
     def write(self, iteration: int) -> None:
         """Save the state after `iteration` under a hidden name. Called on every process; rank 0 writes."""
-        hidden = self._hidden(iteration)
-        tensors = {"masters": self.policy.masters.state_dict(), "optimizer": self.updater.state_dict()}
+        hidden, sharding = self._hidden(iteration), self.updater.passes.sharding
+        trainer = hidden / "trainer"
+        tensors: Any = {"masters": self.policy.masters.state_dict(), "optimizer": self.updater.state_dict()}
+        is_in_parts = self.format == "sharded" and self.policy.is_sharded
 
         def make_empty() -> None:
             shutil.rmtree(hidden, ignore_errors=True)
-            (hidden / "trainer").mkdir(parents=True)
+            trainer.mkdir(parents=True)
 
         def write_all() -> None:
-            self._write_into(hidden, iteration, tensors)
+            # The model, for everybody; then what training goes on from.
+            save_policy(self.policy, sharding.full_weights(self.policy), hidden)
+            whole = sharding.whole(tensors, trainer)
+            if is_in_parts:
+                torch.save(whole, trainer / PARTS)
+            else:
+                if whole["masters"]:
+                    masters = {name: tensor.contiguous() for name, tensor in whole["masters"].items()}
+                    save_file(masters, trainer / "masters.safetensors")
+                torch.save(whole["optimizer"], trainer / "optimizer.pt")
+            record = TrainerState(
+                iteration=iteration,
+                counters=self.updater.counters,
+                lr_schedule=self.updater.lr_schedule,
+                source=dict(self.source.state_dict()),
+                milestones=self.milestones.state_dict(),
+                config=dict(self.config),
+            )
+            (hidden / STATE).write_text(record.to_json())
+            write_manifest(hidden)
             if not list_checkpoints(self.folder):
                 warn_of_peft(self.policy.model)
             for path in hidden.rglob("*"):
                 sync(path)
 
         self.ranks.on_main(make_empty)
-        if self._is_in_parts:
+        if is_in_parts:
             from offline_grpo.checkpoint.parts import save_parts  # which takes a second
 
-            tensors = save_parts(tensors, hidden / "trainer", self.ranks.rank)
+            tensors = save_parts(tensors, trainer, self.ranks.rank)
             self.ranks.gather([self.ranks.rank])  # all have written
-        self.updater.sharding.lead(write_all, tensors)
+        sharding.lead(write_all, tensors)
 
     def commit(self, iteration: int) -> None:
         """Rename what was written, then delete all but the best one and the newest `keep_last_k`. Later ones, which
@@ -113,68 +134,35 @@ class Checkpointer:
     def _path(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:03d}"
 
-    @property
-    def _is_in_parts(self) -> bool:
-        return self.format == "sharded" and self.policy.is_sharded
-
-    def _write_into(self, folder: Path, iteration: int, tensors: dict[str, Any]) -> None:
-        sharding, trainer = self.updater.sharding, folder / "trainer"
-        save_policy(self.policy, sharding.full_weights(self.policy), folder)
-        whole = sharding.whole(tensors, trainer)
-        if self._is_in_parts:
-            torch.save(whole, trainer / PARTS)
-        else:
-            if whole["masters"]:
-                masters = {name: tensor.contiguous() for name, tensor in whole["masters"].items()}
-                save_file(masters, trainer / "masters.safetensors")
-            torch.save(whole["optimizer"], trainer / "optimizer.pt")
-        record = TrainerState(
-            iteration=iteration,
-            counters=self.updater.counters,
-            lr_schedule=self.updater.lr_schedule,
-            source=dict(self.source.state_dict()),
-            milestones=self.milestones.state_dict(),
-            config=dict(self.config),
-        )
-        (folder / STATE).write_text(record.to_json())
-        write_manifest(folder)
-
     def restore(self, checkpoint: Path) -> TrainerState:
         """Load optimizer, master weights, counters and milestones (the model itself was loaded from the same folder).
         Raises ValueError for a checkpoint of another model.
         """
-        record, trainer = read_state(checkpoint), checkpoint / "trainer"
-        tensors = self._read_parts(trainer) if (trainer / PARTS).exists() else self._read_whole(trainer)
-        own = self.policy.masters.state_dict()
-        found, needed = ({name: t.shape for name, t in values.items()} for values in (tensors["masters"], own))
+        record, trainer, own = read_state(checkpoint), checkpoint / "trainer", self.policy.masters.state_dict()
+        if (trainer / PARTS).exists():  # of each tensor, the rows that this process holds
+            from offline_grpo.checkpoint.parts import Parts  # which takes a second
+
+            parts, saved = Parts(trainer), torch.load(trainer / PARTS, map_location="cpu", weights_only=True)
+            masters, optimizer = saved["masters"], saved["optimizer"]
+            parameters = [p for group in self.updater.optimizer.param_groups for p in group["params"]]
+            for number, means in optimizer["optimizer"]["state"].items():
+                means.update({name: parts.like(parameters[number], value) for name, value in means.items()})
+            masters = {name: parts.like(own[name], value) for name, value in masters.items()}
+        else:
+            like, file = self.updater.passes.sharding.like, trainer / "masters.safetensors"
+            masters = load_file(file) if file.exists() else {}
+            masters = {name: like(own[name], t) if name in own else t for name, t in masters.items()}
+            is_copied = self.policy.is_sharded or self.policy.masters.host is not None  # so not in memory twice
+            how: Any = {"map_location": "cpu", "weights_only": True, "mmap": is_copied}
+            optimizer = torch.load(trainer / "optimizer.pt", **how)
+        found, needed = ({name: t.shape for name, t in values.items()} for values in (masters, own))
         if found != needed:
             names = sorted(name for name in {**found, **needed} if found.get(name) != needed.get(name))
             raise ValueError(f"{checkpoint}: has masters of another model ({', '.join(names[:3])})")
-        self.updater.load_state_dict(tensors["optimizer"], record.counters)
-        self.policy.masters.load_state_dict(tensors["masters"])
+        self.updater.load_state_dict(optimizer, record.counters)
+        self.policy.masters.load_state_dict(masters)
         self.milestones.load_state_dict(record.milestones)
         best = self.milestones.best_iteration
         if best is not None and not self._path(best).exists():  # it resumes an older checkpoint than the best one
             self.milestones.forget_best()
         return record
-
-    def _read_whole(self, trainer: Path) -> dict[str, Any]:
-        masters, own = trainer / "masters.safetensors", self.policy.masters.state_dict()
-        found, like = load_file(masters) if masters.exists() else {}, self.updater.sharding.like
-        is_copied = self.policy.is_sharded or self.policy.masters.host is not None  # so it need not be in memory twice
-        return {
-            "optimizer": torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True, mmap=is_copied),
-            "masters": {name: like(own[name], t) if name in own else t for name, t in found.items()},
-        }
-
-    def _read_parts(self, trainer: Path) -> dict[str, Any]:
-        """Of each tensor, the rows that this process holds."""
-        from offline_grpo.checkpoint.parts import Parts  # which takes a second
-
-        parts, tensors = Parts(trainer), torch.load(trainer / PARTS, map_location="cpu", weights_only=True)
-        parameters = [parameter for group in self.updater.optimizer.param_groups for parameter in group["params"]]
-        for number, means in tensors["optimizer"]["optimizer"]["state"].items():
-            means.update({name: parts.like(parameters[number], value) for name, value in means.items()})
-        own = self.policy.masters.state_dict()
-        tensors["masters"] = {name: parts.like(own[name], value) for name, value in tensors["masters"].items()}
-        return tensors

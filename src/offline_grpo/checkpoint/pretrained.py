@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,9 @@ class ModelSource:
         attn_implementation: str = "auto",
         merge: bool = False,
     ) -> LanguageModel:
-        """The model in eval mode, frozen. Its GPU becomes torch's current one.
-
-        Args:
-            dtype: None is that of the run that trained it; of another model, that of its weights.
-            merge: add an adapter to the base's weights, in fp32, and round the sum to `dtype` once. The base is that of
-                its files then, never a quantised one.
+        """The model in eval mode, frozen, in the format of the run that trained it, or of its files, if `dtype` is
+        None. Its GPU becomes torch's current one. `merge` adds an adapter to the weights of the base's files in fp32,
+        and rounds the sum once.
         """
         make_current(device)
         how: Any = {"key": KEY, "trust_remote_code": self.trust_remote_code}
@@ -98,11 +96,7 @@ class ModelSource:
 
 def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     """Find out what `name` is. Of a run folder, the best checkpoint is taken if the run kept it, else the newest.
-    `trust_remote_code` is never taken from a checkpoint's own settings.
-
-    Raises:
-        ConfigError: no model has this name, or it cannot be reached.
-        CheckpointError: a checkpoint of another format, or a damaged one.
+    `trust_remote_code` is never taken from a checkpoint's own settings. Raises ConfigError or CheckpointError.
     """
     folder = Path(name).expanduser()
     is_run = os.path.isdir(folder / "checkpoints")
@@ -117,33 +111,24 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     state = verified_state(checkpoint, key=KEY) if checkpoint is not None else None
     place = str(checkpoint or folder) if os.path.exists(folder) else name
     hub.need_model(place, KEY)
-    base = _base_of_adapter(place)
+    # An adapter names the model that it was trained on; `read_model_config` says if there is no model at all.
+    base = None
+    with suppress(OSError):
+        found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        if (file := cached_file(place, ADAPTER_CONFIG_NAME, **found)) is not None:
+            base = str(json.loads(Path(file).read_text())["base_model_name_or_path"])
     key = KEY if base is None else f"{KEY}={name}: an adapter, whose base_model_name_or_path"
     read_model_config(base or place, key, trust_remote_code=trust_remote_code)
     adapter = place if base is not None else None
     return ModelSource(name, base or place, adapter, checkpoint, state, trust_remote_code)
 
 
-def _base_of_adapter(place: str) -> str | None:
-    """What the adapter at `place` was trained on; None where there is no adapter."""
-    found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    try:
-        file = cached_file(place, ADAPTER_CONFIG_NAME, **found)
-    except OSError:
-        return None  # no such model at all, which `read_model_config` says
-    return str(json.loads(Path(file).read_text())["base_model_name_or_path"]) if file is not None else None
-
-
 def export_model(
     source: ModelSource, out: Path, *, merge: bool, dtype: str | None, card: str, picture: Path | None = None
 ) -> None:
-    """Write the folder `out` for transformers, peft and inference servers, completely or not at all.
-
-    Args:
-        merge: add an adapter to its base; otherwise the adapter is written alone.
-        dtype: format of the weights, None leaves it as it was trained.
-        card: what README.md will say.
-        picture: a file that the card shows.
+    """Write the folder `out` for transformers, peft and inference servers, completely or not at all: an adapter added
+    to its base (`merge`) or alone; weights as they were trained if `dtype` is None; README.md with `card` and its
+    picture.
     """
     require_new(out, f"OUT={out}")
     is_merged = source.adapter is not None and merge

@@ -48,7 +48,7 @@ from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.run_files import read_yaml
 from offline_grpo.settings import RunConfig
 from offline_grpo.start.prompts import check_episodes, codec_of, without_long
-from offline_grpo.train.experience import score_metrics
+from offline_grpo.train.metrics import score_metrics
 from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
 
 log = logging.getLogger(__name__)

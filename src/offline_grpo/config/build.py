@@ -20,9 +20,16 @@ from offline_grpo.errors import ConfigError
 # it logs in several lines what `resolve` reports in one
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
 
+_ADVANTAGE = "offline_grpo.train.advantage"
 MOVED = {
     "offline_grpo.generation.vllm_client.VllmClient": "offline_grpo.engine.vllm.VllmEngine",
     "offline_grpo.generation.sglang_client.SglangClient": "offline_grpo.engine.sglang.SglangEngine",
+    f"{_ADVANTAGE}.maxrl.MaxRL": f"{_ADVANTAGE}.MaxRL",
+    f"{_ADVANTAGE}.passk.PassK": f"{_ADVANTAGE}.PassK",
+    f"{_ADVANTAGE}.per_token.PerToken": f"{_ADVANTAGE}.PerToken",
+    f"{_ADVANTAGE}.per_turn.PerTurn": f"{_ADVANTAGE}.PerTurn",
+    f"{_ADVANTAGE}.reinforce_baseline.ReinforceBaseline": f"{_ADVANTAGE}.ReinforceBaseline",
+    f"{_ADVANTAGE}.rloo.RLOO": f"{_ADVANTAGE}.RLOO",
 }
 """Former paths, which the configuration of a resumed run may name."""
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from offline_grpo.eval.pass_at_k import ReplicateTable, metrics_with_intervals
 from offline_grpo.generation.sample import sample_groups
-from offline_grpo.interfaces import RolloutClient, Task, TextCodec
+from offline_grpo.interfaces import RolloutClient, Task
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import EvalConfig
 from offline_grpo.types import FinishReason, Metrics, Problem, Rollout, RolloutGroup, SamplingParams, by_task
@@ -31,7 +32,7 @@ class PassAtKEvaluator:
 
     task: Task
     problems: Sequence[Problem]
-    codec: TextCodec
+    codec: TokenizerCodec
     sampling: SamplingParams
     ks: Sequence[int]
     replicates: int

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from offline_grpo.errors import RequestError
-from offline_grpo.model.chat import THINKING_ENDS, ChatFormat, arguments_of, is_deep
+from offline_grpo.model.text import THINKING_ENDS, ChatFormat
+from offline_grpo.model.tool_calls import arguments_of, is_deep
 from offline_grpo.seeding import derive_seed
 from offline_grpo.types import (
     Completion,

@@ -38,7 +38,7 @@ class Judgement:
     once; if it is async, it is awaited in the background.
 
     Args:
-        text: see `TextCodec.judged`; of a group several.
+        text: see `TokenizerCodec.judged`; of a group several.
 
     Raises:
         ScoreError: the task raised. `result` raises it where the score is async, or no score.

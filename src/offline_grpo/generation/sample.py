@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from offline_grpo import progress
 from offline_grpo.generation.judging import Judgement, judging, scores_of
-from offline_grpo.interfaces import RolloutClient, Task, TextCodec
+from offline_grpo.interfaces import RolloutClient, Task
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, SamplingParams, SamplingRequest
 
@@ -19,7 +19,7 @@ from offline_grpo.types import Completion, Problem, Rollout, RolloutGroup, Sampl
 def sample_groups(
     client: RolloutClient,
     task: Task,
-    codec: TextCodec,
+    codec: TokenizerCodec,
     draws: Sequence[tuple[Problem, int]],
     sampling: SamplingParams,
     *,
@@ -89,7 +89,7 @@ def sample_groups(
 def sample_in_order(
     client: RolloutClient,
     task: Task,
-    codec: TextCodec,
+    codec: TokenizerCodec,
     draws: Sequence[tuple[Problem, int]],
     sampling: SamplingParams,
     *,

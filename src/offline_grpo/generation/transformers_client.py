@@ -27,9 +27,8 @@ from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.decoding_graph import graphed_steps, has_graphs, shared_heads, with_fixed_size
 from offline_grpo.generation.sampler import Draws, RowEnds, SeededSampler, filters, uniforms
 from offline_grpo.model.adapters import LanguageModel, unwrapped
-from offline_grpo.model.layers import not_compiled
+from offline_grpo.model.layers import decoder_of, not_compiled
 from offline_grpo.model.load import context_length
-from offline_grpo.model.logits import decoder_of
 from offline_grpo.model.scoring import eval_mode
 from offline_grpo.model.text import end_ids
 from offline_grpo.types import Completion, CompletionStream, SamplingParams, SamplingRequest, ServedWeights

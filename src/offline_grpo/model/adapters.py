@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.model.layers import named_blocks, parse_layer_indices
-from offline_grpo.model.logits import decoder_of
+from offline_grpo.model.layers import decoder_of, named_blocks, parse_layer_indices
 from offline_grpo.settings import LoraConfig
 
 if TYPE_CHECKING:
@@ -72,17 +71,13 @@ def adapters_off(model: LanguageModel) -> Iterator[None]:
 
 def with_lora(model: PreTrainedModel, lora: LoraConfig, adapter: Path | None) -> PeftModel:
     """The model with LoRA adapters on top (arXiv 2106.09685): those saved in the folder `adapter`, or new ones. They
-    are in the model's format, as a server has them; the masters are fp32.
-
-    Raises:
-        ConfigError: target modules or layers that the model does not have, or an adapter that is not whole.
+    are in the model's format, as a server has them; the masters are fp32. Raises ConfigError for target modules or
+    layers that the model does not have, and an adapter that is not whole.
     """
     from offline_grpo.model.lora_layer import fold_scales
 
-    if adapter is not None:
-        wrapped = with_saved_adapter(model, str(adapter), key="resume", is_trainable=True)
-    else:
-        wrapped = _with_new_adapters(model, lora)
+    saved = adapter is not None
+    wrapped = with_saved_adapter(model, str(adapter), key="resume", is_trainable=True) if saved else _new(model, lora)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)  # peft makes them in fp32
@@ -91,17 +86,13 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, adapter: Path | None) ->
 
 
 def with_saved_adapter(model: PreTrainedModel, adapter: str, *, key: str, is_trainable: bool) -> PeftModel:
-    """The model with the adapter of a folder or Hub id on top, in fp32. peft itself takes what is missing as new.
-
-    Args:
-        key: what named the adapter, for messages.
-
-    Raises:
-        ConfigError: a tensor is missing, or the model has no place for one.
+    """The model with the adapter of a folder or Hub id on top, in fp32. Raises ConfigError, which names `key`, where a
+    tensor is missing, which peft would take as new, or the model has no place for one.
     """
     from peft import PeftConfig, PeftModelForCausalLM
     from peft.utils import load_peft_weights
 
+    # The model with room for the adapter, and the tensors that its file has.
     config = PeftConfig.from_pretrained(adapter)
     config.inference_mode = not is_trainable
     wrapped = PeftModelForCausalLM(model, config, ADAPTER)
@@ -139,26 +130,28 @@ def warn_of_peft(model: LanguageModel) -> None:
         log.warning("peft's own from_pretrained leaves out %d tensors of this adapter, %s; %s", len(lost), names, fix)
 
 
-def _with_new_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
+def _new(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
     from transformers.pytorch_utils import Conv1D
 
+    # Routers: some (PhiMoE's, Llama 4's) are linear layers by name, and return their choice of experts too.
     layers, blocks, targets, decoder = None, "", lora.target_modules, decoder_of(model)
-    # some (PhiMoE's, Llama 4's) are linear layers by name, and return their choice of experts besides a product
     linear = [(name.rsplit(".", 1)[-1], m) for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
     routers = {name for name, module in linear if "Router" in type(module).__name__}
     fix = f"{', '.join(routers)} returns more than a product, which no adapter can follow; leave it out"
     require(routers.isdisjoint(targets), "model.lora.target_modules", targets, fix)
     excluded = [rf".*\.({'|'.join(sorted(routers))})"] if routers else []
+
+    # Layers of a composite's towers may have the same names, and peft combines layer indices with names alone.
     is_composite = model.config.get_text_config(decoder=True) is not model.config
-    if is_composite:  # layers of its towers may have the same names
+    if is_composite:
         [path] = [name for name, module in model.named_modules() if module is decoder]
         excluded.append(rf"(?!{re.escape(path)}\.).*")
     if lora.layer_indices is not None:
         layers = parse_layer_indices(lora.layer_indices, model, key="model.lora.layer_indices")
         blocks, decoder = named_blocks(model)
-    if targets == ["all-linear"] and (layers or is_composite):  # peft combines layer indices with names alone
+    if targets == ["all-linear"] and (layers or is_composite):
         inside = {*decoder.modules()}
         targets = sorted({name for name, module in linear if module in inside})
     peft_config = PeftLoraConfig(
@@ -176,6 +169,7 @@ def _with_new_adapters(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
         wrapped = get_peft_model(model, peft_config)
     except ValueError as error:  # no such modules, or dropout on experts
         raise ConfigError(f"model.lora.target_modules={lora.target_modules}: {' '.join(str(error).split())}") from error
+
     # The loss head reads the head's own weights. With adapted tied embeddings a merged model would have another head.
     head: Any = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()

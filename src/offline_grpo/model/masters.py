@@ -34,10 +34,8 @@ class HostTensors:
     """`flat` [N] fp32, zeros, and a view of it for each shape: `views`. Equal shapes give views at the same places.
 
     Where `device` is a GPU, the pages are locked until the last view is gone, so that copies run beside computations.
-    torch's own page-locked tensors are not used: their memory is the next power of two.
-
-    Raises:
-        torch.OutOfMemoryError: the host has too little memory that it may lock.
+    torch's own page-locked tensors are not used: their memory is the next power of two. Raises torch.OutOfMemoryError
+    if the host has too little memory that it may lock.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
@@ -49,20 +47,19 @@ class HostTensors:
             name: self.flat[start : start + shape.numel()].view(shape)
             for (name, shape), start in zip(shapes.items(), starts, strict=True)
         }
-        if device.type == "cuda" and len(memory):
-            _lock_pages(memory)
-
-
-def _lock_pages(memory: np.ndarray) -> None:
-    runtime: Any = torch.cuda.cudart()
-    address = memory.ctypes.data
-    code = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for all GPUs
-    if code != 0:
-        raise torch.OutOfMemoryError(
-            f"the host cannot lock {memory.nbytes / 2**30:.1f} GiB of its memory (error {code}); see `ulimit -l`"
-        )
-    # Before the memory goes: what the next job of a sweep gets may lie at the same place, and cannot be locked twice.
-    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False  # the end of the process needs no help
+        if device.type != "cuda" or not len(memory):
+            return
+        runtime: Any = torch.cuda.cudart()
+        address = memory.ctypes.data
+        code = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for all GPUs
+        if code != 0:
+            gib = memory.nbytes / 2**30
+            raise torch.OutOfMemoryError(
+                f"the host cannot lock {gib:.1f} GiB of its memory (error {code}); `ulimit -l`"
+            )
+        # Unlocked before the memory goes: what the next job of a sweep gets may lie at the same place, and cannot be
+        # locked twice. The end of the process needs no help.
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
 
 class MasterWeights:
@@ -71,18 +68,15 @@ class MasterWeights:
     The gradient of every backward pass is added to the master's fp32 gradient: a large one as soon as it exists, which
     frees the 16-bit one, and the small ones by `accumulate` after the pass.
 
+    The optimizer steps on `parameters`, which have the fp32 gradients. `values` are the masters by name: their data, or
+    with `offload`, where it means nothing, views of `host`.
+
     Args:
         separate: give fp32 parameters a master too, because something else reads their memory while the optimizer
             steps.
         before_publish: called before the model's weights are written to.
         offload: keep the masters in the host's memory. The optimizer must be one that looks for them there.
-        rounds_to: what the model itself rounds fp32 parameters to whenever it computes (FSDP2); None where it
-            computes in their own format.
-
-    Attributes:
-        parameters: what the optimizer steps on, and what has the fp32 gradients. With `offload` their values mean
-            nothing.
-        values: the masters by name: the data of `parameters`, or with `offload` views of `host`.
+        rounds_to: what the model itself rounds fp32 parameters to whenever it computes (FSDP2).
     """
 
     def __init__(
@@ -167,7 +161,12 @@ class MasterWeights:
                 chunks = [pair] if small else zip(*(t.flatten().split(CHUNK_ELEMENTS) for t in pair), strict=True)
                 for one, other in chunks:
                     rounded = other.to(one.device, non_blocking=True).to(one.dtype)
-                    differ.append((name, _any_bit_differs(one, rounded)))
+                    # Eight bytes are compared at a time where they can be: that is three times as fast on a GPU.
+                    several = 8 // one.element_size()
+                    is_whole = one.dim() > 0 and one.size(-1) % several == 0 and one.storage_offset() % several == 0
+                    integer = {2: torch.int16, 4: torch.int32}[one.element_size()]
+                    integer = torch.int64 if one.is_contiguous() and is_whole else integer
+                    differ.append((name, one.view(integer).ne(rounded.view(integer)).any()))
         flags = torch.stack([flag for _, flag in differ]).tolist() if differ else []  # waits for the device once
         return list(dict.fromkeys(name for (name, _), flag in zip(differ, flags, strict=True) if flag))
 
@@ -185,8 +184,13 @@ class MasterWeights:
             dtype = self._rounds_to or working.dtype
             if dtype == torch.float32:
                 continue
-            value, place = self.values[name], derive_seed(seed, name)
-            first = _first_element(value)
+            value, place, first = self.values[name], derive_seed(seed, name), 0
+            if hasattr(value, "to_local"):  # where this process's part of the tensor begins in all of it, flattened
+                from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+                sharded: Any = value
+                _, offsets = compute_local_shape_and_global_offset(value.shape, sharded.device_mesh, sharded.placements)
+                first = offsets[0] * value.shape[1:].numel()
             for chunk in part_of_process(value).flatten().split(CHUNK_ELEMENTS):
                 master = chunk.to(working.device)
                 rounded = master.to(dtype)
@@ -211,30 +215,10 @@ class MasterWeights:
         self.publish()
 
 
-def _any_bit_differs(ours: Tensor, theirs: Tensor) -> Tensor:
-    """[] bool. Eight bytes are compared at a time where they can be: that is three times as fast on a GPU."""
-    several = 8 // ours.element_size()
-    is_whole = ours.dim() > 0 and ours.size(-1) % several == 0 and ours.storage_offset() % several == 0
-    is_wide = ours.is_contiguous() and is_whole
-    integer = torch.int64 if is_wide else {2: torch.int16, 4: torch.int32}[ours.element_size()]
-    return ours.view(integer).ne(theirs.view(integer)).any()
-
-
 def part_of_process(tensor: Tensor) -> Tensor:
     """What this process has of a tensor: all, or its part of a sharded one."""
     to_local = getattr(tensor, "to_local", None)  # a DTensor's; its class takes a second to import
     return tensor if to_local is None else to_local()
-
-
-def _first_element(value: Tensor) -> int:
-    """Where this process's part of a tensor begins in all of it, as an index of the flat tensor."""
-    if not hasattr(value, "to_local"):
-        return 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sharded: Any = value
-    _, offsets = compute_local_shape_and_global_offset(value.shape, sharded.device_mesh, sharded.placements)
-    return offsets[0] * value.shape[1:].numel()
 
 
 def _noise(first: int, count: int, seed: int, device: torch.device) -> Tensor:

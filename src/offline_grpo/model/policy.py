@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from offline_grpo.model.adapters import ADAPTER, LanguageModel, has_adapters
 from offline_grpo.model.device import make_current
-from offline_grpo.model.logits import output_embeddings
+from offline_grpo.model.layers import output_embeddings
 from offline_grpo.model.masters import MasterWeights, part_of_process
-from offline_grpo.model.nf4 import num_weights
+from offline_grpo.model.quantization import num_weights
 from offline_grpo.model.scoring import Scoring
 
 if TYPE_CHECKING:
@@ -20,37 +20,26 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """The trained model. Its life: loaded, connected to the engine (see `WeightSync.connect`), given masters, trained.
-
-    Args:
-        compute_device: where it computes; None is the device that it is on. They differ only until `become_shared`.
-
-    Attributes:
-        dtype: the format that it computes and is saved in.
-        is_sharded: whether its parameters are this process's parts of them (see train/fsdp2.py).
-        logprobs: from a batch to logprobs [T] without gradient, dropout off.
-    """
+    """The trained model: loaded, connected to the engine (see `WeightSync.connect`), given masters, trained."""
 
     def __init__(
         self, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, *, compute_device: torch.device | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self.scoring = scoring
-        self.compute_device = compute_device or scoring.device
-        self.dtype = self.causal_lm.dtype
-        self.is_sharded = False
-        self.logprobs = scoring.logprobs
-        self._masters: MasterWeights | None = None
+        self.compute_device = compute_device or scoring.device  # another than it is on only until `become_shared`
+        self.dtype = self.causal_lm.dtype  # that it computes and is saved in
+        self.is_sharded = False  # whether its parameters are this process's parts of them (see train/fsdp2.py)
+        self.logprobs = scoring.logprobs  # from a batch to logprobs [T] without gradient, dropout off
+        self.masters: MasterWeights  # that the optimizer steps on; there once `make_masters` was called
         self._before_publish: Callable[[], None] | None = None
 
     @property
     def model(self) -> LanguageModel:
-        """The module that is trained, peft's wrapper included."""
         return self.scoring.model
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
         return self.scoring.causal_lm
 
     @property
@@ -75,27 +64,20 @@ class Policy:
         """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`.
         `offload`: see `MasterWeights`.
         """
-        assert self._masters is None, "the masters were made before"
-        self._masters = MasterWeights(
+        self.masters = MasterWeights(
             self.model.named_parameters(),
             separate=self._before_publish is not None,
             before_publish=self._before_publish,
             offload=offload,
             rounds_to=self.dtype if self.is_sharded and not has_adapters(self.model) else None,
         )
-        return self._masters
-
-    @property
-    def masters(self) -> MasterWeights:
-        """The optimizer steps on them; only after `make_masters`."""
-        assert self._masters is not None, "call policy.make_masters() once its weight sync is connected"
-        return self._masters
+        return self.masters
 
     def become_shared(self, *, before_publish: Callable[[], None]) -> None:
         """Note that the parameters now lie in memory on `compute_device` that others read too, and move the model's
-        buffers there. That GPU becomes torch's current one. `before_publish` is called before that memory is written.
+        buffers there; before there are masters. That GPU becomes torch's current one. `before_publish` is called before
+        that memory is written.
         """
-        assert self._masters is None, "masters would be left behind in the old memory"
         make_current(self.compute_device)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():

@@ -13,11 +13,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
@@ -54,11 +52,6 @@ SHALLOW_BLOCKS = 8
 layouts of 4 and 12 blocks of Llama-3.1-8B's shape have 0.015 and 0.025 in bf16."""
 
 
-class _Result(NamedTuple):
-    logprobs: Tensor  # [N], of the completion tokens
-    gradients: list[Tensor]  # of a weighted sum of them, in the first trained tensors
-
-
 def import_ahead(layout: Layout | None, compiles: bool | str, device: torch.device, dtype: torch.dtype) -> None:
     """Import what `settle_layout` and `settle_compile` need on `device`, which takes seconds, while a server starts."""
     if any(isinstance(each, Flash4) for each in layouts_for(layout, device, dtype)):
@@ -68,63 +61,110 @@ def import_ahead(layout: Layout | None, compiles: bool | str, device: torch.devi
         import_module("torch._inductor.compile_fx")
 
 
+class Proof:
+    """A few short sequences, and what transformers' own forward says of them, from token ids to logits, with one at a
+    time: logprobs of their completion tokens [N], and the gradients of a weighted sum of those in the first trained
+    tensors.
+    """
+
+    def __init__(self, scoring: Scoring, device: torch.device) -> None:
+        self.scoring, self.batch = scoring, batch_for(scoring, device)
+        self.mask, ids = self.batch.completion_mask, self.batch.token_ids
+        self.weights = torch.linspace(-1, 1, len(ids), device=device)[self.mask]  # [N], so that errors do not cancel
+        # without embeddings, whose gradients are large
+        embeddings = {id(scoring.output.weight), id(scoring.causal_lm.get_input_embeddings().weight)}
+        trained = [p for p in scoring.model.parameters() if p.requires_grad and id(p) not in embeddings]
+        self.parameters = trained[:NUM_GRADIENTS]
+
+        self.logprobs = torch.zeros(0, device=device)
+        self.gradients = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+        with eval_mode(scoring.model):
+            for sequence, mask in zip(*(t.split(self.batch.sequence_lengths) for t in (ids, self.mask)), strict=True):
+                logits = scoring.causal_lm(input_ids=sequence[None], use_cache=False).logits[0]  # [L, V]
+                found = logits[:-1].float().log_softmax(-1).gather(1, sequence[1:, None]).squeeze(1)[mask[1:]]
+                own = self.weights[len(self.logprobs) : len(self.logprobs) + len(found)]
+                for total, gradient in zip(self.gradients, self._gradients(found @ own), strict=True):
+                    total += gradient
+                self.logprobs = torch.cat([self.logprobs, found.detach()])
+
+    def fault(self) -> str | None:
+        """What is wrong with the logprobs and gradients of the code that trains; None if nothing is."""
+        scoring, batch = self.scoring, self.batch
+        try:
+            # In the mode in which it trains, but without dropout on adapters.
+            prepare_for_gradients(scoring.model, adapter_dropout=False)
+            found = scoring(batch).logprobs[self.mask]
+            with scoring.attention(batch):
+                gradients = self._gradients(found @ self.weights)
+            scoring.model.eval()
+            scored = scoring.logprobs(batch)[self.mask]  # compiled blocks have code of their own for it
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever an architecture raises when it is called in a way that it does not know
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        for logprobs in (found.detach(), scored):
+            if not _agree(scoring, logprobs, self.logprobs):
+                difference = (logprobs - self.logprobs).abs().mean()
+                return f"logprobs differ from those of one sequence at a time by {difference:.2g} nats on average"
+
+        # The root mean square, relative to the gradient. Where nothing is trained, or all of it is behind a zero, what
+        # is there must be zero too.
+        wrong = sum(float((a - b).square().sum()) for a, b in zip(gradients, self.gradients, strict=True))
+        size = sum(float(b.square().sum()) for b in self.gradients)
+        error = 0.0 if wrong == 0 else math.inf
+        if size != 0:
+            error = math.sqrt(wrong / size)
+        if not error <= GRADIENT_TOLERANCE[scoring.causal_lm.dtype] * _growth(scoring):
+            return f"gradients differ from those of one sequence at a time by {error:.0%}"
+        return None
+
+    def _gradients(self, loss: Tensor) -> list[Tensor]:
+        if not self.parameters:
+            return []
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        return [gradient.float() for gradient in found]
+
+
 def settle_layout(
     scoring: Scoring, requested: Layout | None, device: torch.device, *, key: str = "model.train_id"
 ) -> None:
     """Set `scoring.layout`: to `requested`, or for None (`auto`) to the fastest that is right, padded rows in the end.
-
-    Args:
-        key: the setting that named the model, for messages.
-
-    Raises:
-        ConfigError: `requested` is wrong for this model, or no layout is right.
+    Raises ConfigError if `requested` is wrong for this model, or none is right; `key` named the model.
     """
-    model = scoring.causal_lm
-    batch = _batch(scoring, device)
-    expected = _alone(scoring, batch)
+    model, proof = scoring.causal_lm, Proof(scoring, device)
     if has_adapters(scoring.model):  # now, so that the passes of the layouts prove it too
         from offline_grpo.model.lora_layer import share_inputs  # which imports peft
 
-        first = batch.token_ids[None, : batch.sequence_lengths[0]]
+        first = proof.batch.token_ids[None, : proof.batch.sequence_lengths[0]]
         with torch.no_grad(), eval_mode(scoring.model):
             share_inputs(scoring.model, lambda: model(input_ids=first, use_cache=False))
-    faults: list[str] = []
-    fault = None
+    kind, fault, faults = type(model).__name__, None, []
     for scoring.layout in layouts_for(requested, device, model.dtype):
-        fault = _fault(scoring, batch, expected)
-        name = type(scoring.layout).__name__.lower()
+        name, fault = type(scoring.layout).__name__.lower(), proof.fault()
         if fault is None:
             if requested is None and (faults or device.type == "cuda"):  # on a CPU it is nearly always `tree`
                 log.info("model.layout=auto: %s%s", name, f", because {'; '.join(faults)}" if faults else "")
             return
-        faults.append(f"{name} is wrong for {type(model).__name__}: {fault}")
+        faults.append(f"{name} is wrong for {kind}: {fault}")
         if requested is not None and name != "padded":
-            raise ConfigError(f"model.layout={name}: wrong for {type(model).__name__}, {fault}; use model.layout=auto")
-    raise ConfigError(
-        f"{key}={model.name_or_path}: {type(model).__name__} cannot be scored in batches: {fault}; choose another model"
-    )
+            raise ConfigError(f"model.layout={name}: wrong for {kind}, {fault}; use model.layout=auto")
+    raise ConfigError(f"{key}={model.name_or_path}: {kind} cannot be scored in batches: {fault}; choose another model")
 
 
 def settle_compile(
     scoring: Scoring, requested: bool | str, device: torch.device, *, key: str = "model.train_id"
 ) -> None:
     """Compile the model's blocks, where `requested` (`model.compile`) is true, or `auto` and `device` has a default for
-    it. Blocks that cannot be compiled, or compute something else then, stay as they are under `auto`.
-
-    Called once the layout is settled.
-
-    Raises:
-        ConfigError: they cannot be compiled, or are wrong then, and `requested` is true.
+    it; once the layout is settled. Blocks that cannot be compiled, or compute something else then, stay as they are
+    under `auto`, and raise ConfigError if `requested` is true.
     """
     if not is_compiled(requested, device):
         return
-    model = scoring.causal_lm
-    batch = _batch(scoring, device)
-    expected = _alone(scoring, batch)
+    model, proof = scoring.causal_lm, Proof(scoring, device)
     started, name, setting = time.monotonic(), type(model).__name__, f"model.compile={str(requested).lower()}"
     try:
         compile_blocks(model)
-        fault = _fault(scoring, batch, expected)
+        fault = proof.fault()
     except ConfigError as error:  # no list of blocks
         fault = str(error)
     if fault is None:
@@ -137,30 +177,27 @@ def settle_compile(
     log.warning("%s: not compiled, because %s does not work then: %s; %s", setting, name, fault, fix)
 
 
-def check_causality(scoring: Scoring, num_tokens: int, device: torch.device, *, key: str = "model.train_id") -> None:
+def check_causality(scoring: Scoring, num_tokens: int, device: torch.device) -> None:
     """See that no logprob depends on what follows, in a sequence as long as the run's: the most of it must score alike
     alone. Sparse attention (DeepSeek-V3.2, Doge) may choose other tokens in longer sequences, once it cannot keep all.
-
-    Raises:
-        ConfigError: one does.
+    Raises ConfigError if one does.
     """
     model, most = scoring.causal_lm, num_tokens * 7 // 8
     token_ids = draw_ids(len(scoring.output.weight), num_tokens, torch.Generator().manual_seed(0))
-
-    def scored(length: int) -> Tensor:
-        batch = _flat([token_ids[:length]], [torch.arange(length) > 0]).to(device)
-        return scoring.logprobs(batch)[1:most]
-
     with not_compiled(model):
-        whole, alone = scored(num_tokens), scored(most)
-    if not _logprob_error(whole, alone) <= _logprob_tolerance(scoring):
+        whole, alone = (
+            scoring.logprobs(_flat([token_ids[:length]], [torch.arange(length) > 0]).to(device))[1:most]
+            for length in (num_tokens, most)
+        )
+    if not _agree(scoring, whole, alone):
         by = f"{(whole - alone).abs().mean():.2g} nats on average in sequences of {num_tokens} tokens"
         fault = f"is not causal: what follows a token changes its logprob, by {by}"
         fix = "use shorter prompts and a lower generation.max_new_tokens, or choose another model"
-        raise ConfigError(f"{key}={model.name_or_path}: {type(model).__name__} {fault}; {fix}")
+        raise ConfigError(f"model.train_id={model.name_or_path}: {type(model).__name__} {fault}; {fix}")
 
 
-def _batch(scoring: Scoring, device: torch.device, groups: Sequence[Group] = GROUPS) -> TokenBatch:
+def batch_for(scoring: Scoring, device: torch.device, groups: Sequence[Group] = GROUPS) -> TokenBatch:
+    """Random sequences in groups that share their prompts."""
     vocab_size = len(scoring.output.weight)
     longest = getattr(scoring.causal_lm.config.get_text_config(), "max_position_embeddings", None)
     prompt, completions = LONG_GROUP
@@ -198,88 +235,13 @@ def _flat(sequences: list[Tensor], is_completion: list[Tensor]) -> TokenBatch:
     )
 
 
-def _alone(scoring: Scoring, batch: TokenBatch) -> _Result:
-    """By transformers' own forward, from token ids to logits, with one sequence at a time."""
-    parameters = _probed(scoring)
-    weights = _weights(batch)
-    logprobs: list[Tensor] = []
-    gradients = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-    ends = torch.tensor((0, *batch.sequence_lengths)).cumsum(0).tolist()
-    with eval_mode(scoring.model):
-        for start, end in pairwise(ends):
-            ids, mask = batch.token_ids[start:end], batch.completion_mask[start:end]
-            logits = scoring.causal_lm(input_ids=ids[None], use_cache=False).logits[0]  # [L, V]
-            found = logits[:-1].float().log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[mask[1:]]
-            found_gradients = _gradients(found @ weights[start:end][mask], parameters)
-            gradients = [total + gradient for total, gradient in zip(gradients, found_gradients, strict=True)]
-            logprobs.append(found.detach())
-    return _Result(torch.cat(logprobs), gradients)
-
-
-def _packed(scoring: Scoring, batch: TokenBatch) -> _Result:
-    """By the code that trains, in the mode in which it trains, but without dropout on adapters."""
-    prepare_for_gradients(scoring.model, adapter_dropout=False)
-    found = scoring(batch).logprobs[batch.completion_mask]
-    with scoring.attention(batch):
-        gradients = _gradients(found @ _weights(batch)[batch.completion_mask], _probed(scoring))
-    scoring.model.eval()
-    return _Result(found.detach(), gradients)
-
-
-def _fault(scoring: Scoring, batch: TokenBatch, expected: _Result) -> str | None:
-    """The fault of `scoring.layout`, None if it has none."""
-    try:
-        found = _packed(scoring, batch)
-        scored = scoring.logprobs(batch)[batch.completion_mask]  # compiled blocks have code of their own for it
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever an architecture raises when it is called in a way that it does not know
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    for logprobs in (found.logprobs, scored):
-        if not _logprob_error(logprobs, expected.logprobs) <= _logprob_tolerance(scoring):
-            difference = (logprobs - expected.logprobs).abs().mean()
-            return f"logprobs differ from those of one sequence at a time by {difference:.2g} nats on average"
-    error = _gradient_error(found.gradients, expected.gradients)
-    if not error <= GRADIENT_TOLERANCE[scoring.causal_lm.dtype] * _growth(scoring):
-        return f"gradients differ from those of one sequence at a time by {error:.0%}"
-    return None
+def _agree(scoring: Scoring, found: Tensor, expected: Tensor) -> bool:
+    """Whether logprobs differ by rounding alone: by the root mean square, relative to the spread among tokens, which
+    grows with the logits as their rounding does.
+    """
+    error = ((found - expected).square().mean().sqrt() / expected.std()).item()
+    return error <= LOGPROB_TOLERANCE[scoring.causal_lm.dtype] * _growth(scoring)
 
 
 def _growth(scoring: Scoring) -> float:
     return math.sqrt(max(1.0, num_blocks(scoring.causal_lm) / SHALLOW_BLOCKS))
-
-
-def _logprob_tolerance(scoring: Scoring) -> float:
-    return LOGPROB_TOLERANCE[scoring.causal_lm.dtype] * _growth(scoring)
-
-
-def _logprob_error(found: Tensor, expected: Tensor) -> float:
-    """Root mean square, relative to the spread among tokens, which grows with the logits as their rounding does."""
-    return ((found - expected).square().mean().sqrt() / expected.std()).item()
-
-
-def _gradient_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Root mean square, relative to the gradient."""
-    wrong = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
-    size = sum(float(b.square().sum()) for b in expected)
-    if size == 0:  # nothing is trained, or all of it is behind a zero: what is there must be zero too
-        return 0.0 if wrong == 0 else math.inf
-    return math.sqrt(wrong / size)
-
-
-def _probed(scoring: Scoring) -> list[nn.Parameter]:
-    """The first trained tensors; without embeddings, whose gradients are large."""
-    embeddings = {id(scoring.output.weight), id(scoring.causal_lm.get_input_embeddings().weight)}
-    return [p for p in scoring.model.parameters() if p.requires_grad and id(p) not in embeddings][:NUM_GRADIENTS]
-
-
-def _weights(batch: TokenBatch) -> Tensor:
-    """A weight for each token [T], so that errors do not cancel in the sum of logprobs."""
-    return torch.linspace(-1, 1, len(batch.token_ids), device=batch.token_ids.device)
-
-
-def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    if not parameters:
-        return []
-    found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-    return [gradient.float() for gradient in found]

@@ -22,23 +22,32 @@ MAX_FILE = "50GB"
 
 
 def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write the model, or its adapter alone, and the tokenizer.
+    """Write the model, or its adapter alone, and the tokenizer. Where that cannot be done, such as on a full disk, it
+    raises OSError, RuntimeError or safetensors.SafetensorError.
 
     Args:
         weights: the whole of each parameter, by its name in the checkpoint. See `Sharding.full_weights`.
-
-    Raises:
-        OSError, RuntimeError, safetensors.SafetensorError: the folder cannot be written; a full disk is any of them.
     """
+    model = policy.causal_lm
     if has_adapters(policy.model):
         save_adapter(policy, weights, folder)
+    elif not policy.is_sharded:
+        full = dict(weights)
+        others = {name: value for name, value in model.state_dict().items() if name not in full}  # buffers, tied ones
+        save_model(model, folder, state_dict=others | full, max_shard_size=MAX_FILE)
     else:
-        _save_model(policy, weights, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        full = on_disk(weights, folder)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
+        save_model(model, folder, state_dict=buffers | full, max_shard_size=MAX_FILE)
+        model.config.dtype = policy.dtype  # the parameters are fp32, and the file is not
+        model.config.save_pretrained(str(folder))
     policy.tokenizer.save_pretrained(str(folder))
 
 
 def save_adapter(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write what peft and servers load of an adapter. See `save_policy`."""
+    """Write what peft and servers load of an adapter."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name_in_file(name): tensor.contiguous() for name, tensor in weights if ".lora_" in name}
     save_file(tensors, folder / ADAPTER_FILE)
@@ -47,22 +56,6 @@ def save_adapter(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: 
         if isinstance(value, set):  # whose order differs from process to process
             setattr(config, field, sorted(value))
     config.save_pretrained(str(folder))
-
-
-def _save_model(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    model = policy.causal_lm
-    if not policy.is_sharded:
-        full = dict(weights)
-        others = {name: value for name, value in model.state_dict().items() if name not in full}  # buffers, tied ones
-        save_model(model, folder, state_dict=others | full, max_shard_size=MAX_FILE)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    full = on_disk(weights, folder)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
-    save_model(model, folder, state_dict=buffers | full, max_shard_size=MAX_FILE)
-    model.config.dtype = policy.dtype  # the parameters are fp32, and the file is not
-    model.config.save_pretrained(str(folder))
 
 
 def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
@@ -91,11 +84,7 @@ def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
 
 
 def on_disk(named: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, Tensor]:
-    """Tensors whose memory is a file that has no name any more: the system keeps in memory what there is room for.
-
-    Raises:
-        OSError: no room in `folder`, or no permission.
-    """
+    """Tensors whose memory is a file that has no name any more: the system keeps in memory what there is room for."""
     found: dict[str, Tensor] = {}
     path = folder / ".gathered"
     for name, tensor in named:
@@ -103,9 +92,8 @@ def on_disk(named: Iterable[tuple[str, Tensor]], folder: Path) -> dict[str, Tens
             found[name] = tensor.cpu()
             continue
         path.write_bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        found[name] = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(
-            tensor.shape
-        )
+        stored = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        found[name] = stored.view(tensor.shape)
         path.unlink()
     return found
 

@@ -5,30 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from offline_grpo.errors import require
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, adapters_off, unwrapped
-from offline_grpo.model.logits import LogitTransform, decoder_of, output_embeddings
+from offline_grpo.model.layers import decoder_of, output_embeddings
 from offline_grpo.types import TokenBatch, TokenStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+SMALL, HUGE = 2.0**-20, 2.0**20  # powers of two: dividing by them rounds nothing
+RELATIVE_TOLERANCE = 1e-4  # of float32 arithmetic; a bf16 constant would be off by 4e-3
+
+
+class LogitTransform(NamedTuple):
+    """The model's logits are `scale * c(z)` for z = hidden @ weight.T + bias, with c(z) = softcap * tanh(z / softcap),
+    or z for None.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.scale * (z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap))
+
+
 class Scoring(nn.Module):
     """Scores flat batches with a causal language model. The frozen reference is one, the policy has one.
 
     `forward` alone uses the decoder and the weights of the head, so that FSDP2 can wrap it.
-
-    Args:
-        model: a transformers model with a language-model head, or a peft model around one.
-        layout: how the decoder runs over a batch.
-        head: computes logprobs and entropies from hidden states.
-        logits: what the model does to its logits.
     """
 
     def __init__(
@@ -40,10 +51,7 @@ class Scoring(nn.Module):
         logits: LogitTransform = LogitTransform(),  # noqa: B008 - immutable
     ) -> None:
         super().__init__()
-        self.model = model
-        self.layout = layout
-        self.head = head
-        self.logits = logits
+        self.model, self.layout, self.head, self.logits = model, layout, head, logits
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -136,3 +144,55 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@torch.no_grad()
+def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_id") -> LogitTransform:
+    """Find the transform by putting chosen numbers in place of hidden states and of the head's output.
+
+    It is measured and not read from config.json because a name does not say enough: `logits_scaling` divides in Granite
+    and multiplies in HyperCLOVA. Chosen numbers show a soft-cap that the model's own logits are too small to reach.
+    Raises ConfigError, which names `key`, if the model does something else to its logits.
+    """
+    hidden_size, vocab_size = output_embeddings(model).weight.shape[::-1]
+    device, seen = model.device, []
+    z = torch.zeros(vocab_size, device=device)  # [V]
+    magnitudes = torch.logspace(-2, 3, vocab_size // 2, device=device)
+    z[0 : 2 * len(magnitudes) : 2], z[1 : 2 * len(magnitudes) : 2] = magnitudes, -magnitudes
+    z[0], z[1] = SMALL, HUGE
+
+    # The decoder returns ones; the head shows what it gets of them, and returns z.
+    def decoder_returns(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = torch.ones(hidden_size, device=device).expand_as(output.last_hidden_state)
+        return output
+
+    def head_returns(x: Tensor) -> Tensor:
+        seen.append(x[0, -1].float())
+        return z.expand(*x.shape[:-1], len(z))
+
+    hook = decoder_of(model).register_forward_hook(decoder_returns)
+    head: Any = output_embeddings(model)
+    head.forward = head_returns
+    try:
+        logits = model(input_ids=torch.tensor([[1]], device=device), use_cache=False).logits[0, -1].float()
+    finally:
+        hook.remove()
+        del head.forward
+
+    # Around 0 the slope is the factor behind the head; far out a soft-cap bends it. The factor before the head is what
+    # has become of the ones.
+    small, huge = logits[:2].tolist()
+    after = small / SMALL
+    cap = huge / after if abs(huge) < 0.5 * abs(after) * HUGE else None
+    found = LogitTransform(after, cap)
+    head_input = seen[0]
+    before = float(head_input.double().mean())
+    is_known = (
+        torch.allclose(logits, found(z), rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * abs(after) * SMALL)
+        and torch.allclose(head_input, torch.full_like(head_input, before))
+        and (before == 1 or output_embeddings(model).bias is None)
+    )
+    fault = "changes its hidden states or logits beside the head by more than a factor or a tanh soft-cap"
+    is_known &= after > 0 and before > 0
+    require(is_known, key, model.name_or_path, f"{type(model).__name__} {fault}; choose another model")
+    return LogitTransform(after * before, None if cap is None else cap / before)

@@ -1,45 +1,51 @@
-"""Between text and tokens: a conversation as token ids, where a completion ends, and its text as a task sees it."""
+"""Between text and tokens: a conversation as token ids, where a completion ends, its text as a task sees it, and how
+the conversation goes on after a reply.
+
+A later prompt is the ids so far, and behind them the ids of the text that the chat template writes between a reply and
+the next one. So nothing that was sampled is ever encoded, whatever a template does to old messages.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of, require
-from offline_grpo.types import Message, SamplingParams, Schema
+from offline_grpo.model.tool_calls import READERS, Reader, arguments_of
+from offline_grpo.types import Call, Completion, FinishReason, Message, Reply, SamplingParams, Schema
 
 if TYPE_CHECKING:  # see types.py
     from transformers import GenerationConfig
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    from offline_grpo.model.chat import ChatFormat
+log = logging.getLogger(__name__)
 
+MARK, NEXT = "Zq7wEnd", "Zq7wNext"
+"""Texts that no template writes, in place of a reply and of what comes after it."""
+USER: Message = {"role": "user", "content": "?"}
+_TEXT, _COUNT = {"type": "string", "description": "A text."}, {"type": "integer", "description": "A number."}
+_PARAMETERS = {"type": "object", "properties": {"text": _TEXT, "count": _COUNT}, "required": ["text", "count"]}
+PROBE: Schema = {"type": "function", "function": {"name": "probe", "description": "Probe.", "parameters": _PARAMETERS}}
+PROBE_CALL = Call("000000000", "probe", {"text": 'a "b" c', "count": 3})
+THINKING_ENDS = "</think>"
 OURS = ("messages", "add_generation_prompt")
 """Arguments of a chat template that are no setting."""
 
 
 @dataclass(eq=False)
 class TokenizerCodec:
-    """A `TextCodec`.
-
-    Args:
-        end_ids: tokens that end a completion, which no text shows.
-        chat_template_kwargs: arguments of the chat template, such as `enable_thinking`.
-        assistant_prefix: begins every answer: the end of each prompt, and the beginning of each text that is judged.
-
-    Raises:
-        ConfigError: arguments that the chat template does not have. `encode` raises it if the template refuses a
-        conversation.
-    """
+    """Between text and tokens, for one model."""
 
     tokenizer: PreTrainedTokenizerBase
-    end_ids: Collection[int] = ()
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    assistant_prefix: str = ""
+    end_ids: Collection[int] = ()  # tokens that end a completion, which no text shows
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # such as `enable_thinking`
+    assistant_prefix: str = ""  # begins every answer: the end of each prompt, and the beginning of each judged text
 
     def __post_init__(self) -> None:
         key, given = "model.chat_template_kwargs", self.chat_template_kwargs
@@ -52,7 +58,9 @@ class TokenizerCodec:
         require(unknown is None, f"{key}.{unknown}", given.get(str(unknown)), "the chat template has no such argument")
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """See `TextCodec.encode`. Without a chat template, the contents, line by line."""
+        """Prompt token ids of a conversation, and of what begins the answer (`task.assistant_prefix`); without a chat
+        template, of the contents, line by line. Raises ConfigError if the template refuses it.
+        """
         try:
             has_calls = any(message.get("tool_calls") for message in messages)
             return self.ids_of(self.rendered(self.chat.in_form(messages) if has_calls else messages, tools))
@@ -67,8 +75,6 @@ class TokenizerCodec:
     @cached_property
     def chat(self) -> ChatFormat:
         """How conversations go on."""
-        from offline_grpo.model.chat import ChatFormat
-
         return ChatFormat(self)
 
     def rendered(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
@@ -107,6 +113,7 @@ class TokenizerCodec:
         return text
 
     def judged(self, token_ids: Sequence[int], sampling: SamplingParams) -> str:
+        """What a task sees of a completion: the whole answer, with what begins it, cut at the first stop string."""
         ids, skips = list(token_ids), sampling.skip_special_tokens
         if not skips and ids and ids[-1] in self.end_ids:
             ids.pop()
@@ -115,6 +122,188 @@ class TokenizerCodec:
         text = self.decode(before + ids, skip_special_tokens=skips)
         text = text.removeprefix(self.decode(before, skip_special_tokens=skips))
         return self.assistant_prefix + cut_at_stop(text, sampling.stop, keeps_it=sampling.include_stop_str_in_output)
+
+
+class ChatFormat:
+    """How a model's chat template goes on after a reply, and writes calls.
+
+    Without a template, messages are lines, and there are no calls.
+    """
+
+    def __init__(self, codec: TokenizerCodec) -> None:
+        self._codec, self._tokenizer = codec, codec.tokenizer
+
+        # Special tokens, which what a tool or a user says must not become.
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = {*self._tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+        names = [re.escape(name) for name in sorted(special, key=len, reverse=True) if name]
+        self._special = re.compile("|".join([*names, MARK, NEXT]))
+
+        # What the template writes at the end of a reply; it may be another token than the model's, such as gpt-oss's.
+        self._ends = {self._codec.decode([token], skip_special_tokens=False) for token in codec.end_ids} - {""}
+        self._closing = self._closing_of(())
+        if self._closing is not None:
+            self._ends.add(self._closing[1])
+
+        # How it writes a call, by trying: templates differ in whether a content may be empty beside calls, and
+        # arguments be objects or JSON.
+        self._call_closing, self._reader, closing = ("", ""), None, None
+        for self._blank, self._wants_json in product(("", None), (False, True)):
+            closing = self._closing_of((PROBE_CALL,))
+            self._reader = None if closing is None else self._reader_that_fits()
+            if self._reader is not None:
+                break
+        self._call_closing = closing
+        can = "cannot write calls of tools" if closing is None else "writes calls in an unknown form"
+        self.fault = None if self._reader is not None else f"the model's chat template {can}"
+
+    def check(self, *, has_tools: bool) -> None:
+        """Raise ConfigError if conversations cannot go on, or calls cannot be read."""
+        other = "take a template that can (model.chat_template=FILE)"
+        if self._tokenizer.chat_template is not None and self._closing is None:
+            raise ConfigError(f"model.train_id: its chat template does not go on after a reply; {other}")
+        if has_tools and self.fault is not None:
+            fix = f"{other}, or play without tools, by `respond(self, text)`"
+            raise ConfigError(f"task: it has tools, and {self.fault}; {fix} (docs/environments.md)")
+        knows_thinking = re.search("thinking|reasoning_content|</think>", str(self._tokenizer.chat_template))
+        reply = {"role": "assistant", "content": NEXT, "reasoning_content": MARK, "thinking": MARK}
+        if knows_thinking and MARK not in self._codec.apply([USER, reply, USER]):
+            kept = "this run keeps it, because what was sampled is never written anew"
+            log.info("the chat template leaves earlier thinking out where the user speaks again; %s", kept)
+
+    def first(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        """The ids of a conversation, and of what begins the next reply. Raises RequestError as `following`."""
+        return self._codec.ids_of(self._codec.rendered(self._safe(self.in_form(messages)), self._safe(tools)))
+
+    def following(self, reply: Reply, last_id: int, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        """The ids between a reply, whose last one is `last_id`, and the next reply. Raises RequestError if the template
+        refuses the messages, leaves out calls, or writes something else before them than it did at first.
+        """
+        safe = self._safe(self.in_form(messages))
+        if self._tokenizer.chat_template is None:
+            text = "".join(f"\n{each['content']}" for each in safe)
+        else:
+            calls = reply.calls if any(each["role"] == "tool" for each in safe) else ()
+            closing = self._call_closing if calls else self._closing
+            text = self._rendered(calls, safe, self._safe(tools))
+            if closing is None or not text.startswith(closing[0]):
+                roles = ", ".join(each["role"] for each in safe)
+                raise RequestError(f"the model's chat template refuses messages of {roles} after a reply")
+            text = text.removeprefix(closing[0])
+        ids = self._tokenizer.encode(text + self._codec.assistant_prefix, add_special_tokens=False)
+        # a reply ends with what the template writes at the end of one
+        return ids[1:] if last_id in self._codec.end_ids and ids[:1] == [last_id] else ids
+
+    def read(self, completion: Completion, sampling: SamplingParams, tools: Sequence[Schema], turn: int) -> Reply:
+        """A completion as a reply. What was cut calls nothing. `turn`: number of turns before it, for ids of calls."""
+        # Without calls: its text, and what is thinking of it.
+        text, ids = self._codec.judged(completion.token_ids, sampling), list(completion.token_ids)
+        thinking, mark, content = text.partition(THINKING_ENDS) if THINKING_ENDS in text else ("", "", text)
+        is_cut = completion.finish_reason is FinishReason.LENGTH
+        found: list[tuple[int, int, list[tuple[str, Any]]]] = []
+
+        # With calls. Thinking, which may quote some, ends at the first mark that is in none; text of the same turn is
+        # what comes before them.
+        if tools and self._reader is not None and not is_cut:
+            ids = ids[:-1] if ids and ids[-1] in self._codec.end_ids else ids
+            whole = self._codec.decode(ids, skip_special_tokens=False)
+            found = [*self._reader.calls(whole, tools)]
+            spans = [(begin, end) for begin, end, calls in found if calls]
+            marks = [mark.span() for mark in re.finditer(THINKING_ENDS, whole)]
+            start = next((b for a, b in marks if not any(begin < a < end for begin, end in spans)), 0)
+            found = [*self._reader.calls(whole[start:], tools)] if start else found
+            if begin := [begin for begin, _, calls in found if calls]:
+                thinking, content = (self._special.sub("", each) for each in (whole[:start], whole[start:][: begin[0]]))
+
+        named = [call for _, _, calls in found for call in calls]
+        # nine digits: Mistral's templates want them
+        calls = tuple(Call(f"{turn:05}{n:04}", name, arguments) for n, (name, arguments) in enumerate(named))
+        thinking = thinking.strip().removeprefix("<think>").removesuffix(THINKING_ENDS).strip()
+        content = content.strip() if mark or calls else content
+        return Reply(text, content, thinking, calls, is_cut, num_malformed=sum(not calls for _, _, calls in found))
+
+    def _rendered(self, calls: Sequence[Call], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
+        """What the template writes after a reply with these calls. Their arguments are a mark, because one that was
+        sampled may be written in another way than it was sampled. Raises RequestError if it refuses them.
+        """
+        error = RequestError("the model's chat template leaves out what the policy says")
+        for some in (calls, calls[-1:]):  # not all take several calls
+            own = [{"id": c.id, "function": {"name": self._safe(c.name), "arguments": {"text": MARK}}} for c in some]
+            reply = {"role": "assistant", "content": "" if calls else MARK, "tool_calls": own}
+            try:
+                text = self._codec.apply([USER, *self.in_form([reply]), *messages], tools)
+            except RequestError as raised:
+                error = raised
+                continue
+            if MARK in text:
+                return text[text.rindex(MARK) + len(MARK) :]
+        raise error
+
+    def _closing_of(self, calls: Sequence[Call]) -> tuple[str, str] | None:
+        """What the template writes between a reply and its end, such as what closes a call, and that end. None where it
+        does not write the reply, or what comes after it.
+        """
+        result = {"role": "tool", "name": "probe", "tool_call_id": PROBE_CALL.id, "content": NEXT}
+        if self._tokenizer.chat_template is None:
+            return None
+        try:
+            written = self._rendered(calls, [result if calls else {**USER, "content": NEXT}], (PROBE,) if calls else ())
+            between = written[: written.index(NEXT)]
+        except (RequestError, ValueError):
+            return None
+        ends = [(between.index(end), -len(end), end) for end in self._ends if end in between]
+        if ends:
+            place, _, end = min(ends)
+        elif calls:
+            return None
+        else:
+            found = self._special.search(between)
+            place, end = (found.start(), found[0]) if found else (0, "")
+        return between[:place], end
+
+    def _reader_that_fits(self) -> Reader | None:
+        """The one that reads what the template writes for a call."""
+        function = {"name": PROBE_CALL.name, "arguments": PROBE_CALL.arguments}
+        reply = {"role": "assistant", "tool_calls": [{"id": PROBE_CALL.id, "function": function}]}
+        try:
+            plain = self._codec.apply([USER, {"role": "assistant", "content": MARK}])
+            text = self._codec.apply([USER, *self.in_form([reply])])
+        except RequestError:
+            return None
+        start = next((i for i, (a, b) in enumerate(zip(plain, text, strict=False)) if a != b), 0)
+        written = text[start:]
+        end = min((written.index(end) for end in self._ends if end and end in written), default=len(written))
+        written = written[:end].rpartition(THINKING_ENDS)[2]
+        probe = [[(PROBE_CALL.name, PROBE_CALL.arguments)]]
+        return next((r for r in READERS if [calls for _, _, calls in r.calls(written, (PROBE,))] == probe), None)
+
+    def in_form(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as the template takes them: calls in the form that it writes, and no fields that say nothing. Raises
+        RequestError where it would leave out calls.
+        """
+        found = []
+        for message in messages:
+            said = {"content": "", **{key: value for key, value in message.items() if value not in (None, [])}}
+            if calls := [dict(call) for call in said.get("tool_calls", ())]:
+                for call in calls:
+                    arguments = arguments_of(call["function"], as_json=self._wants_json)
+                    call |= {"type": "function", "function": {**call["function"], "arguments": arguments}}
+                said |= {"content": said["content"] or self._blank, "tool_calls": calls}
+            found.append(said)
+            if calls and self._call_closing is None:
+                raise RequestError("the model's chat template cannot write the calls of tools in the messages")
+        return found
+
+    def _safe(self, value: Any) -> Any:
+        """The same with special tokens broken by a space of no width, and without halves of characters: what a tool or
+        a user says is text.
+        """
+        if isinstance(value, str):
+            text = value.encode(errors="replace").decode()
+            return self._special.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
+        if isinstance(value, Mapping):
+            return {self._safe(key): self._safe(each) for key, each in value.items()}
+        return [self._safe(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> None:

@@ -96,10 +96,8 @@ class TinyModel:
         """Build the model, warm-start it on the task's training problems and save it, unless it is in `cache_dir`.
 
         The folder's name is a hash of everything that decides the result. It appears complete or not at all, also when
-        several processes build it at the same time. The caller's random state is left as it was.
-
-        Raises:
-            ConfigError: the task's answers are no integers, or its prompts are longer than the model's context.
+        several processes build it at the same time. Raises ConfigError if the task's answers are no integers, or its
+        prompts are longer than the model's context.
         """
         problems = task.problems(Split.TRAIN)
         if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
@@ -111,95 +109,81 @@ class TinyModel:
         content = json.dumps([FORMAT_VERSION, asdict(self), examples], sort_keys=True)
         folder = cache_dir / f"tiny-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
         text = f"building the tiny model (once): warm start of {self.warm_start_steps} steps"
-        build = partial(_build, self, problems, show_progress=show_progress)
+        build = partial(self._build, problems, show_progress)
         return build_once(folder, SCRATCH, build, ("warm start", text))
 
+    def _build(self, problems: Sequence[Problem], show_progress: bool, folder: Path) -> None:
+        # The tokenizer, and whether its context has room for prompt, answer, the digit that a wrong answer may have
+        # more, and EOS.
+        context = self.max_position_embeddings
+        tokenizer = build_char_tokenizer(context)
+        codec = TokenizerCodec(tokenizer)
+        prompt_ids = {problem.problem_id: codec.encode(problem.messages) for problem in problems}
+        lengths = {p.problem_id: len(prompt_ids[p.problem_id]) + len(p.answer) + 2 for p in problems}
+        name = max(lengths, key=lengths.__getitem__)
+        fix = f"problem {name} has {lengths[name]} tokens with its answer; use {lengths[name]} or more, or leave it out"
+        require(lengths[name] <= context, "model.tiny.max_position_embeddings", context, fix)
 
-def _build(settings: TinyModel, problems: Sequence[Problem], folder: Path, *, show_progress: bool) -> None:
-    context = settings.max_position_embeddings
-    tokenizer = build_char_tokenizer(context)
-    # prompt, answer, the digit that a wrong answer may have more, and EOS
-    codec = TokenizerCodec(tokenizer)
-    lengths = {p.problem_id: len(codec.encode(p.messages)) + len(p.answer) + 2 for p in problems}
-    name = max(lengths, key=lengths.__getitem__)
-    fix = f"problem {name} has {lengths[name]} tokens with its answer; use {lengths[name]} or more, or leave it out"
-    require(lengths[name] <= context, "model.tiny.max_position_embeddings", context, fix)
-    special_ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = LlamaConfig(  # for a Qwen2, AutoTokenizer would ignore the tokenizer saved beside the model
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_key_value_heads,
-        max_position_embeddings=context,
-        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
-        initializer_range=settings.initializer_range,
-        tie_word_embeddings=True,
-        dtype="float32",
-        **special_ids,
-    )
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed: that would reseed the caller's GPUs, which are not forked here.
-        torch.default_generator.manual_seed(settings.seed)
-        model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(**special_ids)
-    _warm_start(model, tokenizer, settings, problems, show_progress)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        # Random weights, from the seed; the caller's random state stays as it was. Not by torch.manual_seed: that would
+        # reseed the caller's GPUs, which are not forked here.
+        special_ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        config = LlamaConfig(  # for a Qwen2, AutoTokenizer would ignore the tokenizer saved beside the model
+            vocab_size=len(tokenizer),
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            max_position_embeddings=context,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            initializer_range=self.initializer_range,
+            tie_word_embeddings=True,
+            dtype="float32",
+            **special_ids,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            model = LlamaForCausalLM(config)
+        model.generation_config = GenerationConfig(**special_ids)
+
+        # The warm start: linear warm-up, then a cosine; right answers first, then demonstrations with wrong ones.
+        steps, lr = self.warm_start_steps, self.warm_start_lr
+        clean = demonstrations(problems, noise_frac=0.0, seed=self.seed)
+        noisy = demonstrations(problems, noise_frac=self.noise_frac, seed=self.seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        model.train()
+        for step in range(steps):
+            warm_up, cosine = (step + 1) / max(1, round(steps * WARMUP_FRAC)), 1 + math.cos(math.pi * step / steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(warm_up, 0.5 * cosine)
+            drawn = islice(clean if step + 1 <= CLEAN_FRAC * steps else noisy, self.warm_start_batch_size)
+            pairs = [(prompt_ids[problem.problem_id], answer) for problem, answer in drawn]
+            token_ids, labels = collate(tokenizer, [prompt for prompt, _ in pairs], [answer for _, answer in pairs])
+            logits = model(input_ids=token_ids, use_cache=False).logits  # [B, L, V]
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
+            optimizer.step()
+            if show_progress:
+                progress.report(step + 1, steps, "steps")
+        model.eval()
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def demonstrations(problems: Sequence[Problem], *, noise_frac: float, seed: int) -> Iterator[tuple[Problem, str]]:
-    """Endless random draws from `problems`, each with an answer, wrong with probability `noise_frac`."""
+    """Endless random draws from `problems`, each with an answer, which is wrong with probability `noise_frac`: off by
+    one, of the wrong sign, or with its last digit lost or doubled.
+    """
     rng = random.Random(seed)
     while True:
         problem = rng.choice(problems)
-        is_wrong = rng.random() < noise_frac
-        yield problem, _distractor(problem.answer, rng) if is_wrong else problem.answer
-
-
-def _distractor(answer: str, rng: random.Random) -> str:
-    """A plausible wrong answer: off by one, of the wrong sign, or with its last digit lost or doubled."""
-    value = int(answer)
-    mistakes = [str(value + rng.choice((-1, 1))), str(-value), answer[:-1], answer + answer[-1]]
-    return rng.choice([mistake for mistake in mistakes if mistake not in ("", "-", "00", answer)])
-
-
-def _warm_start(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: TinyModel,
-    problems: Sequence[Problem],
-    show_progress: bool,
-) -> None:
-    """Train in place. `noise_frac` of the answers are wrong in the last 40% of the steps, and none before."""
-    steps, lr = settings.warm_start_steps, settings.warm_start_lr
-    codec = TokenizerCodec(tokenizer)
-    prompt_ids = {problem.problem_id: codec.encode(problem.messages) for problem in problems}
-    clean = demonstrations(problems, noise_frac=0.0, seed=settings.seed)
-    noisy = demonstrations(problems, noise_frac=settings.noise_frac, seed=settings.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
-    model.train()
-    for step in range(1, steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * _lr_factor(step - 1, steps)
-        batch = list(islice(clean if step <= CLEAN_FRAC * steps else noisy, settings.warm_start_batch_size))
-        prompts, answers = [prompt_ids[problem.problem_id] for problem, _ in batch], [answer for _, answer in batch]
-        token_ids, labels = collate(tokenizer, prompts, answers)
-        logits = model(input_ids=token_ids, use_cache=False).logits  # [B, L, V]
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
-        optimizer.step()
-        if show_progress:
-            progress.report(step, steps, "steps")
-    model.eval()
-
-
-def _lr_factor(step: int, steps: int) -> float:
-    """Share of the peak learning rate at step 0 .. steps - 1."""
-    return min((step + 1) / max(1, round(steps * WARMUP_FRAC)), 0.5 * (1 + math.cos(math.pi * step / steps)))
+        answer = problem.answer
+        if rng.random() < noise_frac:
+            mistakes = [str(int(answer) + rng.choice((-1, 1))), str(-int(answer)), answer[:-1], answer + answer[-1]]
+            answer = rng.choice([mistake for mistake in mistakes if mistake not in ("", "-", "00", answer)])
+        yield problem, answer
 
 
 def collate(

@@ -11,7 +11,8 @@ from typing import Any
 
 from offline_grpo.errors import require
 from offline_grpo.generation.sample import sample_in_order
-from offline_grpo.interfaces import Advantage, RolloutClient, Source, Task, TextCodec
+from offline_grpo.interfaces import Advantage, RolloutClient, Source, Task
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.rollouts.curriculum import Curriculum, outcome
 from offline_grpo.seeding import derive_seed
 from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
@@ -46,7 +47,7 @@ class OnPolicy(Source):
     client: RolloutClient
     task: Task
     problems: Sequence[Problem]
-    codec: TextCodec
+    codec: TokenizerCodec
     sampling: SamplingParams
     advantage: Advantage
     on_failure: str

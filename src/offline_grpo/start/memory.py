@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import ceil, floor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ from offline_grpo.config.engine_spec import num_shards
 from offline_grpo.config.parts import Plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.teacher import KEY
-from offline_grpo.model import nf4
 from offline_grpo.model.device import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layers import blocks_of, is_compiled, layer_configs
 from offline_grpo.model.load import (
@@ -39,6 +37,7 @@ from offline_grpo.model.load import (
     prepare,
     read_model_config,
 )
+from offline_grpo.model.quantization import SERVER_BYTES, TRAINER_BYTES, quantized_sizes
 from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
 from offline_grpo.train.advantage.distill import is_url
 from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit, is_offloaded
@@ -54,10 +53,6 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks, recomputed; all of them c
 ROUNDING = 0.007  # of tensors: the allocator's blocks, cuBLAS' workspaces; no measured row needs more
 MARGIN = 0.1  # of the activations, which are predicted worst; `choose_share` keeps it free
 CGROUP = Path("/sys/fs/cgroup")  # version 2
-LESS = (
-    "choose a smaller model or model/lora=default, train.optimizer.offload=true or train/optimizer=adamw_8bit, "
-    "train.gradient_checkpointing=true, or fewer train.tokens_per_microbatch, train.batch_size or generation.batch_size"
-)
 SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
 DEFAULT_SHARE = 0.92  # vLLM's own
 ACTIVATIONS = "activations"
@@ -96,20 +91,6 @@ class DevicePlan:
         return sum(part.num_bytes for part in self.trainer + self.server)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A model in numbers of weights, adapters included."""
-
-    num_weights: int
-    num_quantized: int  # of them, in 4 bits
-    largest_quantized: int  # of one layer
-    num_trained: int
-    block_weights: tuple[int, ...]  # of every block; empty where no list of blocks is found
-    first_trained_block: int  # earlier blocks keep no activations
-    trains_head: bool
-    has_qk_norm: bool
-
-
 @dataclass
 class MemoryRequest:
     """A run's configuration, its models, and its GPUs."""
@@ -124,39 +105,43 @@ class MemoryRequest:
     reference_gpu: int | None = None  # that the reference, and a teacher, have for themselves
     teacher_config: PretrainedConfig | None = None  # of a teacher that is loaded; None if there is none
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(self.plan.config.train.precision)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each process has a part of the weights."""
-        return self.plan.config.train.sharding == "fsdp2" and len(self.trainers) > 1
-
-    @cached_property
-    def sizes(self) -> Sizes:
-        """Of the model to train. Raises as `load_policy` does."""
+    def __post_init__(self) -> None:
+        """Count the weights of the model to train, adapters included. Raises as `load_policy` does."""
         config = self.plan.config
+        self.dtype = torch_dtype(config.train.precision)
+        self.is_sharded = config.train.sharding == "fsdp2" and len(self.trainers) > 1  # each has a part of the weights
         bare: Any = build_on_meta(self.model_config, trust_remote_code=config.model.trust_remote_code)
-        quantized = nf4.quantized_sizes(bare) if config.model.quantization is not None else []
+        self.quantized = quantized_sizes(bare) if config.model.quantization is not None else []  # of layers in 4 bits
         with torch.device("meta"):
             model: Any = prepare(bare, config.model, config.train.train_layer_indices)
+        self.num_weights = sum(p.numel() for p in model.parameters())
+        self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         try:
             blocks = list(blocks_of(bare))
-        except ConfigError:
+        except ConfigError:  # it has no list of them
             blocks = []
+        self.block_weights = [sum(p.numel() for p in block.parameters()) for block in blocks]
         embeddings, head = bare.get_input_embeddings().weight, bare.get_output_embeddings()
         are_trained = [any(p.requires_grad for p in block.parameters()) for block in blocks]
-        return Sizes(
-            num_weights=sum(p.numel() for p in model.parameters()),
-            num_quantized=sum(quantized),
-            largest_quantized=max(quantized, default=0),
-            num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            block_weights=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
-            first_trained_block=are_trained.index(True) if True in are_trained and not embeddings.requires_grad else 0,
-            trains_head=head is not None and head.weight.requires_grad,
-            has_qk_norm=any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules()),
-        )
+        is_late = True in are_trained and not embeddings.requires_grad
+        self.first_trained_block = are_trained.index(True) if is_late else 0  # earlier blocks keep no activations
+        self.trains_head = head is not None and head.weight.requires_grad
+        self.has_qk_norm = any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules())
+
+    def sequence_tokens(self, max_new_tokens: int) -> int:
+        """Tokens of the longest prompt and completion, or the model's context if that is less."""
+        num_tokens = self.prompt_tokens[1] + max_new_tokens
+        return min(num_tokens, context_length(self.model_config) or num_tokens)
+
+    def weights_bytes(self, itemsize: int, bytes_of_quantized: float) -> int:
+        """Of the model to train."""
+        num_quantized = sum(self.quantized)
+        return (self.num_weights - num_quantized) * itemsize + int(num_quantized * bytes_of_quantized)
+
+
+def needs_reference_copy(plan: Plan) -> bool:
+    """Whether a KL term compares with a model of its own: without LoRA, or with another `model.ref_id`."""
+    return plan.loss.kl_coef > 0 and not is_adapted_policy(plan.config.model)
 
 
 def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], num_processes: int) -> float:
@@ -171,6 +156,7 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
     if not trainers or not (checks or wanted == "auto"):
         return float(wanted is True)
     with progress.phase("memory plan"):
+        # Which models are on which GPUs.
         trust, reference = {"trust_remote_code": model.trust_remote_code}, None
         if needs_reference_copy(plan):
             reference = read_model_config(model.ref_id or model_id, "model.ref_id", **trust)
@@ -186,6 +172,8 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
             reference_gpu=reference_gpu(devices),
             teacher_config=None if teacher is None or is_url(teacher) else read_model_config(teacher, KEY, **trust),
         )
+
+        # What they will hold; with `auto`, recomputing as little as fits.
         share = float(wanted is True)
         share, predicted = choose_share(request) if wanted == "auto" else (share, predict(request, share))
         if wanted == "auto":
@@ -197,59 +185,81 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
         return share
 
 
-def needs_reference_copy(plan: Plan) -> bool:
-    """Whether a KL term compares with a model of its own: without LoRA, or with another `model.ref_id`."""
-    return plan.loss.kl_coef > 0 and not is_adapted_policy(plan.config.model)
+def choose_share(request: MemoryRequest) -> tuple[float, list[DevicePlan]]:
+    """`train.gradient_checkpointing=auto`: the smallest of `SHARES` whose prediction fits, and that prediction; all
+    blocks, where none does.
+    """
 
+    def fits(device: DevicePlan) -> bool:
+        activations = sum(part.num_bytes for part in device.trainer if part.name == ACTIVATIONS)
+        return device.needed_bytes + MARGIN * activations <= device.total_bytes
 
-def _num_weights(model_config: PretrainedConfig) -> int:
-    return sum(p.numel() for p in build_on_meta(model_config).parameters())
-
-
-def _weights_bytes(sizes: Sizes, itemsize: int, bytes_of_quantized: float) -> int:
-    return (sizes.num_weights - sizes.num_quantized) * itemsize + int(sizes.num_quantized * bytes_of_quantized)
+    plans = ((share, predict(request, share)) for share in SHARES)
+    return next(plan for plan in plans if plan[0] == SHARES[-1] or all(map(fits, plan[1])))
 
 
 def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     """A plan for every GPU that the run uses, in order, and then for the host, if it holds offloaded state.
-
-    Args:
-        recompute: the share of the blocks that are recomputed in the backward pass.
+    `recompute`: the share of the blocks that are recomputed in the backward pass.
     """
-    plan, config, dtype = request.plan, request.plan.config, request.dtype
-    model, sizes, offload = config.model, request.sizes, is_offloaded(plan.optimizer)
-    shares_weights = plan.weight_sync.requires.shares_weights  # those of the first process are the server's memory
+    plan, dtype = request.plan, request.dtype
+    model, itemsize, offload = plan.config.model, request.dtype.itemsize, is_offloaded(plan.optimizer)
+    has_adapters, shares_weights = model.lora is not None, plan.weight_sync.requires.shares_weights
     num_parts = len(request.trainers) if request.is_sharded else 1  # of which each process has one
-    has_fp32_parts = request.is_sharded and model.lora is None  # FSDP2 keeps whole models in fp32
-    num_trained = sizes.num_trained if model.lora is not None else ceil(sizes.num_trained / num_parts)
-    needs_masters = (dtype != torch.float32 or shares_weights or offload) and not has_fp32_parts
-    gradients_bytes = 4 * num_trained
-    activations_bytes = _activations_bytes(request, recompute)
-    needed_bytes = activations_bytes
-    if len(request.trainers) > 1 and not request.is_sharded:
-        needed_bytes = max(needed_bytes, 2 * gradients_bytes)  # all gradients as one message, and its copy
+    is_fp32 = request.is_sharded and not has_adapters  # FSDP2 keeps whole models in fp32, which are their own masters
+
+    # Weights of the policy, and of the frozen models beside it.
+    weights_bytes = request.weights_bytes(4 if is_fp32 else itemsize, TRAINER_BYTES)
+    weights = Part("policy weights", ceil(weights_bytes / num_parts))
     frozen = [
-        Part(f"{name} weights", ceil(_num_weights(model_config) * dtype.itemsize / num_parts))
+        Part(f"{name} weights", ceil(_num_weights(model_config) * itemsize / num_parts))
         for name, model_config in (("reference", request.reference_config), ("teacher", request.teacher_config))
         if model_config is not None
     ]
 
-    weights_bytes = _weights_bytes(sizes, 4 if has_fp32_parts else dtype.itemsize, nf4.TRAINER_BYTES)
-    weights = Part("policy weights", ceil(weights_bytes / num_parts))
+    # Masters, gradients and the state of the optimizer, in fp32, of what a process trains.
+    num_trained = request.num_trained if has_adapters else ceil(request.num_trained / num_parts)
+    has_masters = (dtype != torch.float32 or shares_weights or offload) and not is_fp32
     state_bytes = int(STATE_BYTES.get(type(plan.optimizer), STATE_BYTES[AdamW]) * num_trained)
-    optimizer = [Part("fp32 masters", 4 * num_trained * needs_masters), Part("optimizer state", state_bytes)]
+    optimizer = [Part("fp32 masters", 4 * num_trained * has_masters), Part("optimizer state", state_bytes)]
+    gradients_bytes = 4 * num_trained
+
+    # Activations; later, in their place, all gradients as one message between processes, and its copy.
+    activations_bytes = _activations_bytes(request, recompute)
+    is_summed = len(request.trainers) > 1 and not request.is_sharded
+    in_update = max(activations_bytes, 2 * gradients_bytes) if is_summed else activations_bytes
+
+    # Sampling in process has a KV cache and logits while there are no gradients and activations. A layer's cache is
+    # copied when it grows. A sharded policy is gathered for it.
+    sampling_bytes = 0
+    if not plan.engine.needs_server:
+        rows, text = plan.engine.client_node.get("batch_size", 1), request.model_config.get_text_config()
+        longest = request.sequence_tokens(max(plan.sampling.max_new_tokens, plan.eval_sampling.max_new_tokens))
+        layer_bytes = 2 * rows * longest * _widths(text)[1] * itemsize
+        sampling_bytes = layer_bytes * (text.num_hidden_layers + 1) + LOGITS_COPIES * 4 * rows * text.vocab_size
+        sampling_bytes += request.num_weights * itemsize * request.is_sharded
+
+    # With fsdp2 whole weights: embeddings and head for the length of a pass, and two blocks, because the next one comes
+    # while one computes. With their gradients, once in fp32 as well, where the weights are trained.
+    gathered_bytes = 0
+    if request.is_sharded:
+        rest, largest = request.num_weights - sum(request.block_weights), max(request.block_weights, default=0)
+        gathered_bytes = (rest + 2 * largest) * itemsize
+        gathered_bytes += 0 if has_adapters else (rest + largest) * itemsize + 4 * largest
+
     context = Part("CUDA context", CONTEXT_BYTES)
     others = [
         *([] if offload else optimizer),
         Part("gradients", gradients_bytes),
         *(frozen if request.reference_gpu is None and model.ref_device != "cpu" else []),
-        Part(ACTIVATIONS, needed_bytes),
-        Part(SAMPLING, max(0, _sampling_bytes(request) - gradients_bytes - activations_bytes)),
+        Part(ACTIVATIONS, in_update),
+        Part(SAMPLING, max(0, sampling_bytes - gradients_bytes - activations_bytes)),
         context,
-        Part("dequantised layers", 2 * sizes.largest_quantized * dtype.itemsize),  # one, and the one before it
-        Part("gathered embeddings and blocks", _gathered_bytes(request) if request.is_sharded else 0),
+        Part("dequantised layers", 2 * max(request.quantized, default=0) * itemsize),  # one, and the one before it
+        Part("gathered embeddings and blocks", gathered_bytes),
     ]
 
+    # Who is on which GPU. Where weights are shared, those of the first process are the server's memory.
     devices = []
     of_reference = () if request.reference_gpu is None or not frozen else (request.reference_gpu,)
     for gpu in sorted({*request.trainers, *of_reference, *request.engine_gpus}):
@@ -270,17 +280,8 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     return devices
 
 
-def choose_share(request: MemoryRequest) -> tuple[float, list[DevicePlan]]:
-    """`train.gradient_checkpointing=auto`: the smallest of `SHARES` whose prediction fits, and that prediction; all
-    blocks, where none does.
-    """
-
-    def fits(device: DevicePlan) -> bool:
-        activations = sum(part.num_bytes for part in device.trainer if part.name == ACTIVATIONS)
-        return device.needed_bytes + MARGIN * activations <= device.total_bytes
-
-    plans = ((share, predict(request, share)) for share in SHARES)
-    return next(plan for plan in plans if plan[0] == SHARES[-1] or all(map(fits, plan[1])))
+def _num_weights(model_config: PretrainedConfig) -> int:
+    return sum(p.numel() for p in build_on_meta(model_config).parameters())
 
 
 def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
@@ -291,7 +292,7 @@ def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
     """
     train, data = request.plan.config.train, request.plan.config.data
     max_new_tokens = request.plan.sampling.max_new_tokens
-    sequence_tokens = _sequence_tokens(request, max_new_tokens)
+    sequence_tokens = request.sequence_tokens(max_new_tokens)
     num_sequences = data.problems_per_iteration * data.rollouts_per_problem
     if train.grad_accum_steps is not None:
         num_sequences = min(num_sequences, (train.batch_size or 1) * train.grad_accum_steps)
@@ -308,97 +309,76 @@ def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
 
 def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     """Of a microbatch when it holds most: in the loss head, or in the backward pass of the last block."""
-    config = request.model_config.get_text_config()
+    config, dtype = request.model_config.get_text_config(), request.dtype
     num_tokens, scored = largest_microbatch(request)
-    itemsize = request.dtype.itemsize
-    hidden_size, vocab_size, num_blocks = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    block = num_tokens * _block_bytes_per_token(request)
-    active = num_blocks - request.sizes.first_trained_block
-    num_recomputed = round(active * recompute)
-    kept = block * (active - num_recomputed) + num_recomputed * num_tokens * hidden_size * itemsize
-
-    keeps_tiles = request.dtype == torch.bfloat16 and request.plan.loss.entropy_coef == 0
-    kept_gib = getattr(request.plan.head, "kept_gib", 0) if keeps_tiles else 0  # a head from outside keeps nothing
-    kept_by_head = min(int(kept_gib * GIB), 2 * scored * vocab_size)
-    # The last block's result and its norm; the scored rows of it. Then, in the backward pass of the head, the fp32 sum
-    # that becomes their gradient, and a product; and the gradient of the embeddings, if they are trained.
-    edges = 2 * num_tokens * hidden_size * itemsize + scored * hidden_size * itemsize
-    of_weights = request.sizes.trains_head * vocab_size * hidden_size * itemsize
-    tiles = min(HEAD_TILES_BYTES, 8 * scored * vocab_size)
-    backward = 10 * scored * hidden_size + of_weights
-    head = kept_by_head + (max(tiles, backward) if kept_by_head else tiles + tiles // 4 + backward)
-    in_block = 3 * num_tokens * itemsize * _widths(config)[2]  # gradients inside the MLP
-    if getattr(config, "tie_word_embeddings", True):
-        in_block += of_weights  # which are complete in the embeddings' own backward pass
-    return int(kept + edges + max(head, in_block + (block if num_recomputed else 0)))
-
-
-def _widths(config: Any) -> tuple[int, int, int, int]:
-    """Of queries, of keys (and values), of the MLP, and of what is routed to and from experts: for each token, in the
-    widest layer of each."""
-    query, key, mlp, routed = map(max, zip(*map(_widths_of_layer, layer_configs(config)), strict=True))
-    return query, key, mlp, routed
-
-
-def _widths_of_layer(config: Any) -> tuple[int, int, int, int]:
-    hidden_size = config.hidden_size
-    heads = getattr(config, "num_attention_heads", None) or 1
-    head_dim = getattr(config, "head_dim", None) or hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    mlp, routed = getattr(config, "intermediate_size", None) or 4 * hidden_size, 0
-    experts = getattr(config, "num_experts_per_tok", None)
-    if isinstance(experts, int):
-        mlp = max(mlp, experts * (getattr(config, "moe_intermediate_size", None) or mlp))
-        routed = 2 * experts * hidden_size
-    return heads * head_dim, kv_heads * head_dim, mlp, routed
-
-
-def _block_bytes_per_token(request: MemoryRequest) -> int:
-    """Bytes that a block keeps of a token: inputs and outputs of its matrix products and attention."""
-    config: Any = request.model_config.get_text_config()
-    dtype = request.dtype
+    itemsize, hidden_size, vocab_size = dtype.itemsize, config.hidden_size, config.vocab_size
     query, key, mlp, routed = _widths(config)
+
+    # What a block keeps of a token: inputs and outputs of its matrix products and attention. A norm that is not
+    # compiled keeps its input and its result in fp32 too, and the MLP its activations.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compiled = is_compiled(request.plan.config.model.compile, device)
-    # A norm that is not compiled keeps its input and its result in fp32 too, and the MLP its activations.
-    of_norm = 1 if compiled else (4 if dtype.itemsize == 2 else 3)  # numbers, besides the compiled one's input
-    numbers = 2 * config.hidden_size * (of_norm + compiled) + 2 * (query + key) + routed
-    numbers += (3 if compiled else 4) * mlp
-    if request.sizes.has_qk_norm:
+    of_norm = 1 if compiled else (4 if itemsize == 2 else 3)  # numbers, besides the compiled one's input
+    numbers = 2 * hidden_size * (of_norm + compiled) + 2 * (query + key) + routed + (3 if compiled else 4) * mlp
+    if request.has_qk_norm:
         numbers += of_norm * (query + key)
     if not compiled:
         numbers += 2 * (query - key)  # keys and values, repeated for the heads that share them
         if request.plan.config.model.lora is not None:  # a result of each adapter, as peft's own layers have it
-            numbers += query + 2 * key + 2 * mlp + 2 * config.hidden_size
+            numbers += query + 2 * key + 2 * mlp + 2 * hidden_size
+
+    # Attention keeps two fp32 numbers of a head, the softmax's sum and a norm's scale; its scores where no flash
+    # attention runs, such as sdpa's kernel for fp32 and fewer keys.
     heads = getattr(config, "num_attention_heads", None) or 0
     is_eager = attention_of(request.model_config, request.plan.config.model.attn_implementation) == "eager"
-    has_scores = is_eager or (dtype == torch.float32 and query != key)  # sdpa's kernel for fp32 and fewer keys
-    score_bytes = (4 if dtype.itemsize == 4 else 6) * has_scores  # flash attention keeps none
-    row_tokens = _sequence_tokens(request, request.plan.sampling.max_new_tokens)
-    per_head = 4 * heads * (2 if request.sizes.has_qk_norm else 1)  # fp32: the softmax's sum, and a norm's scale
-    return numbers * dtype.itemsize + heads * row_tokens * score_bytes + per_head
+    has_scores = is_eager or (dtype == torch.float32 and query != key)
+    row_tokens = request.sequence_tokens(request.plan.sampling.max_new_tokens)
+    of_attention = heads * row_tokens * (4 if itemsize == 4 else 6) * has_scores
+    of_attention += 4 * heads * (2 if request.has_qk_norm else 1)
+    block = num_tokens * (numbers * itemsize + of_attention)
+
+    # Blocks that are recomputed keep their input.
+    num_active = config.num_hidden_layers - request.first_trained_block
+    num_recomputed = round(num_active * recompute)
+    kept = block * (num_active - num_recomputed) + num_recomputed * num_tokens * hidden_size * itemsize
+
+    # The last block's result and its norm, and the scored rows of it.
+    edges = 2 * num_tokens * hidden_size * itemsize + scored * hidden_size * itemsize
+
+    # In the loss head: tiles of logits, those that it keeps, and in its backward pass the fp32 sum that becomes the
+    # gradient of those rows, and a product; and the gradient of the embeddings, if they are trained.
+    keeps_tiles = dtype == torch.bfloat16 and request.plan.loss.entropy_coef == 0
+    kept_gib = getattr(request.plan.head, "kept_gib", 0) if keeps_tiles else 0  # a head from outside keeps nothing
+    kept_by_head = min(int(kept_gib * GIB), 2 * scored * vocab_size)
+    of_weights = request.trains_head * vocab_size * hidden_size * itemsize
+    tiles = min(HEAD_TILES_BYTES, 8 * scored * vocab_size)
+    backward = 10 * scored * hidden_size + of_weights
+    head = kept_by_head + (max(tiles, backward) if kept_by_head else tiles + tiles // 4 + backward)
+
+    # In the last block: gradients inside the MLP; what it recomputes; and the gradient of embeddings that are the head
+    # too, which is complete in their own backward pass.
+    in_block = 3 * num_tokens * itemsize * mlp + (block if num_recomputed else 0)
+    in_block += of_weights if getattr(config, "tie_word_embeddings", True) else 0
+    return int(kept + edges + max(head, in_block))
 
 
-def _gathered_bytes(request: MemoryRequest) -> int:
-    """With fsdp2 whole weights: embeddings and head for the length of a pass, and two blocks, because the next one
-    comes while one computes. With their gradients, once in fp32 as well, where the weights are trained.
+def _widths(config: Any) -> tuple[int, int, int, int]:
+    """Of queries, of keys (and values), of the MLP, and of what is routed to and from experts: for each token, in the
+    widest layer of each.
     """
-    itemsize, sizes = request.dtype.itemsize, request.sizes
-    rest, largest = sizes.num_weights - sum(sizes.block_weights), max(sizes.block_weights, default=0)
-    trained = 0 if request.plan.config.model.lora is not None else (rest + largest) * itemsize + 4 * largest
-    return (rest + 2 * largest) * itemsize + trained
-
-
-def _sampling_bytes(request: MemoryRequest) -> int:
-    plan, itemsize = request.plan, request.dtype.itemsize
-    if plan.engine.needs_server:
-        return 0
-    rows, config = plan.engine.client_node.get("batch_size", 1), request.model_config.get_text_config()
-    sequence_tokens = _sequence_tokens(request, max(plan.sampling.max_new_tokens, plan.eval_sampling.max_new_tokens))
-    layer_bytes = 2 * rows * sequence_tokens * _widths(config)[1] * itemsize
-    needed = layer_bytes * (config.num_hidden_layers + 1)  # a layer's cache is copied when it grows
-    needed += LOGITS_COPIES * 4 * rows * config.vocab_size
-    return needed + request.sizes.num_weights * itemsize * request.is_sharded  # gathered for it
+    found = []
+    for layer in layer_configs(config):
+        heads = getattr(layer, "num_attention_heads", None) or 1
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        mlp, routed = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size, 0
+        experts = getattr(layer, "num_experts_per_tok", None)
+        if isinstance(experts, int):
+            mlp = max(mlp, experts * (getattr(layer, "moe_intermediate_size", None) or mlp))
+            routed = 2 * experts * layer.hidden_size
+        found.append((heads * head_dim, kv_heads * head_dim, mlp, routed))
+    query, key, mlp, routed = map(max, zip(*found, strict=True))
+    return query, key, mlp, routed
 
 
 def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) -> tuple[Part, Part, Part]:
@@ -409,21 +389,15 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     served = torch_dtype(dtype) if dtype in TORCH_NAMES else request.dtype  # auto is the model's own
     weights_bytes = _num_weights(request.model_config) * served.itemsize
     if args.get("quantization") == "bitsandbytes":
-        weights_bytes = _weights_bytes(request.sizes, served.itemsize, nf4.SERVER_BYTES)
+        weights_bytes = request.weights_bytes(served.itemsize, SERVER_BYTES)
     if "fp8" in (args.get("quantization") or ""):
-        weights_bytes -= sum(request.sizes.block_weights) * (served.itemsize - 1)
+        weights_bytes -= sum(request.block_weights) * (served.itemsize - 1)
     weights = num_servers * (weights_bytes // num_shards(args))
     key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
-    share_frac = args.get(key) or DEFAULT_SHARE
+    share_bytes = int(num_servers * total_bytes * (args.get(key) or DEFAULT_SHARE))
     who = "server" if num_servers == 1 else f"{num_servers} servers"
-    rest = Part(f"{who}: KV cache and the rest", int(num_servers * total_bytes * share_frac) - weights)
+    rest = Part(f"{who}: KV cache and the rest", share_bytes - weights)
     return Part(f"{who}: weights", weights), rest, Part(f"{who}: CUDA context", num_servers * CONTEXT_BYTES)
-
-
-def _sequence_tokens(request: MemoryRequest, max_new_tokens: int) -> int:
-    """Tokens of the longest prompt and completion, or the model's context if that is less."""
-    num_tokens = request.prompt_tokens[1] + max_new_tokens
-    return min(num_tokens, context_length(request.model_config) or num_tokens)
 
 
 def _available_bytes() -> int:
@@ -451,7 +425,11 @@ def check(devices: Sequence[DevicePlan]) -> None:
     for device in devices:
         if device.needed_bytes <= device.total_bytes:
             continue
-        fix = LESS
+        fix = (
+            "choose a smaller model or model/lora=default, train.optimizer.offload=true or train/optimizer=adamw_8bit, "
+            "train.gradient_checkpointing=true, or fewer train.tokens_per_microbatch, train.batch_size or "
+            "generation.batch_size"
+        )
         if device.server and (room := room_for_server(device, total_bytes=device.total_bytes)) is not None:
             fix = f"lower the server's share, engine.args.{' or '.join(SHARE_KEYS)}, to {room:.2f}"
         parts = sorted(device.trainer + device.server, key=lambda part: -part.num_bytes)

@@ -4,10 +4,9 @@ transformers, in their order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,15 +17,16 @@ from offline_grpo.config.build import build
 from offline_grpo.config.compose import fresh_schedule
 from offline_grpo.config.parts import Plan
 from offline_grpo.config.problems import records, source_node
-from offline_grpo.engine.server import Server
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.interfaces import Sharding, Source
+from offline_grpo.generation.teacher import KEY, TeacherServer
+from offline_grpo.interfaces import Source
 from offline_grpo.logger.first_look import FirstLook
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model import load
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
+from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
 from offline_grpo.report.run_files import WITHOUT_EFFECT
@@ -34,12 +34,12 @@ from offline_grpo.rollouts.store.recorder import Origin, Recorder, architecture_
 from offline_grpo.seeding import derive_seed
 from offline_grpo.start import prompts, serving
 from offline_grpo.start.memory import check_memory
-from offline_grpo.start.teacher import load_teacher
 from offline_grpo.state import Run
+from offline_grpo.train.advantage.distill import is_url
 from offline_grpo.train.milestones import Milestones
-from offline_grpo.train.offload import OffloadedAdamW
-from offline_grpo.train.optimizer import is_offloaded
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.optimizer import OffloadedAdamW, is_offloaded
+from offline_grpo.train.passes import Passes
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
 from offline_grpo.weight_sync.in_process import prove_sampling
 
@@ -55,14 +55,16 @@ def check(run: Run) -> None:
 
 
 def load_policy(run: Run) -> None:
-    """Read the policy's weights. Onto a GPU that a server shares not before the server has taken its memory: vLLM
-    measures what is free when it starts.
-    """
+    """Read the policy's weights, in this process's memory or onto its GPU."""
     plan, config, ranks = run.plan, run.config, run.ranks
     device = resolve_device(config.model.device, ranks.local_rank)
-    if run.servers:  # while they start
+
+    # While servers start, packages are imported that layout and compiler need.
+    if run.servers:
         with progress.phase("imports and data"):
             import_ahead(plan.layout, config.model.compile, device, torch_dtype(config.train.precision))
+
+    # Not onto a GPU that a server shares before the server has taken its memory: vLLM measures what is free.
     if serving.loads_onto_servers_gpu(plan.weight_sync, run.devices):
         for server in run.servers:
             ranks.on_main(server.wait_for_memory)
@@ -80,23 +82,54 @@ def load_policy(run: Run) -> None:
             checkpoint=run.checkpoint,
             shares_weights=_shares_weights(run),
         )
-    run.sharding = _sharding(config.train.sharding, ranks)
+
+    # A single process has nobody to share with.
+    if config.train.sharding == "none" or ranks.world_size == 1:
+        run.sharding = Sharding(ranks)
+    else:
+        from offline_grpo.train.fsdp2 import FullyShardedPolicy  # which takes a second
+
+        run.sharding = FullyShardedPolicy(ranks)
     run.sharding.prepare(run.policy)
 
 
 def connect_engines(run: Run) -> None:
     """Wait for the servers, or start those that need the policy, and open the way of its weights to them."""
-    # Where a server's memory becomes the policy's, layout and compiler are tried while it records its CUDA graphs.
-    is_settled = _shares_weights(run) and _moves_beside(run.servers, run.policy)
-    if is_settled:
-        _settle(run)
-    where = run.policy, run.sharding, run.folder.path, run.ranks
+    # Where a server's memory becomes the policy's, layout and compiler are tried while it records its CUDA graphs: on
+    # its GPU, if a copy of the weights has room there, but not before the server has taken its memory. Elsewhere
+    # `load_policy` has done it.
+    policy, device, is_shared = run.policy, run.policy.compute_device, _shares_weights(run)
+    has_room = True
+    if is_shared:
+        model = cast(nn.Module, policy.model)
+        if device.type == "cuda":
+            for server in run.servers:
+                server.wait_for_memory()
+            needed = BESIDE_BYTES + sum(p.nbytes for p in model.parameters())
+            has_room = torch.cuda.mem_get_info(device)[0] >= needed
+        if has_room:
+            make_current(device)
+            model.to(device)
+            _settle(run)
+
+    where = policy, run.sharding, run.folder.path, run.ranks
     run.training, run.evaluation = serving.deployments(run.plan, run.servers, *where)
     for deployment in dict.fromkeys((run.training, run.evaluation)):
         run.stack.callback(deployment.close)
-        deployment.connect(run.policy)
-    if _shares_weights(run) and not is_settled:  # elsewhere `load_policy` has settled it
+        deployment.connect(policy)
+    if is_shared and not has_room:
         _settle(run)
+
+
+def _shares_weights(run: Run) -> bool:
+    """Whether a server's weights are the memory of this process's policy."""
+    return run.plan.weight_sync.requires.shares_weights and run.ranks.is_main
+
+
+def _settle(run: Run) -> None:
+    with progress.phase("layout and compile"):
+        settle_layout(run.policy.scoring, run.plan.layout, run.policy.compute_device)
+        settle_compile(run.policy.scoring, run.config.model.compile, run.policy.compute_device)
 
 
 def prove(run: Run) -> None:
@@ -124,13 +157,34 @@ def prepare_training(run: Run) -> None:
     if run.resume is not None and run.resume.lr_schedule is not None:
         run.updater.lr_schedule = run.resume.lr_schedule
 
-    # The record of rollouts says what model sampled them, and under which settings.
+    # The source of rollouts. Their record says what model sampled them, and under which settings.
     public = redacted(run.plain)
     about = {key: value for key, value in public.items() if key not in WITHOUT_EFFECT}
     origin = Origin(run.model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
     run.codec = prompts.codec_of(config, policy.tokenizer, policy.causal_lm.generation_config)
-    run.source = _source(run, origin)
+    runtime = {
+        "client": run.training.client,
+        "task": plan.data.task,
+        "codec": run.codec,
+        "vocab_size": policy.vocab_size,
+        "context": load.context_length(policy.causal_lm.config),
+        "sampling": plan.sampling,
+        "advantage": plan.advantage,
+        "on_failure": config.scoring.on_failure,
+        "run_folder": folder,
+        "model_id": origin.model,
+        "origin": origin,
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "trainer_version": lambda: run.updater.counters.version,
+        "updates_per_iteration": config.planned_updates,
+        "num_iterations": config.train.iterations,
+        **({} if plan.data.train is None else {"problems": plan.data.train}),
+    }
+    run.source = build(source_node(config), key="rollouts", protocol=Source, **runtime)
     run.stack.callback(run.source.close)
+
+    # Who evaluates, what an evaluation decides, and what keeps the state.
     if config.eval.enabled:
         run.evaluator = PassAtKEvaluator.of(
             config.eval,
@@ -141,7 +195,6 @@ def prepare_training(run: Run) -> None:
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
-
     run.milestones = Milestones(config.checkpoint.keep_best, config.train.stop_when)
     checkpointer = Checkpointer(
         policy=policy,
@@ -158,10 +211,11 @@ def prepare_training(run: Run) -> None:
     if run.checkpoint is not None:
         run.restored = checkpointer.restore(run.checkpoint)
 
+    # Who follows the run: the record of rollouts first, because others may look at what it has written.
     if ranks.is_main and records(config):
         recorder = Recorder(folder, origin, lambda: (run.updater.counters.version, policy.trained_here()))
         run.stack.callback(recorder.close)
-        run.listeners.insert(0, recorder)  # the others may look at what it has written
+        run.listeners.insert(0, recorder)
     run.listeners.append(FirstLook(run.codec.tokenizer, run.codec.end_ids))
     for listener in run.listeners:
         listener.loaded(partial(run.codec.decode, skip_special_tokens=False))
@@ -171,87 +225,40 @@ def make_updater(
     plan: Plan, policy: Policy, model_id: str, run_folder: Path, ranks: Ranks, sharding: Sharding
 ) -> Updater:
     """The updater of a run whose policy is loaded; loads the reference if there is a KL term, and the teacher."""
-    train, reference = plan.config.train, None
+    train, model, reference = plan.config.train, plan.config.model, None
+    how: Any = {"layout": plan.layout, "precision": train.precision}
     if plan.loss.kl_coef > 0:
         with progress.phase("load reference"):
-            model = plan.config.model
-            reference = load.load_reference(model, model_id, policy, layout=plan.layout, precision=train.precision)
+            if load.is_adapted_policy(model):
+                reference = BaseScoring(policy.scoring)
+            else:
+                reference = load.load_frozen(model, model.ref_id or model_id, policy, key="model.ref_id", **how)
             sharding.prepare_reference(reference)
-    teacher = load_teacher(plan, policy, sharding)
+    teacher, name = None, plan.advantage.teacher
+    if name is not None and is_url(name):
+        teacher = TeacherServer(name)
+    elif name is not None:
+        with progress.phase("load teacher"):
+            teacher = load.load_frozen(model, name, policy, key=KEY, **how)
+            sharding.prepare_reference(teacher)
     optimizer = plan.optimizer.create(policy.masters.parameters.values())
-    return Updater(
+    passes = Passes(
         policy=policy,
         reference=reference,
         loss=plan.loss,
         advantage=plan.advantage,
-        reward_penalty=reward_penalty(plan.loss),
-        teacher=teacher,
-        optimizer=OffloadedAdamW(optimizer, policy.masters) if is_offloaded(plan.optimizer) else optimizer,
-        scaler=torch.amp.GradScaler(policy.device.type, enabled=train.precision == "fp16"),
         config=train,
         ranks=ranks,
         sharding=sharding,
+        reward_penalty=reward_penalty(plan.loss),
+        teacher=teacher,
+    )
+    return Updater(
+        passes,
+        optimizer=OffloadedAdamW(optimizer, policy.masters) if is_offloaded(plan.optimizer) else optimizer,
+        scaler=torch.amp.GradScaler(policy.device.type, enabled=train.precision == "fp16"),
         max_new_tokens=plan.sampling.max_new_tokens,
         lr_schedule=fresh_schedule(plan.config),
         seed=plan.config.seed,
         failure_dir=run_folder,
     )
-
-
-def _shares_weights(run: Run) -> bool:
-    """Whether a server's weights are the memory of this process's policy."""
-    return run.plan.weight_sync.requires.shares_weights and run.ranks.is_main
-
-
-def _moves_beside(servers: Sequence[Server], policy: Policy) -> bool:
-    """Move weights that will be a server's memory, and are on the CPU still, to its device, if a copy has room there
-    for as long as the server starts. Not before the server has taken its memory.
-    """
-    device, model = policy.compute_device, cast(nn.Module, policy.model)
-    if device.type == "cuda":
-        for server in servers:
-            server.wait_for_memory()
-        if torch.cuda.mem_get_info(device)[0] < BESIDE_BYTES + sum(p.nbytes for p in model.parameters()):
-            return False
-        make_current(device)
-    model.to(device)
-    return True
-
-
-def _settle(run: Run) -> None:
-    with progress.phase("layout and compile"):
-        settle_layout(run.policy.scoring, run.plan.layout, run.policy.compute_device)
-        settle_compile(run.policy.scoring, run.config.model.compile, run.policy.compute_device)
-
-
-def _sharding(name: str, ranks: Ranks) -> Sharding:
-    if name == "none" or ranks.world_size == 1:  # a single process has nobody to share with
-        return Replicas(ranks)
-    from offline_grpo.train.fsdp2 import FullyShardedPolicy  # which takes a second
-
-    return FullyShardedPolicy(ranks)
-
-
-def _source(run: Run, origin: Origin) -> Source:
-    """The component of the group `rollouts`, connected to the client that it samples from."""
-    plan, config, policy, updater = run.plan, run.config, run.policy, run.updater
-    runtime = {
-        "client": run.training.client,
-        "task": plan.data.task,
-        "codec": run.codec,
-        "vocab_size": policy.vocab_size,
-        "context": load.context_length(policy.causal_lm.config),
-        "sampling": plan.sampling,
-        "advantage": plan.advantage,
-        "on_failure": config.scoring.on_failure,
-        "run_folder": run.folder.path,
-        "model_id": origin.model,
-        "origin": origin,
-        "rank": run.ranks.rank,
-        "world_size": run.ranks.world_size,
-        "trainer_version": lambda: updater.counters.version,
-        "updates_per_iteration": config.planned_updates,
-        "num_iterations": config.train.iterations,
-        **({} if plan.data.train is None else {"problems": plan.data.train}),
-    }
-    return build(source_node(config), key="rollouts", protocol=Source, **runtime)

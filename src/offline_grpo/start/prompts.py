@@ -12,12 +12,12 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from offline_grpo.config.parts import Plan
 from offline_grpo.config.problems import PREFIX
-from offline_grpo.errors import ConfigError
-from offline_grpo.interfaces import TextCodec
+from offline_grpo.errors import ConfigError, require
+from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.model.load import context_length, generation_config_of, load_tokenizer, read_model_config
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.settings import DataConfig, RunConfig
-from offline_grpo.start.teacher import check_teacher
+from offline_grpo.train.advantage.distill import is_url
 from offline_grpo.types import Problem
 
 MAX_LOOKED_AT = 10_000
@@ -69,7 +69,7 @@ def check_episodes(codec: TokenizerCodec, problems: Sequence[Problem]) -> None:
         codec.chat.check(has_tools=any(each.tools for each in rules))
 
 
-def encoded(codec: TextCodec, problem: Problem) -> list[int]:
+def encoded(codec: TokenizerCodec, problem: Problem) -> list[int]:
     """The prompt of a problem. Raises ConfigError where the chat template refuses it, or leaves out tools that the row
     offers, calls of tools, or messages of a role that it does not know.
     """
@@ -91,7 +91,9 @@ def encoded(codec: TextCodec, problem: Problem) -> list[int]:
     return ids
 
 
-def without_long(problems: Sequence[Problem], codec: TextCodec, settings: DataConfig, what: str) -> Sequence[Problem]:
+def without_long(
+    problems: Sequence[Problem], codec: TokenizerCodec, settings: DataConfig, what: str
+) -> Sequence[Problem]:
     """The problems that `data.max_prompt_tokens` does not skip; logs how many it does. Raises ConfigError if all."""
     limit = settings.max_prompt_tokens
     long = {} if limit is None else longer_prompts(problems, codec, limit)
@@ -105,7 +107,7 @@ def without_long(problems: Sequence[Problem], codec: TextCodec, settings: DataCo
     return [problem for index, problem in enumerate(problems) if index not in long]
 
 
-def longer_prompts(problems: Sequence[Problem], codec: TextCodec, limit: float) -> dict[int, int]:
+def longer_prompts(problems: Sequence[Problem], codec: TokenizerCodec, limit: float) -> dict[int, int]:
     """Index -> number of tokens of each prompt that has more than `limit`.
 
     A prompt of fewer bytes has no more tokens, and is not encoded, which takes a hundred times as long as to count
@@ -163,3 +165,32 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
         lacks = f"lacks characters of {len(unreadable)} prompts, such as {unreadable[0][:60]!r}"
         log.warning("model.train_id=%s: its tokenizer %s; use another model", model_id, lacks)
     return min(found, default=0), max(found, default=0)
+
+
+def check_teacher(
+    plan: Plan, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
+) -> None:
+    """Raise ConfigError, before weights are read, for a teacher that does not know the tokens of the model to train, or
+    whose context is too short. `prompt_tokens`: of the longest prompt.
+    """
+    name, num_tokens = plan.advantage.teacher, prompt_tokens + plan.sampling.max_new_tokens
+    if name is None:
+        return
+    if is_url(name):
+        TeacherServer(name).check(tokenizer, num_tokens)
+        return
+    trust = plan.config.model.trust_remote_code
+    config = read_model_config(name, KEY, trust_remote_code=trust)
+    theirs = load_tokenizer(name, key=KEY, trust_remote_code=trust)
+    vocabulary = theirs.get_vocab()
+    others = [token for token, index in tokenizer.get_vocab().items() if vocabulary.get(token) != index]
+    fix = f"{len(others)} tokens, such as {min(others, default='')!r}, have other ids there than in the model to train"
+    require(not others, KEY, name, f"{fix}; take a teacher of the same family")
+    rows, needed = config.get_text_config().vocab_size, model_config.get_text_config().vocab_size
+    require(rows >= needed, KEY, name, f"has {rows} tokens, and the model to train has {needed}")
+    context = context_length(config) or inf
+    fix = f"has a context of {context}, and prompt and completion may have {num_tokens} tokens"
+    require(num_tokens <= context, KEY, name, f"{fix}; lower generation.max_new_tokens")
+    if theirs.eos_token_id != tokenizer.eos_token_id:
+        ends = f"{theirs.eos_token!r}, and the model to train with {tokenizer.eos_token!r}"
+        log.warning("%s=%s: ends texts with %s: it will teach that", KEY, name, ends)

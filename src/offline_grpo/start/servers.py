@@ -14,9 +14,9 @@ from offline_grpo.errors import ScoreError, require
 from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.history.records import hide_progress_bars
-from offline_grpo.model import nf4
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.gguf import convert
+from offline_grpo.model.quantization import check_nf4
 from offline_grpo.placement.devices import check_devices, server_gpus
 from offline_grpo.start.serving import check_found_servers, starts_before_the_policy, training_servers
 from offline_grpo.state import Run
@@ -46,7 +46,7 @@ def begin(run: Run) -> None:
     if plan.layout is not None:  # to choose one starts CUDA, which takes a second
         plan.layout.check(resolve_device(config.model.device), torch_dtype(config.train.precision))
     if config.model.quantization is not None:
-        nf4.check_device(resolve_device(config.model.device, ranks.local_rank))
+        check_nf4(resolve_device(config.model.device, ranks.local_rank))
     run.model_id = _model_id(run)
     ranks.on_main(lambda: check_found_servers(plan, run.model_id))
 

@@ -18,12 +18,12 @@ from offline_grpo.engine.ray_server import RayCluster
 from offline_grpo.engine.server import Server
 from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import ConfigError, EngineError
-from offline_grpo.interfaces import Sharding
 from offline_grpo.model.device import TORCH_NAMES
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.text import end_ids
 from offline_grpo.placement.devices import Devices, server_gpus, trainer_gpus
 from offline_grpo.placement.ranks import Ranks
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync.deployment import Deployment, RankZeroDeployment
 from offline_grpo.weight_sync.lora import LoraRestart, room_for

@@ -16,10 +16,8 @@ from offline_grpo.types import BatchTotals, FinishReason, Rollout, TokenBatch
 
 def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:
     """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and `ref_logprobs` and
-    `teacher_logprobs` None unless all have some.
-
-    Args:
-        mask_truncated: leave the tokens of rollouts that hit the length limit out of the loss.
+    `teacher_logprobs` None unless all have some. `mask_truncated` leaves rollouts that hit the length limit out of the
+    loss.
     """
     lengths = [len(r.token_ids) for r in rollouts]
     sequence_ids = np.repeat(np.arange(len(rollouts)), lengths)  # [T]
@@ -105,12 +103,8 @@ def share_of_rank(sequences: Sequence[int], lengths: Sequence[int], *, rank: int
 def microbatches(
     sequences: Sequence[int], lengths: Sequence[int], *, batch_size: int | None, max_tokens: int | None, padded: bool
 ) -> list[list[int]]:
-    """Cut sequences, sorted by length so that rows of one microbatch pad little, into microbatches.
-
-    Args:
-        batch_size: sequences per microbatch, or None.
-        max_tokens: tokens per microbatch, or None; counts padding where `padded`. A longer sequence gets a
-            microbatch of its own.
+    """Cut sequences, sorted by length so that rows of one microbatch pad little, into microbatches of so many sequences
+    or of so many tokens, padding included where `padded`. A longer sequence gets a microbatch of its own.
     """
     result: list[list[int]] = []
     size = 0  # tokens of the current microbatch

@@ -30,7 +30,7 @@ from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import buckets, on_disk
 from offline_grpo.model.scoring import Scoring
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import TokenBatch, TokenStats
 
 T = TypeVar("T")
@@ -43,18 +43,14 @@ register_dataclass(TokenStats)  # FSDP2 looks there for tensors whose backward p
 
 
 @dataclass
-class FullyShardedPolicy(Replicas):
+class FullyShardedPolicy(Sharding):
     """A `Sharding` by FSDP2. Rank 0 alone writes and pushes; the others help it to gather tensors, see `lead`."""
 
     _policy: Policy | None = field(default=None, init=False)
     _gathering: Generator[tuple[str, Tensor]] | None = field(default=None, init=False)
 
     def prepare(self, policy: Policy) -> None:
-        """See `Sharding.prepare`.
-
-        Raises:
-            ConfigError: a model without a list of blocks, or with weights of several formats.
-        """
+        """Raises ConfigError for a model without a list of blocks, or with weights of several formats."""
         self._shard(policy.scoring, is_trained=True)
         self._policy, policy.is_sharded, policy.logprobs = policy, True, self._led_logprobs
 
@@ -102,7 +98,8 @@ class FullyShardedPolicy(Replicas):
 
     def clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> float:
         """The norm is that of all processes' parts together."""
-        return _whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)).item()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     @contextmanager
     def gathered(self, policy: Policy) -> Iterator[None]:
@@ -120,30 +117,28 @@ class FullyShardedPolicy(Replicas):
 
     def lead(self, action: Callable[[], T], tensors: Any = None) -> T:
         """The other processes do what rank 0 tells them, until it is done."""
-        if not self.ranks.is_main:
-            return self._follow(tensors)
-        result, error = None, None
-        try:
-            result = action()
-        except GrpoError as caught:
-            error = caught
-        if self._gathering is not None:
-            self._gathering.close()
-        self._gathering = None
-        return _result_of(self.ranks.broadcast(("done", result, error)))
-
-    def _follow(self, tensors: Any) -> Any:
-        while True:
-            message: Any = self.ranks.broadcast(None)
-            command = message[0]
-            if command == "done":
-                return _result_of(message)
-            if command == "score":
+        message: Any = None
+        if self.ranks.is_main:
+            result, error = None, None
+            try:
+                result = action()
+            except GrpoError as caught:
+                error = caught
+            if self._gathering is not None:
+                self._gathering.close()
+            self._gathering = None
+            message = ("done", result, error)
+        while (message := self.ranks.broadcast(message))[0] != "done":
+            if message[0] == "score":
                 self._score(message[1])
             else:
-                named = self._weights() if command == "weights" else _shards_of(tensors)
-                for _ in _wholes(named, self._dtype(command)):
+                named = self._weights() if message[0] == "weights" else _shards_of(tensors)
+                for _ in _wholes(named, self._dtype(message[0])):
                     pass
+            message = None
+        if message[2] is not None:
+            raise message[2]
+        return message[1]
 
     def full_weights(self, policy: Policy) -> Iterator[tuple[str, Tensor]]:
         """Of an adapted policy the adapters alone: the base never changes."""
@@ -190,18 +185,6 @@ class FullyShardedPolicy(Replicas):
     def _score(self, batch: TokenBatch) -> Tensor:
         assert self._policy is not None
         return self._policy.scoring.logprobs(batch.to(self._policy.device))
-
-
-def _result_of(done: Any) -> Any:
-    _, result, error = done
-    if error is not None:
-        raise error
-    return result
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; every process must call it. One that is not spread is returned as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _shards_of(tensors: Any) -> Named:

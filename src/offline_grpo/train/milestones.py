@@ -23,11 +23,9 @@ class Watch:
 
     @property
     def key(self) -> str:
-        """The metric without its sign."""
         return self.metric.removeprefix("-")
 
     def is_better(self, value: float, than: float) -> bool:
-        """Strictly."""
         return value < than if self.metric.startswith("-") else value > than
 
     def see(self, metrics: Mapping[str, float], iteration: int) -> bool:
@@ -44,7 +42,7 @@ class Watch:
 
 
 class Milestones:
-    """Sees every evaluation of a run; a checkpoint holds its state. `keep_best`: see `Watch`; None for none."""
+    """Sees every evaluation of a run; a checkpoint holds its state. `keep_best`: a metric as in `Watch`, or None."""
 
     def __init__(self, keep_best: str | None, stop_when: StopWhenConfig) -> None:
         self._stop_when = stop_when
@@ -83,7 +81,6 @@ class Milestones:
         return {"stopped_early": 1.0} if self.stop_reason is not None and iteration + 1 < num_iterations else {}
 
     def state_dict(self) -> dict[str, Watch]:
-        """For the checkpoint."""
         return {name: replace(watch) for name, watch in self._watches.items()}
 
     def load_state_dict(self, state: Mapping[str, Watch]) -> None:

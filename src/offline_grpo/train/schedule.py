@@ -40,12 +40,8 @@ class LrSchedule:
         one. With the same settings it is `earlier` itself. With others the learning rate continues from where it is:
         the curve of the new kind, scaled to begin there, over the updates that are left.
 
-        Args:
-            restart: begin anew at the peak instead, because the user has set one.
-            warms_up: with `restart`, warm up to it.
-
-        Raises:
-            ConfigError: the earlier schedule has come to its end, and there is nothing left to fall from.
+        With `restart` it begins anew at the peak, because the user has set one, and warms up to it if `warms_up`.
+        Raises ConfigError where the earlier schedule has come to its end: there is nothing left to fall from.
         """
         if restart:
             return replace(self, first=update, warms_up=warms_up)

@@ -36,9 +36,9 @@ from offline_grpo.engine.inside_vllm.offline_grpo_layout import plain_name
 from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import EngineError, require
 from offline_grpo.model.adapters import adapters_off
-from offline_grpo.model.fp8 import fp8_linears
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import draw_ids
+from offline_grpo.model.quantization import fp8_linears
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
 from offline_grpo.weight_sync.snapshot import Snapshot, this_run

@@ -36,7 +36,7 @@ from engines import (
 )
 from factories import generate, make_policy, strategy
 from peft import LoraConfig, get_peft_model
-from served_runs import Endless
+from runs import Endless
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.server import Server

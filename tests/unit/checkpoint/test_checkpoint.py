@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import config_of
 from factories import make_updater
+from run_folders import config_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def checkpointer_of(updater, folder, *, keep_last_k=1, keep_best=None):
         updater=updater,
         source=SimpleNamespace(state_dict=lambda: {"queue": [1, 2]}),
         milestones=Milestones(keep_best, StopWhenConfig("pass@1", None, None)),
-        ranks=updater.ranks,
+        ranks=updater.passes.ranks,
         config=config_of(),
         keep_last_k=keep_last_k,
         format="full",
@@ -132,7 +132,7 @@ def test_restored_state_makes_the_same_next_update(saved, tmp_path, token_batch,
     has_masters = (folder / "trainer" / "masters.safetensors").exists()
     assert has_masters == (dtype == torch.bfloat16)
 
-    other = make_updater(tmp_path, dtype=dtype, precision=updater.config.precision)
+    other = make_updater(tmp_path, dtype=dtype, precision=updater.passes.config.precision)
     other.policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
     restored = checkpointer_of(other, tmp_path).restore(folder)
     assert (restored.iteration, restored.source) == (4, {"queue": [1, 2]})

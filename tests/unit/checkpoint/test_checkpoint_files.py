@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from checkpoints import make_checkpoint, state_of
+from run_folders import make_checkpoint, state_of
 
 from offline_grpo.checkpoint.files import MANIFEST, check_model_folder, verified_state
 from offline_grpo.errors import CheckpointError

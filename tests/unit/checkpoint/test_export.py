@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from architectures import ZOO
-from checkpoints import config_of, make_checkpoint, state_of
 from factories import make_qwen2
 from peft import LoraConfig, get_peft_model
+from run_folders import config_of, make_checkpoint, state_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offline_grpo.checkpoint.pretrained import export_model, find_model, push_to_hub

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from factories import compose_config
-from recorded import write_store
+from run_folders import write_store
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import describe, make_plan, refuse_idle, warnings

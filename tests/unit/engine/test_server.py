@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from engines import COMMAND_LINE, make_client
-from inside_vllm import load_extension
+from fake_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo import progress

@@ -1,4 +1,4 @@
-"""Starting and controlling SGLang, against a stand-in written from its source (tests/fake_sglang.py)."""
+"""Starting and controlling SGLang, against a stand-in written from its source (tests/fakes/fake_sglang.py)."""
 
 from __future__ import annotations
 

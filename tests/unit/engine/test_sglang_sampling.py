@@ -1,4 +1,4 @@
-"""The SGLang client against a stand-in written from SGLang's source (tests/fake_sglang.py).
+"""The SGLang client against a stand-in written from SGLang's source (tests/fakes/fake_sglang.py).
 
 What both clients do with a server that misbehaves is in test_server_engine.py.
 """

@@ -17,9 +17,9 @@ import httpx
 import numpy as np
 import pytest
 import worlds
+from dialogues import EOS, Server, ids, isolated, problem_of, sampled
 from openai import OpenAI
-from players import EOS, Server, ids, isolated, problem_of, sampled
-from waiting import wait_until
+from runs import wait_until
 
 from offline_grpo.errors import RequestError
 from offline_grpo.generation import proxy as proxies

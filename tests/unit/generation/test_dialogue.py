@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from dialogues import BUY, call_text, codec_of
-from players import CODEC, EOS, ids
+from dialogues import BUY, CODEC, EOS, call_text, codec_of, ids
 
 from offline_grpo.errors import RequestError
 from offline_grpo.generation.dialogue import Ask, Dialogue

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from players import CODEC, EOS, SAMPLING, InProcess, Server, answer, ids, isolated, problem_of, sampled
+from dialogues import CODEC, EOS, SAMPLING, InProcess, Server, answer, ids, isolated, problem_of, sampled
 from worlds import environment
 
 from offline_grpo.errors import EngineDied, ScoreError

@@ -12,12 +12,13 @@ import psutil
 import pytest
 from bad_rewards import Task, isolated, judge, setup_of
 from factories import make_group
-from waiting import wait_until
+from runs import wait_until
 
 from offline_grpo.errors import ScoreError
 from offline_grpo.generation.judging import judging, scores_of
 from offline_grpo.generation.scoring.pool import IsolatedTask, Scorers
-from offline_grpo.train.experience import check_scored, score_metrics
+from offline_grpo.train.experience import check_scored
+from offline_grpo.train.metrics import score_metrics
 from offline_grpo.types import Problem, Score
 
 pytestmark = pytest.mark.slow

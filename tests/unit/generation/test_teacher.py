@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import VOCAB, make_llama, make_rollout, make_scoring, make_updater
+from factories import VOCAB, make_llama, make_passes, make_rollout, make_scoring
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.errors import ConfigError
@@ -43,13 +42,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[ScriptedServer]:
         yield server
 
 
-def test_a_server_tells_the_models_own_logprobs(server: ScriptedServer, tmp_path: Path) -> None:
+def test_a_server_tells_the_models_own_logprobs(server: ScriptedServer) -> None:
     teacher = TeacherServer(server.base_url)
     teacher.check(TOKENIZER, 20)
     rollouts = (make_rollout([5, 6, 7], [8, 9]), make_rollout([4], [3, 2, 1, 0]), make_rollout([1, 2], [3]))
-    updater = make_updater(tmp_path, batch_size=1)
-    updater.teacher = teacher
-    [taught] = updater.taught([RolloutGroup(None, rollouts)])
+    passes = make_passes(batch_size=1, teacher=teacher)
+    [taught] = passes.teach([RolloutGroup(None, rollouts)])
     expected = make_scoring(MODEL).logprobs(build_batch(rollouts, mask_truncated=False)).tolist()
     found = [logprob for rollout in taught.rollouts for logprob in rollout.teacher_logprobs or ()]
     assert found == pytest.approx(expected, abs=1e-5)

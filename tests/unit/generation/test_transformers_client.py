@@ -68,7 +68,7 @@ def test_batches_change_nothing(
 def test_a_cache_of_fixed_size_draws_the_same(
     model, tokenizer, monkeypatch: pytest.MonkeyPatch, eos: list[int] | None
 ) -> None:
-    """As on a GPU, but for the graphs (see `tests/gpu/test_gpu_sampling.py`)."""
+    """As on a GPU, but for the graphs (see `tests/gpu/test_gpu_models.py`)."""
     model.generation_config.eos_token_id = eos
     growing = sample(model, tokenizer)
     monkeypatch.setattr(transformers_client, "has_graphs", lambda lm: True)

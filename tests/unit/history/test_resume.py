@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from checkpoints import make_checkpoint, state_of
 from factories import compose_config
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from run_folders import make_checkpoint, state_of
 
 from offline_grpo.commands import main
 from offline_grpo.commands.main import asked_for

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import state_of
 from factories import compose_config
+from run_folders import state_of
 
 from offline_grpo.config.compose import as_plain, fresh_schedule, typed
 from offline_grpo.errors import ConfigError

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from checkpoints import config_of, make_checkpoint, state_of
+from run_folders import config_of, make_checkpoint, state_of
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.history.folder import Lock, RunDir, discard_fresh

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import make_batch
+from factories import LOSS, make_batch
 from torch import Tensor
 
 from offline_grpo.types import BatchTotals, TokenBatch, TokenStats
@@ -18,21 +18,7 @@ Inputs = tuple[TokenStats, TokenBatch, BatchTotals]
 @pytest.fixture(scope="session")
 def plain() -> dict[str, Any]:
     """Settings of a loss that is its policy-gradient term alone; `dual_clip` only fits the clipped losses."""
-    return {
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "ratio_reference": "old",
-        "kl_coef": 0.0,
-        "kl_estimator": "k3",
-        "kl_placement": "loss",
-        "kl_importance_weight": False,
-        "entropy_coef": 0.0,
-        "importance_correction": "none",
-        "importance_cap": 2.0,
-        "importance_floor": 0.0,
-        "off_policy_mask": None,
-        "geometric_bounds": None,
-    }
+    return {name: value for name, value in LOSS.items() if name != "dual_clip"} | {"entropy_coef": 0.0}
 
 
 @pytest.fixture(scope="session")

@@ -95,15 +95,6 @@ def test_chosen_blocks_have_the_adapters_that_all_blocks_have(name: str) -> None
     assert 0 < whole == 2 * second
 
 
-def test_dropout_is_off_without_gradient_and_the_mode_comes_back() -> None:
-    scoring = make_scoring(adapted(make_qwen2(vocab_size=97), dropout=0.5).train())
-    for name, parameter in scoring.model.named_parameters():
-        if ".lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    assert torch.equal(scoring.logprobs(long_batch()), scoring.logprobs(long_batch()))
-    assert scoring.model.training
-
-
 def make_laguna() -> LagunaForCausalLM:
     """Its shared experts have names that peft would rename when it loads an adapter."""
     torch.manual_seed(0)

@@ -13,14 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.model.layers import decoder_of
 from offline_grpo.model.layouts import LAYOUTS, varlen
-from offline_grpo.model.layouts.padded import Padded
-from offline_grpo.model.layouts.tree import Tree
+from offline_grpo.model.layouts.rows import Padded, Tree
 from offline_grpo.model.layouts.varlen import Varlen
 from offline_grpo.model.load import prepare
-from offline_grpo.model.logits import decoder_of, measure_logit_transform
 from offline_grpo.model.proof import settle_layout
-from offline_grpo.model.scoring import Scoring, prepare_for_gradients
+from offline_grpo.model.scoring import Scoring, measure_logit_transform, prepare_for_gradients
 from offline_grpo.settings import ModelConfig
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import SamplingParams, TokenBatch

@@ -14,8 +14,8 @@ from dialogues import BUY, NAMES, codec_of
 from transformers import PreTrainedTokenizerFast
 
 from offline_grpo.errors import ConfigError, RequestError
-from offline_grpo.model.chat import READERS, USER
-from offline_grpo.model.text import TokenizerCodec
+from offline_grpo.model.text import USER, TokenizerCodec
+from offline_grpo.model.tool_calls import READERS
 from offline_grpo.types import Completion, FinishReason, Reply, SamplingParams
 
 WITH_CALLS = tuple(name for name in NAMES if codec_of(name).chat.fault is None)

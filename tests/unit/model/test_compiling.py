@@ -21,12 +21,10 @@ from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model import layers, proof
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.layers import not_compiled
-from offline_grpo.model.layouts.padded import Padded
-from offline_grpo.model.layouts.varlen import Flash4
+from offline_grpo.model.layouts.rows import Padded
 from offline_grpo.model.lm_head import TiledHead
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.proof import settle_compile
-from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.scoring import Scoring, measure_logit_transform, prepare_for_gradients
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import LoraConfig
 from offline_grpo.types import SamplingParams
@@ -75,8 +73,9 @@ def test_one_graph_serves_all_blocks_and_all_lengths(name: str, checkpointing: b
     kinds = len(set(getattr(scoring.causal_lm.config, "layer_types", None) or ["full"]))
     assert 0 < warm <= 3 * kinds, "with gradients, checkpointed or not, and without, for each kind of block"
     for groups in (((20, (8, 3)),), ((7, (30, 2, 5)), (4, (9, 9))), ((9, (5, 5, 5, 5, 6)),)):
-        batch = proof._batch(scoring, CPU, groups)
-        proof._packed(scoring, batch)
+        batch = proof.batch_for(scoring, CPU, groups)
+        prepare_for_gradients(scoring.model)
+        scoring(batch).logprobs.sum().backward()
         compiled = scoring.logprobs(batch)
         with not_compiled(scoring.model):
             torch.testing.assert_close(compiled, scoring.logprobs(batch), rtol=1e-4, atol=1e-5)
@@ -90,7 +89,7 @@ def test_sampling_between_updates_compiles_nothing_anew() -> None:
     warm = counters["stats"]["unique_graphs"]
     client = TransformersClient(scoring.causal_lm, build_char_tokenizer(128), batch_size=8)
     generate(client, [[5, 6, 7]], SamplingParams(max_new_tokens=4), group_size=2, seeds=[1])
-    scoring.logprobs(proof._batch(scoring, CPU))
+    scoring.logprobs(proof.batch_for(scoring, CPU))
     assert counters["stats"]["unique_graphs"] == warm > 0
 
 
@@ -105,12 +104,6 @@ def test_all_models_of_a_sweep_are_compiled() -> None:
         )
         settle_compile(scoring, True, CPU)
         assert counters["stats"]["unique_graphs"] == 2 * num_models, "with gradients and without"
-
-
-def test_kernels_that_cannot_be_imported_are_left_to_the_choice_of_the_layout(monkeypatch):
-    monkeypatch.setattr(proof, "layouts_for", lambda *_: [Flash4(), Padded()])
-    monkeypatch.setattr(proof, "flash4_interface", lambda: torch.ops.load_library("none"))
-    proof.import_ahead(None, False, CPU, torch.bfloat16)
 
 
 def test_a_model_that_computes_something_else_then_is_left_as_it_is(

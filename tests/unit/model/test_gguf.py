@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import TEMPLATE, write_gguf
 from factories import compose_config
-from gguf_files import TEMPLATE, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offline_grpo.config.compose import typed

@@ -1,8 +1,9 @@
-"""Which layout a run gets, and where each one runs; tests/gpu compares what they compute, test_prefix_tree.py has the
-trees.
+"""Which layout a run gets, where each one runs, and trees of shared prefixes: by hand, and against one sequence at a
+time.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,11 @@ from architectures import ZOO
 from factories import make_qwen2, make_rollout, make_scoring
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.layers import decoder_of
 from offline_grpo.model.layouts import LAYOUTS, layout_named, layouts_for
-from offline_grpo.model.layouts.padded import Padded, attention_window
-from offline_grpo.model.layouts.tree import Tree
+from offline_grpo.model.layouts.rows import Padded, Tree, attention_window, prefix_trees
 from offline_grpo.model.layouts.varlen import VARLEN, Varlen
-from offline_grpo.model.logits import decoder_of
-from offline_grpo.train.batch import build_batch
+from offline_grpo.train.batch import build_batch, with_advantages
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -86,3 +86,38 @@ def test_trees_wider_than_a_window_become_padded_rows(window, rows):
 )
 def test_the_window_of_a_model_is_found(name, changes, expected):
     assert attention_window(decoder_of(ZOO[name].build(**changes))) == expected
+
+
+def batch_of(*pairs):
+    rollouts = [make_rollout(p, c) for p, c in pairs]
+    return with_advantages(build_batch(rollouts, mask_truncated=False), [1.0] * len(rollouts))
+
+
+GROUP = [([2, 9, 3, 8], [5]), ([2, 9, 3, 8], [6]), ([2, 9, 3, 8], [5, 6]), ([2, 9, 3, 8], [5])]
+
+
+def test_layout_is_the_documented_example():
+    trees = prefix_trees(batch_of(*GROUP))
+    assert trees.token_ids.tolist() == [[2, 9, 3, 8, 5, 6, 6]]
+    assert trees.position_ids.tolist() == [[0, 1, 2, 3, 4, 4, 5]]
+    assert trees.columns.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 3, 4, 6, 0, 1, 2, 3, 4]
+    seen = (trees.attention_mask(torch.float32)[0, 0] == 0).tolist()
+    assert [node for node in range(7) if seen[5][node]] == [0, 1, 2, 3, 5]
+    assert [node for node in range(7) if seen[6][node]] == [0, 1, 2, 3, 4, 6]
+
+
+def test_prompts_that_only_begin_alike_stay_apart():
+    trees = prefix_trees(batch_of(*GROUP, *[([2, 9], c) for c in ([3], [3, 8], [3, 8])]))
+    assert trees.token_ids.shape[0] == 2
+
+
+def test_little_in_common_is_no_case_for_trees():
+    assert prefix_trees(batch_of(([1, 2], [3, 4, 5]), ([2, 3], [4, 5]))) is None
+    assert prefix_trees(batch_of(*[([1] * 300, [k] * 60) for k in range(5)])) is None  # a row of 600 nodes
+
+
+def test_masked_completions_do_not_disturb_the_others():
+    batch = batch_of(*GROUP, *GROUP)
+    masked = replace(batch, completion_mask=batch.completion_mask & (batch.sequence_ids > 1))
+    scores = [make_scoring(make_qwen2(), layout).logprobs(masked) for layout in (Tree(), Padded())]
+    assert torch.allclose(*scores, atol=2e-5)

@@ -1,8 +1,13 @@
-"""The loss head against materialised logits and autograd in float64, and its promises about memory, precision and side
-effects.
+"""The loss heads against materialised logits and autograd in float64, and their promises about memory and precision. On
+a CPU the kernel of the one that keeps its tiles is plain PyTorch, see tests/gpu.
 """
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +15,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offline_grpo.model import lm_head
-from offline_grpo.model.lm_head import TiledHead
+from offline_grpo.model.lm_head import KeptHead, TiledHead
 
 NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 50
 
 
-def make_inputs(dtype: torch.dtype = torch.float64, *, num_tokens: int = NUM_TOKENS) -> dict[str, Tensor]:
+def make_inputs(
+    dtype: torch.dtype = torch.float64, *, num_tokens: int = NUM_TOKENS, scale: float = 1.0
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     return {
         "hidden": normal(num_tokens, HIDDEN).to(dtype).requires_grad_(),
@@ -162,3 +169,97 @@ def test_no_tensor_is_larger_than_two_tiles_or_an_input() -> None:
         )
         (outputs[0].sum() + outputs[1].sum()).backward()
     assert largest.num_elements == 2 * num_tokens * tile_width
+
+
+EVERYTHING = 1 << 40
+
+
+def check_kept(
+    inputs: dict[str, Any], shape: tuple[int, int], *, kept_bytes: int = EVERYTHING, rtol: float, bias: bool = False
+) -> Tensor:
+    """Of the head that keeps its tiles, in bfloat16, against the definition; `rtol` of gradients. Returns logprobs."""
+    leaves = [inputs["hidden"], inputs["weight"], *([inputs["bias"]] if bias else [])]
+    expected = materialised(**inputs)
+    tensors = [inputs[name] for name in ("hidden", "weight", "bias", "targets", "temperature")]
+    found = KeptHead.apply(*tensors, inputs.get("softcap"), shape, kept_bytes)
+    assert not found[1].requires_grad
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6, check_dtype=False)
+    for gradient, right in zip(gradients(found, leaves), gradients((expected[0], found[1]), leaves), strict=True):
+        assert gradient.isfinite().all()
+        assert (gradient.double() - right.double()).norm() < rtol * right.double().norm()
+    return found[0]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(
+    ("shape", "kept_bytes"),
+    [((13, 50), EVERYTHING), ((13, 7), 2 * 13 * 7 * 3), ((5, 7), 2 * 5 * 7 * 4), ((13, 7), 0)],
+)
+def test_kept_tiles_give_the_same(shape: tuple[int, int], kept_bytes: int, softcap: float | None) -> None:
+    inputs: dict[str, Any] = make_inputs(torch.bfloat16)
+    inputs |= {"softcap": softcap, "temperature": torch.linspace(0.3, 3, 13)}
+    if softcap is None:
+        inputs["bias"] = None
+    check_kept(inputs, shape, kept_bytes=kept_bytes, rtol=0.006, bias=softcap is not None)  # bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize("shape", [(13, 50), (5, 7)])
+def test_a_target_that_is_all_but_certain_keeps_its_small_gradient(shape: tuple[int, int]) -> None:
+    """1 - p is 1e-4: the difference of two bfloat16 numbers would be 0, or tens of times too large."""
+    inputs = make_inputs(torch.bfloat16, scale=0.05) | {"targets": torch.full((13,), 5), "temperature": torch.ones(13)}
+    inputs["bias"] = torch.full((VOCAB,), -1.0).index_fill(0, torch.tensor([5]), 12.0).bfloat16().requires_grad_()
+    assert float(check_kept(inputs, shape, rtol=0.01).max()) > -2e-4
+
+
+def test_a_target_in_a_tile_far_below_the_peak_keeps_its_gradient() -> None:
+    """200 nats below: nothing of that tile can be told from 0 beside the peak; the target's own gradient is whole."""
+    inputs = make_inputs(torch.bfloat16) | {"targets": torch.arange(13), "temperature": torch.ones(13)}
+    inputs["bias"] = (200.0 * (torch.arange(VOCAB) >= 40)).bfloat16().requires_grad_()
+    check_kept(inputs, (13, 10), rtol=0.006)
+
+
+@pytest.mark.parametrize(
+    ("kept_gib", "bonus", "is_kept"), [(3.0, False, True), (3.0, True, False), (0.0, False, False)]
+)
+def test_when_tiles_are_kept(kept_gib: float, bonus: bool, is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm_head, "is_compiled_by_default", lambda _: True)
+    chosen: list[str] = []
+    for name in ("KeptHead", "_TiledHead"):
+        stand_in = type(name, (), {"apply": staticmethod(lambda *_, name=name: chosen.append(name))})
+        monkeypatch.setattr(lm_head, name, stand_in)
+    hidden, weight = torch.zeros(3, HIDDEN, dtype=torch.bfloat16), torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)
+    targets, temperature = torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    head = TiledHead(tile_width=None, kept_gib=kept_gib)
+    head(hidden, weight, None, targets, temperature, entropy_requires_grad=bonus)
+    assert chosen == ["KeptHead" if is_kept else "_TiledHead"]
+
+
+INTERPRETED = """
+import torch
+from offline_grpo.model import head_kernel, lm_head
+torch.manual_seed(0)
+for softcap in (None, 3.0):
+    for width in (37, 256, 300):
+        logits, bias, bits_per_logit = 5 * torch.randn(9, width), torch.randn(width).bfloat16(), torch.rand(9) + 0.5
+        for args in ((logits, bias, softcap, bits_per_logit), (logits, None, softcap, bits_per_logit)):
+            stats, powers = head_kernel.stats_and_powers(*args, keep=True)
+            right, expected = lm_head._stats_and_powers(*args, keep=True)
+            for found, value in zip(stats, right, strict=True):
+                torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(powers, expected)
+            assert head_kernel.stats_and_powers(*args, keep=False)[1] is None
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_is_right() -> None:
+    """By Triton's interpreter, without a GPU; it is switched on before Triton is imported."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

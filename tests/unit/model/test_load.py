@@ -1,4 +1,6 @@
-"""What is decided about a model before its weights are used: attention kernels, and how long its sequences may be."""
+"""What is decided about a model before its weights are used: attention kernels, how long its sequences may be, and what
+it does to its logits.
+"""
 
 import json
 from pathlib import Path
@@ -21,12 +23,10 @@ from offline_grpo.model.load import (
     load_policy,
     load_tokenizer,
     prepare,
-    read_model_config,
 )
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.saving import save_policy
-from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.scoring import LogitTransform, Scoring, measure_logit_transform
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import ModelConfig
 from offline_grpo.train.batch import build_batch
@@ -97,29 +97,30 @@ def test_a_model_that_says_minus_one_has_no_limit():
     assert context_length(AutoConfig.for_model("xlnet")) is None
 
 
-def test_a_model_that_is_there_and_unknown_is_not_called_out_of_reach(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "new_vl"}')
-    with pytest.raises(ConfigError, match=r"type `new_vl` .*; choose another model, or a version of transformers that"):
-        read_model_config(str(tmp_path), "model.train_id")
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(ConfigError, match="; give the folder of a whole model"):
-        read_model_config(str(tmp_path), "model.train_id")
+def refuse_of_folder(folder: Path, told: str, **key: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_causal_lm(str(folder), "auto", torch.device("cpu"), None, **key)
 
 
-def test_a_folder_without_tokenizer_files_is_told_what_to_copy(tmp_path: Path) -> None:
-    from transformers import GPT2Config
+def test_a_folder_that_is_no_whole_model_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    refuse_of_folder(tmp_path, "; give the folder of a whole model")
+    file.write_text('{"model_type": "new_vl"}')
+    refuse_of_folder(tmp_path, r"type `new_vl` .*; choose another model, or a version of transformers that")
 
-    GPT2Config(vocab_size=50).save_pretrained(tmp_path)  # of which transformers makes a tokenizer without a vocabulary
+    # Weights that are not there are not drawn at random; transformers makes a tokenizer without a vocabulary.
+    ZOO["gpt2"].build().save_pretrained(str(tmp_path))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_layer": 3}))
+    refuse_of_folder(tmp_path, r"model.ref_id=.*: has no weights for .*which would be random", key="model.ref_id")
     with pytest.raises(ConfigError, match=r"model.train_id=.*: has no tokenizer.*; copy the tokenizer files"):
         load_tokenizer(str(tmp_path))
 
-
-def test_weights_that_are_not_there_are_not_drawn_at_random(tmp_path: Path) -> None:
-    ZOO["gpt2"].build().save_pretrained(str(tmp_path))
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"n_layer": 3}))
-    with pytest.raises(ConfigError, match=r"model.ref_id=.*: has no weights for .*which would be random"):
-        load_causal_lm(str(tmp_path), "auto", torch.device("cpu"), None, key="model.ref_id")
+    # Nor are weights left out that the configuration does not provide for.
+    make_qwen2().save_pretrained(tmp_path)
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False}
+    file.write_text(json.dumps(json.loads(file.read_text()) | llama))
+    bias = "model.layers.0.self_attn.k_proj.bias"
+    refuse_of_folder(tmp_path, rf"^model.train_id={tmp_path}: has weights that its config.json does .* {bias};")
 
 
 def test_ranges_and_lists_of_blocks() -> None:
@@ -157,13 +158,31 @@ def test_a_head_that_transformers_leaves_out_is_saved_as_it_was(name: str, tmp_p
     torch.testing.assert_close(saved, load_file(tmp_path / "a" / file), rtol=0, atol=0)
 
 
-def test_weights_that_the_configuration_leaves_out_are_refused(tmp_path: Path) -> None:
-    make_qwen2().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False}
-    (tmp_path / "config.json").write_text(json.dumps(config | llama))
-    name = "model.layers.0.self_attn.k_proj.bias"
-    with pytest.raises(
-        ConfigError, match=rf"^model.train_id={tmp_path}: has weights that its config.json does .* {name};"
-    ):
-        load_causal_lm(str(tmp_path), "auto", CPU.device, None)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("llama", {}, LogitTransform()),
+        ("granite", {"logits_scaling": 7.0}, LogitTransform(1 / 7, None)),
+        # smaller than any logit's rounding
+        ("gemma3_capped", {"final_logit_softcapping": 0.01}, LogitTransform(1.0, 0.01)),
+        ("minicpm3", {}, LogitTransform(0.125, None)),  # divides what goes into the head
+    ],
+)
+def test_factor_and_cap_are_measured(name, changes, expected, dtype):
+    found = measure_logit_transform(ZOO[name].build(**changes).to(dtype))
+    assert found.scale == pytest.approx(expected.scale, rel=1e-6)
+    assert found.softcap == (None if expected.softcap is None else pytest.approx(expected.softcap, rel=1e-5))
+
+
+@pytest.mark.parametrize("bend", [lambda z: z + 0.01 * z.clamp(min=5), lambda z: -z])
+def test_anything_else_is_refused(bend):
+    model = ZOO["llama"].build()
+
+    def bent(module, args, output):
+        output.logits = bend(output.logits)
+        return output
+
+    model.register_forward_hook(bent)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM changes its hidden states or logits"):
+        measure_logit_transform(model)

@@ -1,4 +1,4 @@
-"""fp32 masters behind a 16-bit model, also in the host's memory; on a real GPU: tests/gpu/test_gpu_offload.py."""
+"""fp32 masters behind a 16-bit model, also in the host's memory; on a real GPU: tests/gpu/test_gpu_training.py."""
 
 from types import SimpleNamespace
 

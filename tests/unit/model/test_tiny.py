@@ -58,13 +58,6 @@ def test_chat_template_is_plain(built):
     assert tokenizer.convert_ids_to_tokens(token_ids) == ["<bos>", "1", "7", "+", "2", "5", "="]
 
 
-def test_second_call_does_not_train(tmp_path):
-    first = prepare(tmp_path)
-    times = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}
-    assert prepare(tmp_path) == first
-    assert {path.name: path.stat().st_mtime_ns for path in first.iterdir()} == times
-
-
 def test_folder_name_follows_from_all_settings(tmp_path):
     changes = [{"hidden_size": 32}, {"rope_theta": 50.0}, {"noise_frac": 0.25}, {"seed": 1}]
     folders = {prepare(tmp_path), *(prepare(tmp_path, **{"warm_start_steps": 0, **change}) for change in changes)}

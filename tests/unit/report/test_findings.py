@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_folders import make_run
+from run_folders import make_run
 
 from offline_grpo.report.findings import find, shared
 from offline_grpo.report.history import History, load_history

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from report_folders import HOSTILE, make_run
+from run_folders import HOSTILE, make_run
 
 from offline_grpo.report import page as page_module
 from offline_grpo.report.page import save_page

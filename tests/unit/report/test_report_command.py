@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import rich
 import yaml
-from report_folders import make_run
 from rich.console import Console
+from run_folders import make_run
 
 from offline_grpo.report import page
 from offline_grpo.report.__main__ import main

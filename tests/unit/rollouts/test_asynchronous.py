@@ -8,10 +8,10 @@ import time
 from dataclasses import replace
 
 import pytest
+from dialogues import CODEC, SAMPLING, Server, problem_of
 from factories import compose_config
 from omegaconf import OmegaConf
-from players import CODEC, SAMPLING, Server, problem_of
-from waiting import wait_until
+from runs import wait_until
 from worlds import environment
 
 from offline_grpo.config.compose import typed

@@ -5,13 +5,12 @@ is dropped.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from atropos_api import group, pair
-from factories import make_updater
+from atropos_parts import group, pair
+from factories import make_passes
 
 from offline_grpo.rollouts.atropos.groups import GroupReader, MissingLogprobs
 from offline_grpo.train.advantage.distill import Distill
@@ -67,53 +66,52 @@ def test_temperatures_of_sequences_requests_and_groups(fields: dict[str, Any], e
     assert [rollout.temperature for rollout in read(pair(1, **fields)).rollouts] == expected
 
 
-def test_a_sample_whose_advantage_is_set_to_zero(tmp_path: Path) -> None:
+def test_a_sample_whose_advantage_is_set_to_zero() -> None:
     """It counts in the group's mean, and its gradient is exactly 0."""
-    updater = make_updater(tmp_path, updates_per_iteration=1)
+    passes = make_passes(updates_per_iteration=1)
     sequences = (([5, 6], [7, 2]), ([5, 6], [8, 2]), ([5, 6], [9, 2]))
     plain = read(group(*sequences, scores=[3.0, 0.0, 0.0]))
     overrides = [{"set_advantage_to_zero": True}, {}, {"set_advantage_to_zero": False}]
     zeroed = read(group(*sequences, scores=[3.0, 0.0, 0.0], overrides=overrides))
-    batch, [own], _ = prepare_batch([zeroed], updater, updater.config)
-    _, [usual], _ = prepare_batch([plain], updater, updater.config)
+    batch, [own], _, _ = prepare_batch([zeroed], passes)
+    _, [usual], _, _ = prepare_batch([plain], passes)
     assert own == [0.0, *usual[1:]]
     assert usual[0] > 1
     assert batch is not None
     assert batch.advantages.tolist()[:4] == [0.0] * 4
     given = read(group(*sequences, advantages=[[0, 0, 1.0, 2.0]] * 3, overrides=overrides))
-    batch, [own], _ = prepare_batch([given], updater, updater.config)
+    batch, [own], _, _ = prepare_batch([given], passes)
     assert own == [0.0, 1.5, 1.5]
     assert batch is not None
     assert batch.advantages.tolist() == [0.0] * 4 + [0.0, 0.0, 1.0, 2.0] * 2
 
 
-def test_reference_logprobs_that_come_with_all_rollouts_replace_a_pass(tmp_path: Path) -> None:
-    updater = make_updater(tmp_path, updates_per_iteration=1)
-    updater.reference = updater.policy.scoring
+def test_reference_logprobs_that_come_with_all_rollouts_replace_a_pass() -> None:
+    passes = make_passes(updates_per_iteration=1)
+    passes.reference = passes.policy.scoring
     ref = [[1.0, 1.0, -0.5, -0.25], [1.0, 1.0, -1.5, -2.0, -3.0]]
     with_ref, without = read(pair(1, ref_logprobs=ref)), read(pair(1))
-    batch, _, _ = prepare_batch([with_ref], updater, updater.config)
+    batch = prepare_batch([with_ref], passes).batch
     assert batch is not None
     assert batch.ref_logprobs is not None
     assert batch.ref_logprobs.tolist() == [0.0, 0.0, -0.5, -0.25, 0.0, 0.0, -1.5, -2.0, -3.0]
-    mixed, _, _ = prepare_batch([with_ref, without], updater, updater.config)
+    mixed = prepare_batch([with_ref, without], passes).batch
     assert mixed is not None
     assert mixed.ref_logprobs is not None
-    assert torch.equal(mixed.ref_logprobs, updater._score_all(updater.policy.scoring, mixed))
+    assert torch.allclose(mixed.ref_logprobs, passes.policy.logprobs(mixed), atol=1e-5)
 
 
 ASKED = [[[], [6], [1, 7], [2, 3]], [[], [6], [8, 1], [1], [2]]]
 TOLD = [[[], [-9.0], [-0.5, -1.5], [-0.25, -4.0]], [[], [-9.0], [-1.0, -3.0], [-2.0], [-3.0]]]
 
 
-def test_what_a_teacher_says_of_sampled_tokens_is_kept(tmp_path: Path) -> None:
+def test_what_a_teacher_says_of_sampled_tokens_is_kept() -> None:
     """Of each position's few tokens that one which was sampled; servers give logprobs of prompts at temperature 1."""
     told = {"distill_token_ids": ASKED, "distill_logprobs": TOLD}
     first, second = read(pair(1, **told)).rollouts
     assert (first.teacher_logprobs, second.teacher_logprobs) == ((0, 0, -1.5, -0.25), (0, 0, -1.0, -2.0, -3.0))
-    updater = make_updater(tmp_path)
-    updater.advantage = Distill(teacher=None, weight=1.0, base=None)
-    batch, _, _ = prepare_batch([read(pair(1, **told))], updater, updater.config)
+    passes = make_passes(advantage=Distill(teacher=None, weight=1.0, base=None))
+    batch = prepare_batch([read(pair(1, **told))], passes).batch
     assert batch is not None
     assert batch.advantages.tolist() == [0, 0, -1.0, 0.25, 0, 0, -0.5, -1.5, -2.5]
     lacking = {"distill_token_ids": [ASKED[0], [[], [6], [9, 1], [1], [2]]], "distill_logprobs": TOLD}

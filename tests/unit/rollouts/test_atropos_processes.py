@@ -10,7 +10,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 import yaml
-from waiting import wait_until
+from runs import wait_until
 
 from offline_grpo.engine.ports import choose_port
 from offline_grpo.errors import GrpoError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from factories import make_rollout
-from recorded import write_groups
+from run_folders import write_groups
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts.curriculum import Curriculum, problem_key, recorded

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from recorded import made_groups, write_groups
+from run_folders import made_groups, write_groups
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.rollouts.curriculum import problem_key

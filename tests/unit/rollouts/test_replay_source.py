@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from factories import compose_config
-from recorded import ORIGIN, made_groups, make_replay, replayed, write_store
+from run_folders import ORIGIN, made_groups, make_replay, replayed, write_store
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.problems import task_data

@@ -11,8 +11,8 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 from atroposlib.api.server import ScoredData
-from recorded import CONTEXT, ORIGIN, VOCAB, byte_tokenizer, made_groups, make_replay, replayed, write_store
 from rich.console import Console
+from run_folders import CONTEXT, ORIGIN, VOCAB, byte_tokenizer, made_groups, make_replay, replayed, write_store
 from tokenizers import Tokenizer, models
 
 from offline_grpo.errors import ConfigError

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from factories import CONF
-from recorded import ORIGIN, made_groups, make_replay, replayed, write_store
+from run_folders import ORIGIN, made_groups, make_replay, replayed, write_store
 
 from offline_grpo.disk import write_whole
 from offline_grpo.errors import ConfigError

@@ -22,7 +22,7 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.start import serving
 from offline_grpo.start.serving import check_found_servers, starts_before_the_policy
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 from offline_grpo.weight_sync.deployment import RankZeroDeployment
 from offline_grpo.weight_sync.in_process import Frozen
 from offline_grpo.weight_sync.reload import Reload
@@ -41,7 +41,7 @@ def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any
     """The deployments of training and evaluation, as a run puts them together."""
     gpus = [None] * plan.engine.num_managed
     servers = serving.training_servers(plan, gpus, folder, ranks, ExitStack())
-    return serving.deployments(plan, servers, policy, Replicas(ranks), folder, ranks)
+    return serving.deployments(plan, servers, policy, Sharding(ranks), folder, ranks)
 
 
 def evaluation(overrides: str, folder: Path, *, num_processes: int = 1) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from factories import make_qwen2
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.start.teacher import check_teacher
+from offline_grpo.start.prompts import check_teacher
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from offline_grpo.config.compose import typed
 from offline_grpo.config.problems import build_task
 from offline_grpo.errors import ConfigError
 from offline_grpo.task.mixture import Mixture
-from offline_grpo.train.experience import rollout_metrics
+from offline_grpo.train.metrics import rollout_metrics
 from offline_grpo.types import Problem, Score, Split, by_task
 
 TWO = ("experiment=mixture",)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from players import CODEC, EOS, InProcess, Scripted, ids, problem_of, sampled
+from dialogues import CODEC, EOS, InProcess, Scripted, ids, problem_of, sampled
 from worlds import agent, environment
 
 from offline_grpo.errors import ScoreError

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from factories import (
     LOSS,
     make_llama,
+    make_passes,
     make_qwen2,
     make_rollout,
     make_scoring,
-    make_updater,
 )
 from torch import Tensor, nn
 
@@ -45,12 +44,10 @@ def groups() -> list[RolloutGroup]:
     return [RolloutGroup(None, tuple(rollouts[:2])), RolloutGroup(None, tuple(rollouts[2:]))]
 
 
-def test_value_and_gradient_are_those_of_a_forward_by_hand(tmp_path: Path) -> None:
+def test_value_and_gradient_are_those_of_a_forward_by_hand() -> None:
     student, teacher = make_qwen2().double(), make_llama().double()
-    updater = make_updater(tmp_path, batch_size=2)
-    updater.advantage, updater.teacher = DISTILL, make_scoring(teacher)
-    taught = updater.taught(groups())
-    batch, _, metrics = prepare_batch(taught, updater, updater.config)
+    passes = make_passes(batch_size=2, advantage=DISTILL, teacher=make_scoring(teacher))
+    batch, _, metrics, _ = prepare_batch(groups(), passes)
     assert batch is not None
     assert metrics["num_groups_trained"] == 2, "equal rewards are no reason to drop a group"
     theirs = [by_hand(teacher, completion).detach() for completion in COMPLETIONS]
@@ -76,48 +73,40 @@ def test_value_and_gradient_are_those_of_a_forward_by_hand(tmp_path: Path) -> No
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_completions_that_are_cut_off_count_in_the_denominator_as_elsewhere(tmp_path: Path) -> None:
+def test_completions_that_are_cut_off_count_in_the_denominator_as_elsewhere() -> None:
     """Two of four sequences are trained, in groups of two: the loss is a quarter of the sum of their means."""
-    updater = make_updater(tmp_path, mask_truncated=True)
-    updater.teacher = make_scoring(make_llama())
     cut, whole = groups()
     cut = RolloutGroup(None, tuple(replace(each, finish_reason=FinishReason.LENGTH) for each in cut.rollouts))
-    taught = updater.taught([cut, whole])
+    teacher = make_scoring(make_llama())
     for advantage in (GroupStd(), DISTILL):
-        updater.advantage = advantage
-        config = replace(updater.config, drop_zero_signal_groups=advantage is DISTILL)
-        batch, _, metrics = prepare_batch(taught, updater, config)
+        settings = {"mask_truncated": True, "drop_zero_signal_groups": advantage is DISTILL}
+        passes = make_passes(advantage=advantage, teacher=teacher, **settings)
+        batch, _, metrics, _ = prepare_batch([cut, whole], passes)
         assert batch is not None
         totals = totals_of(batch, range(batch.num_sequences), max_new_tokens=20)
         assert (totals.num_sequences, totals.num_completion_tokens) == (4, 3)
         assert metrics["num_groups_masked"] == 1
-    stats = updater.policy.scoring(batch)
+    stats = passes.policy.scoring(batch)
     part = batch.with_logprobs(old=stats.logprobs.detach())
     loss = GRPO(**{**LOSS, "entropy_coef": 0.0})(stats, part, totals).loss
     one, other = (batch.advantages[batch.sequence_ids == s][len(PROMPT) :].mean().item() for s in (2, 3))
     assert loss.item() == pytest.approx(-(one + other) / 4)
 
 
-def test_it_is_added_to_an_advantage_from_rewards(tmp_path: Path) -> None:
-    updater = make_updater(tmp_path)
-    updater.teacher = make_scoring(make_llama())
-    taught = updater.taught(groups())
-    found = []
+def test_it_is_added_to_an_advantage_from_rewards() -> None:
+    found, teacher = [], make_scoring(make_llama())
     for advantage in (DISTILL, GroupStd(), replace(DISTILL, base=GroupStd())):
-        updater.advantage = advantage
-        batch, _, _ = prepare_batch(taught, updater, replace(updater.config, drop_zero_signal_groups=False))
+        passes = make_passes(advantage=advantage, teacher=teacher, drop_zero_signal_groups=False)
+        batch = prepare_batch(groups(), passes).batch
         assert batch is not None
         found.append(batch.advantages)
     torch.testing.assert_close(found[0] + found[1], found[2])
     assert found[1].abs().max() > 0.5
 
 
-def test_what_has_no_teacher_is_refused(tmp_path: Path) -> None:
-    updater = make_updater(tmp_path)
-    updater.advantage = replace(DISTILL, teacher=None)
+def test_what_has_no_teacher_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^train.advantage.teacher=null: 4 of 4 rollouts come without a teacher's"):
-        prepare_batch(updater.taught(groups()), updater, updater.config)
-    updater.teacher = make_scoring(make_llama())
+        prepare_batch(groups(), make_passes(advantage=replace(DISTILL, teacher=None)))
     own = replace(groups()[0], advantages=((0.0,) * 6, (0.0,) * 8))
     with pytest.raises(ConfigError, match="come with advantages of their own"):
-        prepare_batch(updater.taught([own]), updater, updater.config)
+        prepare_batch([own], make_passes(advantage=DISTILL, teacher=make_scoring(make_llama())))

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from factories import make_completion, make_qwen2, make_rollout, make_scoring, make_updater
+from factories import make_completion, make_passes, make_qwen2, make_rollout, make_scoring
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Advantage
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.train.advantage import GroupMean
 from offline_grpo.train.batch import build_batch
-from offline_grpo.train.experience import check_groups, prepare_batch, rollout_metrics
+from offline_grpo.train.experience import check_groups, prepare_batch
+from offline_grpo.train.metrics import rollout_metrics
 from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score, UnusableGroup
 
 TWO_TURNS = Rollout(
@@ -70,13 +71,13 @@ def test_rewards_that_differ_by_rounding_have_no_correlation_with_lengths():
     assert rollout_metrics([silent, longer])["reward_length_correlation"] == pytest.approx(0.5 / (0.5 * 2.5) ** 0.5)
 
 
-def test_advantages_of_the_source_are_used_token_by_token(tmp_path):
+def test_advantages_of_the_source_are_used_token_by_token():
     given = ((0.0, 1.0, 2.0, 77.0, 77.0, -1.0, -2.0), (0.0, 0.5, 0.5))
     groups = [
         group(TWO_TURNS, make_rollout([4], [3, 2]), advantages=given),
         group(make_rollout([4], [3], reward=1.0), make_rollout([4], [2], reward=0.0)),
     ]
-    batch, advantages, metrics = prepare_batch(groups, make_updater(tmp_path), make_updater(tmp_path).config)
+    batch, advantages, metrics, _ = prepare_batch(groups, make_passes())
     assert batch is not None
     ours = 0.5 / (0.5**0.5 + 1e-4)  # (reward - mean) / (sample std + 1e-4)
     assert batch.advantages.tolist() == pytest.approx([0, 1, 2, 0, 0, -1, -2, 0, 0.5, 0.5, 0, ours, 0, -ours])
@@ -99,25 +100,24 @@ class AgainstTheOldPolicy(Advantage):
         return all(rollout.score.reward <= 1 for rollout in group.rollouts)
 
 
-def test_an_advantage_sees_the_old_policy_and_decides_what_no_signal_is(tmp_path):
-    updater = make_updater(tmp_path)
-    updater.advantage = AgainstTheOldPolicy()
+def test_an_advantage_sees_the_old_policy_and_decides_what_no_signal_is():
+    passes = make_passes(advantage=AgainstTheOldPolicy())
     groups = [group(*(make_rollout([4], [3, token], reward=reward) for token in (2, 5))) for reward in (0.5, 1.5)]
-    batch, _, metrics = prepare_batch(groups, updater, updater.config)
+    batch, _, metrics, _ = prepare_batch(groups, passes)
     assert batch is not None
     assert (metrics["num_groups_zero_signal"], metrics["num_groups_trained"]) == (1, 1)
     whole = build_batch(groups[1].rollouts, mask_truncated=False)
-    expected = updater.policy.logprobs(whole)
+    expected = passes.policy.logprobs(whole)
     assert batch.advantages.tolist() == pytest.approx((-expected).tolist(), abs=1e-5)
     assert batch.old_logprobs.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_only_tokens_of_high_entropy_get_an_advantage(tmp_path):
-    updater = make_updater(tmp_path, top_entropy_frac=0.5)
+def test_only_tokens_of_high_entropy_get_an_advantage():
+    passes = make_passes(top_entropy_frac=0.5)
     groups = [group(*(make_rollout([4], [3, token, 6, 2], reward=float(token)) for token in (7, 5)))]
-    batch, _, _ = prepare_batch(groups, updater, updater.config)
+    batch = prepare_batch(groups, passes).batch
     assert batch is not None
-    entropy = updater.policy.scoring.entropy(batch)
+    entropy = passes.policy.scoring.entropy(batch)
     highest = entropy[batch.completion_mask].topk(4).indices
     assert batch.advantages[batch.completion_mask].nonzero().flatten().tolist() == sorted(highest.tolist())
 
@@ -130,64 +130,63 @@ def test_only_tokens_of_high_entropy_get_an_advantage(tmp_path):
         ({"updates_per_iteration": 3}, [(0, 0), (0, 0), (1, 0), (1, 1)], [0, 2]),
     ],
 )
-def test_groups_without_signal_stay_where_updates_need_them(settings, rewards, trained, tmp_path):
-    updater = make_updater(tmp_path, **settings)
+def test_groups_without_signal_stay_where_updates_need_them(settings, rewards, trained):
+    passes = make_passes(**settings)
     groups = [
         group(*(make_rollout([4], [n + 5], reward=float(reward)) for reward in own)) for n, own in enumerate(rewards)
     ]
-    batch, advantages, metrics = prepare_batch(groups, updater, updater.config, fills_updates=True)
+    batch, advantages, metrics, _ = prepare_batch(groups, passes, fills_updates=True)
     assert batch is not None
     owners = [token - 5 for token in batch.token_ids[batch.completion_mask].tolist()]
     assert owners == [n for n in trained for _ in range(2)]
     assert metrics["num_groups_trained"] == len(trained)
-    assert len(updater.updates_of(batch.num_sequences)) == len(updater.updates_of(8))
+    assert len(passes.updates_of(batch.num_sequences)) == len(passes.updates_of(8))
     assert [any(own) for own in advantages] == [first != second for first, second in rewards]
 
 
-def test_given_advantages_and_a_penalty_on_rewards_contradict_each_other(tmp_path):
-    updater = make_updater(tmp_path)
-    updater.reward_penalty = reward_penalty(replace(updater.loss, kl_placement="reward", kl_coef=0.1))
-    updater.reference = updater.policy
+def test_given_advantages_and_a_penalty_on_rewards_contradict_each_other():
+    passes = make_passes()
+    passes.reward_penalty = reward_penalty(replace(passes.loss, kl_placement="reward", kl_coef=0.1))
+    passes.reference = passes.policy
     with pytest.raises(ConfigError, match=r"train\.loss\.kl_placement=reward: .*use train\.loss\.kl_placement=loss"):
-        prepare_batch([group(TWO_TURNS, advantages=((1.0,) * 7,))], updater, updater.config)
+        prepare_batch([group(TWO_TURNS, advantages=((1.0,) * 7,))], passes)
 
 
-def test_a_group_of_truncated_completions_is_not_trained(tmp_path):
-    updater = make_updater(tmp_path, mask_truncated=True)
+def test_a_group_of_truncated_completions_is_not_trained():
+    passes = make_passes(mask_truncated=True)
     completion = make_completion([3, 2, 5], reason=FinishReason.LENGTH)
     cut = [make_rollout([4], completion, reward=reward) for reward in (0.0, 1.0)]
     alike = [make_rollout([4], [6, 7], reward=1.0) for _ in range(2)]
-    batch, _, metrics = prepare_batch([group(*cut), group(*alike)], updater, updater.config)
+    batch, _, metrics, _ = prepare_batch([group(*cut), group(*alike)], passes)
     assert batch is None, "of the other group the rewards are equal"
     assert (metrics["num_groups_trained"], metrics["num_groups_masked"]) == (0, 1)
 
 
 @pytest.mark.parametrize("given", [None, ((0.0, 9.0, 9.0, 9.0), (0.0, -0.5, -0.5), (0.0, -0.5, -0.5))])
-def test_advantages_of_truncated_completions_that_are_not_trained_on_do_not_count(given, tmp_path):
-    updater = make_updater(tmp_path, mask_truncated=True)
-    updater.advantage = GroupMean()
+def test_advantages_of_truncated_completions_that_are_not_trained_on_do_not_count(given):
+    passes = make_passes(mask_truncated=True, advantage=GroupMean())
     cut = make_rollout([4], make_completion([3, 2, 5], reason=FinishReason.LENGTH), reward=1.5)
     whole = [make_rollout([4], [6, token], reward=0.75) for token in (7, 8)]
-    _, _, metrics = prepare_batch([group(cut, *whole, advantages=given)], updater, updater.config)
+    metrics = prepare_batch([group(cut, *whole, advantages=given)], passes).metrics
     number = 2 if given is None else 4  # tokens
     names = ("advantage_mean", "num_advantages_positive", "num_advantages_negative")
     assert [metrics[name] for name in names] == [-0.25 if given is None else -0.5, 0, number]
     assert metrics["advantage_std"] == 0
 
 
-def test_a_truncated_completion_pays_its_penalty_although_its_tokens_are_not_trained_on(tmp_path):
+def test_a_truncated_completion_pays_its_penalty_although_its_tokens_are_not_trained_on():
     """Its reward counts in the group's mean, with the penalty; its tokens are masked afterwards."""
-    updater = make_updater(tmp_path, mask_truncated=True)
-    in_reward = replace(updater.loss, kl_placement="reward", kl_coef=0.5, kl_estimator="k2")
-    updater.loss, updater.reward_penalty, updater.advantage = in_reward, reward_penalty(in_reward), GroupMean()
-    updater.reference = make_scoring(make_qwen2(initializer_range=0.2))
+    reference = make_scoring(make_qwen2(initializer_range=0.2))
+    passes = make_passes(mask_truncated=True, advantage=GroupMean(), reference=reference)
+    passes.loss = replace(passes.loss, kl_placement="reward", kl_coef=0.5, kl_estimator="k2")
+    passes.reward_penalty = reward_penalty(passes.loss)
     cut = make_rollout([4], make_completion([3, 2, 5], reason=FinishReason.LENGTH), reward=1.0)
     whole = make_rollout([4], [6, 7], reward=0.0)
-    batch, _, metrics = prepare_batch([group(cut, whole)], updater, updater.config)
+    batch, _, metrics, _ = prepare_batch([group(cut, whole)], passes)
     assert batch is not None
 
     everything = build_batch([cut, whole], mask_truncated=False)
-    old, ref = updater.policy.logprobs(everything), updater.reference.logprobs(everything)
+    old, ref = passes.policy.logprobs(everything), reference.logprobs(everything)
     squares = (old - ref).square() / 2 * 0.5  # kl_coef * k2, [7]
     paid = [squares[:4].sum().item(), squares[4:].sum().item()]
     assert min(paid) > 0.01
@@ -220,9 +219,9 @@ def test_a_group_from_elsewhere_is_checked_before_it_is_learnt_from(change, reas
         group(TWO_TURNS).check(vocab_size=12, max_tokens=6)
 
 
-def test_rollouts_without_a_reward_are_left_out_as_if_they_had_not_been_sampled(tmp_path):
+def test_rollouts_without_a_reward_are_left_out_as_if_they_had_not_been_sampled():
     """A quarter of the scores fail: batch, advantages and metrics are those of the rest."""
-    rng, updater = random.Random(5), make_updater(tmp_path)
+    rng, passes = random.Random(5), make_passes()
     groups, rest, expected = [], [], []
     for _ in range(12):
         rollouts = [make_rollout([4], [3 + rng.randrange(5), 2], reward=rng.choice([0.0, 0.5, 1.0])) for _ in range(4)]
@@ -233,8 +232,8 @@ def test_rollouts_without_a_reward_are_left_out_as_if_they_had_not_been_sampled(
         rest += [group(*scored)] if len(scored) > 1 else []
         expected.append([not fails and len(scored) > 1 for fails in failed])
     groups.append(group(*(replace(r, score=Score.unscored()) for r in rollouts[:3]), rollouts[3]))
-    batch, advantages, metrics = prepare_batch(groups, updater, updater.config)
-    of_rest, numbers, metrics_of_rest = prepare_batch(rest, updater, updater.config)
+    batch, advantages, metrics, _ = prepare_batch(groups, passes)
+    of_rest, numbers, metrics_of_rest, _ = prepare_batch(rest, passes)
     assert batch is not None
     assert of_rest is not None
     for name in ("token_ids", "sequence_ids", "completion_mask", "advantages", "old_logprobs"):
@@ -247,7 +246,7 @@ def test_rollouts_without_a_reward_are_left_out_as_if_they_had_not_been_sampled(
     means, means_of_rest = rollout_metrics(groups), rollout_metrics([group(*known)])
     for name in ("reward_mean", "reward_std", "success_rate"):
         assert means[name] == means_of_rest[name]
-    assert prepare_batch([groups[-1]], updater, updater.config)[0] is None
+    assert prepare_batch([groups[-1]], passes).batch is None
 
 
 def test_a_part_that_does_not_apply_to_a_completion_is_not_in_the_mean_of_that_part():

@@ -13,7 +13,7 @@ from offline_grpo.loss.grpo import GRPO
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.settings import LoraConfig
-from offline_grpo.train.sharding import Replicas
+from offline_grpo.train.sharding import Sharding
 
 
 def gradient_and_metrics(updater, batch):
@@ -24,7 +24,7 @@ def gradient_and_metrics(updater, batch):
         caught.update({name: p.grad.clone() for name, p in updater.policy.masters.parameters.items()})
 
     updater.optimizer.register_step_pre_hook(catch)
-    metrics = updater.run(updater.score(batch), iteration=0)
+    metrics = updater.run(updater.passes.score(batch), iteration=0)
     return caught, metrics
 
 
@@ -41,7 +41,7 @@ def test_gradient_does_not_depend_on_the_microbatches(tmp_path, token_batch, los
 
 def test_old_logprobs_are_those_before_the_first_update(tmp_path, token_batch):
     updater = make_updater(tmp_path, epochs=3, lr=1e-2)
-    scored = updater.score(token_batch)
+    scored = updater.passes.score(token_batch)
     assert torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-5)
     metrics = updater.run(scored, iteration=0)
     assert metrics["num_updates"] == 3
@@ -55,11 +55,13 @@ def test_an_update_without_a_token_to_train_on_is_left_out(tmp_path, token_batch
     expected = make_updater(tmp_path, updates_per_iteration=1, lr=1e-2)
     only_first = token_batch.completion_mask & (token_batch.sequence_ids == 0)
     batch = replace(token_batch, completion_mask=only_first, completion_index=None)
-    metrics = updater.run(updater.score(batch), iteration=0)
+    metrics = updater.run(updater.passes.score(batch), iteration=0)
     assert (metrics["num_updates"], updater.counters.num_updates) == (1, 1)
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     first = batch.select([0])
-    assert metrics["entropy"] == pytest.approx(expected.run(expected.score(first), iteration=0)["entropy"], abs=1e-5)
+    assert metrics["entropy"] == pytest.approx(
+        expected.run(expected.passes.score(first), iteration=0)["entropy"], abs=1e-5
+    )
     assert {int(state["step"]) for state in updater.optimizer.state.values()} == {1}
 
 
@@ -107,7 +109,7 @@ def test_dropout_on_adapters_draws_other_masks_in_each_update_and_iteration_and_
     seen = []
     updater = adapted_updater(tmp_path, seen)
     num_layers = 2
-    scored = updater.score(token_batch)
+    scored = updater.passes.score(token_batch)
     updater.policy.scoring.entropy(token_batch)
     assert torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-5)
     assert len(seen) == 3 * num_layers
@@ -137,7 +139,7 @@ def test_fp16_scales_its_loss_and_the_others_do_not(tmp_path, token_batch):
     assert applied[0]["grad_norm"] == pytest.approx(expected, rel=0.2)
 
 
-class EveryProcessMakes(Replicas):
+class EveryProcessMakes(Sharding):
     """Asks for passes beyond this process's own, as a sharding does whose passes need all processes."""
 
     def num_microbatches(self, own):
@@ -148,7 +150,7 @@ def test_passes_that_only_keep_others_company_change_nothing(tmp_path, token_bat
     """Gradient and metrics are those of the own microbatches alone, and the passes are really made."""
     plain, plain_metrics = gradient_and_metrics(make_updater(tmp_path, batch_size=5), token_batch)
     updater = make_updater(tmp_path, batch_size=5)
-    updater.sharding = EveryProcessMakes(updater.ranks)
+    updater.passes.sharding = EveryProcessMakes(updater.passes.ranks)
     num_passes = 0
 
     def count(*_):

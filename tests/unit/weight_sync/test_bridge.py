@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside_vllm import SHAPES, FusedModel, make_worker
+from fake_vllm import SHAPES, FusedModel, make_worker
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.weight_sync.shared_vllm import Bridge, start_time_of

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ODD, ZOO
-from composites import COMPOSITES, build_composite
+from architectures import COMPOSITES, ODD, ZOO, build_composite
 from factories import make_policy
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.logits import measure_logit_transform
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import check_causality, settle_layout
+from offline_grpo.model.scoring import measure_logit_transform
 from offline_grpo.weight_sync.in_process import prove_sampling
 
 CPU = torch.device("cpu")

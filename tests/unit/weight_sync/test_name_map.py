@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside_vllm import (
+from fake_vllm import (
     SHAPES,
     FusedModel,
     MergedColumnParallelLinear,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from engines import full_weights, make_client
 from factories import make_policy, make_qwen2
-from inside_vllm import load_extension
+from fake_vllm import load_extension
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.engine.server import Server

@@ -6,19 +6,14 @@ import torch
 
 from offline_grpo.errors import require
 from offline_grpo.interfaces import Layout
-from offline_grpo.model.layouts.padded import Padded
-from offline_grpo.model.layouts.tree import Tree
+from offline_grpo.model.layouts.rows import Padded, Tree
 from offline_grpo.model.layouts.varlen import Flash4, Varlen, has_flash4, has_varlen_kernel
 
 LAYOUTS: dict[str, type[Layout]] = {"padded": Padded, "tree": Tree, "varlen": Varlen, "flash4": Flash4}
 
 
 def layout_named(name: str) -> Layout | None:
-    """The layout that `model.layout=NAME` asks for; None for `auto` (see `layouts_for`).
-
-    Raises:
-        ConfigError: no layout has that name.
-    """
+    """The layout that `model.layout=NAME` asks for; None for `auto` (see `layouts_for`)."""
     if name == "auto":
         return None
     names = ", ".join(("auto", *LAYOUTS))
@@ -29,10 +24,7 @@ def layout_named(name: str) -> Layout | None:
 
 def layouts_for(layout: Layout | None, device: torch.device, dtype: torch.dtype) -> list[Layout]:
     """`layout`; where it is None (`auto`), those that run on `device` in `dtype`, the fastest first and padded rows
-    last.
-
-    Raises:
-        ConfigError: `layout` does not run there.
+    last. Raises ConfigError where `layout` does not run there.
     """
     if layout is not None:
         layout.check(device, dtype)

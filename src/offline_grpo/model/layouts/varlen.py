@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offline_grpo.disk import user_cache
 from offline_grpo.errors import require
-from offline_grpo.model.layouts.padded import CHUNK, Padded
+from offline_grpo.model.layouts.rows import CHUNK, Padded
 from offline_grpo.types import TokenBatch
 
 VARLEN = "offline_grpo_varlen"

@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 
 from offline_grpo import progress
 from offline_grpo.errors import ConfigError, EngineError, require
-from offline_grpo.interfaces import RolloutClient, Source, TextCodec
+from offline_grpo.interfaces import RolloutClient, Source
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.rollouts.atropos.api import AtroposApi, NotRegistered, Owner, Unreachable
 from offline_grpo.rollouts.atropos.groups import GroupReader
 from offline_grpo.rollouts.atropos.processes import Processes
@@ -73,7 +74,7 @@ class Atropos(Source):
 
     client: RolloutClient
     model_id: str
-    codec: TextCodec
+    codec: TokenizerCodec
     sampling: SamplingParams
     vocab_size: int
     context: int | None

@@ -1,0 +1,29 @@
+"""For the server in runs.py, so that not every child does it again: what a run imports late, and what Hydra makes
+of `conf/`.
+"""
+
+import os
+
+import peft  # noqa: F401
+import pyarrow
+import transformers.models.llama.modeling_llama  # noqa: F401
+from factories import compose_with_hydra
+
+import offline_grpo.generation.transformers_client
+import offline_grpo.logger.console
+import offline_grpo.logger.json_logger
+import offline_grpo.model.tiny
+import offline_grpo.report.plots
+import offline_grpo.report.summary
+import offline_grpo.rollouts.on_policy
+import offline_grpo.rollouts.store.rows
+import offline_grpo.run
+import offline_grpo.task.arithmetic  # noqa: F401
+
+compose_with_hydra()
+pyarrow.array([0])  # imports pandas
+
+_, _, path = os.environ["PYTHONPATH"].partition(os.pathsep)
+os.environ.pop("PYTHONPATH")
+if path:
+    os.environ["PYTHONPATH"] = path
