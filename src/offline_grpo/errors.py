@@ -21,9 +21,14 @@ class GrpoError(Exception):
 
 
 class ConfigError(GrpoError):
-    """The configuration or the input is invalid. The message names key, value and fix."""
+    """The configuration or the input is invalid: `ConfigError("train.lr", -1, "must be above 0")`, or one message that
+    names key and fix.
+    """
 
     exit_code = 2
+
+    def __init__(self, key: str, value: object = None, fix: str | None = None) -> None:
+        super().__init__(key if fix is None else f"{key}={value}: {fix}")
 
 
 class EngineError(GrpoError):
@@ -98,7 +103,7 @@ def told(error: BaseException) -> str:
 def require(condition: bool, key: str, value: object, fix: str) -> None:
     """Raise a ConfigError that names key, value and fix, unless `condition` is true."""
     if not condition:
-        raise ConfigError(f"{key}={value}: {fix}")
+        raise ConfigError(key, value, fix)
 
 
 @contextmanager

@@ -5,26 +5,22 @@ which is better.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
-import sys
 from collections.abc import Sequence
-from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from string import ascii_uppercase
 
 from rich.console import Console
 
-from offline_grpo import hub, progress
+from offline_grpo import hub
 from offline_grpo.commands import cli
 from offline_grpo.config.compose import key_of, readable
 from offline_grpo.disk import require_new
 from offline_grpo.errors import ConfigError
-from offline_grpo.history.run_log import ToTerminal
-from offline_grpo.logger.console import ConsoleLogger
+from offline_grpo.history.records import ToTerminal
 
 EPILOG = """
 Values with commas make several sets of problems: task=arithmetic,gsm8k. The settings of a checkpoint are those of its
@@ -70,52 +66,12 @@ def run(arguments: Sequence[str] | None = None) -> None:
         log.info("offline-grpo: loading ...")
         for name in names:
             hub.need_model(name, "MODEL")  # before imports that take seconds
-        _evaluate(dict(zip(ascii_uppercase, names, strict=False)), words, out, console, trust=options.trust_remote_code)
+        from offline_grpo.commands.evaluation import evaluate_and_print
+
+        models = dict(zip(ascii_uppercase, names, strict=False))
+        evaluate_and_print(models, words, out, console, trust=options.trust_remote_code)
     finally:
         log.removeHandler(to_terminal)
-
-
-def _evaluate(names: dict[str, str], words: list[str], out: Path, console: Console, *, trust: bool) -> None:
-    from transformers.utils.logging import disable_progress_bar
-
-    from offline_grpo.checkpoint.pretrained import find_model
-    from offline_grpo.commands.evaluation import Results, engine_spec, evaluate, evaluation_sets, saved_overrides
-    from offline_grpo.history.folder import discard_fresh
-    from offline_grpo.redaction import redacted
-    from offline_grpo.report.tables import evaluation_lines
-
-    disable_progress_bar()
-    models = {letter: find_model(name, trust_remote_code=trust) for letter, name in names.items()}
-    run_folder = next((source.run_folder for source in models.values() if source.run_folder is not None), None)
-    base = saved_overrides(run_folder, words)
-    if base:
-        print(f"settings of {run_folder}, and on top of them the command line's", file=sys.stderr)
-    sets = evaluation_sets(base, words)
-    spec = engine_spec(sets[0].config, models.values())
-    out.mkdir(parents=True, exist_ok=True)
-    results = Results()
-    display = ConsoleLogger(refresh_per_s=4.0, names="default")
-    display.console = console
-    try:
-        with progress.followed(), closing(display):
-            progress.tell([display])
-            evaluate(models, sets, spec, out, results)
-    finally:
-        named = {letter: str(source.checkpoint or source.name) for letter, source in models.items()}
-        plain = {each.name: each.plain for each in sets}
-        record = {"models": named, "overrides": [*base, *words], "sets": plain, **results.as_plain()}
-        if any(out.iterdir()):
-            (out / "results.json").write_text(json.dumps(redacted(record), indent=1) + "\n")
-        discard_fresh(out)  # if no problem was asked
-        lines: list[str] = []
-        if results.metrics:
-            has_other_seeds = run_folder is not None and sets[0].config.eval.do_sample
-            note = ["drawn with other seeds than in the run's evaluation, so the numbers differ a bit"]
-            ks = {each.name: each.config.eval.ks for each in sets}
-            lines = evaluation_lines(named, results.metrics, ks, results.comparisons, note * has_other_seeds)
-        if out.exists():
-            end = "" if results.is_complete else " (not complete: the problems that were judged are there)"
-            print("\n".join([*lines, "", f"files  {out}{end}"]))
 
 
 def main() -> None:

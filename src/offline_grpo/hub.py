@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from offline_grpo.errors import ConfigError, reason_of, require
+from offline_grpo.errors import ConfigError, reason_of
 
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 2.5, 4.0
 
@@ -35,10 +35,11 @@ def need_model(name: str, key: str) -> None:
     """Raise ConfigError unless a model is a local folder, or can be had from the Hub or the cache. Where the Hub cannot
     be reached, this process and those that it starts use the cache alone from then on.
     """
-    require(not os.path.isfile(name), key, name, "is a file; give the folder of a model, or a Hugging Face id")
+    if os.path.isfile(name):
+        raise ConfigError(key, name, "is a file; give the folder of a model, or a Hugging Face id")
     is_id = is_model_id(name)
-    fix = "no such folder; give a local model folder or a Hugging Face id"
-    require(is_id or os.path.exists(name), key, name, fix)
+    if not is_id and not os.path.exists(name):
+        raise ConfigError(key, name, "no such folder; give a local model folder or a Hugging Face id")
     if is_id:
         from huggingface_hub import try_to_load_from_cache
 

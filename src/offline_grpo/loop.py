@@ -2,11 +2,12 @@
 
     (evaluate) -> for each iteration: generate -> train -> sync -> (evaluate) -> (save) -> log
 
-The checkpoint is written before the metrics (so that they can tell how long it took) but counts only after them: a run
-that is killed anywhere resumes from the last checkpoint, repeats what came after it, and ends with the same files.
+A signal ends sampling and evaluation at once, and anything else at the end of its iteration; then the state after the
+last complete iteration is saved. A run that is killed anywhere repeats what came after its last checkpoint, with the
+same rollouts, because everything is a function of seed and iteration, and ends with the same files.
 
-A signal ends sampling at once, and anything else at the end of its iteration. The state after the last complete
-iteration is saved. An evaluation that was cut short is made up for by the resumed run.
+Every process makes all of these steps. What samples, what is gathered, and what the first process does alone is said
+where it differs. With `rollouts=async` requests go on between any two steps, and a push comes amid them.
 """
 
 from __future__ import annotations
@@ -48,23 +49,28 @@ def train(run: Run) -> None:
     first = 0 if restored is None else restored.iteration + 1
     loop.num_done = loop.num_saved = first
 
-    # Engines get version 0, or the checkpoint's, and prove it, before anything is sampled.
+    # The engines get version 0, or the checkpoint's, and prove that they serve it, before anything is sampled. Then the
+    # source goes on where it was; an asynchronous one begins to ask now.
     with loop.interruptible():
         with progress.phase("sync"):
             loop.recovering(run.training, loop.push_now)
         run.ranks.gather_results(lambda: [run.source.start(first, None if restored is None else restored.source)])
 
-    # The evaluation before any training, or the one that a stop cut short.
-    if run.evaluator is not None:
-        is_due = run.config.eval.eval_first
-        if restored is not None:
-            is_due = run.ranks.on_main(lambda: run.folder.misses_evaluation(restored))
-        if is_due:
-            loop.evaluate_first(first - 1)
+    # The evaluation before any training, or the one that a stop cut short. Its checkpoint is written again, because it
+    # may be the best one now.
+    is_due = run.config.eval.eval_first
+    if restored is not None:
+        is_due = run.ranks.on_main(lambda: run.folder.misses_evaluation(restored))
+    if run.evaluator is not None and is_due:
+        metrics = loop.evaluate(first - 1)
+        run.milestones.see(metrics, first - 1)
+        loop.log({"eval": {**metrics, **run.milestones.early_end(first - 1, run.config.train.iterations)}}, first - 1)
+        if run.checkpointer is not None and restored is not None:
+            run.checkpointer.write(first - 1)
+            run.checkpointer.commit(first - 1)
 
     loop.start_metrics = progress.start_metrics()
-    for line in progress.describe_start():
-        log.info(line)
+    log.info(progress.describe_start())
     try:
         for iteration in range(first, run.config.train.iterations):
             if (reason := run.milestones.stop_reason) is not None:
@@ -95,51 +101,59 @@ class Loop:
         self._flops: float | None = 0.0
 
     def iterate(self, iteration: int) -> None:
-        run = self.run
+        run, config = self.run, self.run.config
         self._seconds, self._card_bytes, self._flops = {}, 0, 0.0
+        is_last = iteration == config.train.iterations - 1
 
-        # 1. Every process samples its share of the groups; then all have all of them.
+        # 1. Every process samples its share of the groups (an asynchronous source hands out those that are ready); then
+        #    all have all of them. On a GPU that they share, server and trainer keep their own memory all the time.
         with self._phase("generate", iteration), self.interruptible():
             groups = self.sample(run.training, lambda: check_groups(run.source.next(iteration)))
-        groups = [group.with_failures(run.config.scoring.on_failure) for group in groups]
+        groups = [group.with_failures(config.scoring.on_failure) for group in groups]
         run.source.sampled(iteration, groups)
 
-        # 2. Rewards become advantages, and those updates of the policy.
+        # 2. Rewards become advantages, and those updates of the policy. Each process takes its share of the sequences
+        #    of an update, and the gradients are summed (`Sharding`). To split one sequence over several GPUs would take
+        #    a layout (model/layouts/) whose attention crosses them, and a `Sharding` that sums what they make of it.
         with self._phase("train", iteration):
             metrics = {**rollout_metrics(groups), **run.source.metrics(), **self._train(groups, iteration)}
 
-        # 3. The engines get the new weights when it is time, and before evaluations, and prove that they serve them.
-        evaluates = run.evaluator is not None and self._is_due(iteration, run.config.eval.interval)
+        # 3. When it is time, and before evaluations, the engines get the new weights: each push ends with a proof that
+        #    they serve them (`Deployment.push`: stage, deliver, verify). Only the first process pushes to servers.
+        evaluates = run.evaluator is not None and (is_last or (iteration + 1) % config.eval.interval == 0)
         with self._phase("sync", iteration):
             metrics |= self.push(force=evaluates)
 
-        # 4. A stop that cuts the evaluation short ends the run once this iteration, which is complete, is on record.
-        eval_metrics, signal = self._evaluate_unless_stopped(iteration) if evaluates else (None, None)
+        # 4. A signal that cuts the evaluation short ends the run once this iteration, which is complete, is on record;
+        #    the resumed run begins with the evaluation.
+        eval_metrics, signal = None, None
+        if evaluates:
+            try:
+                eval_metrics = self.evaluate(iteration)
+            except StopRequested as error:
+                signal = error
         is_milestone = eval_metrics is not None and run.milestones.see(eval_metrics, iteration)
 
-        # 5. Write the checkpoint, then the metrics; then the checkpoint counts.
-        saves = is_milestone or self._is_due(iteration, run.config.checkpoint.save_interval)
+        # 5. Write the checkpoint (weights, masters, optimizer, schedule, counters, what the source and the milestones
+        #    have seen, the configuration) under a hidden name; then the metrics, which say how long that took. Renamed,
+        #    it counts: never without its metrics. There is no state of random numbers: seed and iteration make them.
+        interval = config.checkpoint.save_interval
+        saves = is_milestone or is_last or (interval > 0 and (iteration + 1) % interval == 0)
         due = run.checkpointer if saves else None
         with self._phase("checkpoint", iteration):
             if due is not None:
                 due.write(iteration)
-        metrics |= run.milestones.early_end(iteration, run.config.train.iterations) | self._cost(metrics)
-        self._log({"train": metrics} | ({} if eval_metrics is None else {"eval": eval_metrics}), iteration)
+        device, start_metrics, self.start_metrics = run.policy.compute_device, self.start_metrics, {}
+        metrics |= run.milestones.early_end(iteration, config.train.iterations)
+        metrics |= time_metrics(self._seconds, metrics) | start_metrics | gpu_memory(device, self._card_bytes)
+        metrics |= utilisation(self._flops, self._seconds["train"], device, run.ranks.world_size)
+        self.log({"train": metrics} | ({} if eval_metrics is None else {"eval": eval_metrics}), iteration)
         self.num_done = iteration + 1
         if due is not None:
             due.commit(iteration)
             self.num_saved = self.num_done
         if signal is not None:
             raise signal
-
-    def evaluate_first(self, iteration: int) -> None:
-        """An evaluation before the first iteration of this start, after `iteration`, which has been saved."""
-        run, metrics = self.run, self._evaluate(iteration)
-        run.milestones.see(metrics, iteration)
-        self._log({"eval": {**metrics, **run.milestones.early_end(iteration, run.config.train.iterations)}}, iteration)
-        if run.checkpointer is not None and iteration >= 0:
-            run.checkpointer.write(iteration)  # again: it may be the best one now
-            run.checkpointer.commit(iteration)
 
     def push(self, *, force: bool) -> Metrics:
         """Push if it is the iteration to do so, or if an evaluation wants the newest weights (`force`)."""
@@ -148,12 +162,9 @@ class Loop:
         report = SyncReport(self._served_version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
         if force or self._num_skipped >= self.run.plan.weight_sync.interval:
             report = self.recovering(engines, self.push_now)
-        return {
-            **report.metrics(),
-            **_frozen_metric(engines),
-            **engines.metrics(),
-            "sync/num_recoveries": float(self.num_recoveries),
-        }
+        frozen = {"sync/frozen": 1.0} if engines.is_frozen else {}  # engines that do not follow the policy
+        recovered = {"sync/num_recoveries": float(self.num_recoveries)}
+        return {**report.metrics(), **frozen, **engines.metrics(), **recovered}
 
     def push_now(self) -> SyncReport:
         run, amid_requests = self.run, self.run.source.samples_ahead
@@ -211,7 +222,8 @@ class Loop:
         self._flops = None if flops is None else flops * config.train.epochs
         return metrics | run.updater.run(batch, iteration=iteration)
 
-    def _evaluate(self, iteration: int) -> Metrics:
+    def evaluate(self, iteration: int) -> Metrics:
+        """Ask the newest weights: a push came just before, and an engine of evaluations' own gets one here."""
         run, engines, cycle = self.run, self.run.evaluation, iteration + 1
         evaluator = run.evaluator
         assert evaluator is not None
@@ -221,19 +233,8 @@ class Loop:
             groups = self.sample(engines, lambda: evaluator.sample(engines.client, cycle=cycle))
             for listener in run.listeners:
                 listener.rollouts("eval", groups, advantages=None, iteration=iteration)
-            return {**evaluator.metrics(groups, cycle=cycle), **score_metrics(groups), **_frozen_metric(engines)}
-
-    def _evaluate_unless_stopped(self, iteration: int) -> tuple[Metrics | None, StopRequested | None]:
-        """The metrics, or the signal that ended the evaluation."""
-        try:
-            return self._evaluate(iteration), None
-        except StopRequested as signal:
-            return None, signal
-
-    def _is_due(self, iteration: int, interval: int) -> bool:
-        """Whether it is time for what comes every `interval` iterations (0: never), and after the last one."""
-        is_last = iteration == self.run.config.train.iterations - 1
-        return is_last or (interval > 0 and (iteration + 1) % interval == 0)
+            frozen = {"sync/frozen": 1.0} if engines.is_frozen else {}
+            return {**evaluator.metrics(groups, cycle=cycle), **score_metrics(groups), **frozen}
 
     @property
     def _version(self) -> int:
@@ -253,21 +254,7 @@ class Loop:
         # torch keeps what a phase needed at most
         self._card_bytes = max(self._card_bytes, card_bytes(self.run.policy.compute_device))
 
-    def _cost(self, metrics: Metrics) -> dict[str, float]:
-        device, start_metrics, self.start_metrics = self.run.policy.compute_device, self.start_metrics, {}
-        return {
-            **time_metrics(self._seconds, metrics),
-            **start_metrics,
-            **gpu_memory(device, self._card_bytes),
-            **utilisation(self._flops, self._seconds["train"], device, self.run.ranks.world_size),
-        }
-
-    def _log(self, record: Mapping[str, Metrics], iteration: int) -> None:
+    def log(self, record: Mapping[str, Metrics], iteration: int) -> None:
         for listener in self.run.listeners:  # the whole record to each: a later one may raise
             for name, metrics in record.items():
                 listener.log(name, metrics, iteration=iteration)
-
-
-def _frozen_metric(engines: Deployment) -> dict[str, float]:
-    """A mark in every record of engines that do not follow the policy."""
-    return {"sync/frozen": 1.0} if engines.is_frozen else {}

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
-from math import inf
 from typing import TYPE_CHECKING
 
 import psutil
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
 LONG_S = 1.0
 """A step that took longer says how long, when it is done."""
-WAIT = "start server"
-"""The phase of waiting for one."""
 LOG_ALONE = {"log_alone": True}
 """`extra` of a record for run.log: the screen has it already, in another form, or needs it not."""
 _NOTE = "in the phase "
@@ -37,8 +33,6 @@ class _Followed:
     listeners: Sequence[RunListener] = ()
     phases: list[tuple[str, int]] = field(default_factory=list)  # that are open, the innermost last
     seconds: dict[str, float] = field(default_factory=dict)  # of the start's phases
-    spans: list[tuple[str, float, float]] = field(default_factory=list)  # of the outermost ones, by `perf_counter`
-    server_began: float | None = None  # by the same clock
 
 
 _current: ContextVar[_Followed | None] = ContextVar("followed", default=None)
@@ -51,8 +45,7 @@ def followed() -> Iterator[None]:
     run = _Followed()
     if next(_runs_of_this_process) == 0:
         run.began_s = psutil.Process().create_time()
-    run.seconds["imports and data"] = took = time.time() - run.began_s
-    run.spans.append(("imports and data", time.perf_counter() - took, time.perf_counter()))
+    run.seconds["imports and data"] = time.time() - run.began_s
     token = _current.set(run)
     try:
         yield
@@ -75,8 +68,13 @@ def phase(name: str, iteration: int = -1) -> Iterator[None]:
     if run is None:
         yield
         return
+
+    def tell_phase() -> None:
+        for listener in run.listeners if run.phases else ():
+            listener.phase(*run.phases[-1])
+
     run.phases.append((name, iteration))
-    _tell_phase(run)
+    tell_phase()
     began = time.perf_counter()
     try:
         yield
@@ -86,11 +84,8 @@ def phase(name: str, iteration: int = -1) -> Iterator[None]:
         raise
     finally:
         run.phases.pop()
-        ended = time.perf_counter()
-        run.seconds[name] = run.seconds.get(name, 0.0) + ended - began
-        if not run.phases and iteration < 0:
-            run.spans.append((name, began, ended))
-        _tell_phase(run)
+        run.seconds[name] = run.seconds.get(name, 0.0) + time.perf_counter() - began
+        tell_phase()
 
 
 def phase_of(error: BaseException) -> str | None:
@@ -129,35 +124,9 @@ def start_metrics() -> dict[str, float]:
     return {"time/start_s": elapsed_s()} | named
 
 
-def server_begins() -> None:
-    """A server starts now, beside what the run does until it waits for that one."""
-    if (run := _current.get()) is not None and run.server_began is None:
-        run.server_began = time.perf_counter()
-
-
-def describe_start() -> list[str]:
-    """The same in lines: what took most of it, one after the other, and what was done while a server started."""
-    run = _current.get() or _Followed()
-    waits = [end for name, begin, end in run.spans if name == WAIT and end - begin > LONG_S]
-    began = inf if run.server_began is None or not waits else run.server_began
-    path: dict[str, float] = defaultdict(float)
-    beside: dict[str, float] = defaultdict(float)
-    for name, begin, end in run.spans:
-        if began <= begin and end <= max(waits):
-            beside[name] += end - begin
-            path["server"] = max(waits) - began
-        else:
-            path[name] += end - begin
-    beside.pop(WAIT, None)
-    lines = [f"ready after {elapsed_s():.1f} s: {_cells(path)}"]
-    return lines + [f"while the server started: {_cells(beside)}"] * bool(beside)
-
-
-def _cells(seconds: Mapping[str, float]) -> str:
+def describe_start() -> str:
+    """The same in a line: the three phases that took most of it."""
+    seconds = {} if (run := _current.get()) is None else run.seconds
     longest = sorted(seconds, key=lambda name: -seconds[name])[:3]
-    return ", ".join(f"{name} {took:.1f}" for name, took in seconds.items() if name in longest)
-
-
-def _tell_phase(run: _Followed) -> None:
-    for listener in run.listeners if run.phases else ():
-        listener.phase(*run.phases[-1])
+    parts = (f"{name} {took:.1f}" for name, took in seconds.items() if name in longest)
+    return f"ready after {elapsed_s():.1f} s: {', '.join(parts)}"

@@ -1,4 +1,10 @@
-"""One run: configuration in, trained model and files out. `train` is its life, from top to bottom."""
+"""One run: configuration in, trained model and files out. `train` is its life, from top to bottom; `loop.train` is what
+it does in every iteration.
+
+Three things have to happen early, and make the order of the steps: what a person may have typed wrong is refused before
+torch is imported, within three seconds; servers, which take longest, start before transformers is imported; and the
+weights come after the servers have taken their memory.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +22,13 @@ from rich.console import Console
 from offline_grpo import progress
 from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.config.compose import as_plain, typed
-from offline_grpo.config.describe import describe_batches, describe_data, warnings
-from offline_grpo.config.parts import listeners, make_plan
-from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import describe, listeners, make_plan, refuse_idle, warnings
 from offline_grpo.disk import is_full, sweep
 from offline_grpo.engine.spawn import kept_compiled
-from offline_grpo.errors import ConfigError, DiskFull, GrpoError, OutOfMemory, StopRequested, reason_of
-from offline_grpo.history import launch, resume
-from offline_grpo.history.folder import (
-    ResumePoint,
-    RunDir,
-    begin_anew,
-    copy_metrics,
-    discard_after,
-    discard_fresh,
-    find_resume_point,
-    is_finished,
-    released_at_end,
-)
-from offline_grpo.history.run_log import hide_progress_bars, kept_for_log, log_to
-from offline_grpo.history.signals import StopSignal
-from offline_grpo.history.starts import newer_than_tested, record_start
+from offline_grpo.errors import DiskFull, GrpoError, OutOfMemory, StopRequested, reason_of
+from offline_grpo.history import records, resume
+from offline_grpo.history.folder import RunDir, discard_fresh
+from offline_grpo.history.signals import StopSignal, is_main, num_processes
 from offline_grpo.state import Run
 
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
@@ -52,149 +44,98 @@ def train(
     cfg: DictConfig, output_dir: Path, overrides: Sequence[str] = (), typed_keys: Collection[str] = ()
 ) -> float | None:
     """One run, from the composed configuration to the report. Returns the last pass@1, None where nothing was
-    evaluated. The order of the steps is the design: what a user may have typed wrong is refused before torch is
-    imported, servers start before transformers is imported, and weights come after servers have taken their memory.
+    evaluated. With several processes, each one makes all of these steps; what `ranks.on_main` runs, the first one does
+    alone, and an error there ends all.
 
     Args:
-        output_dir: the folder that Hydra made for this start; a resumed run works in its own.
+        output_dir: the folder that was made for this start; a resumed run works in its own.
         overrides: of the command line, which `cfg` has in it already.
         typed_keys: those that are new in this start of a resumed run.
     """
     fresh = RunDir(output_dir.resolve())
     with ExitStack() as outer:
-        # From here on signals are heard, and a start that is refused, or resumes another folder, leaves none behind.
+        # SIGINT, SIGTERM and SIGUSR1 are heard from here on. Until the loop begins they end the run at once: there is
+        # nothing to lose yet. A start that is refused, or that resumes another folder, leaves no folder behind.
         stop = outer.enter_context(StopSignal.listening())
-        outer.enter_context(released_at_end())
         outer.callback(discard_fresh, fresh.path)
         outer.enter_context(progress.followed())
-        outer.enter_context(kept_for_log())
+        early_lines = outer.enter_context(records.kept_for_log())
         run = Run(stop, ExitStack())
+        locks = outer.enter_context(ExitStack())
 
-        # 1. Settings, and the parts that need no model. Most mistakes are refused here, before torch is imported.
-        if launch.is_main():
+        # 1. BEFORE TORCH. The settings are typed and in range. The folder is locked, with the checkpoint to go on from,
+        #    so that no second writer comes. Then the parts that need no model are built from the signatures of their
+        #    classes, and it is checked that they go together (`make_plan`, which imports torch after the settings of
+        #    sampling, loggers, source, task and problems are accepted).
+        if is_main():
             print("offline-grpo: loading ...", flush=True)
         os.environ.update(kept_compiled())
         run.config, run.plain = typed(cfg), as_plain(cfg)
-        if launch.num_processes() == 1:
-            take_folder(run, fresh, typed_keys)
+
+        def take_folder() -> tuple[resume.ResumePoint | None, RunDir]:
+            point = resume.find_resume_point(run.config.resume, fresh, run.plain, locks)
+            changed = None if point is None else resume.checked(point, run.config, run.plain, typed_keys)
+            return changed, fresh if point is None else point.run_dir
+
+        if num_processes() == 1:
+            run.resume, run.folder = take_folder()
         with importing():
             run.plan = make_plan(run.config)
-            refuse_idle_overrides(overrides, cfg, run.plan)
-        join_processes(run, fresh, typed_keys)
+            refuse_idle(overrides, cfg.rollouts, run.plan)
 
-        # The folder is this run's, so its log begins, and from here on errors are in it.
-        from offline_grpo.placement.ranks import told_if_abandoned
+        # Several processes meet here. Then the first one takes the folder: a refusal ends them all.
+        with importing():
+            import torch
 
+            from offline_grpo.model.device import resolve_device
+            from offline_grpo.placement.ranks import Ranks, told_if_abandoned
+
+            if run.config.num_threads is not None:
+                torch.set_num_threads(run.config.num_threads)
+            run.ranks = Ranks(use_cpu=resolve_device(run.config.model.device).type == "cpu")
+        if num_processes() > 1:
+            run.resume, run.folder = run.ranks.on_main(take_folder)
+
+        # The folder is this run's: its log begins, and from here on an error is in it, after all has ended that the run
+        # has started. A run that is complete only draws its report.
         outer.enter_context(told_if_abandoned())
-        outer.enter_context(log_to(run.folder.path, is_main=run.ranks.is_main))
-        if run.resume is not None and is_finished(run.resume.source, run.resume.state, run.plain):
+        outer.enter_context(records.log_to(run.folder.path, early_lines, is_main=run.ranks.is_main))
+        if run.resume is not None and resume.is_finished(run.resume.source, run.resume.state, run.plain):
             log.info(resume.describe_finished(run.resume, run.config))
             return report(run.folder) if run.ranks.is_main else None
-        outer.enter_context(errors_in_log(run.folder))
-        outer.enter_context(shortage_in_a_line(run.folder))
-        outer.enter_context(run.stack)
-        outer.enter_context(ended_whole(stop))
-        with importing():
-            from offline_grpo.start import servers
+        outer.enter_context(ending(run))
         open_records(run, cfg, overrides)
 
-        # 2. Servers take longest, so they start before transformers is imported and prompts are looked at.
+        # 2. THE MACHINE, AND THE SERVERS ON IT. The run refuses what the machine lacks, forks the processes that score
+        #    while this one is small, and starts the servers: they import torch and read the weights meanwhile. A server
+        #    that needs the policy's adapter, or cannot say how much memory it has taken, waits for step 3.
+        with importing():
+            from offline_grpo.start import servers
         servers.begin(run)
 
-        # 3. The model: its files are checked first, and its weights are read once servers have taken their memory.
+        # 3. THE MODEL. Its config, the prompts in its tokens, and the memory plan are checked before a weight is read.
+        #    On a GPU that both share, the server's memory comes first, because vLLM measures what is free when it
+        #    starts; then the policy is loaded beside it (with shared_vllm, its weights are the server's). Masters,
+        #    optimizer and gradients come last. After that nobody gives memory back before the run ends.
         with importing():
             from offline_grpo import loop
             from offline_grpo.start import model
 
-            hide_progress_bars()
+            records.hide_progress_bars()
         model.check(run)
         model.load_policy(run)
         model.connect_engines(run)
-        model.prove(run)
+        model.prove(run)  # that this model is causal, and that the sampler in this process draws what training computes
         model.prepare_training(run)
 
-        # 4. Nothing more can be refused: the run is on record, and trains.
+        # 4. THE ITERATIONS. Nothing more can be refused: the run is on record. From here on a signal waits for the end
+        #    of the iteration, except where the loop says that nothing is lost.
         record_and_describe(run, cfg, overrides)
         with stop.held("this iteration"):
             loop.train(run)
             stop.hold("the report")
             run.stack.close()  # engines end before the report is drawn
             return report(run.folder) if run.ranks.is_main else None
-
-
-def refuse_idle_overrides(overrides: Sequence[str], cfg: DictConfig, plan: Plan) -> None:
-    """Raise ConfigError for an override that would do nothing in this run."""
-    from offline_grpo.config.checks import idle_overrides
-
-    for problem in idle_overrides(overrides, cfg.rollouts, plan):
-        raise ConfigError(problem)
-
-
-def take_folder(run: Run, fresh: RunDir, typed_keys: Collection[str]) -> tuple[ResumePoint | None, RunDir]:
-    """Find the checkpoint to go on from, if there is one, and lock the folder to work in, which is its run's or the
-    fresh one. Needs no torch.
-    """
-    point = find_resume_point(run.config.resume, fresh, run.plain)
-    run.resume = None if point is None else resume.checked(point, run.config, run.plain, typed_keys)
-    run.folder = fresh if point is None else point.run_dir
-    return run.resume, run.folder
-
-
-def join_processes(run: Run, fresh: RunDir, typed_keys: Collection[str]) -> None:
-    """Join the run's other processes, of which the first takes the folder."""
-    with importing():
-        import torch
-
-        from offline_grpo.model.device import resolve_device
-        from offline_grpo.placement.ranks import Ranks
-
-        if run.config.num_threads is not None:
-            torch.set_num_threads(run.config.num_threads)
-        run.ranks = Ranks(use_cpu=resolve_device(run.config.model.device).type == "cpu")
-    if launch.num_processes() > 1:  # in the group, so that a refusal ends all processes
-        run.resume, run.folder = run.ranks.on_main(lambda: take_folder(run, fresh, typed_keys))
-
-
-def open_records(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Write the run's configuration, and make its listeners, which follow the start already."""
-    folder = run.folder.path
-    if run.ranks.is_main:
-        sweep(folder)
-        run.stack.callback(sweep, folder)
-        if run.resume is None:  # what a start left that was killed before it saved anything
-            begin_anew(run.folder)
-        if not (folder / ".hydra").exists():
-            resume.write_configuration(run.folder, cfg, overrides)
-    run.ranks.on_main(lambda: run.listeners.extend(listeners(run.config, folder)))
-    for listener in run.listeners:
-        run.stack.callback(listener.close)
-    progress.tell(list(run.listeners))
-    if run.ranks.is_main and (newer := newer_than_tested()) is not None:
-        log.warning("%s", newer)
-
-
-def record_and_describe(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Record this start in the run's folder; log where the run is, what it does, and what may be unexpected."""
-    if run.ranks.is_main:
-        run.folder.create()
-        record_start(run.folder.path)
-        data = run.plan.data
-        log.info("run folder: %s", run.folder.path)
-        for line in (*describe_data(data, run.config.data.problems_per_iteration), *describe_batches(run.plan)):
-            log.info("%s", line)
-        log.info("training %s of %s parameters", f"{run.policy.num_trainable:,}", f"{run.policy.num_weights:,}")
-        for warning in warnings(run.plan):
-            log.warning("%s", warning)
-        for line in [] if run.resume is None else resume.describe(run.resume, run.config):
-            log.info("%s", line)
-        # metrics of iterations that this start repeats, or that another run has made, are those of this run
-        if run.resume is not None and run.resume.source != run.folder:
-            copy_metrics(run.resume)
-        elif run.resume is not None and run.resume.changes:
-            discard_after(run.folder, run.resume.state.iteration)
-        resume.record(run.folder, cfg, overrides, run.resume)
-    for listener in run.listeners:
-        listener.start(run.plain, run.config.train.iterations)
 
 
 @contextmanager
@@ -209,47 +150,79 @@ def importing() -> Iterator[None]:
 
 
 @contextmanager
-def errors_in_log(folder: RunDir) -> Iterator[None]:
-    """Write in the log why the run ends before its time: a signal, or an error."""
+def ending(run: Run) -> Iterator[None]:
+    """End what the run has started, the last first. After an error, a signal waits for that, and the log says why the
+    run ends before its time.
+    """
     try:
-        yield
+        with run.stack:
+            try:
+                yield
+            except BaseException:
+                run.stop.hold("the end of what the run has started")
+                raise
     except StopRequested as signal:
-        log.warning("stopped by %s; %s", signal.signal_name, resume.where(folder))
+        log.warning("stopped by %s; %s", signal.signal_name, resume.where(run.folder))
         signal.is_reported = True
         raise
     except Exception as error:
-        log.error("%s", error, exc_info=not isinstance(error, GrpoError), extra=progress.LOG_ALONE)
-        raise
+        known = shortage(error, run.folder) or error
+        log.error("%s", known, exc_info=not isinstance(known, GrpoError), extra=progress.LOG_ALONE)
+        if known is error:
+            raise
+        raise known from error
 
 
-@contextmanager
-def ended_whole(stop: StopSignal) -> Iterator[None]:
-    """After an error, a signal waits until what the run has started has ended, so that the error is reported."""
-    try:
-        yield
-    except BaseException:
-        stop.hold("the end of what the run has started")
-        raise
+def shortage(error: Exception, folder: RunDir) -> GrpoError | None:
+    """In one line, an allocation that failed or a file that found no room; None for any other error."""
+    phase = progress.phase_of(error) or "the start"
+    if is_full(error):
+        place = getattr(error, "filename", None) or folder.path
+        kept = "" if (last := latest_checkpoint(folder.checkpoints)) is None else f"{last.name} is whole; "
+        fix = f"make room there; {kept}{resume.where(folder)}"
+        return DiskFull(f"no room on the disk of {place}, in the phase {phase} ({reason_of(error)}); {fix}")
+    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+        fix = f"to need less, lower {LESS_MEMORY}; {resume.where(folder)}"
+        return OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}")
+    return None
 
 
-@contextmanager
-def shortage_in_a_line(folder: RunDir) -> Iterator[None]:
-    """Raise OutOfMemory, in one line, for an allocation that fails, and DiskFull for a file that finds no room."""
-    try:
-        yield
-    except Exception as error:
-        phase = progress.phase_of(error) or "the start"
-        if is_full(error):
-            place = getattr(error, "filename", None) or folder.path
-            kept = "" if (last := latest_checkpoint(folder.checkpoints)) is None else f"{last.name} is whole; "
-            fix = f"make room there; {kept}{resume.where(folder)}"
-            raise DiskFull(
-                f"no room on the disk of {place}, in the phase {phase} ({reason_of(error)}); {fix}"
-            ) from error
-        if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
-            fix = f"to need less, lower {LESS_MEMORY}; {resume.where(folder)}"
-            raise OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}") from error
-        raise
+def open_records(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Write the run's configuration, and make its listeners, which follow the start already."""
+    folder = run.folder.path
+    if run.ranks.is_main:
+        sweep(folder)
+        run.stack.callback(sweep, folder)
+        if run.resume is None:  # of a start that was killed before it saved anything, and may have had other settings
+            run.folder.discard_after(-2)
+            (folder / ".hydra" / "starts.yaml").unlink(missing_ok=True)
+        source = run.folder if run.resume is None else run.resume.source
+        if run.resume is None or not (folder / ".hydra").exists():
+            resume.write_configuration(run.folder, cfg, overrides, source)
+    run.ranks.on_main(lambda: run.listeners.extend(listeners(run.config, folder)))
+    for listener in run.listeners:
+        run.stack.callback(listener.close)
+    progress.tell(list(run.listeners))
+    if run.ranks.is_main and (newer := records.newer_than_tested()) is not None:
+        log.warning("%s", newer)
+
+
+def record_and_describe(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Record this start in the run's folder; log where the run is, what it does, and what may be unexpected."""
+    if run.ranks.is_main:
+        run.folder.create()
+        records.record_start(run.folder.path)
+        log.info("run folder: %s", run.folder.path)
+        for line in describe(run.plan):
+            log.info("%s", line)
+        log.info("training %s of %s parameters", f"{run.policy.num_trainable:,}", f"{run.policy.num_weights:,}")
+        for warning in warnings(run.plan):
+            log.warning("%s", warning)
+        for line in [] if run.resume is None else resume.describe(run.resume, run.config):
+            log.info("%s", line)
+        resume.record(run.folder, cfg, overrides, run.resume)
+    for listener in run.listeners:
+        listener.start(run.plain, run.config.train.iterations)
 
 
 def report(folder: RunDir) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from offline_grpo import hub
 from offline_grpo.commands import cli
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError
 
 DEFAULT_LENGTH = 256
 
@@ -44,13 +44,14 @@ def chat_template_kwargs(text: str) -> dict[str, Any]:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
-    require(options.n > 0, "-n", options.n, "must be at least 1")
-    is_number = 0 <= options.temperature < math.inf  # nan is neither
-    require(is_number, "--temperature", options.temperature, "must be a number, 0 or more")
-    fix = "there are no messages with --raw; put the text into the prompt"
+    if options.n < 1:
+        raise ConfigError("-n", options.n, "must be at least 1")
+    if not 0 <= options.temperature < math.inf:  # as nan
+        raise ConfigError("--temperature", options.temperature, "must be a number, 0 or more")
     for option in ("system", "chat_template_kwargs", "assistant_prefix"):
-        value = getattr(options, option)
-        require(not options.raw or value is None, f"--{option.replace('_', '-')}", value, fix)
+        if options.raw and (value := getattr(options, option)) is not None:
+            fix = "there are no messages with --raw; put the text into the prompt"
+            raise ConfigError(f"--{option.replace('_', '-')}", value, fix)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not prompt.strip():
         raise ConfigError("PROMPT: is empty; give the text that the model shall answer")
@@ -88,8 +89,9 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     room = (context_length(model_config) or sys.maxsize) - len(prompt_ids)
     usual = DEFAULT_LENGTH if config is None else config["generation"]["max_new_tokens"]
     length = options.max_new_tokens if options.max_new_tokens is not None else min(usual, room)
-    fix = f"must be 1 to {room}, because the prompt has {len(prompt_ids)} tokens of the model's context"
-    require(0 < length <= room, "--max-new-tokens", length, fix)
+    if not 0 < length <= room:
+        fix = f"must be 1 to {room}, because the prompt has {len(prompt_ids)} tokens of the model's context"
+        raise ConfigError("--max-new-tokens", length, fix)
     client = TransformersClient(model=source.load(device=device), tokenizer=codec.tokenizer, batch_size=options.n)
     request = SamplingRequest(tuple(prompt_ids), options.n, derive_seed(options.seed, "sample"))
     sampling = SamplingParams(length, temperature=options.temperature)

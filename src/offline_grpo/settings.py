@@ -19,7 +19,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
-from offline_grpo.errors import require
+from offline_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from offline_grpo.interfaces import Source
@@ -35,8 +35,9 @@ def check_url(key: str, url: str | None) -> None:
         is_good = is_good and not parts.query and not parts.fragment  # paths are put behind it
     except ValueError:
         is_good = False
-    fix = "must begin with http:// or https:// and name a host, without ? and #, for example http://127.0.0.1:8000"
-    require(is_good, key, url, fix)
+    if not is_good:
+        fix = "must begin with http:// or https:// and name a host, without ? and #, for example http://127.0.0.1:8000"
+        raise ConfigError(key, url, fix)
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Range:
     holds: Callable[[Any], bool]
 
 
-def at_least(least: int) -> Range:
-    return Range(f"must be at least {least}" if least else "must be 0 or more", lambda value: value >= least)
+def at_least(least: int, why: str = "") -> Range:
+    return Range(f"must be at least {least}{why}" if least else f"must be 0 or more{why}", lambda value: value >= least)
 
 
 def above(bound: float, words: str = "") -> Range:
@@ -61,6 +62,11 @@ def one_of(*known: Any) -> Range:
     return Range(f"must be one of {names}", lambda value: value in known)
 
 
+COUNT = Range("must be at least 1, or all", lambda value: value == "all" or (type(value) is int and value > 0))
+FRACTION = Range("a fraction above 0; at most 1", lambda value: 0 < value <= 1)
+BAND = Range(
+    "the lowest and the highest share, such as [0.1,0.9]", lambda band: len(band) == 2 and 0 <= band[0] <= band[1] <= 1
+)
 DEVICE = Range("use auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None)
 
 
@@ -78,7 +84,8 @@ class Group:
 
     def check(self, name: str, is_good: bool, fix: str) -> None:
         """Raise ConfigError, about the field `name`, unless it is good."""
-        require(is_good, f"{self.key}.{name}", getattr(self, name), fix)
+        if not is_good:
+            raise ConfigError(f"{self.key}.{name}", getattr(self, name), fix)
 
 
 @dataclass
@@ -110,9 +117,7 @@ class ModelConfig(Group):
     ref_device: str | None = None
     chat_template: str | None = None
     # OmegaConf would want + for new keys of a dict that is typed
-    chat_template_kwargs: Annotated[
-        Any, Range("{NAME: VALUE, ...}, or null", lambda value: isinstance(value, dict))
-    ] = None
+    chat_template_kwargs: Annotated[Any, Range("{NAME: VALUE}, or null", lambda value: isinstance(value, dict))] = None
     gguf_file: str | None = None
     quantization: Annotated[str | None, one_of("nf4")] = None
 
@@ -129,28 +134,14 @@ class DataConfig(Group):
     key: ClassVar[str] = "data"
 
     problems_per_iteration: Annotated[int, at_least(1)]
-    rollouts_per_problem: Annotated[
-        int,
-        Range(
-            "GRPO compares the rollouts of a problem with each other; a group of one has no signal, use 2 or more",
-            lambda value: value > 1,
-        ),
-    ]
+    rollouts_per_problem: Annotated[int, at_least(2, ": GRPO compares rollouts; a group of one has no signal")]
     train_seed_start: Annotated[int, at_least(0)]
     num_train_seeds: Annotated[int | None, at_least(1)]
     max_prompt_tokens: Annotated[int | None, at_least(1)]
     shuffle: bool
-    pass_rate: Annotated[
-        list[float] | None,
-        Range(
-            "the lowest and the highest share, such as [0.1,0.9]",
-            lambda band: len(band) == 2 and 0 <= band[0] <= band[1] <= 1,
-        ),
-    ]
+    pass_rate: Annotated[list[float] | None, BAND]
     pass_rate_from: str | None
-    pass_rate_decay: Annotated[
-        float, Range("above 0, and at most 1, which forgets nothing", lambda value: 0 < value <= 1)
-    ]
+    pass_rate_decay: Annotated[float, FRACTION]  # 1 forgets nothing
     resample_zero_signal: bool
     max_resamples: int
     soft_overlong_tokens: int | None
@@ -200,9 +191,7 @@ class TrainConfig(Group):
     gradient_checkpointing: Annotated[Any, one_of("auto", True, False)]  # as model.compile
     train_layer_indices: str | None
     mask_truncated: bool
-    top_entropy_frac: Annotated[
-        float, Range("a share of the tokens, above 0; 1 trains on all", lambda value: 0 < value <= 1)
-    ]
+    top_entropy_frac: Annotated[float, FRACTION]  # 1 trains on all tokens
     drop_zero_signal_groups: bool
     max_bad_updates: Annotated[int, at_least(1)]
     profile: int | None
@@ -240,22 +229,14 @@ class EvalConfig(Group):
     eval_first: bool
     backend: Any
     base_url: str | None
-    weight_sync: Annotated[
-        str | None, Range("null (push the policy) or none (send no weights)", lambda value: value == "none")
-    ]
+    weight_sync: Annotated[str | None, one_of("none")]  # null pushes the policy, none sends no weights
     batch_size: Annotated[int, at_least(1)]
     timeout_s: Annotated[float, above(0)]
     max_retries: Annotated[int, at_least(0)]
     tolerance_nats: Annotated[float, above(0)]
     location: Annotated[str, one_of("memory", "disk")]
     interval: Annotated[int, at_least(1)]
-    num_ids: Annotated[
-        Any,
-        Range(  # int, "all" or None: OmegaConf 2.3 cannot merge a union of several types
-            "must be at least 1, all, or null for at most 256",
-            lambda value: value == "all" or (type(value) is int and value > 0),
-        ),
-    ]
+    num_ids: Annotated[Any, COUNT]  # or null, for at most 256: OmegaConf 2.3 cannot merge a union of several types
     id_seed_start: int
     ids: list[int]
     replicates: Annotated[int, at_least(1)]
@@ -285,12 +266,7 @@ class CheckpointConfig(Group):
 
     enabled: bool
     save_interval: Annotated[int, Range("every N iterations, or 0 for the last one only", lambda value: value >= 0)]
-    keep_last_k: Annotated[
-        Any,
-        Range(  # OmegaConf 2.3 cannot nest a union of int and str
-            "must be at least 1, or all", lambda value: value == "all" or (isinstance(value, int) and value > 0)
-        ),
-    ]
+    keep_last_k: Annotated[Any, COUNT]
     keep_best: str | None
     format: Annotated[str, one_of("full", "sharded")]
 
@@ -337,7 +313,7 @@ class ScoringConfig(Group):
     timeout_s: Annotated[float, above(0, " and finite")]
     memory_mib: Annotated[int, Range("must be at least 128: Python and a task need that", lambda value: value >= 128)]
     on_failure: Annotated[str, one_of("exclude", "zero", "least")]
-    stop_at_failed_frac: Annotated[float | None, Range("a fraction above 0, up to 1", lambda value: 0 < value <= 1)]
+    stop_at_failed_frac: Annotated[float | None, FRACTION]
 
 
 @dataclass
@@ -362,14 +338,14 @@ class RunConfig:
     samples: Any = None
 
     def __post_init__(self) -> None:
-        is_good = self.num_threads is None or self.num_threads > 0
-        require(is_good, "num_threads", self.num_threads, "at least 1, or null for one per core")
-        is_good = self.checkpoint.format == "full" or self.train.sharding == "fsdp2"
-        fix = "nothing is spread over processes; use full, or train.sharding=fsdp2"
-        require(is_good, "checkpoint.format", self.checkpoint.format, fix)
-        is_good = not self.placement.score_on_cluster or self.scoring.workers > 0
-        fix = "placement.score_on_cluster=true needs processes that score; set 1 or more, for each machine"
-        require(is_good, "scoring.workers", self.scoring.workers, fix)
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError("num_threads", self.num_threads, "at least 1, or null for one per core")
+        if self.checkpoint.format != "full" and self.train.sharding != "fsdp2":
+            fix = "nothing is spread over processes; use full, or train.sharding=fsdp2"
+            raise ConfigError("checkpoint.format", self.checkpoint.format, fix)
+        if self.placement.score_on_cluster and self.scoring.workers == 0:
+            fix = "placement.score_on_cluster=true needs processes that score; set 1 or more, for each machine"
+            raise ConfigError("scoring.workers", self.scoring.workers, fix)
 
     @property
     def source(self) -> type[Source]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offline_grpo.checkpoint.files import TrainerState
-from offline_grpo.config.plan import Plan
-from offline_grpo.history.folder import ResumePoint, RunDir
+from offline_grpo.config.parts import Plan
+from offline_grpo.history.folder import RunDir
+from offline_grpo.history.resume import ResumePoint
 from offline_grpo.history.signals import StopSignal
 from offline_grpo.interfaces import RunListener, Source
 from offline_grpo.settings import RunConfig

@@ -116,36 +116,14 @@ def test_every_third_opportunity_to_push_is_taken_and_an_evaluation_begins_anew(
     ]
 
 
-class Listener:
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[str, int, float | None]] = []
-
-    def rollouts(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def log(self, name: str, metrics: Any, *, iteration: int) -> None:
-        self.logged.append((name, iteration, metrics.get("stopped_early")))
-
-
-class Saved:
-    """A checkpointer; `commits` are the iterations that were saved."""
-
-    def __init__(self) -> None:
-        self.commits: list[int] = []
-
-    def write(self, iteration: int) -> None:
-        pass
-
-    def commit(self, iteration: int) -> None:
-        self.commits.append(iteration)
-
-
 @pytest.mark.parametrize(("iterations", "mark"), [(3, 1.0), (1, None)])
 def test_an_evaluation_that_was_cut_short_comes_first_and_may_end_the_run(iterations: int, mark: float | None) -> None:
     """It has the mark then, as the iteration before it was logged without."""
-    engine, listener, saved = Engine(), Listener(), Saved()
+    engine, logged, commits = Engine(), list[Any](), list[int]()
+    listener = SimpleNamespace(
+        rollouts=lambda *_, **__: None,
+        log=lambda name, metrics, iteration: logged.append((name, iteration, metrics.get("stopped_early"))),
+    )
     run = make_run(
         engine,
         iterations=iterations,
@@ -153,14 +131,14 @@ def test_an_evaluation_that_was_cut_short_comes_first_and_may_end_the_run(iterat
         evaluator=SimpleNamespace(sample=lambda *_, **__: [GROUP], metrics=lambda *_, **__: {"pass@1": 0.5}),
         milestones=Milestones(None, StopWhenConfig("pass@1", 0.5, None)),
         listeners=[listener],
-        checkpointer=saved,
+        checkpointer=SimpleNamespace(write=lambda _: None, commit=commits.append),
         folder=SimpleNamespace(misses_evaluation=lambda _: True),
         restored=SimpleNamespace(iteration=0, source={}),
     )
     run.config.eval = SimpleNamespace(eval_first=False)
     train(run)
-    assert listener.logged == [("eval", 0, mark)]
-    assert saved.commits == [0]
+    assert logged == [("eval", 0, mark)]
+    assert commits == [0]
 
 
 def test_a_checkpoint_is_written_before_the_metrics_and_counts_after_them() -> None:

@@ -74,7 +74,7 @@ def test_what_the_start_took(clock: Clock) -> None:
         with progress.phase("load model"):
             clock.pass_by(0.05)
         found = progress.start_metrics()
-        assert re.fullmatch(r"ready after \d+\.\d s: .*load model 0\.1.*", progress.describe_start()[0])
+        assert re.fullmatch(r"ready after \d+\.\d s: .*load model 0\.1.*", progress.describe_start())
     assert found.keys() == {"time/start_s", "time/start_imports_and_data_s", "time/start_load_model_s"}
     assert found["time/start_load_model_s"] == pytest.approx(0.1, abs=1e-4)
     assert found["time/start_s"] == pytest.approx(

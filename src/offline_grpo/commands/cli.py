@@ -18,12 +18,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from offline_grpo.config import compose
-from offline_grpo.config.help import groups
-from offline_grpo.config.hints import empty_group, no_such_key
+from offline_grpo.config.help import empty_group, no_such_key
 from offline_grpo.disk import is_full
 from offline_grpo.errors import ConfigError, DiskFull, GrpoError, StopRequested, ending_with_reader, reason_of
-from offline_grpo.history import launch
-from offline_grpo.history.signals import StopSignal, ignore_from_now_on
+from offline_grpo.history.signals import StopSignal, ignore_from_now_on, is_main
 
 SHOWS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """Whether the user has asked for them, before `exit_with` sets the variable for Hydra."""
@@ -35,15 +33,15 @@ EXPECTED = (GrpoError, StopRequested, KeyboardInterrupt, HydraException, OmegaCo
 """Exceptions that `leave` reports as one line."""
 
 
-def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Run `main`, which calls Hydra, and exit with the code that it returns. Errors that the user can fix are one line;
-    others keep their traceback. `HYDRA_FULL_ERROR=1` in the environment shows all tracebacks.
+def exit_with(main: Callable[[], object]) -> NoReturn:
+    """Run `main`, which calls Hydra, and exit. Errors that the user can fix are one line; others keep their traceback.
+    `HYDRA_FULL_ERROR=1` in the environment shows all tracebacks.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of printing and exiting with 1
     try:
         with StopSignal.listening(), ending_with_reader():
-            code = main()
-        sys.exit(code)
+            main()
+        sys.exit(0)
     except EXPECTED as error:
         leave(error)
     finally:
@@ -81,11 +79,11 @@ def leave(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         say("interrupted")
         sys.exit(130)
-    if isinstance(error, GrpoError) and error.of_one_process and not launch.is_main():
+    if isinstance(error, GrpoError) and error.of_one_process and not is_main():
         print(f"error in process {os.environ['RANK']}: {error}", file=sys.stderr)
-    elif not launch.is_main():
+    elif not is_main():
         time.sleep(FIRST_SAYS_IT_S)
-    if SHOWS_TRACEBACKS and launch.is_main():
+    if SHOWS_TRACEBACKS and is_main():
         traceback.print_exception(error)
     say(f"error: {error if isinstance(error, GrpoError) else explain(error)}")
     sys.exit(error.exit_code if isinstance(error, GrpoError) else ConfigError.exit_code)
@@ -93,7 +91,7 @@ def leave(error: BaseException) -> NoReturn:
 
 def say(line: str) -> None:
     """Print a line on stderr, in the first process."""
-    if launch.is_main():
+    if is_main():
         print(line, file=sys.stderr)
 
 
@@ -126,7 +124,7 @@ def _no_such_option(error: MissingConfigException) -> str:
         model = name.removeprefix("model/")
         return f"model={model}: no such option; for a model of the Hugging Face Hub, model=hf model.train_id={model}"
     group, _, option = name.rpartition("/")
-    known = groups(compose.folder())
+    known = compose.groups(compose.folder())
     if group not in known:
         return " ".join(str(error).split())
     elsewhere = [f"{other}={option}" for other, options in known.items() if option in {*options} - {"default"}]

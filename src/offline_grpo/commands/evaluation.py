@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -14,30 +16,34 @@ from typing import Any
 import numpy as np
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import open_dict
+from rich.console import Console
 from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
 from offline_grpo import progress
-from offline_grpo.checkpoint.pretrained import KEY, ModelSource, export_model
+from offline_grpo.checkpoint.pretrained import KEY, ModelSource, export_model, find_model
 from offline_grpo.config import compose as conf
 from offline_grpo.config.compose import key_of, quoted
 from offline_grpo.config.engine_spec import EngineSpec, training_engine
-from offline_grpo.config.parts import evaluation_sampling
+from offline_grpo.config.parts import NOT_OF_CLIENT, evaluation_sampling
 from offline_grpo.config.problems import build_task, held_out_problems, isolated
 from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.inside_vllm.offline_grpo_weights import fingerprints, sums
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError
 from offline_grpo.eval.evaluator import PassAtKEvaluator, recording
 from offline_grpo.eval.statistics import PairedResult, compare
-from offline_grpo.history.folder import LOCAL
-from offline_grpo.history.resume import search_path
+from offline_grpo.history.folder import discard_fresh
+from offline_grpo.history.records import hide_progress_bars
+from offline_grpo.history.resume import LOCAL, search_path
 from offline_grpo.interfaces import RolloutClient, Task
+from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.logger.samples import FirstLook
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import generation_config_of, read_model_config
 from offline_grpo.model.text import TokenizerCodec
-from offline_grpo.redaction import flat
+from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.runs import read_yaml
+from offline_grpo.report.tables import evaluation_lines
 from offline_grpo.settings import RunConfig
 from offline_grpo.start.prompts import check_episodes, codec_of, without_long
 from offline_grpo.train.metrics import score_metrics
@@ -79,6 +85,45 @@ class Results:
         compared = [{"model": m, "set": name, **asdict(result)} for (m, name), result in self.comparisons.items()]
         metrics = [{"model": model, "set": name, **found} for (model, name), found in self.metrics.items()]
         return {"is_complete": self.is_complete, "metrics": metrics, "compared_with_the_first": compared}
+
+
+def evaluate_and_print(
+    names: Mapping[str, str], words: Sequence[str], out: Path, console: Console, *, trust: bool
+) -> None:
+    """Evaluate the models with these names, print the table, and leave `results.json` and a file of records for each
+    model and set, also after an interruption.
+    """
+    hide_progress_bars()
+    models = {letter: find_model(name, trust_remote_code=trust) for letter, name in names.items()}
+    run_folder = next((source.run_folder for source in models.values() if source.run_folder is not None), None)
+    base = saved_overrides(run_folder, words)
+    if base:
+        print(f"settings of {run_folder}, and on top of them the command line's", file=sys.stderr)
+    sets = evaluation_sets(base, words)
+    spec = engine_spec(sets[0].config, models.values())
+    out.mkdir(parents=True, exist_ok=True)
+    results, display = Results(), ConsoleLogger(refresh_per_s=4.0, names="default")
+    display.console = console
+    try:
+        with progress.followed(), closing(display):
+            progress.tell([display])
+            evaluate(models, sets, spec, out, results)
+    finally:
+        named = {letter: str(source.checkpoint or source.name) for letter, source in models.items()}
+        plain = {each.name: each.plain for each in sets}
+        record = {"models": named, "overrides": [*base, *words], "sets": plain, **results.as_plain()}
+        if any(out.iterdir()):
+            (out / "results.json").write_text(json.dumps(redacted(record), indent=1) + "\n")
+        discard_fresh(out)  # if no problem was asked
+        lines: list[str] = []
+        if results.metrics:
+            has_other_seeds = run_folder is not None and sets[0].config.eval.do_sample
+            note = ["drawn with other seeds than in the run's evaluation, so the numbers differ a bit"]
+            ks = {each.name: each.config.eval.ks for each in sets}
+            lines = evaluation_lines(named, results.metrics, ks, results.comparisons, note * has_other_seeds)
+        if out.exists():
+            end = "" if results.is_complete else " (not complete: the problems that were judged are there)"
+            print("\n".join([*lines, "", f"files  {out}{end}"]))
 
 
 def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
@@ -154,16 +199,18 @@ def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpe
     """What samples: the group `generation`, without the settings that say how training samples. Raises ConfigError for
     a server that is not installed, or one that is running for several models or an adapter.
     """
-    names = {*SamplingParams.__dataclass_fields__, "allow_truncated_sampling"}
-    spec = training_engine(config, {name: value for name, value in config.generation.items() if name not in names})
+    spec = training_engine(config, {key: value for key, value in config.generation.items() if key not in NOT_OF_CLIENT})
     if spec.base_urls:
-        key, url = "generation.base_url", spec.base_url
-        require(len(spec.base_urls) == 1, key, url, "an evaluation asks one server; name one")
-        fix = f"that server has one model and {len(models)} are named; evaluate one at a time"
-        require(len(models) == 1, key, url, fix)
-        fix = "MODEL is a LoRA adapter, and that server would answer with its base model; use generation.base_url=null"
-        fix += ", or serve the merged model (python -m offline_grpo.export MODEL OUT) and name its folder"
-        require(all(source.adapter is None for source in models), key, url, fix)
+        fix = ""
+        if len(spec.base_urls) > 1:
+            fix = "an evaluation asks one server; name one"
+        elif len(models) > 1:
+            fix = f"that server has one model and {len(models)} are named; evaluate one at a time"
+        elif any(source.adapter is not None for source in models):
+            fix = "MODEL is a LoRA adapter, and that server would answer with its base model; use generation.base_url="
+            fix += "null, or serve the merged model (python -m offline_grpo.export MODEL OUT) and name its folder"
+        if fix:
+            raise ConfigError("generation.base_url", spec.base_url, fix)
     if spec.launcher is not None:
         spec.launcher.check_installed()
     return spec
@@ -175,56 +222,51 @@ def evaluate(
     """Ask every model, by its short name, every problem. Fills `results` as it goes, so that they are there after an
     interruption too. The folder `out` gets the records and a server's log.
     """
+    first = next(iter(models))
     for letter, source in models.items():
-        with ExitStack() as stack:
+        with ExitStack() as of_model:
             with progress.phase(f"load {letter}"):
-                client, codec = stack.enter_context(_served(source, sets[0], spec, out))
-            is_first = letter == next(iter(models))
-            look = FirstLook(codec.tokenizer, codec.end_ids, shows=is_first)
-            if is_first:  # every model is asked the same
+                client, codec = of_model.enter_context(_served(source, sets[0], spec, out))
+            look = FirstLook(codec.tokenizer, codec.end_ids, shows=letter == first)
+            if letter == first:  # every model is asked the same
                 sets = [
                     replace(each, problems=without_long(each.problems, codec, each.config.data, "held-out"))
                     for each in sets
                 ]
             check_episodes(codec, [problem for each in sets for problem in each.problems])
             for number, chosen in enumerate(sets, 1):
-                replicates = chosen.config.eval.replicates
-                asked = f"{len(chosen.problems)} problems, {replicates} completions each"
+                settings = chosen.config.eval
+                asked = f"{len(chosen.problems)} problems, {settings.replicates} completions each"
                 log.info("%s on %s: %s", letter, chosen.name, asked)
                 # the number keeps sets apart whose names differ in other signs than letters
                 file = out / f"{letter}-{number}-{re.sub(r'[^a-zA-Z0-9_.=-]+', '_', chosen.name)}.jsonl"
-                with progress.phase(f"{letter} on {chosen.name}"):
-                    ordered = _evaluate(letter, client, codec, chosen, file, results)
-                look.rollouts("eval", ordered, advantages=None, iteration=-1)
+
+                # Groups come as they are complete; each is on record at once.
+                found: dict[int, RolloutGroup] = {}
+                with progress.phase(f"{letter} on {chosen.name}"), ExitStack() as stack, recording(file) as record:
+                    evaluator = PassAtKEvaluator.of(
+                        settings,
+                        task=isolated(chosen.task, chosen.config, out, stack),
+                        problems=chosen.problems,
+                        codec=codec,
+                        sampling=chosen.sampling,
+                        rank=0,
+                        world_size=1,
+                    )
+                    for index, group in evaluator.groups(client, cycle=CYCLE):
+                        found[index] = group
+                        record(index, group)
+
+                # The metrics, and problem by problem how this model differs from the first one.
+                groups, key = [found[index] for index in range(len(found))], (letter, chosen.name)
+                results.metrics[key] = {**evaluator.metrics(groups, cycle=CYCLE), **score_metrics(groups)}
+                correct = np.array([sum(r.score.is_correct for r in group.rollouts) for group in groups])
+                results.num_correct[key] = correct
+                if letter != first:
+                    pair = results.num_correct[first, chosen.name], correct
+                    results.comparisons[key] = compare(*pair, settings.replicates)
+                look.rollouts("eval", groups, advantages=None, iteration=-1)
     results.is_complete = True
-
-
-def _evaluate(
-    letter: str, client: RolloutClient, codec: TokenizerCodec, chosen: EvaluationSet, file: Path, results: Results
-) -> list[RolloutGroup]:
-    settings, key = chosen.config.eval, (letter, chosen.name)
-    groups: dict[int, RolloutGroup] = {}
-    with ExitStack() as stack, recording(file) as record:
-        evaluator = PassAtKEvaluator.of(
-            settings,
-            task=isolated(chosen.task, chosen.config, file.parent, stack),
-            problems=chosen.problems,
-            codec=codec,
-            sampling=chosen.sampling,
-            rank=0,
-            world_size=1,
-        )
-        for index, group in evaluator.groups(client, cycle=CYCLE):
-            groups[index] = group
-            record(index, group)
-    ordered = [groups[index] for index in range(len(groups))]
-    results.metrics[key] = {**evaluator.metrics(ordered, cycle=CYCLE), **score_metrics(ordered)}
-    results.num_correct[key] = np.array([sum(r.score.is_correct for r in group.rollouts) for group in ordered])
-    first = next(iter(results.num_correct))[0]
-    if letter != first:
-        pair = (results.num_correct[first, chosen.name], results.num_correct[key])
-        results.comparisons[key] = compare(*pair, settings.replicates)
-    return ordered
 
 
 @contextmanager

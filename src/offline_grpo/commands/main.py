@@ -2,76 +2,182 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import re
 import sys
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from traceback import extract_tb
 from typing import NoReturn
 
-import hydra
+import psutil
+from hydra import version
+from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.commands import cli
 from offline_grpo.config import compose
-from offline_grpo.config.hints import check_options, empty_group
+from offline_grpo.config.help import check_options, empty_group
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
-from offline_grpo.history import launch, resume, sweeps
+from offline_grpo.history import resume, sweeps
 from offline_grpo.history.folder import discard_fresh
-from offline_grpo.history.signals import StopSignal
+from offline_grpo.history.signals import StopSignal, is_main
+
+OVERRIDE = re.compile(r"~|\+*[^-=]+=")
+"""How a word of the command line begins that is an override and not an option."""
 
 compose.register()  # at import, because processes that a sweep's launcher starts import this module for `job`
 
-_has_begun = False
-"""Whether Hydra has called `job` in this process: until then, an error is about the command line."""
+
+def main() -> NoReturn:
+    """Compose the configuration from `conf/` and the command line, run, and exit."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        from offline_grpo.config.help import help_text
+
+        words = [word for word in sys.argv[1:] if not word.startswith("-") and "=" not in word]
+        cli.run_command(lambda: print(help_text(compose.folder(), words)))
+    cli.exit_with(lambda: start(sys.argv[1:]))
+
+
+def start(words: Sequence[str]) -> None:
+    """What these words ask for: a run, a sweep, or the rest of either."""
+    start_missing_processes()
+    HydraConfig.instance().cfg = None  # so that it says from now on whether Hydra has composed a configuration
+    check_options(words)
+    typed = compose.readable([word for word in words if OVERRIDE.match(word)])
+    options = [word for word in words if not OVERRIDE.match(word)]
+    is_sweep = not {"-m", "--multirun"}.isdisjoint(options)
+
+    # What is resumed, if it is known already: a run, a checkpoint, or a sweep. With `auto`: what is in the named
+    # folder, or for sweeps the newest one with the same words; which run is alike, its configuration decides later.
+    named = resume.value_of("resume", typed)
+    if named == "auto":
+        place = resume.value_of("hydra.sweep.dir" if is_sweep else "hydra.run.dir", typed)
+        if place is None:
+            named = str(sweeps.newest_alike(typed) or "auto") if is_sweep else "auto"
+        elif (Path(place) / sweeps.RECORD).is_file() if is_sweep else resume.run_of(Path(place)) is not None:
+            named = place
+    path = None if named in (None, "auto") else Path(named).expanduser().resolve()
+    if path is not None and (path / sweeps.RECORD).is_file():
+        if is_main():
+            print(f"going on with the sweep in {path}; leave resume out to start another one", flush=True)
+        typed, options, is_sweep = sweeps.overrides(path, typed), [*options, *([] if is_sweep else ["-m"])], True
+    elif path is not None and is_sweep:
+        fix = "is one run, whose folder all jobs of --multirun would share; leave it out"
+        raise ConfigError("resume", named, fix)
+    elif path is not None and go_on(path, str(named), typed, options):
+        return
+
+    if is_sweep and (stop := StopSignal.current()) is not None:
+        stop.hold("this step of the sweep")
+    beside = [] if is_main() else ["hydra.run.dir=."]  # of several processes, the first alone makes a folder
+    run_hydra([*beside, *typed, *options])
+
+
+def go_on(path: Path, named: str, typed: Sequence[str], options: Sequence[str]) -> bool:
+    """Resume the run at this path, or begin it again if it has no checkpoint yet. Returns whether it has a
+    configuration to go on with; a checkpoint that stands alone has none, and goes on with what is typed.
+    """
+    run = resume.run_of(path)
+    if run is None and resume.was_cut_short(path):
+        run = path
+        if is_main():
+            print(f"resume={named}: has no checkpoint yet; it starts from the beginning, in that folder", flush=True)
+    if run is None or not path.exists():
+        raise ConfigError("resume", named, resume.NO_CHECKPOINT)
+    if not (run / ".hydra" / "config.yaml").exists():
+        return False
+    cfg, overrides = resume.resumed_configuration(run, typed)
+    cfg.resume = named
+    if "--cfg" in options:
+        print(OmegaConf.to_yaml(cfg))
+        return True
+    folder = run
+    if path not in (run, latest_checkpoint(run / "checkpoints")):  # an older checkpoint: a new run
+        fresh = datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S-%f")
+        folder = Path(resume.value_of("hydra.run.dir", typed) or fresh) if is_main() else Path()
+    _run(cfg, folder, overrides, {compose.key_of(word) for word in typed})
+    return True
+
+
+def run_hydra(words: Sequence[str]) -> None:
+    """Have Hydra compose the configuration, and call `job` for the run or for each of a sweep."""
+    version.setbase("1.3")
+    parser = get_args_parser()
+    conf = str(compose.folder())
+    try:
+        _run_hydra(parser.parse_args(words), parser, job, config_path=conf, config_name="config")
+    except (AssertionError, ValueError) as error:  # Hydra's, for GROUP=null and for a key below one that is null
+        if not HydraConfig.initialized():
+            hints = (empty_group(compose.key_of(word), words) for word in words)
+            raise ConfigError(next(filter(None, hints), f"{' '.join(words)}: {error}")) from error
+        if "optuna" not in extract_tb(error.__traceback__)[-1].filename:
+            raise
+        sweeps.leave_if_failed(Path(HydraConfig.get().sweep.dir).resolve())  # all of its trials have
 
 
 def job(cfg: DictConfig) -> float | None:
-    """Hydra's task function: run once. Returns the last held-out pass@1, which sweepers maximise.
+    """Hydra's task function: run once. Returns the last held-out pass@1, which sweepers maximise."""
+    hydra = HydraConfig.get()
+    folder, words = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    if hydra.mode is not RunMode.MULTIRUN:
+        try:
+            return _run(resume.with_absolute_paths(cfg), folder, words)
+        except cli.EXPECTED as error:
+            discard_fresh(folder)
+            cli.leave(error)  # here, because Hydra would print the overrides
 
-    An error that the user can fix ends the process with one line; in a sweep it is reported, and other jobs still run.
-    """
-    global _has_begun
-    _has_begun = True
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    # A job of a sweep. One that was complete when a signal came ends as any other; the sweep ends then.
     with sweeps.numbered_lines():
         try:
             with StopSignal.listening() as stop, stop.interruptible():
-                result = _run(cfg, folder)
-                if is_sweep:  # a run that was complete when the signal came ends as any other; its sweep ends here
-                    stop.check()
+                result = _run_job(cfg, folder, words)
+                stop.check()
                 return result
         except cli.EXPECTED as error:
             discard_fresh(folder)
-            if is_sweep and isinstance(error, StopRequested):
-                if HydraConfig.get().launcher._target_ == sweeps.LOCAL:
+            if isinstance(error, StopRequested):
+                if hydra.launcher._target_ == sweeps.LOCAL:
                     return None  # the launcher reports it for all jobs
-                say_how_to_resume_sweep(error, Path(HydraConfig.get().sweep.dir))
-            if not is_sweep or not isinstance(error, GrpoError):
+                say_how_to_resume_sweep(error, Path(hydra.sweep.dir))
+            if not isinstance(error, GrpoError):
                 cli.leave(error)
-            cli.say(f"error in job {HydraConfig.get().job.num} of the sweep: {error}")
+            cli.say(f"error in job {hydra.job.num} of the sweep: {error}")  # the others still run
             sweeps.record_failure(error.exit_code)
             return None
 
 
-def _run(cfg: DictConfig, folder: Path) -> float | None:
-    is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
-    if is_sweep:
-        sweeps.check_folder(folder)
-    own, typed = resume.own_configuration(cfg, folder)
-    if is_sweep and own.resume == "auto" and sweeps.is_finished(folder, compose.as_plain(own)):
+def _run_job(cfg: DictConfig, folder: Path, words: list[str]) -> float | None:
+    """A job of a sweep, from its last checkpoint if the sweep is resumed."""
+    sweeps.check_folder(folder)
+    typed: set[str] = set()
+    if cfg.resume is not None and resume.run_of(folder) is not None and (folder / ".hydra" / "config.yaml").exists():
+        new = [word for word in words if word not in resume.own_overrides(folder)]
+        cfg, words = resume.resumed_configuration(folder, new)
+        cfg.resume, typed = "auto", {compose.key_of(word) for word in new}
+    cfg = resume.with_absolute_paths(cfg)
+    if cfg.resume == "auto" and sweeps.is_finished(folder, compose.as_plain(cfg)):
         from offline_grpo.report.runs import load_run
 
         print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
         return load_run(folder).pass_at_1
+    return _run(cfg, folder, words, typed)
+
+
+def _run(cfg: DictConfig, folder: Path, overrides: Sequence[str], typed: set[str] | None = None) -> float | None:
     from offline_grpo.history import ray_trainers
 
-    if ray_trainers.is_wanted(own.placement):
-        return ray_trainers.train(compose.typed(own), folder)
+    if ray_trainers.is_wanted(cfg.placement):
+        return ray_trainers.train(compose.typed(cfg), folder)
     from offline_grpo.run import train  # which imports torch
 
-    return train(own, folder, HydraConfig.get().overrides.task, typed)
+    with StopSignal.listening() as stop, stop.interruptible():
+        return train(cfg, folder, overrides, typed or ())
 
 
 def say_how_to_resume_sweep(error: StopRequested, folder: Path) -> None:
@@ -82,35 +188,32 @@ def say_how_to_resume_sweep(error: StopRequested, folder: Path) -> None:
     error.is_reported = True
 
 
-def main() -> NoReturn:
-    """Compose the configuration from `conf/` and the command line, run, and exit."""
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        from offline_grpo.config.help import help_text
+def start_missing_processes() -> None:
+    """Replace this process with N torchrun processes, if `accelerate launch` was asked for N processes and started only
+    this one: accelerate 1.15 does so, without a warning, unless it finds several accelerators or an MPI launcher.
+    """
+    if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
+        return
+    parent = psutil.Process().parent()
+    num_processes = asked_for(parent.cmdline()) if parent is not None else 1
+    if num_processes == 1:
+        return
+    import torch  # takes seconds; most calls return before this line
 
-        words = [word for word in sys.argv[1:] if not word.startswith("-") and "=" not in word]
-        cli.run_command(lambda: print(help_text(compose.folder(), words)))
-    cli.exit_with(_compose_and_run)
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    os.execv(sys.executable, [*torchrun, *sys.argv])
 
 
-def _compose_and_run() -> int:
-    """With several processes, Hydra makes a run folder in the first one only. Returns the exit code."""
-    global _has_begun
-    _has_begun = False
-    launch.start_missing_processes()
-    if {"-m", "--multirun"} & set(sys.argv) and (stop := StopSignal.current()) is not None:
-        stop.hold("this step of the sweep")
-    check_options(sys.argv[1:])
-    sys.argv[1:] = resume.arguments(sys.argv[1:])
-    try:
-        hydra.main(version_base="1.3", config_path=str(compose.folder()), config_name="config")(job)()
-    except (AssertionError, ValueError) as error:  # Hydra's, for GROUP=null and for a key below one that is null
-        if _has_begun and "optuna" not in extract_tb(error.__traceback__)[-1].filename:  # whose trials have all failed
-            raise
-        if not _has_begun:
-            hints = (empty_group(compose.key_of(word), sys.argv[1:]) for word in sys.argv[1:])
-            raise ConfigError(next(filter(None, hints), f"{' '.join(sys.argv[1:])}: {error}")) from error
-    codes = sweeps.take_failures()
-    if codes:
-        jobs = "1 job" if len(codes) == 1 else f"{len(codes)} jobs"
-        cli.say(f"{jobs} of the sweep failed, with an error above; a refused one has no row")
-    return max(codes, default=0)
+def asked_for(command: Sequence[str]) -> int:
+    """The `--num_processes` of an `accelerate launch` command line; 1 for any other command.
+
+    Example: `["python", "/bin/accelerate", "launch", "--num_processes", "2", "run_grpo.py"]` -> 2.
+    """
+    if not any(os.path.basename(word).startswith("accelerate") for word in command[:3]):
+        return 1
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
+    return parser.parse_known_args(command)[0].num_processes

@@ -15,7 +15,7 @@ import hydra.utils
 from hydra.errors import InstantiationException
 
 from offline_grpo.config.compose import sweep_hint
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError
 
 # it logs in several lines what `resolve` reports in one
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
@@ -73,7 +73,8 @@ def resolve(node: Mapping[str, Any], key: str) -> Any:
             raise error.__cause__ from None
         fix = f"cannot be imported ({' '.join(str(error).split())}); give the dotted path of a class"
         raise ConfigError(f"{key}._target_={name}: {fix}") from error
-    require(callable(target), f"{key}._target_", name, "is not a class or function")
+    if not callable(target):
+        raise ConfigError(f"{key}._target_", name, "is not a class or function")
     return target
 
 
@@ -85,8 +86,9 @@ def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name in parameters if name not in given_at_runtime]
     for name, value in settings.items():
-        fix = f"{target.__name__} has no such setting; it has {', '.join(known) or 'none'}"
-        require(name in known or (takes_any and name not in given_at_runtime), f"{key}.{name}", value, fix)
+        if name not in known and (not takes_any or name in given_at_runtime):
+            fix = f"{target.__name__} has no such setting; it has {', '.join(known) or 'none'}"
+            raise ConfigError(f"{key}.{name}", value, fix)
     for name in known:
         is_variadic = parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         if parameters[name].default is inspect.Parameter.empty and not is_variadic and name not in settings:

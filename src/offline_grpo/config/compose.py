@@ -13,6 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,8 +21,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from offline_grpo.config.help import groups
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError
 from offline_grpo.model.device import TORCH_NAMES
 from offline_grpo.redaction import flat
 from offline_grpo.settings import RunConfig
@@ -38,6 +38,28 @@ def folder() -> Path:
     """The folder `conf/`: beside the package where it was installed from a wheel, else at the top of the repository."""
     package = Path(__file__).parents[1]
     return next(path for path in (package / "conf", package.parents[1] / "conf") if path.is_dir())
+
+
+def groups(conf: Path) -> dict[str, list[str]]:
+    """Group -> its options, without those whose name begins with _, which others include."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(conf.rglob("*.yaml")):
+        group = path.parent.relative_to(conf).as_posix()
+        if not path.stem.startswith("_") and group not in (".", "local"):
+            found.setdefault(group, []).append(path.stem)
+    return found
+
+
+def defaults(conf: Path) -> dict[str, list[str]]:
+    """Group -> the options that are chosen by default, in `config.yaml` or in the file of the group above."""
+    chosen: dict[str, list[str]] = {}
+    for path in (conf / "config.yaml", *conf.glob("*/default.yaml")):
+        prefix = "" if path.parent == conf else f"{path.parent.name}/"
+        for entry in yaml.safe_load(path.read_text()).get("defaults", []):
+            for name, option in entry.items() if isinstance(entry, dict) else ():
+                if option is not None and " " not in name:
+                    chosen[prefix + name] = option if isinstance(option, list) else [option]
+    return chosen
 
 
 def register() -> None:
@@ -70,8 +92,8 @@ def typed(cfg: DictConfig) -> RunConfig:
     config = OmegaConf.to_object(node)
     assert isinstance(config, RunConfig)
     for key, value in flat(OmegaConf.to_container(node, resolve=True)).items():
-        is_number = not isinstance(value, float) or isfinite(value) or key in MAY_BE_INFINITE
-        require(is_number, key, value, "must be a finite number")
+        if isinstance(value, float) and not isfinite(value) and key not in MAY_BE_INFINITE:
+            raise ConfigError(key, value, "must be a finite number")
     return config
 
 

@@ -1,36 +1,102 @@
-"""From settings to a plan: builds the components that need no model, and refuses what can be refused without one.
+"""The plan of a run: its settings, and its parts that need no model. `make_plan` builds them, and refuses what can be
+refused without a model. The settings of one part are checked in its own `__post_init__`.
 
 This module imports no torch, whose import takes longer than all of the checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from offline_grpo import hub
 from offline_grpo.config.build import build, check_settings
-from offline_grpo.config.engine_spec import EngineSpec, check_urls, evaluation_engine, training_engine
-from offline_grpo.config.problems import task_data
-from offline_grpo.errors import require
-from offline_grpo.interfaces import Advantage, Layout, Loss, LossHead, OptimizerFactory, RunListener
+from offline_grpo.config.compose import key_of
+from offline_grpo.config.engine_spec import EngineSpec, check_urls, evaluation_engine, num_shards, training_engine
+from offline_grpo.config.problems import TaskData, task_data
+from offline_grpo.errors import ConfigError
+from offline_grpo.eval.statistics import metric_names
+from offline_grpo.interfaces import Advantage, Layout, Loss, LossHead, OptimizerFactory, RunListener, TaskFacts
 from offline_grpo.logger.profiler import Profiler
 from offline_grpo.model.gguf import find_gguf
 from offline_grpo.settings import RunConfig
 from offline_grpo.types import SamplingParams
 
 if TYPE_CHECKING:
+    from offline_grpo.placement.devices import Devices
     from offline_grpo.weight_sync.strategy import WeightSync
-from offline_grpo.config.plan import Plan
+
+OF_OWN_SERVER = ("engine=", "engine.", "placement.engine_devices=", "weight_sync.server_args")
+"""Beginnings of overrides that act on a server which the run starts, and on nothing else."""
+OF_CLUSTER = ("placement=", "placement.address=")
+"""As `OF_OWN_SERVER`, where nothing else of the run is in a Ray cluster."""
+NOT_OF_CLIENT = ("allow_truncated_sampling", *SamplingParams.__dataclass_fields__)
+"""Keys of the group `generation` that say how training samples; the others are the engine's."""
+TINY_ANSWER = 16
+"""Tokens that hold an answer of the tiny model, and of hardly any other."""
+
+
+@dataclass
+class Plan:
+    """A run's checked ingredients: plain settings and those components that need no model."""
+
+    config: RunConfig
+    data: TaskData  # the start isolates its task, and leaves out problems whose prompts are too long
+    sampling: SamplingParams
+    eval_sampling: SamplingParams
+    engine: EngineSpec
+    eval_engine: EngineSpec | None
+    loss: Loss
+    advantage: Advantage
+    optimizer: OptimizerFactory
+    layout: Layout | None  # None: chosen for the device (`model.layout=auto`)
+    head: LossHead
+    weight_sync: WeightSync
+    eval_weight_sync: WeightSync
+
+    @property
+    def server_args(self) -> Mapping[str, Any]:
+        """The arguments of the server that the run starts; empty if it starts none."""
+        return {} if self.engine.launcher is None else self.engine.launcher.args
+
+    @property
+    def lora_rank(self) -> int | None:
+        lora = self.config.model.lora
+        return None if lora is None else lora.r
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether training allows for a server whose format makes other probabilities than the trainer's."""
+        corrects = self.loss.ratio_reference == "rollout" or getattr(self.loss, "importance_correction", None) != "none"
+        return corrects or self.config.model.quantization is not None  # the server computes with the same 4 bits
+
+    def devices(self, num_processes: int) -> Devices:
+        from offline_grpo.placement.devices import Devices
+
+        needs = self.weight_sync.requires
+        return Devices(
+            trainer=self.config.model.device,
+            reference=self.config.model.ref_device,
+            num_processes=num_processes,
+            num_servers=self.engine.num_managed if self.config.placement.address is None else 0,
+            gpus_per_server=num_shards(self.server_args),
+            engine_devices=self.config.placement.engine_devices,
+            strategy=self.weight_sync.name,
+            rule=needs.placement,
+            needs_gpu=needs.gpu,
+        )
 
 
 def make_plan(config: RunConfig) -> Plan:
     """Build what needs no model, and check what does against its signature. Raises ConfigError."""
-    sampling, client_node = _split_generation(config.generation)
-    eval_sampling = evaluation_sampling(config)
-    check_urls("generation.base_url", client_node.get("base_url"))
+    # What needs no import: how completions are drawn, addresses, loggers, the problems, and where the model is.
+    generation = config.generation
+    sampling, eval_sampling = training_sampling(generation), evaluation_sampling(config)
+    check_urls("generation.base_url", generation.get("base_url"))
     listeners(config, Path())  # their constructors refuse bad settings
     data = task_data(config)
     for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
@@ -38,13 +104,13 @@ def make_plan(config: RunConfig) -> Plan:
             hub.need_model(name, key)
     if config.model.train_id is None and config.model.gguf_file is not None:
         find_gguf(config.model.gguf_file)
+
     # From here on torch is imported, then transformers.
-    from offline_grpo.config.checks import check_plan
     from offline_grpo.model.layouts import layout_named
     from offline_grpo.weight_sync.strategy import WeightSync
 
-    engine = training_engine(config, client_node)
-    api_key, layout = client_node.get("api_key"), config.model.layout
+    engine = training_engine(config, {key: value for key, value in generation.items() if key not in NOT_OF_CLIENT})
+    api_key, layout = generation.get("api_key"), config.model.layout
     eval_engine = evaluation_engine(config.eval, engine, api_key=api_key) if config.eval.enabled else None
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
     engine = engine.with_needs(weight_sync.requires.server_args, weight_sync.requires.env)
@@ -63,7 +129,7 @@ def make_plan(config: RunConfig) -> Plan:
         weight_sync=weight_sync,
         eval_weight_sync=_evaluation_sync(eval_engine, config, weight_sync),
     )
-    check_plan(plan)
+    check_together(plan)
     return plan
 
 
@@ -80,10 +146,8 @@ def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
     """
     nodes = {f"logger.{name}": node for name, node in (config.logger or {}).items()}
     nodes |= {} if config.samples is None else {"samples": config.samples}
-    found = {key: build(node, key=key, protocol=RunListener, output_dir=run_folder) for key, node in nodes.items()}
-    if config.train.profile is not None:
-        found["train.profile"] = Profiler(run_folder, config.train.profile - 1)
-    return list(found.values())
+    found = [build(node, key=key, protocol=RunListener, output_dir=run_folder) for key, node in nodes.items()]
+    return found + ([] if config.train.profile is None else [Profiler(run_folder, config.train.profile - 1)])
 
 
 def _evaluation_sync(spec: EngineSpec | None, config: RunConfig, training: WeightSync) -> WeightSync:
@@ -105,22 +169,32 @@ def _evaluation_sync(spec: EngineSpec | None, config: RunConfig, training: Weigh
     return Reload(**common, server_args={}, location=config.eval.location, pause_mode="abort")
 
 
-def _split_generation(node: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
-    """The sampling settings of the `generation` group, and the client's own: they share one flat group, as people type
-    them.
-    """
-    names = [field.name for field in fields(SamplingParams)]
-    sampling = _sampling({name: node[name] for name in names if name in node}, "generation")
+def training_sampling(node: Mapping[str, Any]) -> SamplingParams:
+    """How training draws completions: the settings of the group `generation` that are not the engine's."""
+    sampling = _sampling(
+        {each.name: node[each.name] for each in fields(SamplingParams) if each.name in node}, "generation"
+    )
     if not node.get("allow_truncated_sampling", False):
-        fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0. "
-        fix += "For evaluations: eval.temperature=0 eval.replicates=1 eval.ks=[1]"
-        require(sampling.temperature > 0, "generation.temperature", 0, fix)
-        why = "training on filtered samples biases the policy ratio"
+        if sampling.temperature == 0:
+            fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0. "
+            fix += "For evaluations: eval.temperature=0 eval.replicates=1 eval.ks=[1]"
+            raise ConfigError("generation.temperature", 0, fix)
         for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
-            fix = f"set it to {off}, or say that you mean it with generation.allow_truncated_sampling=true"
-            require(getattr(sampling, name) == off, f"generation.{name}", getattr(sampling, name), f"{why}; {fix}")
-    client = {name: value for name, value in node.items() if name not in (*names, "allow_truncated_sampling")}
-    return sampling, client
+            if (value := getattr(sampling, name)) != off:
+                why = f"training on filtered samples biases the policy ratio; set it to {off}, or say that you mean it"
+                raise ConfigError(f"generation.{name}", value, f"{why} with generation.allow_truncated_sampling=true")
+    return sampling
+
+
+def evaluation_sampling(config: RunConfig) -> SamplingParams:
+    """How evaluations draw completions: the settings of the group `eval`."""
+    settings = config.eval
+    values = {field.name: getattr(settings, field.name) for field in fields(SamplingParams)}
+    sampling = _sampling(values if settings.do_sample else values | {"temperature": 0.0}, "eval")
+    if settings.replicates > 1 and sampling.temperature == 0:
+        fix = "greedy decoding draws one completion over and over; use eval.replicates=1 eval.ks=[1]"
+        raise ConfigError("eval.replicates", settings.replicates, fix)
+    return sampling
 
 
 def _sampling(values: dict[str, Any], key: str) -> SamplingParams:
@@ -135,15 +209,226 @@ def _sampling(values: dict[str, Any], key: str) -> SamplingParams:
         ("repetition_penalty", sampling.repetition_penalty > 0, "must be above 0; 1 switches it off"),
         ("stop", "" not in sampling.stop, "an empty string is in every text; leave it out"),
     ):
-        require(is_good, f"{key}.{name}", getattr(sampling, name), fix)
+        if not is_good:
+            raise ConfigError(f"{key}.{name}", getattr(sampling, name), fix)
     return sampling
 
 
-def evaluation_sampling(config: RunConfig) -> SamplingParams:
-    """How evaluations draw completions: the settings of the group `eval`."""
-    settings = config.eval
-    values = {field.name: getattr(settings, field.name) for field in fields(SamplingParams)}
-    sampling = _sampling(values if settings.do_sample else values | {"temperature": 0.0}, "eval")
-    fix = "greedy decoding draws one completion over and over; use eval.replicates=1 eval.ks=[1]"
-    require(settings.replicates == 1 or sampling.temperature > 0, "eval.replicates", settings.replicates, fix)
-    return sampling
+# Which parts do not go together.
+
+
+def check_together(plan: Plan) -> None:
+    """Raise ConfigError for the first parts that do not go together, with key, value and fix."""
+    from offline_grpo.train.optimizer import AdamW
+
+    config, data, sync, engine = plan.config, plan.data, plan.weight_sync, plan.engine
+    model, train, placement, quantization = config.model, config.train, config.placement, config.model.quantization
+
+    # The reference, the advantage and its teacher.
+    is_base = model.lora is not None and model.ref_id in (None, model.train_id) and plan.advantage.teacher is None
+    if is_base and model.ref_device is not None:
+        fix = "under LoRA the reference is the trained model without its adapters; leave it null"
+        raise ConfigError("model.ref_device", model.ref_device, fix)
+    plan.advantage.check(config, data.task, data.recorded)
+    if "ref" in plan.advantage.needs and plan.loss.kl_coef == 0:
+        fix = "train.advantage needs the reference's logprobs, which a KL penalty loads; set it above 0"
+        raise ConfigError("train.kl_coef", plan.loss.kl_coef, fix)
+    _check_teacher(plan)
+
+    # How weights get to what samples.
+    _check_weight_sync(plan)
+    if quantization is not None and engine.launcher is not None and train.precision == "fp32":
+        fix = "a vLLM server with 4-bit weights computes in 16 bits; use bf16, or sample in process"
+        raise ConfigError("train.precision", train.precision, fix)
+    if (served := plan.server_args.get("quantization")) is not None:  # an `Engine` asks servers that run already
+        if sync.requires.shares_weights:
+            fix = f"weight_sync={sync.name} would train the server's own, rounded weights; use ipc, nccl or reload"
+            raise ConfigError("engine.args.quantization", served, fix)
+        if not plan.is_corrected:
+            fix = f"engine.args.quantization={served} samples from other probabilities; use token_truncate"
+            raise ConfigError("train.loss.importance_correction", "none", fix)
+
+    # A Ray cluster.
+    if placement.score_on_cluster and TaskFacts.of(data.task).scores_safely:
+        fix = "this task's scores are computed in the run's process, as they cannot misbehave; leave it at false"
+        raise ConfigError("placement.score_on_cluster", "true", fix)
+    if placement.address is not None and engine.launcher is not None:
+        if placement.engine_devices is not None:
+            fix = "are this machine's, and with placement=ray the cluster gives each server its GPUs; leave it at null"
+            raise ConfigError("placement.engine_devices", placement.engine_devices, fix)
+        if sync.requires.placement == "same":
+            fix = f"weight_sync={sync.name} needs a server on the trainer's GPU; use nccl, reload, or with LoRA "
+            raise ConfigError("placement.address", placement.address, f"{fix}lora_hotswap")
+        if config.source.has_environments:
+            fix = "rollouts=atropos gives its environments one address, and a server may move; use placement=default"
+            raise ConfigError("placement.address", placement.address, fix)
+
+    # What train.sharding=fsdp2 can spread.
+    if train.sharding == "fsdp2":
+        if quantization is not None:
+            fix = "train.sharding=fsdp2 cannot spread 4-bit weights; use null, or train.sharding=none"
+            raise ConfigError("model.quantization", quantization, fix)
+        if sync.requires.shares_weights:
+            fix = "the server shares whole weights, and train.sharding=fsdp2 spreads them; use nccl, ipc or reload"
+            raise ConfigError("weight_sync", sync.name, fix)
+        if type(plan.optimizer) is not AdamW or plan.optimizer.offload:
+            fix = "train.sharding=fsdp2 spreads the state of torch's AdamW alone; use train/optimizer=adamw without "
+            raise ConfigError("train.optimizer", train.optimizer["_target_"], f"{fix}offload")
+
+    # Metrics that decide what is kept, and when the run ends.
+    names = metric_names(config.eval.ks, config.eval.replicates)
+    tasks = sorted({problem.task for problem in data.held_out} - {""})
+    names = [*names, *(f"task/{task}/{name}" for task in tasks for name in names)]
+    stop_when = train.stop_when.metric if train.stop_when.is_active else None
+    for key, metric in ("checkpoint.keep_best", config.checkpoint.keep_best), ("train.stop_when.metric", stop_when):
+        if metric is None:
+            continue
+        if not config.eval.enabled:
+            raise ConfigError(key, metric, "nothing is measured with eval.enabled=false")
+        if metric.removeprefix("-") not in names:
+            raise ConfigError(key, metric, f"no such evaluation metric; choose one of {', '.join(names)}")
+        if plan.eval_weight_sync.requires.moves == "nothing":
+            raise ConfigError(key, metric, "evaluations ask a server that gets no weights (weight_sync=none)")
+
+
+def _check_teacher(plan: Plan) -> None:
+    from offline_grpo.train.advantage.distill import Distill, is_url
+
+    teacher, temperature = plan.advantage.teacher, plan.sampling.temperature
+    if teacher is not None and not is_url(teacher):
+        hub.need_model(teacher, "train.advantage.teacher")
+    if not isinstance(plan.advantage, Distill) or plan.data.train is None:
+        return
+    if teacher is None:
+        fix = "name a model (folder or Hub id), or the URL of a vLLM server; null is for rollouts that were scored "
+        raise ConfigError("train.advantage.teacher", "null", f"{fix}before")
+    if is_url(teacher) and temperature != 1.0:
+        fix = "a server tells its logprobs at temperature 1 alone; use 1, or load the teacher here by its id"
+        raise ConfigError("generation.temperature", temperature, fix)
+
+
+def _check_weight_sync(plan: Plan) -> None:
+    sync, needs, engine, rank = plan.weight_sync, plan.weight_sync.requires, plan.engine, plan.lora_rank
+    kind, in_flight = engine.engine_class, plan.config.rollouts.get("in_flight")
+    if not issubclass(kind, needs.engine):
+        fix = f"is for {needs.engine.name}, and generation samples from {kind.name}; choose another of either"
+        raise ConfigError("weight_sync", sync.name, fix)
+    if needs.pause_mode is not None and needs.pause_mode not in kind.pause_modes:
+        fix = f"{kind.name} loads weights only where no request is in flight; set weight_sync.pause_mode=abort"
+        raise ConfigError("weight_sync.pause_mode", needs.pause_mode, fix)
+    if rank is not None and needs.moves == "full":
+        fix = "moves all weights, and with model.lora only adapters change; use weight_sync=lora_hotswap"
+        raise ConfigError("weight_sync", sync.name, fix)
+    if rank is None and needs.moves == "lora":
+        fix = "moves LoRA adapters and the policy has none; add model/lora=default, or choose another"
+        raise ConfigError("weight_sync", sync.name, fix)
+    room = needs.max_lora_rank
+    if engine.base_url is None and rank is not None and room is not None and rank > room:
+        fix = f"the adapters have rank {rank}; set it to the next of 16, 32, 64, 128, ..."
+        raise ConfigError("weight_sync.server_args.max_lora_rank", room, fix)
+    if needs.own_server and engine.base_url is not None:
+        fix = f"weight_sync={sync.name} starts servers of its own; set it to null, or use another weight_sync"
+        raise ConfigError("generation.base_url", engine.base_url, fix)
+    if in_flight is not None and in_flight not in needs.in_flight:
+        fix = f"weight_sync={sync.name} sends no weights while requests run; use reload, or with LoRA lora_hotswap"
+        if needs.in_flight:
+            can = needs.in_flight[0]
+            fix = f"weight_sync={sync.name} does {can} (weight_sync.pause_mode, which follows this key); use {can}"
+        raise ConfigError("rollouts.in_flight", in_flight, fix)
+    if needs.one_engine and max(engine.num_managed, len(engine.base_urls)) > 1:
+        fix = f"serves one engine: the policy shares its memory; use one, or another weight_sync than {sync.name}"
+        if engine.base_urls:
+            raise ConfigError("generation.base_url", engine.base_url, fix)
+        raise ConfigError("placement.num_engines", engine.num_managed, fix)
+
+
+def refuse_idle(overrides: Sequence[str], rollouts: DictConfig, plan: Plan) -> None:
+    """Raise ConfigError for an override of the command line that would do nothing in this run. Values from files are
+    let through: those of a preset are meant for runs that start a server too. `rollouts`: the group with its
+    interpolations, which say what a source reads of other groups.
+    """
+    engine, placement = plan.engine, plan.config.placement
+    if engine.launcher is None:
+        where, fix = "the run starts no server", "use generation=vllm_server"
+        if engine.base_urls:
+            where = f"the server at generation.base_url={engine.base_url} runs already"
+            fix = "set generation.base_url=null"
+        uses_cluster = placement.score_on_cluster or placement.trainer == "ray"
+        for setting in (override.lstrip("+~") for override in overrides):
+            if setting.startswith(OF_OWN_SERVER if uses_cluster else (*OF_OWN_SERVER, *OF_CLUSTER)):
+                raise ConfigError(f"{setting}: {where}, so this would do nothing; leave it out, or {fix}")
+    if plan.data.train is None and rollouts.get("environment") is None:  # an environment of the run's reads `data`
+        read = OmegaConf.to_yaml(rollouts, resolve=False)
+        for override in overrides:
+            key = key_of(override)
+            if key.startswith("data.") and key != "data.resample_zero_signal" and f"${{{key}}}" not in read:
+                fix = "this source does not read it, so it would do nothing; see conf/rollouts for its own"
+                raise ConfigError(f"{override}: {fix}")
+
+
+# What is said of a plan before the run begins.
+
+
+def describe(plan: Plan) -> Iterator[str]:
+    """The problems of a run, the batch arithmetic of an iteration, and what may be unexpected about either."""
+    data, config = plan.data, plan.config
+    num_train = None if data.train is None else len(data.train)
+    training = "no" if num_train is None else f"{num_train:,}"
+    evaluated = f"{len(data.held_out):,} held-out problems" if len(data.held_out) else "no evaluations"
+    yield f"data: {training} training problems, {evaluated}"
+    if data.num_dropped:
+        yield f"left out of training: {data.num_dropped:,} problems with prompts that are held out"
+    if near := data.near_duplicates:
+        closest = max(near, key=lambda each: each.share)
+        yield (
+            f"{len(near):,} held-out problems are almost the same as a training problem, such as {closest.held_out_id} "
+            f"and {closest.train_id} ({closest.share:.0%} of its sequences of 8 words): evaluations reward memory there"
+        )
+    num_problems, train, rollouts = config.data.problems_per_iteration, config.train, config.rollouts
+    if num_train is not None and num_problems > num_train:
+        yield f"data.problems_per_iteration={num_problems} is more: an iteration repeats problems"
+    budget = f"{train.batch_size} sequences" if train.batch_size else f"{train.tokens_per_microbatch} tokens"
+    if "group_size" in rollouts:
+        size, updates = config.data.rollouts_per_problem, config.planned_updates
+        sequences = num_problems * size
+        made = f"{num_problems} problems x {size} rollouts = {sequences} sequences"
+        yield f"each iteration: {made}, {train.iterations * sequences:,} in all"
+        steps = f"{_counted(updates, 'update')} of about {sequences * train.epochs // updates} sequences"
+    else:  # the source decides how large groups are
+        count = rollouts.get("problems_per_iteration", "as its source says")
+        taken = f"{count} recorded groups" if isinstance(count, int) else count
+        yield f"each iteration: {taken or 'all groups of a recorded one'}"
+        steps = _counted((train.updates_per_iteration or 1) * train.epochs, "update")
+        if train.batch_size and train.grad_accum_steps:
+            steps = f"updates of {train.batch_size * train.grad_accum_steps} sequences"
+    yield f"{steps}, in microbatches of up to {budget}"
+
+
+def warnings(plan: Plan) -> Iterator[str]:
+    """That settings are those of the tiny model; that rollouts may be older than the policy while the clip ignores it;
+    that the run ends while its learning rate still rises.
+    """
+    interval, train, config = plan.weight_sync.interval, plan.config.train, plan.config
+    is_tiny = config.model.train_id is None and config.model.gguf_file is None
+    if plan.sampling.max_new_tokens <= TINY_ANSWER and not is_tiny:
+        yield (
+            f"generation.max_new_tokens={plan.sampling.max_new_tokens}: too short for most models; this, train.lr and "
+            "num_threads suit model=tiny by default, and usual for others are 256, 1e-6 (LoRA: 1e-5) and null"
+        )
+    if interval > 1 and plan.loss.ratio_reference != "rollout":
+        age = _counted(interval - 1, "iteration")
+        yield (
+            f"weight_sync.interval={interval}: rollouts may be sampled with weights up to {age} old, and the clip does "
+            "not limit that; to clip it: train.loss.ratio_reference=rollout train.loss.importance_correction=none"
+        )
+    num_updates = train.iterations * plan.config.planned_updates
+    if train.warmup_steps >= num_updates:
+        made = _counted(num_updates, "update")
+        yield (
+            f"train.warmup_steps={train.warmup_steps}: the run makes {made}, so the learning rate still rises at their "
+            f"end, to {num_updates / train.warmup_steps * train.lr:.2g}"
+        )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"

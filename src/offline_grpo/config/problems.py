@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_grpo.config.build import build, check_settings, resolve
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Task, TaskFacts
 from offline_grpo.settings import RunConfig
 from offline_grpo.task.mixture import of_task
@@ -58,8 +58,9 @@ def build_task(node: Any) -> Task:
     built = {}
     for name, each in tasks.items():
         own = each.get(PREFIX) if isinstance(each, Mapping) else None
-        fix = f"a mixture has one for all of its tasks; set task.{PREFIX}"
-        require(own is None, f"task.tasks.{name}.{PREFIX}", own, fix)
+        if own is not None:
+            fix = f"a mixture has one for all of its tasks; set task.{PREFIX}"
+            raise ConfigError(f"task.tasks.{name}.{PREFIX}", own, fix)
         with of_task(name):
             built[name] = build_task(each)
     return build({**node, "tasks": built}, key="task", protocol=Task)
@@ -67,18 +68,23 @@ def build_task(node: Any) -> Task:
 
 def task_data(config: RunConfig) -> TaskData:
     """The task and its problems. Raises ConfigError for settings of either or of the source of rollouts."""
+    # The source's settings fit its signature; what it asks for at run time, it will get.
     source = resolve(config.rollouts, "rollouts")
-    require(isinstance(records(config), bool), "rollouts.record", records(config), "must be true or false")
+    if not isinstance(records(config), bool):
+        raise ConfigError("rollouts.record", records(config), "must be true or false")
     settings = {name: value for name, value in source_node(config).items() if name != "_target_"}
     runtime = [name for name in SOURCE_RUNTIME if name != "problems" or source.needs_problems]
     check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
     source.check(config)
+
+    # What is evaluated on, and what is trained on, which may not be in the evaluation's split.
     task = build_task(config.task)
     held_out = held_out_problems(task, config) if config.eval.enabled else []
     if not source.needs_problems:
         return TaskData(task, None, held_out, recorded=source.recorded(config))
-    fix = "this task's problems are in an order that matters (task.levels); set data.shuffle=false"
-    require(not (config.data.shuffle and TaskFacts.of(task).is_ordered), "data.shuffle", "true", fix)
+    if config.data.shuffle and TaskFacts.of(task).is_ordered:
+        fix = "this task's problems are in an order that matters (task.levels); set data.shuffle=false"
+        raise ConfigError("data.shuffle", "true", fix)
     train = train_problems(task, config)
     kept = without_held_out(train, task, held_out) if config.eval.enabled else train
     return TaskData(task, kept, held_out, num_dropped=len(train) - len(kept))
@@ -107,8 +113,10 @@ def train_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
 def held_out_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
     """The problems that evaluations ask."""
     available = task.problems(Split.EVAL)
-    if config.eval.ids:
-        return _chosen(available, config.eval.ids, "eval.ids", config.eval.ids)
+    if ids := config.eval.ids:
+        if len({*ids}) < len(ids):  # one answer, counted as several, makes intervals too narrow
+            raise ConfigError("eval.ids", ids, "names a problem more than once; name each once")
+        return _chosen(available, ids, "eval.ids", ids)
     first, wanted = config.eval.id_seed_start, config.eval.num_ids
     left = max(len(available) - first, 0)
     if left == 0:
@@ -118,16 +126,19 @@ def held_out_problems(task: Task, config: RunConfig) -> Sequence[Problem]:
 
 
 def _chosen(available: Sequence[Problem], indices: Sequence[int], key: str, value: object) -> Sequence[Problem]:
-    require(len(indices) > 0, key, value, f"no problem is left, the task has {len(available)}")
-    if not isinstance(indices, range):  # one answer, counted as several, makes intervals too narrow
-        require(len(set(indices)) == len(indices), key, value, "names a problem more than once; name each once")
-    fix = "; eval.num_ids=all takes every one" if key == "eval.num_ids" else ""
-    for wrong in {min(indices), max(indices)} if not isinstance(indices, range) else {indices[0], indices[-1]}:
-        known = f"the task has {len(available)} (0 to {len(available) - 1}){fix}"
-        require(0 <= wrong < len(available), key, value, f"asks for problem {wrong} and {known}")
-    fix = "data.num_train_seeds" if key.startswith("data.") else "eval.num_ids"
-    fix = f"{len(indices):,} problems are more than {MAX_PROBLEMS:,}; set {fix} to a number below that"
-    require(len(indices) <= MAX_PROBLEMS, key, value, fix)
+    """Those of the available problems. `key` and `value`: the setting that a mistake is about."""
+    if not indices:
+        raise ConfigError(key, value, f"no problem is left, the task has {len(available)}")
+    ends = (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
+    for index in ends:
+        if not 0 <= index < len(available):
+            known = f"the task has {len(available)} (0 to {len(available) - 1})"
+            fix = "; eval.num_ids=all takes every one" if key == "eval.num_ids" else ""
+            raise ConfigError(key, value, f"asks for problem {index} and {known}{fix}")
+    if len(indices) > MAX_PROBLEMS:
+        fix = f"{len(indices):,} problems are more than {MAX_PROBLEMS:,}; set "
+        fix += "data.num_train_seeds" if key.startswith("data.") else "eval.num_ids"
+        raise ConfigError(key, value, f"{fix} to a number below that")
     chosen = [available[i] for i in indices]
     # an answer that is a number equals no completion, and every reward would be 0
     wrong = next((each for each in chosen if not isinstance(each, Problem) or not isinstance(each.answer, str)), None)
@@ -188,8 +199,9 @@ def isolated(
     if on_cluster:
         from offline_grpo.generation.scoring import ClusterScorers
 
-        fix = "episodes are played on this machine; leave it at false"
-        require(not num_live, "placement.score_on_cluster", "true", fix)
+        if num_live:
+            fix = "episodes are played on this machine; leave it at false"
+            raise ConfigError("placement.score_on_cluster", "true", fix)
         assert config.placement.address is not None
         scorers = ClusterScorers(config.placement.address, config.placement.ray_init, setup)
     else:

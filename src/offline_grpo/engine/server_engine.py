@@ -293,7 +293,6 @@ class ServerEngine(Streaming, Engine):
         """Does not wait for room in a cluster either. Raises ConfigError if the port is taken."""
         if self.launcher is not None and self._began_s is None:
             self._spawn(self.launcher, model, args)
-            progress.server_begins()
 
     def _spawn(self, launcher: Launcher, model: str, args: Mapping[str, Any]) -> None:
         log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
@@ -345,7 +344,7 @@ class ServerEngine(Streaming, Engine):
         child, began_s, said_s = self._child, self._began_s, time.monotonic()
         assert child is not None
         assert began_s is not None
-        with progress.phase(progress.WAIT):
+        with progress.phase("start server"):
             while True:
                 self.check_alive()
                 if child.is_placed and is_ready():

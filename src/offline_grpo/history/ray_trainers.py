@@ -21,9 +21,7 @@ from hydra.types import RunMode
 from offline_grpo.config.compose import quoted
 from offline_grpo.engine.spawn import end_with_parent
 from offline_grpo.errors import GrpoError, require
-from offline_grpo.history import launch
-from offline_grpo.history.folder import release
-from offline_grpo.history.signals import StopSignal
+from offline_grpo.history.signals import StopSignal, num_processes
 from offline_grpo.settings import RunConfig
 
 POLL_S = 0.5
@@ -43,9 +41,11 @@ def train(config: RunConfig, folder: Path) -> None:
     code. Raises ConfigError where no cluster answers or has room, GrpoError where a machine was lost.
     """
     fix = "starts the training processes itself; leave torchrun or accelerate launch out"
-    require(launch.num_processes() == 1, "placement.trainer", "ray", fix)
+    require(num_processes() == 1, "placement.trainer", "ray", fix)
     fix = "starts the processes of one run; for a sweep on the cluster use hydra/launcher=ray"
-    require(HydraConfig.get().mode is not RunMode.MULTIRUN, "placement.trainer", "ray", fix)
+    require(
+        not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN, "placement.trainer", "ray", fix
+    )
     placement = config.placement
     assert placement.address is not None  # see PlacementConfig
     fix = "would end with this command; training needs a cluster that stays, or here accelerate launch"
@@ -56,7 +56,6 @@ def train(config: RunConfig, folder: Path) -> None:
     gpus = 0 if config.model.device == "cpu" else 1
     with closing(Room(placement.address, placement.ray_init, *size, gpus=gpus, strategy="PACK")) as room:
         print(f"starting the training processes on the Ray cluster at {placement.address}: {room.machines}", flush=True)
-        release(folder)  # the first of the processes writes there
         actors = start([room.hire(index, TrainingActor) for index in range(placement.num_trainers)], folder)
         with StopSignal.listening() as stop, stop.held("the training processes have saved"):
             code = wait(actors, stop)
@@ -110,7 +109,7 @@ def start(actors: Sequence[Any], folder: Path) -> list[Any]:
     import ray
 
     # The command as it was typed, in this folder.
-    typed = [word for word in launch.typed if not word.startswith("hydra.run.dir=")]
+    typed = [word for word in sys.argv[1:] if not word.startswith("hydra.run.dir=")]
     script = Path(sys.argv[0]).absolute()
     program = ["-m", script.parent.name] if script.name == "__main__.py" else [str(script)]
     command = [sys.executable, *program, f"hydra.run.dir={quoted(folder.absolute())}", *typed]

@@ -1,51 +1,45 @@
-"""A resumed run has the configuration that it stored in `.hydra/`, with what is typed now on top.
+"""How a run goes on: which checkpoint `resume` means, and with which configuration. Imports no torch.
 
-Before Hydra reads the command line, `arguments` puts the run's own overrides in front of the typed ones, so that groups
-are chosen as they were. Then `own_configuration` takes the configuration that the run stored, and changes only what the
-typed overrides change: the run keeps its settings also where `conf/` has others today. `checked` refuses what cannot
-change, and continues the learning rate. This module imports no torch.
+A resumed run has its own configuration, which it stored in `.hydra/`, and what is typed now as `key=value` on top. Its
+groups stay: another loss, task or engine makes another run, which may start from this one's weights.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import shlex
+import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import hydra
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from offline_grpo.checkpoint.files import latest_checkpoint
-from offline_grpo.config.compose import fresh_schedule, key_of, quoted, readable
-from offline_grpo.disk import write_whole
-from offline_grpo.errors import ConfigError, require
-from offline_grpo.history import launch, sweeps
-from offline_grpo.history.folder import (
-    NO_CHECKPOINT,
-    ResumePoint,
-    RunDir,
-    changed_keys,
-    is_finished,
-    local_path,
-    run_of,
-)
-from offline_grpo.redaction import flat
-from offline_grpo.report.runs import read_yaml
-from offline_grpo.settings import RunConfig, planned_updates
+from offline_grpo.checkpoint.files import TrainerState, latest_checkpoint, latest_state, newest_sound, verified_state
+from offline_grpo.config.compose import composed, folder, fresh_schedule, groups, key_of, quoted
+from offline_grpo.disk import matching, write_whole
+from offline_grpo.errors import CheckpointError, ConfigError
+from offline_grpo.history.folder import Lock, RunDir
+from offline_grpo.redaction import flat, redacted
+from offline_grpo.report.runs import WITHOUT_EFFECT, choices_of, read_yaml, starts_of
+from offline_grpo.settings import RunConfig, StopWhenConfig, planned_updates
 from offline_grpo.train.milestones import early_stop_reason
+from offline_grpo.train.schedule import LrSchedule
 
-OVERRIDE = re.compile(r"~|\+*[^-=]+=")
-"""How a word of the command line begins that is an override and not an option."""
+NO_CHECKPOINT = "no checkpoint found; use a run folder, its checkpoints/iter_NNN, or auto"
 SEARCH_PATH = "hydra.searchpath"
-ABSENT: Any = object()
+LOCAL = ("train_id", "ref_id", "teacher", "gguf_file", "chat_template", "path", "cache_dir")
+"""Keys, at any depth, whose values may be paths."""
 FIXED = {
     "model.train_id": "its weights are those of another model",
     "model.gguf_file": "its weights are those of another model",
@@ -62,121 +56,217 @@ FIXED = {
 PEAK = {"train.lr", "train.optimizer.lr"}
 SCHEDULE = {*PEAK, "train.schedule", "train.warmup_steps"}
 
+log = logging.getLogger(__name__)
 
-def arguments(words: Sequence[str]) -> list[str]:
-    """The command line, options last, with what it needs of the run or sweep that is resumed."""
-    typed = readable([word for word in words if OVERRIDE.match(word)])
-    options = [word for word in words if not OVERRIDE.match(word)]
-    launch.typed[:] = [*typed, *options]  # argparse needs all overrides in one place
-    is_sweep = not {"-m", "--multirun"}.isdisjoint(options)
-    named, beside = _value("resume", typed), [] if launch.is_main() else ["hydra.run.dir=."]  # makes no folder
-    if named == "auto":
-        place = _value("hydra.sweep.dir" if is_sweep else "hydra.run.dir", typed)
-        if place is not None and (sweeps.sweep_folder(place) if is_sweep else run_of(Path(place))) is not None:
-            named = place
-        elif place is None and is_sweep and (sweep := sweeps.newest_alike(typed)) is not None:
-            named = str(sweep)
-    if named in (None, "auto"):
-        return [*beside, *typed, *options]
-    if (sweep := sweeps.sweep_folder(named)) is not None:
-        if launch.is_main():
-            print(f"going on with the sweep in {sweep}; leave resume out to start another one", flush=True)
-        options += [] if is_sweep else ["--multirun"]
-        folders = [word for word in typed if key_of(word) == SEARCH_PATH] or search_path(sweep)
-        own = sweeps.overrides(sweep, typed)
-        return [*beside, *own, *folders, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}", *options]
-    require(not is_sweep, "resume", named, "is one run, whose folder all jobs of --multirun would share; leave it out")
-    run, path = run_of(Path(named)), Path(named).expanduser().resolve()
-    if run is None and was_cut_short(path):
-        run = path
-        if launch.is_main():
-            print(f"resume={named}: has no checkpoint yet; it starts from the beginning, in that folder", flush=True)
-    if run is None or not path.exists():
-        raise ConfigError(f"resume={named}: {NO_CHECKPOINT}")
-    typed = [word for word in typed if key_of(word) != "resume"] + [f"resume={quoted(named)}"]
-    if path in (run, latest_checkpoint(run / "checkpoints")):
-        typed.append(f"hydra.run.dir={quoted(run)}")
-    # Hydra takes each addition and each choice of a group once
-    again = {word.partition("=")[0] for word in typed}
-    own = [word for word in own_overrides(run) if word.partition("=")[0] not in again]
-    return [*beside, *own, *typed, *options]
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint to start from, the folder that the run writes to, and, from `checked`, the changed keys and new
+    learning rates."""
+
+    run_dir: RunDir
+    checkpoint: Path
+    state: TrainerState
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # see `changed_keys`
+    lr_schedule: LrSchedule | None = None
+
+    @property
+    def num_done(self) -> int:
+        return self.state.iteration + 1
+
+    @property
+    def source(self) -> RunDir:
+        """The folder of the run that wrote the checkpoint; differs from `run_dir` for older checkpoints."""
+        return RunDir(self.checkpoint.parent.parent)
+
+
+# Which checkpoint.
+
+
+def find_resume_point(
+    resume: str | None, fresh: RunDir, config: Mapping[str, Any], locks: ExitStack
+) -> ResumePoint | None:
+    """The checkpoint that `resume` refers to, or None to start a new run. Locks the folder that the run will write to.
+
+    Args:
+        resume: a run folder: its newest intact checkpoint, or if it has none its beginning; a checkpoint: if not the
+        newest, a new run starts in `fresh`; "auto": `fresh` if it has a checkpoint, else the newest run with this
+        configuration; or None.
+        fresh: this launch's folder.
+        locks: gets the locks.
+
+    Raises ConfigError where there is no checkpoint, another process writes, or a new run would mix with an older one;
+    CheckpointError where every checkpoint is damaged.
+    """
+
+    def take(folder: Path, key: str) -> None:
+        locks.callback(Lock(folder, key).release)
+
+    def begin(*, may_repeat: bool) -> None:
+        """`may_repeat`: there may be a start that was killed before it saved anything."""
+        take(fresh.path, f"hydra.run.dir={fresh.path}")
+        is_repeated = may_repeat and not fresh.is_reported
+        if latest_checkpoint(fresh.checkpoints) is not None or (any(fresh.records()) and not is_repeated):
+            fix = "this folder has a run; continue it with resume=auto, or choose another folder"
+            raise ConfigError("hydra.run.dir", fresh.path, fix)
+
+    if resume is None:
+        return begin(may_repeat=False)
+    path = fresh.path if resume == "auto" else Path(resume).expanduser().resolve()
+    run = run_of(path)
+    if resume == "auto" and run is None:
+        return _newest_alike(fresh, config, locks) or begin(may_repeat=True)
+    if run is None and path == fresh.path:  # see `was_cut_short`
+        return begin(may_repeat=True)
+    if run is None:
+        raise ConfigError("resume", resume, NO_CHECKPOINT)
+    if path != run:
+        state = verified_state(path)
+        if path != latest_checkpoint(run / "checkpoints"):
+            begin(may_repeat=False)
+            return ResumePoint(fresh, path, state)
+        take(run, f"resume={resume}")
+        return ResumePoint(RunDir(run), path, state)
+    take(run, f"resume={resume}")  # then look for the newest, which another process may just have written
+    return ResumePoint(RunDir(run), *newest_sound(run / "checkpoints"))
+
+
+def _newest_alike(fresh: RunDir, config: Mapping[str, Any], locks: ExitStack) -> ResumePoint | None:
+    """The newest match in `outputs`, for outputs/DATE/TIME; other folders only resume themselves."""
+    if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.path.parent.name):
+        return None
+    for run in sorted(matching(fresh.path.parent.parent, "*/*"), reverse=True):
+        latest = latest_state(run / "checkpoints") if run != fresh.path else None
+        # one whose first start had changes is a branch of another run
+        is_branch = any(start.get("changes") for start in starts_of(run)[:1])
+        if latest is None or is_branch or changed_keys(latest.config, config):
+            continue
+        lock = Lock(run, "resume=auto")
+        try:
+            point = ResumePoint(RunDir(run), *newest_sound(run / "checkpoints"))
+        except CheckpointError as error:
+            log.warning("%s; skipped", error)
+            lock.release()
+            continue
+        locks.callback(lock.release)
+        return point
+    return None
+
+
+def run_of(path: Path) -> Path | None:
+    """The run folder of this run or checkpoint path; None if there is no run."""
+    path = path.expanduser().resolve()
+    if path.name.startswith("iter_") or (path / "trainer").is_dir():
+        return path.parent.parent
+    return path if latest_checkpoint(path / "checkpoints") is not None else None
+
+
+def is_finished(run: RunDir, state: TrainerState, config: Mapping[str, Any]) -> bool:
+    """Whether a run with this newest checkpoint has nothing left to do with these settings."""
+    settings = config["train"]
+    is_early = early_stop_reason(state.milestones, StopWhenConfig(**settings["stop_when"])) is not None
+    is_over = is_early or state.iteration + 1 >= settings["iterations"]
+    return is_over and not (config["eval"]["enabled"] and run.misses_evaluation(state))
 
 
 def was_cut_short(run: Path) -> bool:
     """Whether the run in this folder was to write checkpoints, and came neither to the first one nor to its end."""
     stored = run / ".hydra" / "config.yaml"
-    is_open = stored.is_file() and not (run / "report.png").exists() and run_of(run) is None
+    is_open = stored.is_file() and not RunDir(run).is_reported and run_of(run) is None
     return is_open and read_yaml(stored)["checkpoint"]["enabled"]
+
+
+def value_of(key: str, words: Sequence[str]) -> str | None:
+    """The value that the last of these overrides gives a key; None for null, and where none does."""
+    word = next((word for word in reversed(words) if word.startswith(f"{key}=")), f"{key}=null")
+    value = OverridesParser.create().parse_override(word).value()
+    return None if value is None else str(value)
+
+
+# With which configuration.
+
+
+def resumed_configuration(run: Path, typed: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """The configuration that a run has stored with `typed` on top, and the overrides that it is now made of. Keys that
+    are new since the run began have today's values. Raises ConfigError for another option of a group.
+    """
+    own = own_overrides(run)
+    choices = choices_of(run) if (run / ".hydra" / "hydra.yaml").exists() else {}
+    options = groups(folder())
+
+    # What is typed: values, other loggers, which change nothing that is learnt, and other options of the run's own.
+    kept = [word for word in typed if not key_of(word).startswith(("hydra.", "hydra/", "resume"))]
+    values = [word for word in kept if key_of(word).partition("@")[0] not in options]
+    listeners = [word for word in kept if key_of(word) in WITHOUT_EFFECT and word not in values]
+    for word in kept:
+        key, _, value = word.partition("=")
+        is_own = word in own or choices.get(key.lstrip("+")) == value
+        if word not in values and word not in listeners and not is_own:
+            weights = f"model=hf model.train_id={latest_checkpoint(run / 'checkpoints')}"
+            fix = f"a resumed run keeps its groups; start a new run from its weights: {weights} {word} without resume"
+            raise ConfigError(f"{word}: {fix}")
+
+    # What today's files say of the run's own choices, under what the run stored, under what is typed.
+    cfg = composed([*(word for word in own if key_of(word) not in map(key_of, listeners)), *listeners])
+    stored = OmegaConf.load(run / ".hydra" / "config.yaml")
+    assert isinstance(stored, DictConfig)
+    for word in listeners:
+        del stored[key_of(word)]
+    OmegaConf.set_struct(cfg, False)
+    cfg.merge_with(stored)
+    OmegaConf.set_struct(cfg, True)
+    parsed = OverridesParser.create().parse_overrides(values)
+    ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, run_mode=RunMode.RUN, from_shell=True)
+    ConfigLoaderImpl._apply_overrides_to_config(parsed, cfg)
+    again = {key_of(word) for word in (*values, *listeners)}
+    return cfg, [*(word for word in own if key_of(word) not in again), *values, *listeners]
 
 
 def own_overrides(run: Path) -> list[str]:
     """The overrides that a run was composed of, without `resume`, and the folders of its configuration."""
     path = run / ".hydra" / "overrides.yaml"
     own = [str(word) for word in read_yaml(path) or []] if path.exists() else []
-    return [word for word in own if key_of(word) != "resume"] + search_path(run)
+    return [word for word in own if key_of(word) not in ("resume", SEARCH_PATH)] + search_path(run)
 
 
 def search_path(folder: Path) -> list[str]:
     """The folders that `--config-dir` and `hydra.searchpath` added for a run or a sweep, as an override."""
-    record = next((path for path in (folder / ".hydra" / "hydra.yaml", folder / sweeps.RECORD) if path.exists()), None)
-    sources = [] if record is None else yaml.safe_load(record.read_text())["hydra"]["runtime"]["config_sources"]
+    records = folder / ".hydra" / "hydra.yaml", folder / "multirun.yaml"
+    record = next((path for path in records if path.exists()), None)
+    sources = [] if record is None else read_yaml(record)["hydra"]["runtime"]["config_sources"]
     added = [f"{source['schema']}://{source['path']}" for source in sources if "command-line" in source["provider"]]
     return [f"{SEARCH_PATH}=[{','.join(map(quoted, added))}]"] if added else []
 
 
-def own_configuration(cfg: DictConfig, folder: Path) -> tuple[DictConfig, set[str]]:
-    """The configuration of this start with absolute paths, and the keys that were typed for a resumed run.
-
-    Args:
-        cfg: composed today, from the run's overrides and the typed ones.
-        folder: of this start; the job of a sweep resumes there.
-    """
-    is_job = HydraConfig.get().mode is RunMode.MULTIRUN
-    run = None if cfg.resume is None else run_of(folder if cfg.resume == "auto" else Path(cfg.resume))
-    typed: set[str] = set()
-    if run is not None and (run / ".hydra" / "config.yaml").exists():
-        own = own_overrides(run)
-        new = [word for word in HydraConfig.get().overrides.task if word not in own] if is_job else launch.typed
-        typed = {key_of(word) for word in new if OVERRIDE.match(word)}
-        now = _plain(cfg)
-        before = _plain(hydra.compose("config", overrides=own)) if typed - {"resume"} else now
-        named = {key.replace("/", ".") for key in typed}
-        cfg = OmegaConf.create(merged(read_yaml(run / ".hydra" / "config.yaml"), before, now, named))
-    for key, value in flat(_plain(cfg)).items():
+def with_absolute_paths(cfg: DictConfig) -> DictConfig:
+    """The configuration of a start, as a later one in another folder can read it."""
+    for key, value in flat(OmegaConf.to_container(cfg, resolve=False)).items():
         if (absolute := local_path(key, value)) != value:
             OmegaConf.update(cfg, key, absolute)
-    return cfg, typed
+    return cfg
 
 
-def merged(stored: Any, before: Any, now: Any, named: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """`stored`, changed as `before` became `now`; what it lacks, because it is new, comes from `now`.
+def local_path(key: str, value: Any) -> Any:
+    """Make a value absolute if it names an existing file or folder; else return it."""
+    if key.rpartition(".")[2] not in LOCAL or not value:
+        return value
+    if isinstance(value, list):
+        return [local_path(key, each) for each in value]
+    is_local = isinstance(value, str) and (key == "cache_dir" or Path(value).exists())
+    return os.path.abspath(value) if is_local else value
 
-    Args:
-        named: dotted keys that come from `now` in any case. So does a component that became another one, as a whole.
+
+def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (saved, now) for every value that differs, except keys that do not affect training. All secrets are
+    alike, as checkpoints have none.
     """
-    result = {}
-    for name in {**stored, **now}:
-        key, nodes = f"{prefix}{name}", [node.get(name, ABSENT) for node in (stored, before, now)]
-        own, old, new = nodes
-        if key in named or own is ABSENT:
-            own = new
-        elif all(isinstance(node, Mapping) for node in nodes) and old.get("_target_") == new.get("_target_"):
-            own = merged(own, old, new, named, f"{key}.")
-        elif old != new:
-            own = new
-        if own is not ABSENT:
-            result[name] = own
-    return result
 
+    def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+        values = flat(redacted(config)).items()
+        return {key: local_path(key, value) for key, value in values if key.split(".")[0] not in WITHOUT_EFFECT}
 
-def _plain(cfg: DictConfig) -> Any:
-    return OmegaConf.to_container(cfg, resolve=False)
-
-
-def _value(key: str, typed: Sequence[str]) -> str | None:
-    word = next((word for word in reversed(typed) if word.startswith(f"{key}=")), f"{key}=null")
-    value = OverridesParser.create().parse_override(word).value()
-    return None if value is None else str(value)
+    old, new = comparable(saved), comparable(config)
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
 def checked(
@@ -192,16 +282,26 @@ def checked(
         if reason is not None:
             fix = f"start a new run from its weights: model=hf model.train_id={point.checkpoint} without resume"
             raise ConfigError(f"{key}={new}: the resumed run has {old}, and {reason}; leave {key} out, or {fix}")
-    schedule = replace(fresh_schedule(config), num_updates=_planned_end(point, config))
+
+    # The update at which the run will end, if it makes as many in each iteration from now on as its settings plan.
+    before, per_iteration = (
+        OmegaConf.create({key: state.config[key] for key in ("train", "data")}),
+        config.planned_updates,
+    )
+    end = state.lr_schedule.num_updates + (config.train.iterations - before.train.iterations) * per_iteration
+    if planned_updates(before.train, before.data) != per_iteration:
+        end = state.counters.num_updates + max(0, config.train.iterations - point.num_done) * per_iteration
+    schedule = replace(fresh_schedule(config), num_updates=end)
+
     if not is_finished(point.source, state, plain):
         asked = {*typed, *changes}
         has_ended = point.num_done >= state.config["train"]["iterations"] and state.lr_schedule.kind != "constant"
         is_longer = config.train.iterations > point.num_done  # else only its last evaluation is left
         if has_ended and is_longer and SCHEDULE.isdisjoint(asked):
-            kind, end = state.lr_schedule.kind, config.train.iterations
+            kind = state.lr_schedule.kind
             fix = "set a new one, such as train.lr=1e-4 (it falls to 0 again, unless train.schedule=constant)"
             ended = f"the {kind} schedule of the learning rate has ended at iteration {point.num_done}"
-            raise ConfigError(f"train.iterations={end}: {ended}; {fix}")
+            raise ConfigError("train.iterations", config.train.iterations, f"{ended}; {fix}")
         schedule = schedule.continuing(
             state.lr_schedule,
             state.counters.num_updates,
@@ -211,13 +311,7 @@ def checked(
     return replace(point, changes=changes, lr_schedule=schedule)
 
 
-def _planned_end(point: ResumePoint, config: RunConfig) -> int:
-    """The update at which the run will end, if it makes as many in each iteration from now on as its settings plan."""
-    state = point.state
-    before = OmegaConf.create({key: state.config[key] for key in ("train", "data")})
-    if planned_updates(before.train, before.data) != config.planned_updates:
-        return state.counters.num_updates + max(0, config.train.iterations - point.num_done) * config.planned_updates
-    return state.lr_schedule.num_updates + (config.train.iterations - before.train.iterations) * config.planned_updates
+# What is said and kept of a resumed run.
 
 
 def describe(point: ResumePoint, config: RunConfig) -> list[str]:
@@ -261,27 +355,39 @@ def where(run_dir: RunDir) -> str:
     return "nothing was saved" if checkpoint is None else f"go on with: {command(run_dir.path)}"
 
 
-def write_configuration(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Write `.hydra/`, which Hydra would before the settings are checked (so `hydra.output_subdir=null`). Does nothing
-    for a run that Hydra did not start."""
-    if not HydraConfig.initialized():
+def write_configuration(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], source: RunDir) -> None:
+    """Write `.hydra/`, which Hydra would before the settings are checked (so `hydra.output_subdir=null`). What Hydra
+    says of itself, a resumed run has from its `source`. Does nothing for a run that no command started.
+    """
+    hydra, folder = source.path / ".hydra" / "hydra.yaml", run_dir.path / ".hydra"
+    if not HydraConfig.initialized() and not hydra.exists():
         return
-    folder = run_dir.path / ".hydra"
     folder.mkdir(exist_ok=True)
-    own = [word for word in overrides if key_of(word) != "resume"]
-    for name, content in {"config": cfg, "hydra": HydraConfig.instance().cfg, "overrides": own}.items():
-        write_whole(folder / f"{name}.yaml", OmegaConf.to_yaml(content))
+    if HydraConfig.initialized():
+        write_whole(folder / "hydra.yaml", OmegaConf.to_yaml(HydraConfig.instance().cfg))
+    elif source != run_dir:
+        shutil.copy2(hydra, folder / "hydra.yaml")
+    own = [word for word in overrides if key_of(word) not in ("resume", SEARCH_PATH)]
+    write_whole(folder / "config.yaml", OmegaConf.to_yaml(cfg))
+    write_whole(folder / "overrides.yaml", OmegaConf.to_yaml(own))
 
 
 def record(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], point: ResumePoint | None) -> None:
-    """Add this start to `.hydra/starts.yaml`; where it changed the configuration, `.hydra/` describes the new one."""
-    if not HydraConfig.initialized():
-        return
+    """Add this start to `.hydra/starts.yaml`; where it changed the configuration, `.hydra/` describes the new one. What
+    this start repeats or takes over of a record, it has.
+    """
     start: dict[str, Any] = {"time": datetime.now().isoformat(timespec="seconds"), "overrides": list(overrides)}
     if point is not None:
         changes = {key: list(pair) for key, pair in point.changes.items()}
         start |= {"after_iteration": point.num_done, "changes": changes, "checkpoint": str(point.checkpoint)}
+        if point.source != run_dir:
+            for number, path in point.source.records():
+                if number <= point.state.iteration and path.parent.name == "metrics":
+                    shutil.copy2(path, run_dir.metrics / path.name)
+        elif changes:
+            run_dir.discard_after(point.state.iteration)
         if changes:
-            write_configuration(run_dir, cfg, overrides)
-    with (run_dir.path / ".hydra" / "starts.yaml").open("a") as file:
-        yaml.safe_dump([start], file, sort_keys=False)
+            write_configuration(run_dir, cfg, overrides, point.source)
+    if (run_dir.path / ".hydra").is_dir():
+        with (run_dir.path / ".hydra" / "starts.yaml").open("a") as file:
+            yaml.safe_dump([start], file, sort_keys=False)

@@ -1,5 +1,5 @@
 """SIGINT (Ctrl-C), SIGTERM and SIGUSR1 (Slurm's `--signal=USR1@60`) ask the run to stop: at once where nothing is lost,
-otherwise at the end of its iteration. A second signal ends the process.
+otherwise at the end of its iteration. A second signal ends the process. Only the first process of a run says so.
 
 Imports nothing that takes time, so that the signals can be handled from the first moment on.
 """
@@ -18,7 +18,6 @@ from types import FrameType
 from typing import ClassVar
 
 from offline_grpo.errors import StopRequested
-from offline_grpo.history import launch
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REPEAT_S = 1.0
@@ -26,6 +25,16 @@ REPEAT_S = 1.0
 it on."""
 
 log = logging.getLogger(__name__)
+
+
+def num_processes() -> int:
+    """The world size, from the launcher's environment variables: before torch is imported."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """Whether this process is rank 0, from the same."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def end_at_once() -> None:
@@ -134,7 +143,7 @@ class StopSignal:
 def _print(line: str) -> None:
     from logging.handlers import MemoryHandler
 
-    if not launch.is_main():
+    if not is_main():
         return
     if all(isinstance(handler, MemoryHandler) for handler in logging.getLogger("offline_grpo").handlers):
         print(line, file=sys.stderr)  # before run.log is open

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,17 +20,16 @@ from typing import Any, TextIO
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from offline_grpo.checkpoint.files import latest_state
 from offline_grpo.commands import cli
 from offline_grpo.config.compose import key_of, quoted
 from offline_grpo.disk import matching
-from offline_grpo.errors import ConfigError, GrpoError, require
-from offline_grpo.history import folder as run_dir
-from offline_grpo.history import launch
-from offline_grpo.history.folder import RunDir, discard_fresh, take
+from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.history import resume
+from offline_grpo.history.folder import Lock, RunDir, discard_fresh
+from offline_grpo.history.signals import is_main
 from offline_grpo.report.runs import load_run, read_yaml
 
 RECORD = "multirun.yaml"
@@ -41,24 +40,22 @@ FAILED = ".failed_jobs"
 LOCAL = "hydra_plugins.offline_grpo_launchers.LocalLauncher"
 """Replaces the launcher `joblib` here, because no YAML file can: Hydra's plugin has registered the name."""
 
-folders: list[Path] = []  # of the sweeps that this process has begun
-
 
 class RunCallback(Callback):
-    """Enabled in `conf/config.yaml`. Locks the folder of a run or of a sweep before anything is written there; prints a
-    sweep's table and collects its exit codes.
+    """Enabled in `conf/config.yaml`. Refuses a folder in which another process writes before Hydra makes it, and locks
+    that of a sweep; prints the sweep's table, and ends the process with the exit code of its worst job.
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        named = config.resume not in (None, "auto")
-        folder = config.hydra.run.dir
-        _lock(Path(folder), f"resume={config.resume}" if named else f"hydra.run.dir={folder}")
+        if is_main():  # processes beside the first have no folders
+            with refusing():
+                Lock(Path(config.hydra.run.dir), f"hydra.run.dir={config.hydra.run.dir}").release()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._folder, self._process = Path(config.hydra.sweep.dir).resolve(), os.getpid()
-        _refuse(lambda: check_search(config))
-        _lock(self._folder, f"hydra.sweep.dir={config.hydra.sweep.dir}")
-        folders.append(self._folder)
+        with refusing():
+            check_search(config)
+            Lock(self._folder, f"hydra.sweep.dir={config.hydra.sweep.dir}")  # until the process ends
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)  # of a start that was interrupted
         OmegaConf.save(config, self._folder / RECORD)  # Hydra's sweeper of a grid does, and Optuna's does not
         atexit.register(self._print_table)  # an interrupted sweep has one too, of the runs so far
@@ -69,6 +66,7 @@ class RunCallback(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self._print_table)
         self._print_table()
+        leave_if_failed(self._folder)
 
     def _print_table(self) -> None:
         if os.getpid() != self._process:  # forked by a launcher
@@ -80,16 +78,11 @@ class RunCallback(Callback):
             print_sweep([self._folder], output_console())
 
 
-def _lock(folder: Path, key: str) -> None:
-    """Processes beside the first have no folders."""
-    if launch.is_main():
-        _refuse(lambda: take(folder, key))
-
-
-def _refuse(check: Callable[[], None]) -> None:
-    """Hydra makes warnings of a callback's exceptions."""
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End the process in one line where Hydra would make a warning of a callback's exception."""
     try:
-        check()
+        yield
     except GrpoError as error:
         cli.leave(error)
 
@@ -98,23 +91,27 @@ def check_search(config: DictConfig) -> None:
     """Raise ConfigError where the runs of a search would have no value, or one that it makes worse."""
     if config.hydra.sweeper._target_.endswith(".BasicSweeper"):
         return
-    value = "a search looks for the highest last pass@1 of its runs"
-    require(config.eval.enabled, "eval.enabled", "false", f"{value}; leave it out")
-    require(1 in config.eval.ks, "eval.ks", config.eval.ks, f"{value}; name 1 too")
-    loggers = [*(config.logger or {})]
-    require("json" in loggers, "logger", loggers, f"{value}, and json alone keeps it; name json too")
+    value, loggers = "a search looks for the highest last pass@1 of its runs", [*(config.logger or {})]
     direction = str(config.hydra.sweeper.get("direction", "maximize")).rpartition(".")[2]
-    require(direction == "maximize", "hydra.sweeper.direction", direction, f"{value}; use maximize")
+    for is_good, key, found, fix in (
+        (config.eval.enabled, "eval.enabled", "false", "; leave it out"),
+        (1 in config.eval.ks, "eval.ks", config.eval.ks, "; name 1 too"),
+        ("json" in loggers, "logger", loggers, ", and json alone keeps it; name json too"),
+        (direction == "maximize", "hydra.sweeper.direction", direction, "; use maximize"),
+    ):
+        if not is_good:
+            raise ConfigError(key, found, f"{value}{fix}")
 
 
-def take_failures() -> list[int]:
-    """The exit codes of the failed jobs of all sweeps, once."""
-    paths = [path for folder in folders for path in (folder / FAILED).glob("*")]
-    codes = [int(path.read_text()) for path in paths]
-    for folder in {path.parent for path in paths}:
-        shutil.rmtree(folder)
-        discard_fresh(folder.parent)
-    return codes
+def leave_if_failed(folder: Path) -> None:
+    """End the process if jobs of the sweep in this folder have failed, each of which has said why."""
+    codes = [int(path.read_text()) for path in (folder / FAILED).glob("*")]
+    if codes:
+        shutil.rmtree(folder / FAILED)
+        discard_fresh(folder)
+        jobs = "1 job" if len(codes) == 1 else f"{len(codes)} jobs"
+        cli.say(f"{jobs} of the sweep failed, with an error above; a refused one has no row")
+        sys.exit(max(codes))
 
 
 def record_failure(exit_code: int) -> None:
@@ -146,7 +143,7 @@ def check_folder(folder: Path) -> None:
 def numbered_lines() -> Iterator[None]:
     """Where jobs run at the same time, begin each line that this one prints with its number, without a live display."""
     config = HydraConfig.get()
-    if config.mode is not RunMode.MULTIRUN or config.launcher._target_.endswith(".BasicLauncher"):
+    if config.launcher._target_.endswith(".BasicLauncher"):
         yield
         return
     number = config.job.num
@@ -174,12 +171,6 @@ class NumberedLines(io.TextIOBase):
 # Resuming
 
 
-def sweep_folder(path: str) -> Path | None:
-    """The folder of a sweep at this path, None for anything else."""
-    folder = Path(path).expanduser().resolve()
-    return folder if (folder / RECORD).is_file() else None
-
-
 def newest_alike(typed: Sequence[str]) -> Path | None:
     """The newest sweep that was started with the same overrides and the same order of jobs, finished or not."""
     wanted = [word for word in typed if key_of(word) not in OF_ONE_START]
@@ -192,12 +183,13 @@ def newest_alike(typed: Sequence[str]) -> Path | None:
 
 
 def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
-    """The sweep's own overrides, and on top those that are typed now. Raises ConfigError for a search that drew at
-    random, and where the typed overrides would give its runs other numbers.
+    """What starts a sweep again: its own overrides, and on top those that are typed now. Raises ConfigError for a
+    search that drew at random, and where the typed overrides would give its runs other numbers.
     """
     record = read_yaml(sweep / RECORD)["hydra"]
-    fix = "this search drew at random, so its runs cannot be found again; set hydra.sweeper.sampler.seed the next time"
-    require(_is_repeatable(record), "resume", sweep, fix)
+    if not _is_repeatable(record):
+        fix = "this search drew at random, so its runs cannot be found again; set hydra.sweeper.sampler.seed the next "
+        raise ConfigError("resume", sweep, f"{fix}time")
     place = Path(record["runtime"]["cwd"])
     own = [word if place == Path.cwd() else _seen_from(place, word) for word in _recorded(record)]
     further = [word for word in typed if key_of(word) not in OF_ONE_START and word not in own]
@@ -205,15 +197,17 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
     for key in again & {key_of(word) for word in swept}:
         fix = f"leave {key} out, or start another sweep by leaving resume out"
         raise ConfigError(f"{key}: another value would number the runs of {sweep} anew; {fix}")
-    return [*(word for word in own if key_of(word) not in again), *further]
+    folders = [word for word in typed if key_of(word) == resume.SEARCH_PATH] or resume.search_path(sweep)
+    kept = [word for word in own if key_of(word) not in again]
+    return [*kept, *further, *folders, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
 
 
 def is_finished(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether the job in this folder has nothing left to do with these settings, and has its report."""
-    if not (folder / "report.png").exists():
+    if not RunDir(folder).is_reported:
         return False
     if (state := latest_state(folder / "checkpoints")) is not None:
-        return run_dir.is_finished(RunDir(folder), state, config)
+        return resume.is_finished(RunDir(folder), state, config)
     return (folder / ".hydra" / "config.yaml").is_file() and load_run(folder).is_done
 
 
@@ -232,7 +226,7 @@ def _seen_from(place: Path, word: str) -> str:
 
     key, _, value = word.partition("=")
     parts = re.compile(r"'[^']+'|\"[^\"]+\"|[^,\[\]'\"]+")
-    return f"{key}={parts.sub(absolute, value)}" if key_of(word).rpartition(".")[2] in run_dir.LOCAL else word
+    return f"{key}={parts.sub(absolute, value)}" if key_of(word).rpartition(".")[2] in resume.LOCAL else word
 
 
 def _swept(words: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from offline_grpo import progress
 from offline_grpo.config.engine_spec import num_shards
-from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import Plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.model.device import TORCH_NAMES, torch_dtype

@@ -15,7 +15,7 @@ from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import fresh_schedule
-from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import Plan
 from offline_grpo.config.problems import records, source_node
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.generation.teacher import KEY, TeacherServer

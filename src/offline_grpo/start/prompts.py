@@ -10,7 +10,7 @@ from math import inf
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import Plan
 from offline_grpo.config.problems import PREFIX
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.teacher import KEY, TeacherServer
@@ -31,7 +31,8 @@ def codec_of(
 ) -> TokenizerCodec:
     """What turns a run's conversations into tokens, and completions into what its task judges."""
     prefix = config.task.get(PREFIX) or ""
-    require(isinstance(prefix, str), f"task.{PREFIX}", prefix, "must be text; quote a number twice: '\"1\"'")
+    if not isinstance(prefix, str):
+        raise ConfigError(f"task.{PREFIX}", prefix, "must be text; quote a number twice: '\"1\"'")
     kwargs = config.model.chat_template_kwargs or {}
     return TokenizerCodec(tokenizer, end_ids(generation_config, tokenizer), kwargs, prefix)
 
@@ -98,8 +99,9 @@ def without_long(
     long = {} if limit is None else longer_prompts(problems, codec, limit)
     if not long:
         return problems
-    fix = f"every {what} prompt is longer; the shortest has {min(long.values())} tokens"
-    require(len(long) < len(problems), "data.max_prompt_tokens", limit, fix)
+    if len(long) == len(problems):
+        fix = f"every {what} prompt is longer; the shortest has {min(long.values())} tokens"
+        raise ConfigError("data.max_prompt_tokens", limit, fix)
     told = f"{len(long):,} of {len(problems):,} {what} problems, whose prompts are longer"
     log.info("data.max_prompt_tokens=%s: skipped %s", limit, told)
     return [problem for index, problem in enumerate(problems) if index not in long]
@@ -142,8 +144,9 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
         prompts = [encoded(codec, problem) for problem in problems[:MAX_LOOKED_AT]]
         for problem, prompt in zip(problems, prompts, strict=False):
             largest = max(prompt, default=0)
-            fix = f"its tokenizer gives token {largest} for problem {problem.problem_id}, and the model has"
-            require(largest < vocab_size, "model.train_id", model_id, f"{fix} {vocab_size} tokens; take another copy")
+            if largest >= vocab_size:
+                fix = f"its tokenizer gives token {largest} for problem {problem.problem_id}, and the model has"
+                raise ConfigError("model.train_id", model_id, f"{fix} {vocab_size} tokens; take another copy")
             if codec.tokenizer.unk_token_id in prompt:
                 unreadable.append(problem.messages[-1]["content"])
         lengths = [*map(len, prompts), *longer_prompts(problems[MAX_LOOKED_AT:], codec, room).values()]

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from offline_grpo.checkpoint.files import check_model_folder
 from offline_grpo.config.build import build
 from offline_grpo.config.engine_spec import EngineSpec, num_shards
-from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import Plan
 from offline_grpo.config.problems import isolated
 from offline_grpo.engine.engine import next_to_start
 from offline_grpo.engine.ray_actor import Room
@@ -24,7 +24,7 @@ from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import ConfigError, EngineError, ScoreError, require
 from offline_grpo.generation.judging import Judgement
 from offline_grpo.generation.teacher import KEY
-from offline_grpo.history.run_log import hide_progress_bars
+from offline_grpo.history.records import hide_progress_bars
 from offline_grpo.model.device import TORCH_NAMES, resolve_device, torch_dtype
 from offline_grpo.model.gguf import convert
 from offline_grpo.model.quantization import check_nf4

@@ -3,19 +3,21 @@ behind.
 """
 
 import os
+import re
+from types import SimpleNamespace
 
 import pytest
 from factories import compose_config
 from run_folders import write_store
 
-from offline_grpo.config.checks import idle_overrides
 from offline_grpo.config.compose import typed
-from offline_grpo.config.describe import describe_batches, warnings
-from offline_grpo.config.parts import make_plan
+from offline_grpo.config.parts import describe, make_plan, refuse_idle, warnings
+from offline_grpo.config.problems import held_out_problems, train_problems
 from offline_grpo.engine import spawn
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.model import load
 from offline_grpo.run import train
+from offline_grpo.types import Problem
 
 OWN = "generation=vllm_server"
 NF4 = "model/lora=default model.quantization=nf4"
@@ -111,13 +113,12 @@ def test_what_only_an_own_server_obeys(start):
     words = ["engine=sglang", "+engine.args.tensor_parallel_size=2", "placement.engine_devices=[1]"]
     others = ["engine_like.key=1", "placement.check_memory=false", "weight_sync=reload"]
 
-    def idle(start):
-        cfg = compose_config(*start.split())
-        return list(idle_overrides([*words, *others], cfg.rollouts, make_plan(typed(cfg))))
-
-    where = "the server at generation.base_url=http://127.0.0.1:1 runs already" if start else "the run starts no server"
-    assert [line.partition(", so")[0] for line in idle(start)] == [f"{word.lstrip('+')}: {where}" for word in words]
-    assert idle(OWN) == []
+    cfg = compose_config(*start.split())
+    for word in words:
+        with pytest.raises(ConfigError, match=f"^{re.escape(word.lstrip('+'))}: .*would do nothing"):
+            refuse_idle([*others, word], cfg.rollouts, make_plan(typed(cfg)))
+    cfg = compose_config(*OWN.split())
+    refuse_idle([*words, *others], cfg.rollouts, make_plan(typed(cfg)))
 
 
 def test_the_command_line_is_looked_at(output_dir, tmp_path):
@@ -154,7 +155,7 @@ def test_settings_that_rarely_fit_are_named():
 
 def test_the_batches_of_an_iteration_are_named(tmp_path):
     def lines(*words):
-        return describe_batches(make_plan(typed(compose_config(*words))))
+        return list(describe(make_plan(typed(compose_config(*words)))))[-2:]
 
     problems, updates = lines()
     assert problems == "each iteration: 32 problems x 8 rollouts = 256 sequences, 25,600 in all"
@@ -165,3 +166,13 @@ def test_the_batches_of_an_iteration_are_named(tmp_path):
     assert updates.startswith("3 updates, ")
     accumulated = ("train.updates_per_iteration=null", "train.grad_accum_steps=2", "train.batch_size=16")
     assert lines(*recorded, *accumulated)[1].startswith("updates of 32 sequences, ")
+
+
+def test_an_answer_that_is_no_text_is_refused():
+    """It would equal no completion: every reward would be 0."""
+    config = typed(compose_config("data.num_train_seeds=null", "eval.num_ids=all"))
+    for wrong in ("1+1=", Problem("p", ({"role": "user", "content": "1+1="},), 2)):
+        task = SimpleNamespace(problems=lambda _, wrong=wrong: [wrong])
+        for choose in (train_problems, held_out_problems):
+            with pytest.raises(ConfigError, match=r"^task: problems\(\) has "):
+                choose(task, config)

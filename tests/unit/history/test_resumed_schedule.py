@@ -10,8 +10,8 @@ from run_folders import state_of
 
 from offline_grpo.config.compose import as_plain, fresh_schedule, typed
 from offline_grpo.errors import ConfigError
-from offline_grpo.history.folder import ResumePoint, RunDir, is_finished
-from offline_grpo.history.resume import checked, describe_finished
+from offline_grpo.history.folder import RunDir
+from offline_grpo.history.resume import ResumePoint, checked, describe_finished, is_finished
 from offline_grpo.train.milestones import Watch
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 

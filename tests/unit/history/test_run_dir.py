@@ -5,14 +5,15 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from run_folders import config_of, make_checkpoint, state_of
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.history import folder as run_dir
-from offline_grpo.history.folder import RunDir, changed_keys, discard_fresh, find_resume_point
+from offline_grpo.history.folder import Lock, RunDir, discard_fresh
+from offline_grpo.history.resume import changed_keys, find_resume_point
 
 CONFIG = {**config_of(lr=1e-3, iterations=10), "resume": None, "seed": 0}
 
@@ -20,12 +21,6 @@ CONFIG = {**config_of(lr=1e-3, iterations=10), "resume": None, "seed": 0}
 def make_run(path, iteration, config=CONFIG):
     make_checkpoint(path / "checkpoints" / f"iter_{iteration:03d}", state_of(iteration, config=config))
     return RunDir(path)
-
-
-@pytest.fixture(autouse=True)
-def unlocked():
-    with run_dir.released_at_end():
-        yield
 
 
 @pytest.fixture
@@ -36,8 +31,9 @@ def fresh(tmp_path):
 
 
 def found(resume, fresh, config=CONFIG):
-    point = find_resume_point(resume, fresh, {**config, "resume": resume})
-    return point and (point.run_dir.path.name, point.checkpoint.name)
+    with ExitStack() as locks:
+        point = find_resume_point(resume, fresh, {**config, "resume": resume}, locks)
+        return point and (point.run_dir.path.name, point.checkpoint.name)
 
 
 def test_auto_takes_the_newest_run_of_the_same_configuration(fresh):
@@ -84,14 +80,13 @@ def test_a_new_run_does_not_mix_with_another(fresh):
         (fresh.metrics / name).touch()
     with pytest.raises(ConfigError, match=r"^hydra.run.dir=.*: this folder has a run; continue it with resume=auto"):
         found(None, fresh)
-    run_dir.release(fresh.path)
     descriptor = another(fresh.path)
     with pytest.raises(ConfigError, match="process 4711 on node7 is using"):
         found("auto", fresh)
     assert len(list(fresh.metrics.iterdir())) == 3, "nothing is deleted without the lock"
     os.close(descriptor)
     assert found("auto", fresh) is None
-    run_dir.begin_anew(fresh)
+    fresh.discard_after(-2)
     assert [path.name for path in fresh.metrics.iterdir()] == ["mine.json"]
 
 
@@ -139,20 +134,21 @@ def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(tmp_path, fres
     descriptor = another(tmp_path / "run")
     message = r"=run: process 4711 on node7 is using .*/run; stop it with `kill -INT 4711`, or start in another folder"
     with pytest.raises(ConfigError, match=f"^hydra.run.dir{message}"):
-        run_dir.take(tmp_path / "run", "hydra.run.dir=run")
+        Lock(tmp_path / "run", "hydra.run.dir=run")
+    discard_fresh(tmp_path / "run")
+    assert (tmp_path / "run").exists(), "another process has just begun there"
     make_run(tmp_path / "run", 3)
     with pytest.raises(ConfigError, match=r"^resume=.*: process 4711 on node7 is using"):
         found(str(tmp_path / "run"), fresh)
     os.close(descriptor)
-    for _ in range(2):
-        run_dir.take(tmp_path / "run", "hydra.run.dir=run")
+    lock = Lock(tmp_path / "run", "hydra.run.dir=run")
     assert (tmp_path / "run" / ".lock").read_text().startswith(f"{os.getpid()} on ")
-    run_dir.release(tmp_path / "run")
+    lock.release()
     assert not (tmp_path / "run" / ".lock").exists()
 
 
 def test_the_lock_does_not_outlive_the_run_in_processes_that_it_started(tmp_path):
-    run_dir.take(tmp_path, "key")
+    lock = Lock(tmp_path, "key")
     witness = os.open(tmp_path / ".lock", os.O_RDWR)
     assert not is_free(witness)
     server = subprocess.Popen(["sleep", "60"], close_fds=False)
@@ -160,7 +156,7 @@ def test_the_lock_does_not_outlive_the_run_in_processes_that_it_started(tmp_path
     if worker == 0:
         signal.pause()
     try:
-        run_dir.release(tmp_path)
+        lock.release()
         deadline = time.monotonic() + 10  # for the fork to get that far
         while not is_free(witness):
             assert time.monotonic() < deadline

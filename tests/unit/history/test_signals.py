@@ -9,8 +9,10 @@ import pytest
 
 from offline_grpo.errors import EngineError, StopRequested
 from offline_grpo.history import signals
+from offline_grpo.history.folder import RunDir
 from offline_grpo.history.signals import StopSignal
-from offline_grpo.run import ended_whole
+from offline_grpo.run import ending
+from offline_grpo.state import Run
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +69,13 @@ def test_held_work_is_waited_for_and_named(said):
     assert said == ["Ctrl-C: stopping after this iteration; a second one ends it at once"]
 
 
-def test_a_signal_does_not_take_the_place_of_an_error(said):
+def test_a_signal_does_not_take_the_place_of_an_error(said, tmp_path):
     """Servers take seconds to stop, and the error is reported after that."""
-    with StopSignal.listening() as stop, pytest.raises(EngineError, match="other weights"), ExitStack() as stack:
-        stack.callback(send, signal.SIGINT)
-        with ended_whole(stop), stop.held("this iteration"):
+    with StopSignal.listening() as stop, pytest.raises(EngineError, match="other weights"):
+        run = Run(stop, ExitStack())
+        run.folder = RunDir(tmp_path)
+        run.stack.callback(send, signal.SIGINT)
+        with ending(run), stop.held("this iteration"):
             raise EngineError("the server has other weights")
 
 

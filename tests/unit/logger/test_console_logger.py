@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from offline_grpo.history.run_log import ToTerminal
+from offline_grpo.history.records import ToTerminal
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import console
 from offline_grpo.logger.console import ConsoleLogger

@@ -37,33 +37,25 @@ def lengths(
     return check_prompts(plan, "a/model", TokenizerCodec(TOKENIZER), model_config)
 
 
-def test_the_shortest_and_the_longest_prompt_are_found() -> None:
+def test_the_shortest_and_the_longest_prompt_are_found_and_what_does_not_fit_says_what_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     texts = problems("1+1=", "10+10=", "2+2=")
     (short, same), (long, _) = lengths(texts[:1]), lengths(texts[1:2])
     assert same == short < long
-    assert lengths(texts) == (short, long)
-    assert lengths([]) == (0, 0)
-
-
-def test_prompts_that_leave_too_little_room_say_what_fits() -> None:
-    length, _ = lengths(problems("10+10="))
-    message = (
-        rf"^generation.max_new_tokens=15: .*longest prompt of {length} tokens .*context of 20; use .*={20 - length} "
-    )
-    with pytest.raises(ConfigError, match=message):
-        lengths(problems("1+1=", "10+10="), max_new_tokens=15)
-    message = r"^generation.max_new_tokens=4: .*; data.max_prompt_tokens=16 skips the 2 of 3 problems that do not fit$"
-    with pytest.raises(ConfigError, match=message):
+    assert (lengths(texts), lengths([])) == ((short, long), (0, 0))
+    with pytest.raises(ConfigError, match=rf"^generation.max_new_tokens=15: .* context of 20; use .*={20 - long} "):
+        lengths(texts, max_new_tokens=15)
+    with pytest.raises(ConfigError, match=r"^generation.max_new_tokens=4: .*=16 skips the 2 of 3 problems"):
         lengths(problems("1+1=", "1+" * 10 + "1=", "1+" * 20 + "1="))
-
-
-def test_a_long_prompt_is_found_in_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^model.train_id=a/model: its tokenizer gives token \d+ for problem p-0"):
+        lengths(texts, vocab_size=3)
     monkeypatch.setattr(prompts, "MAX_LOOKED_AT", 3)
-    for place in (0, 2, 3, 6):
-        texts = ["1+1="] * 7
-        texts[place] = "1+" * 9 + "1="
+    for place in (0, 2, 3, 6):  # whichever row it is in
+        rows = ["1+1="] * 7
+        rows[place] = "1+" * 9 + "1="
         with pytest.raises(ConfigError, match="skips the 1 of 7 problems"):
-            lengths(problems(*texts))
+            lengths(problems(*rows))
 
 
 def test_only_prompts_of_more_bytes_are_encoded_and_their_tokens_count() -> None:
@@ -91,12 +83,6 @@ def test_long_prompts_are_skipped_and_counted(caplog: pytest.LogCaptureFixture) 
     assert caplog.messages == ["data.max_prompt_tokens=16: skipped 1 of 3 training problems, whose prompts are longer"]
     with pytest.raises(ConfigError, match=r"^data.max_prompt_tokens=16: every training prompt .* has 2\d tokens$"):
         prompts.without_long(rows[1:2], CODEC, settings, "training")
-
-
-def test_a_tokenizer_of_another_model_is_refused() -> None:
-    message = r"^model.train_id=a/model: its tokenizer gives token \d+ for problem p-0, and the model has 3 "
-    with pytest.raises(ConfigError, match=message):
-        lengths(problems("1+1="), vocab_size=3)
 
 
 CALL = {"id": "000000000", "type": "function", "function": {"name": "add_up", "arguments": {"a": 1}}}

@@ -14,8 +14,7 @@ from fake_sglang import FakeSglang
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo.config.compose import typed
-from offline_grpo.config.parts import make_plan
-from offline_grpo.config.plan import Plan
+from offline_grpo.config.parts import Plan, make_plan
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineError

@@ -15,7 +15,7 @@ import pytest
 from factories import compose_config
 
 from offline_grpo.config.compose import as_plain, typed
-from offline_grpo.config.describe import describe_data
+from offline_grpo.config.parts import describe, make_plan
 from offline_grpo.config.problems import build_task, task_data
 from offline_grpo.errors import ConfigError
 from offline_grpo.task.problems import prompt_key
@@ -278,11 +278,11 @@ def plan_data(*overrides):
 def test_duplicates_are_dropped_from_training_and_counted(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS[:30] + ROWS[:2])
     write_jsonl(tmp_path / "test.jsonl", [*ROWS[28:], ROWS[0]])
-    data, _ = plan_data("task=dataset", f"task.path={tmp_path}", "data.problems_per_iteration=40")
+    data, config = plan_data("task=dataset", f"task.path={tmp_path}", "data.problems_per_iteration=40")
     trained = Counter(problem.messages[0]["content"] for problem in data.train or ())
     assert trained == Counter([row["prompt"] for row in ROWS[1:28]] + [ROWS[1]["prompt"]])
     assert len(data.held_out) == 13
-    assert describe_data(data, 40) == [
+    assert list(describe(make_plan(config)))[:3] == [
         "data: 28 training problems, 13 held-out problems",
         "left out of training: 4 problems with prompts that are held out",
         "data.problems_per_iteration=40 is more: an iteration repeats problems",

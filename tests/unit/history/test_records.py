@@ -7,8 +7,8 @@ from importlib import metadata
 
 import torch
 
-from offline_grpo.history import starts as environment
-from offline_grpo.history.starts import git_state, newer_than_tested, record_start
+from offline_grpo.history import records as environment
+from offline_grpo.history.records import git_state, newer_than_tested, record_start
 
 
 def git(folder, *words):

