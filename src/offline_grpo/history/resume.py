@@ -31,7 +31,7 @@ from offline_grpo.disk import matching, write_whole
 from offline_grpo.errors import CheckpointError, ConfigError
 from offline_grpo.history.folder import Lock, RunDir
 from offline_grpo.redaction import flat, redacted
-from offline_grpo.report.runs import WITHOUT_EFFECT, choices_of, read_yaml, starts_of
+from offline_grpo.report.runs import WITHOUT_EFFECT, Run, read_yaml, starts_of
 from offline_grpo.settings import RunConfig, StopWhenConfig, planned_updates
 from offline_grpo.train.milestones import early_stop_reason
 from offline_grpo.train.schedule import LrSchedule
@@ -191,7 +191,7 @@ def resumed_configuration(run: Path, typed: Sequence[str]) -> tuple[DictConfig, 
     are new since the run began have today's values. Raises ConfigError for another option of a group.
     """
     own = own_overrides(run)
-    choices = choices_of(run) if (run / ".hydra" / "hydra.yaml").exists() else {}
+    choices = Run(run, {}, {}).choices
     options = groups(folder())
 
     # What is typed: values, other loggers, which change nothing that is learnt, and other options of the run's own.
