@@ -201,7 +201,7 @@ class Atropos(Source):
             raise ConfigError(f"rollouts.url={self.url}: no Atropos API that works ({error})") from error
         # The environment comes last: it registers at its start.
         if self.environment is not None:
-            server: Any = self.client.server  # type: ignore[attr-defined]  # `check` requires one
+            server: Any = self.client  # `check` requires one
             told = {"server_url": server.base_url, "server_key": server.api_key or "", "model": self.model_id}
             sizes = {"group_size": self.group_size, "max_token_length": self.sampling.max_new_tokens}
             self._environment = environment_of(self.environment, self.url, folder, **told, sizes=sizes)
@@ -394,7 +394,7 @@ class Atropos(Source):
             return False
         self._checked_s = time.monotonic()
         if not self.client.is_local:
-            self.client.server.check_healthy()  # type: ignore[attr-defined]  # of environments, which ask it
+            self.client.check_healthy()  # type: ignore[attr-defined]  # of environments, which ask it
         keep_running(self._api, self._environment)
         return True
 

@@ -47,8 +47,8 @@ class Reload(PausingSync):
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:
         """Saving happens before the pause: only loading stops the servers."""
-        server = snapshot.host.server
-        folder = (server.scratch if self.location == "memory" else server.log_dir) / f".push_{version}"
+        host = snapshot.host
+        folder = (host.scratch if self.location == "memory" else host.log_dir) / f".push_{version}"
         try:
             num_bytes = save_weights(snapshot, folder)
             num_tensors = len(list(snapshot.policy.causal_lm.parameters()))
