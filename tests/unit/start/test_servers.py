@@ -140,7 +140,7 @@ def test_a_server_that_environments_cannot_call() -> None:
     with ScriptedServer(script) as web:
         plan = replace(plan, engine=replace(plan.engine, base_urls=[web.base_url]))
         check_found_servers(plan, "some/model")
-        plan.config.rollouts["url"] = "http://127.0.0.1:2"
+        plan.config.rollouts["_target_"] = "offline_grpo.rollouts.atropos.Atropos"
         refusal = (
             rf"^generation\.base_url={web.base_url}: that server has no POST /generate, .* Start one that has it: "
             rf"python -m offline_grpo.engine.serve some/model --port \d+ --dtype float32$"
