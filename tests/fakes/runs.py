@@ -147,7 +147,7 @@ def start_in_child(
     return process
 
 
-def run_in_child(output_dir: Path, *overrides: str, timeout_s: float = 120, **how: Any) -> int:
+def run_in_child(output_dir: Path, *overrides: str, timeout_s: float = 300, **how: Any) -> int:
     """See `start_in_child`. Waits for the end and returns the exit code."""
     process = start_in_child(output_dir, *overrides, **how)
     process.join(timeout_s)

@@ -223,6 +223,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
     other = laboratory("model.tiny.seed=7 model.tiny.warm_start_steps=2 model.tiny.warm_start_batch_size=4")
     shutil.copytree(other.model_dir, laboratory.root / "other_model")
     (laboratory.root / "template.jinja").write_text("{{ messages[0].content }}{{ '!' if shout }}=")
+    laboratory(f"{BRIEF} seed=1")  # builds the model that the other runs find in the cache
     yield laboratory
     torch.set_num_threads(num_threads)
 
