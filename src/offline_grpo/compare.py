@@ -2,7 +2,8 @@
 
 A run for each option of weight_sync, with all else equal, and a table of what each one costs.
 
-OUT/  MODE/ (the folder of its run)  trainer_MODE.log  comparison.{json,md}  report.html
+OUT/  MODE/ (the folder of its run)  trainer_MODE.log  pids.txt  comparison.{json,md}  report.html
+      vllm_MODE.log  api_MODE.log  env_MODE.log  vllm_bridge_config_MODE.json  checkpoints_MODE  (links into MODE/)
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+
+import psutil
 
 from offline_grpo.commands import cli
 from offline_grpo.config import compose as conf
@@ -37,6 +40,14 @@ COMMON = ("eval.enabled=false", "checkpoint.save_interval=0")
 """Words of every run that those of the command line may replace."""
 REFUSED = ("train.iterations", "weight_sync", "resume", "rollouts.url")
 """Keys that the comparison sets itself, as all of Hydra's."""
+LINKS = {
+    "vllm_{}.log": "server_*.log",  # the newest
+    "api_{}.log": "api.log",
+    "env_{}.log": "env_*.log",
+    "vllm_bridge_config_{}.json": "vllm_bridge_config.json",
+    "checkpoints_{}": "checkpoints",
+}
+"""What the Atropos scripts call a file, and which one of the run's it is."""
 COMPUTES = re.compile("torch|transformers|vllm.*")  # vLLM for CPUs has another name
 POLL_S = 0.5
 
@@ -124,6 +135,10 @@ def run_comparison(asked: Comparison) -> None:
             raise
         finally:  # the table has what was measured so far
             stop.hold("the table")
+            for name in commands:  # what the Atropos scripts call a file
+                for link, pattern in LINKS.items():
+                    if found := sorted((out / name).glob(pattern), key=lambda path: path.stat().st_mtime):
+                        (out / link.format(name)).symlink_to(found[-1].relative_to(out))
             start = this_start()
             about = {
                 "overrides": " ".join(map(redacted_text, asked.overrides)),
@@ -149,6 +164,7 @@ def run_modes(
     """
     waiting, free = dict(commands), [*slots]
     running: dict[str, tuple[Child, list[int] | None]] = {}
+    noted = set[str]()
     try:
         while waiting or running:
             while waiting and free:
@@ -159,6 +175,10 @@ def run_modes(
                 say(output_console(), [f"{name:<14}starts, see {process.log_path}"])
             time.sleep(POLL_S)
             for name, (process, gpus) in [*running.items()]:
+                if name not in noted and (children := psutil.Process(process.pid).children()):
+                    noted.add(name)
+                    with (out / "pids.txt").open("a") as file:  # the command's, which the guardian starts
+                        file.write(f"{name} {children[0].pid}\n")
                 if (code := process.exit_code) is not None:
                     process.stop()
                     del running[name]

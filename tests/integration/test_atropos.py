@@ -33,7 +33,7 @@ def named(trainer, text):
     for process in trainer.children(recursive=True):
         with suppress(psutil.Error):  # it has just ended
             words = process.cmdline()
-            if text in " ".join(words) and not {"spawn.py", "sh"} & {Path(word).name for word in words[:3]}:
+            if text in " ".join(words) and "offline-grpo-guardian" not in words and Path(words[0]).name != "sh":
                 found.append(process)
     return found
 

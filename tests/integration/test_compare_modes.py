@@ -50,4 +50,7 @@ def test_the_table_says_what_the_metrics_files_say(
     assert rows["seconds per step"] == [f"{total_s / 2:,.2f}"]
     assert rows["reward, last step"] == [f"{found['reward_last']:.3f}"]
     assert re.search(rf"SUMMARY \(shared_vllm\)\n=+\n  Total training time: +{total_s:.2f}s", printed)
+    for link in ("vllm_{}.log", "checkpoints_{}", "vllm_bridge_config_{}.json"):
+        assert (out / link.format("shared_vllm")).exists()
+    assert (out / "pids.txt").read_text().startswith("shared_vllm ")
     assert processes_naming(str(tmp_path)) == []

@@ -59,7 +59,7 @@ def server_of(folder: Path) -> psutil.Process:
     [server] = [
         p
         for pid in processes_naming(f"--port {port}")
-        if "spawn.py" not in " ".join((p := psutil.Process(pid)).cmdline())
+        if "offline-grpo-guardian" not in " ".join((p := psutil.Process(pid)).cmdline())
     ]
     return server
 

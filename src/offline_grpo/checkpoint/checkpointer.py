@@ -153,8 +153,8 @@ class Checkpointer:
             masters = load_file(file) if file.exists() else {}
             masters = {name: like(own[name], t) if name in own else t for name, t in masters.items()}
             is_copied = self.policy.is_sharded or self.policy.masters.host is not None  # so not in memory twice
-            how: Any = {"map_location": "cpu", "weights_only": True, "mmap": is_copied}
-            optimizer = torch.load(trainer / "optimizer.pt", **how)
+            file = trainer / "optimizer.pt"
+            optimizer = torch.load(file, map_location="cpu", weights_only=True, mmap=is_copied)
         found, needed = ({name: t.shape for name, t in values.items()} for values in (masters, own))
         if found != needed:
             names = sorted(name for name in {**found, **needed} if found.get(name) != needed.get(name))

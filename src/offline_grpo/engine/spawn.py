@@ -1,10 +1,9 @@
 """A command that never outlives the run, however the run ends: `Child` is the run's handle of it.
 
-Between the two stands the guardian: this file, as a script (`python -I spawn.py PARENT_PID DEATH_PIPE REMOVE --
-COMMAND ...`) in a process group of its own. The run holds the write end of the pipe, the guardian the read end. When
-the run closes it or dies, the command and its descendants get SIGTERM, then SIGKILL. Then the folder `REMOVE` (empty:
-none) goes, and the files in shared memory that only they used, which killed engines leave behind. The guardian exits
-with the command's exit code.
+Between the two stands the guardian: `main`, in a Python process and a process group of its own. The run holds the write
+end of a pipe, the guardian the read end. When the run closes it or dies, the command and its descendants get SIGTERM,
+then SIGKILL. Then the folder `REMOVE` (empty: none) goes, and the files in shared memory that only they used, which
+killed engines leave behind. The guardian exits with the command's exit code.
 """
 
 from __future__ import annotations
@@ -43,6 +42,8 @@ PREFIXED = re.compile(r"^\(.*? pid=\d+\) ?")
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "offline-grpo-"
+GUARDIAN = "offline-grpo-guardian"
+"""A guardian's first argument, by which people find it among processes."""
 CUDA_IPC_FILE = re.compile(r"torch_(?P<torch>\d+)_.*|cuda\.shm\.\w+\.(?P<driver>[0-9a-f]+)\.\d+")
 LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
 """Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
@@ -76,7 +77,10 @@ class Child:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, write_end = os.pipe()
         self._pipe: int | None = write_end
-        guardian = [sys.executable, "-I", __file__, str(os.getpid()), str(read_end), str(remove or ""), "--"]
+        root = str(Path(__file__).parents[2])  # where this package is, also where PYTHONPATH alone leads to it
+        start = f"import sys; sys.path.append({root!r}); from offline_grpo.engine.spawn import main; main()"
+        guardian = [sys.executable, "-I", "-c", start, GUARDIAN, str(os.getpid()), str(read_end), str(remove or "")]
+        guardian.append("--")
         private = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # SGLang prints its key
         with open(private, "wb") as output:
             output.write(f"$ {shlex.join(command)}\n".encode())
@@ -316,5 +320,7 @@ def remove_cuda_driver_files() -> None:
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
-if __name__ == "__main__":
-    sys.exit(guard(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[5:]))
+def main() -> None:
+    """The guardian's: `python -c ... offline-grpo-guardian PARENT_PID DEATH_PIPE REMOVE -- COMMAND ...`."""
+    _, _, parent, pipe, remove, _, *command = sys.argv
+    sys.exit(guard(int(parent), int(pipe), remove, command))
