@@ -217,7 +217,13 @@ def _draw(axes: Axes, run: Run, figure: Figure) -> None:
     axes.yaxis.set_major_formatter(PERCENT if is_share else SMALL_NUMBER if figure.unit == "learning rate" else NUMBER)
     # The legend stands between title and plot, if a curve has a name.
     if axes.get_legend_handles_labels()[0]:
-        gaps = {"borderpad": 0.2, "borderaxespad": 0.1, "columnspacing": 0.9, "handlelength": 1.2, "handletextpad": 0.4}
+        gaps: dict[str, Any] = {
+            "borderpad": 0.2,
+            "borderaxespad": 0.1,
+            "columnspacing": 0.9,
+            "handlelength": 1.2,
+            "handletextpad": 0.4,
+        }
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0)}
         num_columns = NAMES_PER_ROW if rows > 1 else 4
         axes.legend(ncols=num_columns, frameon=False, fontsize=8.5, labelcolor=TEXT, **place, **gaps)

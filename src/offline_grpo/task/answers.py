@@ -188,8 +188,8 @@ def is_same_value(reference: str, answer: str) -> bool:
 def _is_equal(reference: str, answer: str, fallback_mode: str) -> bool:
     import math_verify
 
-    parsed = (_parse(rf"\boxed{{{each}}}", fallback_mode) for each in (reference, answer))
-    return math_verify.verify(*parsed, timeout_seconds=None)  # its timeout needs signals
+    one, other = (_parse(rf"\boxed{{{each}}}", fallback_mode) for each in (reference, answer))
+    return math_verify.verify(one, other, timeout_seconds=None)  # its timeout needs signals
 
 
 def _is_text(answer: str) -> bool:

@@ -175,6 +175,7 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
         return text_field(row, name, key)
     messages: list[Message] = []
     for given in value:
+        message: Message = {}
         try:
             # Content is empty beside calls of tools alone.
             names = [call["function"]["name"] for call in given.get("tool_calls") or ()]
