@@ -203,7 +203,8 @@ def test_kept_tiles_give_the_same(shape: tuple[int, int], kept_bytes: int, softc
     inputs |= {"softcap": softcap, "temperature": torch.linspace(0.3, 3, 13)}
     if softcap is None:
         inputs["bias"] = None
-    check_kept(inputs, shape, kept_bytes=kept_bytes, rtol=0.006, bias=softcap is not None)  # bfloat16 has 8 bits
+    # bfloat16 has 8 bits; those of the bias are sums over tokens that cancel in part
+    check_kept(inputs, shape, kept_bytes=kept_bytes, rtol=0.006 if softcap is None else 0.01, bias=softcap is not None)
 
 
 @pytest.mark.parametrize("shape", [(13, 50), (5, 7)])
