@@ -274,7 +274,7 @@ def _end(command: subprocess.Popen[bytes]) -> None:
         for pid in left:
             with contextlib.suppress(OSError):  # it has gone by itself
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if is_late or not (b"resource_tracker" in line or os.fsencode(__file__) in line):
+                if is_late or not (b"resource_tracker" in line or GUARDIAN.encode() in line):
                     os.kill(pid, signal.SIGKILL)
         command.poll()
         for orphan in psutil.Process().children():
