@@ -174,7 +174,7 @@ def test_a_run_gets_the_tokens_that_a_stock_server_gives(server: VllmEngine, sam
 
 def test_a_completion_ends_at_any_end_id(server: VllmEngine) -> None:
     client, ends = make_client(server), {2, 20, 40}
-    client._eos_ids = sorted(ends)
+    client.eos_ids = sorted(ends)
     [answers] = complete_in_order(client, [SamplingRequest(tuple(PROMPTS[1]), 8, 5)], SamplingParams(400))
     client.close()
     assert {answer.token_ids[-1] for answer in answers} == ends  # each comes first in one of them

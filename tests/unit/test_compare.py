@@ -120,7 +120,7 @@ def test_a_mode_that_fails_leaves_the_others_alone(
     assert shown == [f"- {name}: {metadata.version(name)}" for name in installed]
     assert {path.name for path in tmp_path.iterdir()} == {
         *("shared_vllm", "trainer_restart.log", "trainer_shared_vllm.log"),
-        *("comparison.json", "comparison.md", "report.html"),
+        *("pids.txt", "comparison.json", "comparison.md", "report.html"),
     }
 
 
