@@ -75,7 +75,7 @@ class TaskFacts:
         """A mixture says what its tasks say."""
         tasks = getattr(task, "tasks", None)
         if not isinstance(tasks, Mapping) or not all(isinstance(each, Task) for each in tasks.values()):
-            said = {each.name: getattr(task, each.name, each.default) for each in fields(cls)}
+            said: dict[str, Any] = {each.name: getattr(task, each.name, each.default) for each in fields(cls)}
             return cls(**said | {"plays": hasattr(task, "play")})
         all_facts = [cls.of(each) for each in tasks.values()]
         return cls(

@@ -128,5 +128,8 @@ def _no_such_option(error: MissingConfigException) -> str:
     if group not in known:
         return " ".join(str(error).split())
     elsewhere = [f"{other}={option}" for other, options in known.items() if option in {*options} - {"default"}]
-    meant = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else f"choose one of {', '.join(known[group])}"
+    own = [f"{group}={each}" for each in known[group] if each.startswith(option)]
+    meant = (
+        f"did you mean {' or '.join(own or elsewhere)}?" if elsewhere else f"choose one of {', '.join(known[group])}"
+    )
     return f"{group}={option}: no such option; {meant}"

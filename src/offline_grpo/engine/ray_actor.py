@@ -121,6 +121,7 @@ class Room:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        assert self._group is not None
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         size = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0.0), "max_concurrency": CALLS}
         return ray.remote(kind).options(**size, scheduling_strategy=place).remote()
@@ -215,6 +216,7 @@ class RemoteChild:
 
     def sees(self, path: Path) -> bool:
         """Whether its machine has this file."""
+        assert self._actor is not None
         return self._result(self._actor.sees.remote(path))
 
     def stop(self) -> None:

@@ -429,10 +429,10 @@ class ServerEngine(Streaming, Engine):
         self.close()
         if self._child is not None:
             # the log of a server that nobody has waited for does not say why the run ends
-            is_unasked = isinstance(self._child, Child) and self._began_s is not None and not self.has_ended
-            self._child.stop()
-            if is_unasked:
-                self._child.log_path.unlink(missing_ok=True)
+            child, is_unasked = self._child, self._began_s is not None and not self.has_ended
+            child.stop()
+            if isinstance(child, Child) and is_unasked:
+                child.log_path.unlink(missing_ok=True)
             self._child = self._began_s = None
         if self._scratch is not None:
             self._scratch.remove()

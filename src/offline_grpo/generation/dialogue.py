@@ -52,7 +52,11 @@ class Ask:
     @property
     def path(self) -> list[Ask]:
         """From the first turn to this one."""
-        return [self] if self.parent is None else [*self.parent.path, self]
+        path, parent = [self], self.parent
+        while parent is not None:
+            path.append(parent)
+            parent = parent.parent
+        return path[::-1]
 
     @property
     def num_sampled(self) -> int:

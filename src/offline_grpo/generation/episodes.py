@@ -52,7 +52,7 @@ class Episode:
     events: SimpleQueue[_Question | Episode]  # it gets what is asked, and at the end the episode
     number: int = 0
     proxy: Proxy | None = None  # of one whose program is a client of OpenAI's API
-    score: Future[Score] = field(init=False)
+    score: Future[Score] = field(default_factory=Future)  # of its program, once that plays
     num_asked: int = 0  # replies that the policy owes it
     base_url: str = ""
     api_key: str = ""

@@ -13,28 +13,30 @@ import logging
 import resource
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from threading import Thread
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PositiveInt, ValidationError
 from pydantic_core import from_json
 
 from offline_grpo.errors import RequestError
 from offline_grpo.generation.judging import warn_once
 from offline_grpo.types import Message, Reply, Schema
 
+T = TypeVar("T")
 MODEL = "policy"
-LARGEST_BODY = 64 * 2**20
+LARGEST_BODY = 16 * 2**20
 STRANGER_S, IDLE_S = 5.0, 30.0
 """How long a connection may be open before its client shows a key, and then wait for a request, or for its body."""
 STRANGERS_FRAC = 0.25
-"""Of the files that this process may have open; beyond that, the first connection without a key makes room."""
+"""Of the files that this process may have open; beyond that, the first connection without a key makes room, and a
+client that asks is answered and hung up on."""
 ACCEPTED_AT_ONCE, BACKLOG = 8, 1024
 """The former is small, so that a connection that has sent its key is never the first of too many."""
 PLACES = {"models": ("GET", "HEAD"), "chat/completions": ("POST",)}
@@ -85,10 +87,17 @@ class _Tool(_Read):
     function: _Function
 
 
+class _AtFirst(FailFast):
+    __hash__ = object.__hash__  # which `|` wants
+
+
+Several = Annotated[list[T], _AtFirst()]  # a million wrong items are one mistake
+
+
 class _Message(_Read):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
-    tool_calls: list[_Tool] | None = None
+    content: str | Several[_Part] | None = None
+    tool_calls: Several[_Tool] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -97,9 +106,9 @@ class _Message(_Read):
 class _Request(_Read):
     """The types of what is heeded in a request."""
 
-    messages: list[_Message] = Field(min_length=1)
+    messages: Several[_Message] = Field(min_length=1)
     model: str | None = None
-    tools: list[_Tool] | None = None
+    tools: Several[_Tool] | None = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     stream: bool | None = None
@@ -177,6 +186,12 @@ class Proxy(web.Server):
         self._keys.pop(handler, None)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
+        response = await self._respond(request)
+        if len(self._keys) > self._most_strangers:  # then none is kept alive
+            response.force_close()
+        return response
+
+    async def _respond(self, request: web.BaseRequest) -> web.Response:
         # 1. Whoever knows no key gets no further.
         key, _, place = request.path.strip("/").partition("/v1/")
         if (ask := self._asks.get(key)) is None:
@@ -201,8 +216,8 @@ class Proxy(web.Server):
             for name in asked.keys() & REFUSED.keys():
                 if asked[name] not in (*NOTHING, *self._allowed.get(name, ())):
                     raise RequestError(f"{name}: {REFUSED[name]}")
-            if wishes := ", ".join(sorted(name for name in asked.keys() - HEEDED if asked[name] is not None)):
-                warn_once(self._said, wishes, f"an agent asks for {wishes:.200} of its own; the run's settings count")
+            if wishes := _names(name for name in asked.keys() - HEEDED if asked[name] is not None):
+                warn_once(self._said, wishes, f"an agent asks for {wishes} of its own; the run's settings count")
             # 4. The policy replies, once it is its turn.
             messages = [self._message(message) for message in asked["messages"]]
             tools = [] if asked.get("tool_choice") == "none" else asked.get("tools") or []
@@ -227,8 +242,8 @@ class Proxy(web.Server):
         found = {name: value for name, value in message.items() if value}
         if wrong := NO_TEXT & found.keys():
             raise RequestError(f"{min(wrong)}: a message's content must be text")
-        if others := ", ".join(sorted(found.keys() - (KNOWN | {"name"} if message["role"] == "tool" else KNOWN))):
-            about = f"an agent's messages have {others:.200}; of that the policy sees what the chat template writes"
+        if others := _names(found.keys() - (KNOWN | {"name"} if message["role"] == "tool" else KNOWN)):
+            about = f"an agent's messages have {others}; of that the policy sees what the chat template writes"
             warn_once(self._said, about, about)
         content = message.get("content") or ""
         found["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -236,6 +251,11 @@ class Proxy(web.Server):
         if calls := message.get("tool_calls"):
             found["tool_calls"] = _with_arguments(_arguments, calls)
         return found
+
+
+def _names(fields: Iterable[str]) -> str:
+    """For the log, which what a client makes up must not fill or forge."""
+    return ", ".join(sorted({name if name.isidentifier() and len(name) < 40 else "..." for name in fields})[:8])
 
 
 def _with_arguments(convert: Callable[[Any], Any], calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -132,6 +132,7 @@ class ChatFormat:
 
     def __init__(self, codec: TokenizerCodec) -> None:
         self._codec, self._tokenizer = codec, codec.tokenizer
+        self._has_said = False  # that it leaves tools out
 
         # Special tokens, which what a tool or a user says must not become.
         added = self._tokenizer.added_tokens_decoder.values()
@@ -173,7 +174,11 @@ class ChatFormat:
 
     def first(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """The ids of a conversation, and of what begins the next reply. Raises RequestError as `following`."""
-        return self._codec.ids_of(self._codec.rendered(self._safe(self.in_form(messages)), self._safe(tools)))
+        text = self._codec.rendered(self._safe(self.in_form(messages)), self._safe(tools))
+        if tools and not self._has_said and tools[0]["function"]["name"] not in text:
+            self._has_said = True
+            log.warning("the model's chat template leaves tools out; name them in the prompt, or take another template")
+        return self._codec.ids_of(text)
 
     def following(self, reply: Reply, last_id: int, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """The ids between a reply, whose last one is `last_id`, and the next reply. Raises RequestError if the template

@@ -104,7 +104,7 @@ MUSE = (
     r"(?=\s*(?:<atem:parameter|</atem:invoke>|\Z))"
 )
 READERS = (
-    Reader(_within("<tool_call>", r"\s*", "</tool_call>")),  # Hermes, Qwen 2.5 and 3
+    Reader(_within("<tool_call>", r"\s*+", "</tool_call>")),  # Hermes, Qwen 2.5 and 3
     Reader(  # Qwen 3.5, Nemotron 3
         rf"<tool_call>(?:\s*<function=(?P<name>[^>\n]+)>(?P<rest>(?:{QWEN})*+)\s*</function>\s*</tool_call>)?", QWEN
     ),
@@ -121,12 +121,12 @@ READERS = (
     Reader(  # DeepSeek V3, and V3.1
         _within(
             "<.tool▁call▁begin.>",
-            r"(?:function<.tool▁sep.>)?(?P<name>[\w.-]+)(?:<.tool▁sep.>|\s*```json)\s*",
+            r"(?:function<.tool▁sep.>)?(?P<name>[\w.-]+)(?:<.tool▁sep.>|\s*```json)\s*+",
             "<.tool▁call▁end.>",
         )
     ),
     Reader(_within(r"<\|tool_call>", r"call:(?P<name>[\w.-]+)", r"<tool_call\|>", IN_GEMMA), value=_gemma),  # Gemma 4
-    Reader(_within(r"<\|tool_call_start\|>", r"\s*", r"<\|tool_call_end\|>", IN_PYTHON), value=_python),  # LFM2
+    Reader(_within(r"<\|tool_call_start\|>", r"\s*+", r"<\|tool_call_end\|>", IN_PYTHON), value=_python),  # LFM2
     Reader(  # Muse
         r"(?:<atem:function_calls>\s*)?<atem:invoke"
         rf"(?: name=\"(?P<name>[^\"]+)\">(?P<rest>(?:{MUSE})*+)\s*</atem:invoke>)?",

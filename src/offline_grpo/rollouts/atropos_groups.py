@@ -102,7 +102,9 @@ class GroupReader:
             temperatures = (settings.temperature for settings in said if settings is not None)
             temperature = next((found for found in temperatures if found is not None), 1.0)
             asked, told = own.get("distill_token_ids"), own.get("distill_logprobs")
-            has_teacher = temperature == 1.0 and asked is not None and told is not None
+            teacher = None
+            if temperature == 1.0 and asked is not None and told is not None:
+                teacher = _of_teacher(tokens, is_sampled, asked, told)
             least = self.correct_threshold
             rollout = Rollout(
                 token_ids=tuple(tokens),
@@ -114,7 +116,7 @@ class GroupReader:
                 text=self.decode(list(compress(tokens, is_sampled))),
                 score=Score(reward, reward > 0 if least is None else reward >= least, {}),
                 ref_logprobs=None if ref_logprobs is None else tuple(ref_logprobs),
-                teacher_logprobs=_of_teacher(tokens, is_sampled, asked, told) if has_teacher else None,
+                teacher_logprobs=teacher,
                 zero_advantage=bool(said[0] is not None and said[0].set_advantage_to_zero),
             )
             rollouts.append(rollout)

@@ -130,7 +130,8 @@ class ToolEpisodes(Episodes):
                 earned.append(_reward(world, "get_turn_reward", "turns"))
                 chat.pay(sum(earned[-1].values()))
             # 4. The episode ends at a limit, where nobody answers, or where the environment says so.
-            if reply.is_cut or not results or getattr(world, "is_done", False):
+            is_done = getattr(world, "is_done", False)
+            if reply.is_cut or not results or (is_done and not callable(is_done)):  # a method is a tool
                 break
             messages += results
         earned.append(_reward(world, "get_reward", "episode") if hasattr(world, "get_reward") else {"episode": 0.0})
@@ -203,7 +204,11 @@ class Environment(ToolEpisodes, EpisodeTask):
                 continue
             try:
                 found.append(get_json_schema(function))
-            except (DocstringParsingException, TypeHintParsingException) as error:
+            except (
+                DocstringParsingException,
+                TypeHintParsingException,
+                NameError,
+            ) as error:  # a type that is not there
                 about = f"task.environment={self.environment}: the tool {name} has no schema, {reason_of(error)}"
                 fix = "give it types, and a docstring with a line for each argument below Args:"
                 raise ConfigError(f"{about}; {fix}. A method that is no tool begins with _") from error

@@ -9,7 +9,6 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -196,13 +195,17 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
 def tools_of(row: Row) -> tuple[Schema, ...]:
     """The schemas in the column `tools`, or in its JSON text. Another kind of column of this name has none."""
     value = without_none(field(row, "tools", "tools")) if "tools" in row.value else None
-    with suppress(ValueError):
-        value = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+    try:
+        listed = json.loads(value) if isinstance(value, str) else value
+        functions = [each.get("function", each) for each in ([listed] if isinstance(listed, Mapping) else listed)]
+        if all(isinstance(each["name"], str) for each in functions):
+            return tuple({"type": "function", "function": each} for each in functions)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    if not re.search(r"[\"'](?:function|parameters)[\"']", str(value)):
         return ()
-    functions = [each.get("function", each) for each in value]
-    are_named = all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions)
-    return tuple({"type": "function", "function": each} for each in functions) if are_named else ()
+    fix = "must be a list of schemas of functions that have names, or JSON of it; another column needs another name"
+    raise ConfigError(f"{row.where} field 'tools': {fix}: {shown(value)}")
 
 
 def without_none(value: Any) -> Any:

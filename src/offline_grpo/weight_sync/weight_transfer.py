@@ -108,8 +108,8 @@ class Ipc(WeightTransfer):
 
         at_once(begin, engines)
         for bucket in staged.snapshot.text_buckets(self.bucket_mib * 2**20):
-            columns = zip(*(described(name, tensor) for name, tensor in bucket), strict=True)
-            update_info = dict(zip(("names", "dtype_names", "shapes"), map(list, columns), strict=True))
+            names, dtype_names, shapes = zip(*(described(name, tensor) for name, tensor in bucket), strict=True)
+            update_info = {"names": [*names], "dtype_names": [*dtype_names], "shapes": [*shapes]}
             self.send(engines, [tensor.detach().contiguous() for _, tensor in bucket], update_info)
         at_once(finish, engines)
         return time.perf_counter() - began

@@ -281,6 +281,9 @@ def test_connections_end_with_their_episode_and_those_of_strangers_soon(monkeypa
         answers = [connection.recv(12) for connection in silent[20:22]]
         assert answers == [b"HTTP/1.1 404", b"HTTP/1.0 400"]
         assert all(map(is_closed, silent[22:24])), "they said nothing for too long"
+        busy = [stack.enter_context(httpx.Client()) for _ in range(30)]
+        assert all(post(each, other, ASK).status_code == 200 for each in busy)
+        assert sum(each.transport is not None for each in proxy.connections) < 25, "beyond some, none is kept alive"
         proxy.end(key)
         kept = http._transport._pool.connections  # type: ignore[attr-defined]
         assert wait_until(lambda: kept[0].has_expired()), "the connection of the episode is closed"

@@ -12,7 +12,7 @@ from dialogues import BUY, CODEC, EOS, call_text, codec_of, ids
 from offline_grpo.errors import RequestError
 from offline_grpo.generation.dialogue import Ask, Dialogue
 from offline_grpo.model.text import TokenizerCodec
-from offline_grpo.types import Completion, FinishReason, Message, Rules, SamplingParams, Score
+from offline_grpo.types import Completion, FinishReason, Message, Rules, SamplingParams, SamplingRequest, Score
 
 SAMPLING = SamplingParams(max_new_tokens=400)
 RULES = Rules(max_turns=8, max_turn_tokens=None, max_environment_tokens=4000, timeout_s=60)
@@ -198,3 +198,20 @@ def test_calls_that_cannot_be_read_are_measured() -> None:
     answered(dialogue, codec, [ASK, first.reply.message, again], call_text(codec, 1) or "", [BUY])
     measured = dialogue.rollout(Score(0.0, False, {})).score.measured
     assert (measured["malformed_calls"], measured["calls"]) == (2.0, 1.0)
+
+
+def test_an_episode_may_have_thousands_of_turns() -> None:
+    ask = last = Ask(SamplingRequest((1,), 1, 0), None, (), (), ())
+    for _ in range(3000):
+        last = Ask(last.request, last, (), (), ())
+    assert (len(last.path), last.path[0], last.path[-1]) == (3001, ask, last)
+
+
+def test_tools_that_a_template_leaves_out_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    codec = codec_of("qwen2_5")
+    monkeypatch.setattr(codec.tokenizer, "chat_template", codec.tokenizer.chat_template.replace("if tools", "if false"))
+    for _ in range(2):
+        codec.chat.first([ASK], [BUY])
+    assert caplog.text.count("the model's chat template leaves tools out; name them in the prompt") == 1

@@ -210,6 +210,9 @@ def test_no_reply_is_too_much(reader: Any) -> None:
     """Nesting that would overflow the stack, and texts that a policy in a loop writes."""
     deep = '{"name": "buy", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}"
     assert not any(calls for _, _, calls in reader.calls(f"<tool_call>{deep}</tool_call>{deep}", [BUY]))
+    blanks = "\n" * 20_000
+    for opened in ("<tool_call>", "<|tool_call_start|>", "<｜tool▁call▁begin｜>buy<｜tool▁sep｜>"):
+        assert not any(calls for _, _, calls in reader.calls(f"{opened}{blanks}", [BUY]))
     for piece in ("<tool_call>\n<function=buy>\n<parameter=a>\n", '\\"', "<tool_call>buy\n<arg_key>a</arg_key>\n", "'"):
         assert len([*reader.calls('{"name": ' + piece * (20_000 // len(piece)), [BUY])]) <= 100
 

@@ -170,7 +170,7 @@ def test_messages_reach_the_chat_template_whole(tmp_path, suffix, caplog):
 TOOL = {"type": "function", "function": {"name": "add_up", "parameters": {"type": "object", "properties": {}}}}
 
 
-OFFERED = ([TOOL], json.dumps([TOOL]), [TOOL["function"]])
+OFFERED = ([TOOL], json.dumps([TOOL]), [TOOL["function"]], TOOL)
 
 
 @pytest.mark.parametrize("tools", [*OFFERED, None, "a hammer", ["hammer", "saw"], [{"price": 1}], {"a": 1}])
@@ -179,6 +179,13 @@ def test_a_column_of_tools_is_offered_and_another_of_this_name_is_a_column_as_an
     [problem] = make(file, eval_split="train").problems(Split.TRAIN)
     offered = [TOOL] if tools in OFFERED else []
     assert (json.dumps(problem.tools), problem.fields["tools"]) == (json.dumps(offered), tools)
+
+
+@pytest.mark.parametrize("tools", [json.dumps([TOOL])[:-1], [[TOOL]], [{"function": {"parameters": {}}}]])
+def test_schemas_of_tools_that_cannot_be_read_are_refused(tmp_path, tools):
+    file = write_jsonl(tmp_path / "my.jsonl", [{**ROWS[0], "tools": tools}])
+    with pytest.raises(ConfigError, match=r"row 1, field 'tools': must be a list of schemas"):
+        make(file, eval_split="train").problems(Split.TRAIN)
 
 
 GOOD = '{"prompt": "q", "answer": 1}'

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ import torch
 from dialogues import CODEC, EOS, InProcess, Scripted, ids, problem_of, sampled
 from worlds import agent, environment
 
-from offline_grpo.errors import ScoreError
+from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.task.environment import Environment
-from offline_grpo.types import FinishReason, Rollout, SamplingParams
+from offline_grpo.types import FinishReason, Reply, Rollout, SamplingParams
 
 
 class Paid:
@@ -211,6 +212,35 @@ class Kinds(Base):
         return first + second if isinstance(self, Kinds) else 0
 
     def _private(self) -> None: ...
+
+
+class Game(Paid):
+    def is_done(self) -> bool:
+        """Whether the game is over."""
+        return False
+
+
+def test_a_tool_may_be_called_is_done() -> None:
+    task = environment(f"{__name__}:Game")
+    assert "is_done" in [tool["function"]["name"] for tool in task.tools]
+    replies = iter([Reply("1", "1", num_tokens=1)] * 3 + [Reply(is_cut=True)])
+    chat: Any = SimpleNamespace(seed=0, say=lambda *_: next(replies), pay=lambda _: None)
+    assert task.play(problem_of(task), chat).parts == {"turns": 3.0, "episode": 300.0}
+
+
+class Unknown(Kinds):
+    def weighs(self, thing: Thing) -> int:  # type: ignore[name-defined]  # noqa: F821
+        """Weighs.
+
+        Args:
+            thing: What.
+        """
+        return 1
+
+
+def test_a_tool_whose_types_are_not_there_is_refused_in_a_line() -> None:
+    with pytest.raises(ConfigError, match=r"the tool weighs has no schema, name 'Thing' is not defined; give it types"):
+        _ = environment(f"{__name__}:Unknown").tools
 
 
 def test_methods_of_every_kind_are_tools_with_all_their_arguments() -> None:

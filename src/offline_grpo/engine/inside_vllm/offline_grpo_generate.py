@@ -60,8 +60,9 @@ class Generate:
     A request to /generate has `prompt`, a string or `{"prompt_token_ids": [...]}`, and any of vLLM's sampling
     parameters. `logprobs` is 0 where it is not given: that of the chosen token alone. `model` names an adapter, or the
     base model; without it the adapter that was loaded last is sampled from, so that callers need not know that weights
-    are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`; `urgent: true` is computed before others
-    that wait. A request to /generate_tokens has the same, but for `stream`, and without `model` it asks the base model.
+    are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`; `urgent: true` is computed before
+    others that wait. A request to /generate_tokens has the same, but for `stream`, and without `model` it asks the base
+    model.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -138,16 +139,7 @@ class Request:
             raise ValueError(f"stream: only {PATH} answers in parts")
         self._tokenizer = state.engine_client.tokenizer
         vocab_size = state.engine_client.model_config.get_vocab_size()
-        prompt = fields.pop("prompt", None)
-        self._prompt = prompt if isinstance(prompt, str) and self._tokenizer is not None else None
-        if self._prompt is not None:
-            self._prompt_ids = self._tokenizer.encode(prompt)
-        else:
-            ids = self._prompt_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-            if not (isinstance(ids, list) and ids and {*map(type, ids)} == {int}):
-                raise ValueError('prompt: must be a string, or {"prompt_token_ids": [...]} with at least one id')
-            if not (min(ids) >= 0 and max(ids) < vocab_size):
-                raise ValueError(f"prompt: ids must be from 0 to {vocab_size - 1}, the model's")
+        self._prompt_ids, self._prompt = self._read_prompt(fields.pop("prompt", None), vocab_size)
         self._priority = -1 if fields.pop("urgent", False) else 0
         name, models = fields.pop("model", None), state.openai_serving_models
         self._adapter = None if name is None and of_tokens else adapter_named(name, models)
@@ -164,6 +156,16 @@ class Request:
         if not (self.is_stream or params.stop):  # a whole text is made from its tokens faster than token by token
             params.detokenize = False
         self._params = params
+
+    def _read_prompt(self, prompt: Any, vocab_size: int) -> tuple[list[int], str | None]:
+        if isinstance(prompt, str) and self._tokenizer is not None:
+            return self._tokenizer.encode(prompt), prompt
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        if not (isinstance(ids, list) and ids and {*map(type, ids)} == {int}):
+            raise ValueError('prompt: must be a string, or {"prompt_token_ids": [...]} with at least one id')
+        if not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise ValueError(f"prompt: ids must be from 0 to {vocab_size - 1}, the model's")
+        return ids, None
 
     def _prompt_text(self) -> str:
         if self._prompt is None:
