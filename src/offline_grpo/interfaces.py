@@ -76,7 +76,8 @@ class TaskFacts:
         tasks = getattr(task, "tasks", None)
         if not isinstance(tasks, Mapping) or not all(isinstance(each, Task) for each in tasks.values()):
             said: dict[str, Any] = {each.name: getattr(task, each.name, each.default) for each in fields(cls)}
-            return cls(**said | {"plays": hasattr(task, "play")})
+            said["plays"] = hasattr(task, "play")
+            return cls(**said)
         all_facts = [cls.of(each) for each in tasks.values()]
         return cls(
             scores_safely=all(facts.scores_safely for facts in all_facts),

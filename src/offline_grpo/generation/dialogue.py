@@ -52,7 +52,8 @@ class Ask:
     @property
     def path(self) -> list[Ask]:
         """From the first turn to this one."""
-        path, parent = [self], self.parent
+        path: list[Ask] = [self]
+        parent = self.parent
         while parent is not None:
             path.append(parent)
             parent = parent.parent

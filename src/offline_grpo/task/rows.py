@@ -196,7 +196,7 @@ def tools_of(row: Row) -> tuple[Schema, ...]:
     """The schemas in the column `tools`, or in its JSON text. Another kind of column of this name has none."""
     value = without_none(field(row, "tools", "tools")) if "tools" in row.value else None
     try:
-        listed = json.loads(value) if isinstance(value, str) else value
+        listed: Any = json.loads(value) if isinstance(value, str) else value
         functions = [each.get("function", each) for each in ([listed] if isinstance(listed, Mapping) else listed)]
         if all(isinstance(each["name"], str) for each in functions):
             return tuple({"type": "function", "function": each} for each in functions)
