@@ -2,9 +2,10 @@
 
     (evaluate) -> for each iteration: generate -> train -> sync -> (evaluate) -> (save) -> log
 
-A signal ends sampling and evaluation at once, and anything else at the end of its iteration; then the state after the
-last complete iteration is saved. A run that is killed anywhere repeats what came after its last checkpoint, with the
-same rollouts, because everything is a function of seed and iteration, and ends with the same files.
+A signal ends sampling and evaluation at once (of several processes: when the next of them begins), and anything else at
+the end of its iteration; then the state after the last complete iteration is saved. A run that is killed anywhere
+repeats what came after its last checkpoint, with the same rollouts, because everything is a function of seed and
+iteration, and ends with the same files. (Where not every iteration pushes, a resumed run begins with a push.)
 
 Every process makes all of these steps. What samples, what is gathered, and what the first process does alone is said
 where it differs. With `rollouts=async` requests go on between any two steps, and a push comes amid them.
@@ -132,6 +133,7 @@ class Loop:
                 eval_metrics = self.evaluate(iteration)
             except StopRequested as error:
                 signal = error
+        # The best state so far is saved, and the one after which `train.stop_when` ends the run.
         is_milestone = eval_metrics is not None and run.milestones.see(eval_metrics, iteration)
 
         # 5. Write the checkpoint (weights, masters, optimizer, schedule, counters, what the source and the milestones

@@ -1,9 +1,9 @@
 """One run: configuration in, trained model and files out. `train` is its life, from top to bottom; `loop.train` is what
 it does in every iteration.
 
-Three things have to happen early, and make the order of the steps: what a person may have typed wrong is refused before
-torch is imported, within three seconds; servers, which take longest, start before transformers is imported; and the
-weights come after the servers have taken their memory.
+Three things have to happen early, and make the order of the steps: most of what a person may have typed wrong is
+refused before torch is imported, within three seconds; servers, which take longest, start before transformers is
+imported; and the weights come after the servers have taken their memory.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def train(
         run = Run(stop, ExitStack())
         locks = outer.enter_context(ExitStack())
 
-        # 1. BEFORE TORCH. The settings are typed and in range. The folder is locked, with the checkpoint to go on from,
-        #    so that no second writer comes. Then the parts that need no model are built from the signatures of their
-        #    classes, and it is checked that they go together (`make_plan`, which imports torch after the settings of
-        #    sampling, loggers, source, task and problems are accepted).
+        # 1. THE CHECKS, most of them BEFORE TORCH. The settings are typed and in range. The folder is locked, with the
+        #    checkpoint to go on from, so that no second writer comes. Then the parts that need no model are built from
+        #    the signatures of their classes, and it is checked that they go together (`make_plan`, which imports torch
+        #    after the settings of sampling, loggers, source, task and problems are accepted).
         if is_main():
             print("offline-grpo: loading ...", flush=True)
         os.environ.update(kept_compiled())
@@ -123,15 +123,14 @@ def train(
 
             records.hide_progress_bars()
         model.check(run)
-        model.load_policy(run)
-        model.connect_engines(run)
+        model.load_policy(run)  # once each server on its GPU has taken its memory
+        model.connect_engines(run)  # starts the servers that step 2 left, and waits until all are up
         model.prove(run)  # that this model is causal, and that the sampler in this process draws what training computes
         model.prepare_training(run)
 
-        # 4. THE ITERATIONS. Nothing more can be refused: the run is on record. From here on a signal waits for the end
-        #    of the iteration, except where the loop says that nothing is lost.
+        # 4. THE ITERATIONS. Nothing more can be refused: the run is on record.
         record_and_describe(run, cfg, overrides)
-        with stop.held("this iteration"):
+        with stop.held("this iteration"):  # a signal waits, but where the loop is `interruptible`
             loop.train(run)
             stop.hold("the report")
             run.stack.close()  # engines end before the report is drawn

@@ -164,7 +164,7 @@ def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
 def test_failed_scores_and_a_curriculum_are_resumed_and_replayed_bit_for_bit(cache, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": f"{2 * i}"}) + "\n" for i in range(12)))
-    common = ("data.num_train_seeds=null", "data.shuffle=false", "scoring.workers=2", "train.iterations=4")
+    common = ("data.num_train_seeds=null", "data.shuffle=false", "scoring.workers=2", "train.iterations=6")
     common += ("task=dataset", f"task.path={rows}", "task.reward=bad_rewards:flaky", "model.tiny.warm_start_steps=0")
     common += ("train.drop_zero_signal_groups=true", "eval.enabled=false", "train.updates_per_iteration=1")
     ours = (*common, "data.resample_zero_signal=true", "data.max_resamples=1", "data.pass_rate=[0.3,0.7]")

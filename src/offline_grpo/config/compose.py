@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
@@ -77,7 +79,8 @@ def composed(overrides: Sequence[str]) -> DictConfig:
     """What `run_grpo.py` would run with these overrides, after `register`. Raises Hydra's own errors for what cannot be
     composed.
     """
-    with initialize_config_dir(config_dir=str(folder()), version_base="1.3"):
+    is_in_job = GlobalHydra.instance().is_initialized()  # of a sweep
+    with nullcontext() if is_in_job else initialize_config_dir(config_dir=str(folder()), version_base="1.3"):
         return compose("config", overrides=list(overrides))
 
 
