@@ -23,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).with_name("fakes")))
 from worlds import write_sums
 
 VARYING = ("time/", "perf/")

@@ -54,6 +54,7 @@ def targets(node, key=""):
             yield from targets(child, f"{key}.{name}" if key else name)
 
 
+@pytest.mark.slow
 def test_every_option_composes_and_fits_its_component():
     """One of each group at a time: to compose takes long."""
     groups = [list(options) for _, options in groupby(OPTIONS, lambda option: option.parent)]
@@ -94,6 +95,7 @@ def test_gsm8k_takes_any_model(model):
     assert typed(compose_config("experiment=gsm8k", f"model={model}", "train.lr=2")).train.lr == 2
 
 
+@pytest.mark.slow
 def test_every_experiment_composes():
     for name in EXPERIMENTS:
         assert isinstance(typed(compose_config(f"experiment={name}")), RunConfig), name

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from factories import compose_config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -82,6 +83,7 @@ def test_column_holds_nothing_but_keys_overrides_and_commands():
     assert [name for name in modules if find_spec(name) is None] == []
 
 
+@pytest.mark.slow
 def test_keys_exist_and_overrides_compose_and_fit():
     cfg = compose_config()
     assert [

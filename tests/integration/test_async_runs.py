@@ -86,6 +86,7 @@ def apart_from_async(metrics: dict[str, dict[str, float]]) -> dict[str, dict[str
     }
 
 
+@pytest.mark.slow
 def test_without_staleness_every_file_is_that_of_on_policy(model: Path, tmp_path: Path) -> None:
     found = []
     for mode in ("mode=sync", "mode=async rollouts.max_staleness=0"):

@@ -120,6 +120,7 @@ def test_prompts_that_the_tokenizer_cannot_read_are_told(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(("name", "option"), [("qwen3_5", "train.kl_coef=0.1"), ("gemma3", "model/lora=default")])
+@pytest.mark.slow
 def test_a_composite_is_resumed_and_evaluated_as_it_was_trained(name: str, option: str, tmp_path: Path) -> None:
     tokenizer = build_char_tokenizer(128)
     source = save_composite(name, tmp_path / "model", text={"vocab_size": len(tokenizer)})

@@ -110,6 +110,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
+@pytest.mark.slow
 def test_what_it_cannot_do_is_refused(words: str, tmp_path: Path) -> None:
     done = run_command(tmp_path, SCRIPT, *words.split())
     assert done.returncode == 2

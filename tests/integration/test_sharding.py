@@ -40,6 +40,7 @@ def apart(folder: Path, count: int, cases: list[dict[str, Any]]) -> None:
         assert max(float(metrics), float(weights)) < 1e-5, line
 
 
+@pytest.mark.slow
 def test_updates_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
     apart(tmp_path, 2, CASES[:1])
 

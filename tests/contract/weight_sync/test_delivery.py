@@ -120,6 +120,7 @@ def test_a_stale_prefix_cache_is_noticed(connect: Callable[..., Any], monkeypatc
 
 
 @ON_CPU
+@pytest.mark.slow
 def test_an_adapter_that_the_server_ignores_is_noticed(where: Where, model_folder: Path, tmp_path: Path) -> None:
     """vLLM takes an adapter for other layers than it adapts, and serves the base model. All is within the tolerance."""
     args = LORA_ARGS | {"lora_target_modules": ["qkv_proj"]}

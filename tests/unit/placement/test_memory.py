@@ -124,6 +124,7 @@ def ratios_of_models_as_they_are():
         yield arm, total / (row["measured_bytes"]["total"] / GIB)
 
 
+@pytest.mark.slow
 def test_the_plan_lies_above_all_that_was_measured_and_by_a_twentieth_at_most():
     found = dict([*ratios_of_compiled_models(), *ratios_of_models_as_they_are()])
     assert len(found) == 12 + 4 + 10
