@@ -9,9 +9,9 @@ its process.
 32 prompts x 8 completions x 512 tokens an iteration, one update of all 256, bf16, the same random model, prompts,
 reward, loss, optimizer and learning rate. Random weights hardly ever draw the end of a sequence, so both arms make the
 same number of tokens; the script compares that, and the ids of the prompts, before it compares times. Each arm runs in
-its own process, as its users start it, one after the other, or at the same time with --gpus 0 1, which gives each a
-card of its own. Times are medians over the iterations after the first two, or means for the arm `async`, whose
-iterations may be long and short in turn.
+its own process, as its users start it, one after the other and --rounds times in turn, or at the same time with --gpus
+0 1, which gives each a card of its own. Times are medians over the iterations of all rounds but the first two of each,
+or means for the arm `async`, whose iterations may be long and short in turn.
 
     ours    run_grpo.py with weight_sync=shared_vllm: fp32 masters, weights shared with the server
     async   the same with weight_sync=ipc and rollouts=async: the next completions are drawn during the update, on the
@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -103,9 +103,9 @@ def our_command(work: Path, args: argparse.Namespace, arm: str, words: tuple[str
     ]
 
 
-def our_result(folder: Path) -> dict[str, Any]:
-    """What the run's metrics say."""
-    records = records_of(folder)[WARMUP:]
+def our_result(folders: Sequence[Path]) -> dict[str, Any]:
+    """What the metrics of the runs say."""
+    records = [record for folder in folders for record in records_of(folder)[WARMUP:]]
     phases = sorted(
         {key for record in records for key in record if key.startswith("time/") and not key.startswith("time/start")}
     )
@@ -118,7 +118,7 @@ def our_result(folder: Path) -> dict[str, Any]:
 
 
 def train_with_trl(work: Path, args: argparse.Namespace) -> None:
-    """The other arm, in this process; writes WORK/trl.json."""
+    """The other arm, in this process; writes trl.json where it was started."""
     from transformers import AutoTokenizer, TrainerCallback
     from trl_arm import MethodTimes, make_trainer
 
@@ -175,7 +175,7 @@ def train_with_trl(work: Path, args: argparse.Namespace) -> None:
         "prompts": trainer._tokenize_prompts([row["prompt"] for row in rows[: args.prompts]])[0],
         "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
     }
-    (work / "trl.json").write_text(json.dumps(result))
+    Path("trl.json").write_text(json.dumps(result))
 
 
 def gpu_memory_gb() -> float:
@@ -211,6 +211,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("work", type=Path)
     parser.add_argument("overrides", nargs="*", help="overrides of our arm")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--shape", default="0.6b", help="of the model, a name of shapes.py")
+    parser.add_argument("--rounds", type=int, default=1, help="of all arms, in turn")
     parser.add_argument("--gpus", nargs="+", default=None, help="the card of each arm, which then run at the same time")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--share", default="0.35", help="of the card's memory, for vLLM")
@@ -232,26 +234,33 @@ def main() -> None:
     if args.inside_trl:
         train_with_trl(work, args)
         return
-    make_model(work, "0.6b", small=args.small)
-    commands = {
-        **{arm: our_command(work, args, arm, of_arm(work, args, arm)) for arm in OURS},
-        "trl": [sys.executable, str(Path(__file__).resolve()), str(work), *sys.argv[2:], "--inside-trl"],
-    }
-    processes = {}
-    for i, arm in enumerate(args.arms):
-        env = environment(MASTER_PORT=str(choose_port("127.0.0.1", None, key="MASTER_PORT")))  # TRL opens it
-        env |= {"CUDA_VISIBLE_DEVICES": args.gpus[i]} if args.gpus else {}
-        with (work / f"{arm}.log").open("w") as log:
-            processes[arm] = subprocess.Popen(commands[arm], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=work)
-        if not args.gpus:
-            processes[arm].wait()
-    failed = [arm for arm, process in processes.items() if process.wait() != 0]
+    make_model(work, args.shape, small=args.small)
+    trl = [sys.executable, str(Path(__file__).resolve()), str(work), *sys.argv[2:], "--inside-trl"]
+    folders: dict[str, list[Path]] = {arm: [work / f"{arm}_{i}" for i in range(args.rounds)] for arm in args.arms}
+    failed = []
+    for number in range(args.rounds):
+        processes = {}
+        for i, arm in enumerate(args.arms):
+            env = environment(MASTER_PORT=str(choose_port("127.0.0.1", None, key="MASTER_PORT")))  # TRL opens it
+            env |= {"CUDA_VISIBLE_DEVICES": args.gpus[i]} if args.gpus else {}
+            folder = folders[arm][number]
+            folder.mkdir(parents=True, exist_ok=True)
+            own = (*of_arm(work, args, arm), f"hydra.run.dir={folder}") if arm in OURS else ()
+            command = our_command(work, args, arm, own) if arm in OURS else trl
+            with (work / f"{folder.name}.log").open("w") as log:
+                processes[arm] = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+            if not args.gpus:
+                processes[arm].wait()
+        failed += [f"{arm}_{number}" for arm, process in processes.items() if process.wait() != 0]
     print_ends(work, failed)
-    found = {
-        arm: our_result(work / arm) for arm in OURS if len(records_of(work / arm)) > WARMUP
-    }  # also of an arm that was run before
-    if (work / "trl.json").exists():
-        found["trl"] = json.loads((work / "trl.json").read_text())
+    found = {arm: our_result(own) for arm, own in folders.items() if arm in OURS}
+    found = {arm: result for arm, result in found.items() if result["seconds"]}
+    if results := [
+        json.loads((own / "trl.json").read_text()) for own in folders.get("trl", []) if (own / "trl.json").exists()
+    ]:
+        found["trl"] = results[0] | {
+            key: [each for own in results for each in own[key]] for key in ("seconds", "tokens")
+        }
     if not found:
         sys.exit(1)
     measured = {

@@ -51,6 +51,19 @@ SIZES: dict[str, PretrainedConfig] = {
         pad_token_id=0,
     ),
     "0.6b": qwen3(1024, 3072, 28, 16),
+    "1.1b": LlamaConfig(  # TinyLlama
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
     "1.7b": qwen3(2048, 6144, 28, 16),
     "4b": qwen3(2560, 9728, 36, 32),
     "8b": LlamaConfig(
@@ -64,4 +77,4 @@ SIZES: dict[str, PretrainedConfig] = {
         tie_word_embeddings=False,
     ),
 }
-"""Two small ones, Qwen3-0.6B, Qwen3-1.7B, Qwen3-4B and Llama-3.1-8B."""
+"""Two small ones, SmolLM2-135M, Qwen3-0.6B, TinyLlama-1.1B, Qwen3-1.7B, Qwen3-4B and Llama-3.1-8B."""
