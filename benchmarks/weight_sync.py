@@ -53,7 +53,7 @@ from offline_grpo.settings import LoraConfig
 from offline_grpo.train.fsdp2 import FullyShardedPolicy
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
-from offline_grpo.weight_sync import strategy
+from offline_grpo.weight_sync import proof
 from offline_grpo.weight_sync.deployment import Deployment
 
 SIZES = (
@@ -112,7 +112,7 @@ class Phases:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         for name in ("sample_probe", "scored", "compare_bits"):
-            self._watch(strategy, name)
+            self._watch(proof, name)
         for name in ("call_workers", "post"):
             self._watch(VllmEngine, name)
 
