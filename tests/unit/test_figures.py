@@ -94,7 +94,7 @@ def synced(strategy: str, *keys: str) -> list[float]:
     speeds = [
         f"{streams}_{what}" for streams in ("single_stream", "concurrent") for what in ("tokens_per_s", f"vs_{other}")
     ]
-    files = [result(f"h100/weight_sync_{strategy}")["measured"], result(f"weight_sync_{strategy}")["measured"]]
+    files = [result(f"h100/weight_sync_{strategy}")["measured"], result(f"h200/weight_sync_{strategy}")["measured"]]
     return [file[key] for key in (*first, *speeds) for file in files[: 1 + (key != "trainer_gpu_mib")]]
 
 
