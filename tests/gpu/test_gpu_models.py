@@ -18,8 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from offline_grpo.generation import decoding_graph
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model.layers import not_compiled
-from offline_grpo.model.layouts import LAYOUTS
-from offline_grpo.model.layouts.varlen import Flash4, Varlen, _flash4_kernel, has_flash4
+from offline_grpo.model.layouts import LAYOUTS, Flash4, Varlen, _flash4_kernel, has_flash4
 from offline_grpo.model.lm_head import KeptHead
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import measure_logit_transform

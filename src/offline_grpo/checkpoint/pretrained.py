@@ -25,7 +25,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import LanguageModel, unwrapped, warn_of_peft, with_saved_adapter
 from offline_grpo.model.device import make_current, torch_dtype
 from offline_grpo.model.load import build_on_meta, load_causal_lm, load_tokenizer, read_model_config
-from offline_grpo.model.saving import save_model
+from offline_grpo.model.policy import save_model
 
 KEY = "MODEL"
 """What messages call the name that was given."""

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offline_grpo.errors import require
-from offline_grpo.model.layers import is_compiled_by_default
+from offline_grpo.model.layers import is_compiled
 
 CPU_TILE_BYTES = 8 * 2**20  # a tile and its scratch copy stay in the last-level cache
 GPU_TILE_BYTES = 256 * 2**20  # large enough that the matrix products run at full speed
@@ -78,7 +78,7 @@ class TiledHead:
     ) -> tuple[Tensor, Tensor]:
         """See `LossHead`. Logprobs of targets outside [0, V) are NaN. Logits are float32, or float64 if `hidden` is."""
         is_kept = self.kept_gib > 0 and not entropy_requires_grad and hidden.dtype == torch.bfloat16
-        if is_kept and is_compiled_by_default(hidden.device):
+        if is_kept and is_compiled("auto", hidden.device):
             height, width = self._shape(KEPT_TILE_BYTES // 4, MIN_GPU_WIDTH, hidden, weight)
             kept_bytes = int(self.kept_gib * 2**30)
             shape = height, min(width, MAX_KEPT_WIDTH)

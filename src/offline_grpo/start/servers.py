@@ -31,7 +31,7 @@ from offline_grpo.model.quantization import check_nf4
 from offline_grpo.model.text import end_ids
 from offline_grpo.placement.devices import Devices, check_devices, server_gpus, trainer_gpus
 from offline_grpo.state import Run
-from offline_grpo.train.advantage.gdpo import GDPO
+from offline_grpo.train.advantage import GDPO
 from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync.deployment import Deployment
 from offline_grpo.weight_sync.lora import LoraRestart, room_for

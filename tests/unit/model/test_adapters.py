@@ -21,8 +21,7 @@ from transformers import LagunaConfig, LagunaForCausalLM
 from offline_grpo.checkpoint.pretrained import export_model, find_model
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import with_lora, with_saved_adapter
-from offline_grpo.model.policy import Policy
-from offline_grpo.model.saving import ADAPTER_FILE, save_adapter
+from offline_grpo.model.policy import ADAPTER_FILE, Policy, save_adapter
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.settings import LoraConfig
 

@@ -18,10 +18,10 @@ from torch._dynamo.utils import counters
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model import layers, proof
+from offline_grpo.model import proof
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.layers import not_compiled
-from offline_grpo.model.layouts.rows import Padded
+from offline_grpo.model.layouts import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.proof import settle_compile
 from offline_grpo.model.scoring import Scoring, measure_logit_transform, prepare_for_gradients
@@ -113,7 +113,7 @@ def test_a_model_that_computes_something_else_then_is_left_as_it_is(
         return lambda *args: [out * 1.5 if out.is_floating_point() else out for out in graph(*args)]
 
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=wrong))
-    monkeypatch.setattr(layers, "is_compiled_by_default", lambda device: True)
+    monkeypatch.setattr(proof, "is_compiled", lambda *_: True)
     scoring = scoring_of("llama")
     with caplog.at_level(logging.WARNING):
         settle_compile(scoring, "auto", CPU)

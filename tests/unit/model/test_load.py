@@ -24,8 +24,7 @@ from offline_grpo.model.load import (
     load_tokenizer,
     prepare,
 )
-from offline_grpo.model.policy import Policy
-from offline_grpo.model.saving import save_policy
+from offline_grpo.model.policy import Policy, save_policy
 from offline_grpo.model.scoring import LogitTransform, Scoring, measure_logit_transform
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import ModelConfig
@@ -67,7 +66,7 @@ def test_it_loads_and_scores_as_it_was_saved(tmp_path: Path):
     build_char_tokenizer(64).save_pretrained(tmp_path)
     policy = load(tmp_path)
     scoring = Scoring(model, policy.scoring.layout, policy.scoring.head, logits=measure_logit_transform(model))
-    batch = build_batch([make_rollout([5, 6, 7], [8, 9, 10]), make_rollout([5, 6, 7], [11])], mask_truncated=False)
+    batch = build_batch([make_rollout([5, 6, 7], [8, 9, 10]), make_rollout([5, 6, 7], [11])])
     assert torch.equal(policy.logprobs(batch), scoring.logprobs(batch))
 
 

@@ -25,7 +25,9 @@ from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.rollouts.replay import Replay
 from offline_grpo.train.advantage import (
+    GDPO,
     RLOO,
+    Distill,
     MaxRL,
     PassK,
     PerToken,
@@ -33,8 +35,6 @@ from offline_grpo.train.advantage import (
     ReinforceBaseline,
     group_advantages,
 )
-from offline_grpo.train.advantage.distill import Distill
-from offline_grpo.train.advantage.gdpo import GDPO
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Rollout, RolloutGroup, Score, Turn
 
@@ -100,7 +100,7 @@ def group(*rollouts: Rollout) -> RolloutGroup:
 
 
 def advantages(component, groups):
-    return component(groups, build_batch([each for own in groups for each in own.rollouts], mask_truncated=False))
+    return component(groups, build_batch([each for own in groups for each in own.rollouts]))
 
 
 GROUPS = [

@@ -3,7 +3,7 @@
 import pytest
 
 from offline_grpo.settings import StopWhenConfig
-from offline_grpo.train.milestones import Milestones, early_stop_reason
+from offline_grpo.train.schedule import Milestones, early_stop_reason
 
 NEVER = StopWhenConfig("pass@1", None, None)
 

@@ -131,6 +131,6 @@ def test_updates_of_a_model_are_the_same(tmp_path, token_batch, dtype, precision
     assert metrics[0] == metrics[1]
     assert updaters[0].counters == updaters[1].counters
     assert updaters[1].counters.num_refused >= 2
-    one, other = ((updater.policy.masters, updater.optimizer) for updater in updaters)
+    one, other = ((updater.passes.policy.masters, updater.optimizer) for updater in updaters)
     same(one, other)
     assert (one[0].values["model.norm.weight"] != make_qwen2().model.norm.weight).any()

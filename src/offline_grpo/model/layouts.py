@@ -1,35 +1,165 @@
-"""The varlen layouts: all sequences end to end in one row, without padding. Two kernels attend within each of them:
-torch's, which is FlashAttention 2, and FlashAttention 4 of the package `flash-attn-4`, which is twice as fast on long
-sequences, on Hopper and Blackwell GPUs, and compiles its kernels when they first run.
+"""Layouts: how a flat batch becomes the rows that a decoder reads, and its output flat again. `auto` chooses one.
+
+    Padded           one row per sequence
+    Tree             one row per prompt, which holds the tree of its sequences' prefixes: shared ones are computed once
+    Varlen, Flash4   all sequences end to end in one row, without padding; a kernel attends within each of them
+
+In a tree a token attends to its ancestors, which are the tokens before it in its sequence:
+
+    2+3=5   2+3=6   2+3=56      one row:     2 + 3 = 5 6 6          the second 6 is the child of 5
+                                position:    0 1 2 3 4 4 5
+
+That pays where prompts are long and completions short: the attention mask grows with the square of the row's length.
+
+Varlen's kernel is torch's, which is FlashAttention 2; Flash4's is FlashAttention 4 of the package `flash-attn-4`, which
+is twice as fast on long sequences, on Hopper and Blackwell GPUs, and compiles its kernels when they first run.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from offline_grpo.disk import user_cache
 from offline_grpo.errors import require
-from offline_grpo.model.layouts.rows import CHUNK, Padded
+from offline_grpo.interfaces import Layout
 from offline_grpo.types import TokenBatch
 
+CHUNK = "attention_chunk_size"
+"""In config.json: tokens attend to those of their own chunk of the sequence."""
+MAX_ROW_TOKENS = 512
+MAX_SHARE_OF_PADDED = 0.5
 VARLEN = "offline_grpo_varlen"
 FLASH4 = "offline_grpo_fa4"  # transformers has rules of its own for names with "flash"
 GENERATIONS = (9, 10)
-"""Compute capabilities, Hopper's and Blackwell's, that it has forward and backward kernels for."""
+"""Compute capabilities, Hopper's and Blackwell's, that FlashAttention 4 has forward and backward kernels for."""
 HARMLESS = frozenset(
     {"dropout", "position_ids", "cu_seq_lens_k", "max_length_k", "is_causal", "use_cache", "output_attentions"}
 )
 """Arguments of transformers' attention functions that can be ignored here; any other argument that is set is refused.
 """
+
+
+class Padded:
+    """One row per sequence, padded on the right to the longest. Runs everywhere.
+
+    Causal attention never looks to the right, so padding needs no mask.
+    """
+
+    pads = True
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Accept every device and format."""
+
+    def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
+        rows = batch.token_ids.new_zeros(batch.num_sequences, max(batch.sequence_lengths))  # [S, L]
+        rows = rows.index_put((batch.sequence_ids, batch.position_ids), batch.token_ids)
+        hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state  # [S, L, H]
+        return hidden[batch.sequence_ids, batch.position_ids]  # [T, H]
+
+    def attention(self, decoder: nn.Module, batch: TokenBatch) -> AbstractContextManager[None]:
+        """The model's own."""
+        return nullcontext()
+
+
+class Tree(Padded):
+    """One row per prompt. Batches that share little, and models whose attention takes no mask, get padded rows."""
+
+    def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
+        # The layer with the shortest window or chunk must see a whole row: the mask below knows of neither. A size of
+        # True, which is 1, says only that there is a window.
+        config: Any = decoder.config
+        trees = prefix_trees(batch) if config._attn_implementation in ("sdpa", "eager") else None  # they take masks
+        ends = ("window", "window_size", CHUNK)
+        sizes = [size for name, size in vars(config).items() if name.endswith(ends) and isinstance(size, int)]
+        window = min((size for size in sizes if size > 1), default=math.inf)
+        if trees is None or trees.token_ids.shape[1] > window:
+            return super().hidden_states(decoder, batch)
+
+        # Tokens of several sequences stand in one row: a mask keeps them apart, and positions are those in a sequence.
+        mask = trees.attention_mask(next(decoder.parameters()).dtype)  # [R, 1, L, L]
+        hidden = decoder(
+            input_ids=trees.token_ids, position_ids=trees.position_ids, attention_mask=mask, use_cache=False
+        ).last_hidden_state  # [R, L, H]
+        return hidden[trees.rows, trees.columns]  # [T, H]
+
+
+@dataclass(frozen=True)
+class PrefixTrees:
+    """A batch as R rows of up to L nodes each, and where each of its T tokens stands."""
+
+    token_ids: Tensor  # [R, L]
+    position_ids: Tensor  # [R, L]
+    parents: Tensor  # [R, L], of a root: itself
+    rows: Tensor  # [T]
+    columns: Tensor  # [T]
+
+    def attention_mask(self, dtype: torch.dtype) -> Tensor:
+        """Added to attention scores, [R, 1, L, L]: 0 for a node and its ancestors, else the smallest number."""
+        num_rows, length = self.token_ids.shape
+        device = self.token_ids.device
+        is_ancestor = torch.eye(length, dtype=torch.bool, device=device).repeat(num_rows, 1, 1)  # [R, L, L]
+        every_row = torch.arange(num_rows, device=device)
+        for node in range(1, length):  # parents come first, so theirs is complete
+            is_ancestor[:, node] |= is_ancestor[every_row, self.parents[:, node]]
+        blocked = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
+        return torch.where(is_ancestor, torch.zeros_like(blocked), blocked)[:, None]
+
+
+def prefix_trees(batch: TokenBatch) -> PrefixTrees | None:
+    """The batch's trees, one row per distinct prompt; None where rows of whole sequences would be about as good."""
+    token_ids, is_completion = (values.cpu().numpy().tobytes() for values in (batch.token_ids, batch.completion_mask))
+    trees, device = _grown(token_ids, is_completion, batch.sequence_lengths), batch.token_ids.device
+    return None if trees is None else PrefixTrees(**{name: values.to(device) for name, values in vars(trees).items()})
+
+
+@functools.lru_cache(maxsize=16)
+def _grown(token_bytes: bytes, mask_bytes: bytes, lengths: tuple[int, ...]) -> PrefixTrees | None:
+    """Kept, because the policy is trained on the batches that the reference has scored, in each epoch again."""
+    token_ids = np.frombuffer(token_bytes, np.int64).tolist()
+    is_completion = np.frombuffer(mask_bytes, np.bool_).tolist()
+    nodes: list[list[tuple[int, int, int]]] = []  # of each row: token, position and parent, parents before children
+    row_of_prompt: dict[tuple[int, ...], int] = {}
+    node_of: dict[tuple[int, int, int], int] = {}  # by row, parent (-1 above roots) and token
+    rows: list[int] = []
+    columns: list[int] = []
+    start = 0
+    for length in lengths:
+        # The row of the sequence's prompt: the tokens before its first completion token.
+        sequence = token_ids[start : start + length]
+        mask = is_completion[start : start + length]
+        prompt = tuple(sequence[: mask.index(True)] if True in mask else sequence)
+        row = row_of_prompt.setdefault(prompt, len(nodes))
+        if row == len(nodes):
+            nodes.append([])
+
+        # The sequence's path from the root down, with new nodes where it leaves the paths before.
+        parent = -1
+        for position, token in enumerate(sequence):
+            node = node_of.setdefault((row, parent, token), len(nodes[row]))
+            if node == len(nodes[row]):
+                nodes[row].append((token, position, max(parent, 0)))
+            columns.append(node)
+            parent = node
+        rows += [row] * length
+        start += length
+
+    longest, num_padded = max(map(len, nodes)), len(lengths) * max(lengths)
+    if longest > MAX_ROW_TOKENS or len(nodes) * longest > MAX_SHARE_OF_PADDED * num_padded:
+        return None
+    filled = torch.tensor([row + [(0, 0, 0)] * (longest - len(row)) for row in nodes])  # [R, L, 3]
+    return PrefixTrees(*filled.unbind(-1), rows=torch.tensor(rows), columns=torch.tensor(columns))
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -245,3 +375,31 @@ def _flash4_kernel(
 
 
 KERNELS: Mapping[str, Kernel] = {VARLEN: _torch_kernel, FLASH4: _flash4_kernel}
+
+
+LAYOUTS: dict[str, type[Layout]] = {"padded": Padded, "tree": Tree, "varlen": Varlen, "flash4": Flash4}
+
+
+def layout_named(name: str) -> Layout | None:
+    """The layout that `model.layout=NAME` asks for; None for `auto` (see `layouts_for`)."""
+    if name == "auto":
+        return None
+    names = ", ".join(("auto", *LAYOUTS))
+    fix = f"must be one of {names}; a layout of your own is chosen by model/layout={name}"
+    require(name in LAYOUTS, "model.layout", name, fix)
+    return LAYOUTS[name]()
+
+
+def layouts_for(layout: Layout | None, device: torch.device, dtype: torch.dtype) -> list[Layout]:
+    """`layout`; where it is None (`auto`), those that run on `device` in `dtype`, the fastest first and padded rows
+    last. Raises ConfigError where `layout` does not run there.
+    """
+    if layout is not None:
+        layout.check(device, dtype)
+        return [layout]
+    found: list[Layout] = [Flash4()] if has_flash4(device, dtype) else []
+    if has_varlen_kernel(device, dtype):
+        found.append(Varlen())
+    elif device.type == "cpu":  # building trees reads token ids, which on a GPU would wait for it
+        found.append(Tree())
+    return [*found, Padded()]
