@@ -54,7 +54,7 @@ def main(
     problems = task.problems(Split.TRAIN)
 
     # The policy: a causal language model, and how its logprobs are computed.
-    folder = tiny_model(warm_start_steps).prepare(task, cache, show_progress=True)
+    folder = tiny_model(warm_start_steps).prepare(task, cache)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     policy = Policy(Scoring(model, Padded(), TiledHead(tile_width=None)), tokenizer)

@@ -63,14 +63,12 @@ class TokenizerCodec:
         """
         try:
             has_calls = any(message.get("tool_calls") for message in messages)
-            return self.ids_of(self.rendered(self.chat.in_form(messages) if has_calls else messages, tools))
+            text = self.rendered(self.chat.in_form(messages) if has_calls else messages, tools)
         except RequestError as error:
             fix = "take another template (model.chat_template=FILE)"
             fix = f"set task.system_prompt=null, or {fix}" if messages[0]["role"] == "system" else fix
             raise ConfigError(f"{error}; {fix}") from error
-
-    def ids_of(self, rendered: str) -> list[int]:
-        return self.tokenizer.encode(rendered, add_special_tokens=self.tokenizer.chat_template is None)
+        return self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -87,23 +85,22 @@ class TokenizerCodec:
     def _takes_parts(self) -> bool:
         """Whether the template leaves out contents that are plain text, as some of models with images do."""
         probe = [{"role": "user", "content": "Hello"}]
-        return "Hello" not in self._apply(probe) and "Hello" in self._apply(probe, as_parts=True)
+        return "Hello" not in self.apply(probe, as_parts=False) and "Hello" in self.apply(probe, as_parts=True)
 
-    def apply(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
-        """What the chat template writes. Raises RequestError if it refuses the messages."""
-        try:
-            return self._apply(messages, tools, as_parts=self._takes_parts)
-        except Exception as error:  # templates are code that is not ours
-            roles = ", ".join(message["role"] for message in messages)
-            raise RequestError(f"the model's chat template refuses messages of {roles}: {reason_of(error)}") from error
-
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, as_parts: bool = False) -> str:
+    def apply(self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, as_parts: bool | None = None) -> str:
+        """What the chat template writes, of contents in parts where it leaves out plain text. Raises RequestError if it
+        refuses the messages.
+        """
         conversation: list[Any] = [dict(message) for message in messages]
-        if as_parts:
+        if self._takes_parts if as_parts is None else as_parts:
             parts = ([{"type": "text", "text": each["content"] or ""}] for each in conversation)
             conversation = [{**each, "content": own} for each, own in zip(conversation, parts, strict=True)]
         given = {**self.chat_template_kwargs, **({"tools": [dict(each) for each in tools]} if tools else {})}
-        text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **given)
+        try:
+            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **given)
+        except Exception as error:  # templates are code that is not ours
+            roles = ", ".join(message["role"] for message in messages)
+            raise RequestError(f"the model's chat template refuses messages of {roles}: {reason_of(error)}") from error
         assert isinstance(text, str)
         return text
 
@@ -178,7 +175,7 @@ class ChatFormat:
         if tools and not self._has_said and tools[0]["function"]["name"] not in text:
             self._has_said = True
             log.warning("the model's chat template leaves tools out; name them in the prompt, or take another template")
-        return self._codec.ids_of(text)
+        return self._tokenizer.encode(text, add_special_tokens=self._tokenizer.chat_template is None)
 
     def following(self, reply: Reply, last_id: int, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """The ids between a reply, whose last one is `last_id`, and the next reply. Raises RequestError if the template

@@ -83,7 +83,7 @@ def begin(run: Run) -> None:
             room = tiny.max_position_embeddings
             fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={room}"
             require(sampling.max_new_tokens < room, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
-        run.model_id = ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache, show_progress=True)))
+        run.model_id = ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache)))
     ranks.on_main(lambda: check_found_servers(plan, run.model_id))
 
     # A resumed run's server begins with the checkpoint's weights, unless only an adapter moves.

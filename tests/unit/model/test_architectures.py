@@ -13,8 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.model import layouts
 from offline_grpo.model.layers import decoder_of
-from offline_grpo.model.layouts import LAYOUTS, Padded, Tree, Varlen, varlen
+from offline_grpo.model.layouts import LAYOUTS, Padded, Tree, Varlen
 from offline_grpo.model.load import prepare
 from offline_grpo.model.proof import settle_layout
 from offline_grpo.model.scoring import Scoring, measure_logit_transform, prepare_for_gradients
@@ -41,7 +42,7 @@ def varlen_on_a_cpu(
 @pytest.fixture
 def emulated_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_on_a_cpu)
-    monkeypatch.setattr(varlen, "has_varlen_kernel", lambda *_: True)
+    monkeypatch.setattr(layouts, "has_varlen_kernel", lambda *_: True)
 
 
 def scoring_of(name: str, layout: str = "padded") -> Scoring:
