@@ -28,24 +28,8 @@ from offline_grpo.types import BatchTotals, LossOutput, TokenBatch, TokenStats
 class PolicyGradientLoss(ABC):
     """A policy-gradient loss over flat tokens. Called on a microbatch, it returns its share (see `LossOutput`).
 
-    Args:
-        ratio_reference: what the policy is divided by in the ratio: "old", the policy before the iteration's first
-            update, or "rollout", the engine that sampled, whose weights may be those of an earlier iteration.
-        kl_coef: weight of the KL penalty to the reference.
-        kl_estimator: see `terms.kl_estimate`.
-        kl_placement: "loss" adds the penalty to the loss, "reward" subtracts it from the rewards (`reward_penalty`).
-        kl_importance_weight: multiply the KL estimate by the ratio, gradient included; without it the gradient of
-            k3 is not that of the KL (DeepSeek-V3.2, arXiv 2512.02556). Applies to kl_placement "loss".
-        entropy_coef: weight of the entropy bonus, which is a mean over all completion tokens for every aggregation
-            of the loss.
-        importance_correction: how to correct the surrogate (and nothing else) for the engine's probabilities, see
-            `terms.importance_weights`. "none" with ratio_reference "rollout", whose ratio contains that correction.
-        importance_cap, importance_floor: bounds of the ratio in that correction.
-        off_policy_mask: see `terms.off_policy_mask`; None masks nothing.
-        geometric_bounds: the lowest and the highest of `terms.geometric_mask`; None masks nothing.
-
-    Raises:
-        ConfigError: a value is out of range. (`build` compares the choices.)
+    conf/train/loss/_shared.yaml explains the settings; ranges are checked here, and choices by `build`. Without
+    `kl_importance_weight` the gradient of k3 is not that of the KL (DeepSeek-V3.2, arXiv 2512.02556).
     """
 
     ratio_reference: Literal["old", "rollout"]
@@ -61,6 +45,7 @@ class PolicyGradientLoss(ABC):
     geometric_bounds: list[float] | None
 
     def __post_init__(self) -> None:
+        # Ranges of numbers; then the two ways to correct for the engine, which exclude each other.
         for key in ("kl_coef", "entropy_coef"):
             self._require(key, getattr(self, key) >= 0, "must be 0 or more")
         self._require("importance_cap", self.importance_cap >= 1, "must be 1, the ratio of equal weights, or more")
@@ -171,11 +156,7 @@ class PolicyGradientLoss(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class RangedLoss(PolicyGradientLoss, ABC):
-    """A loss that limits how far the policy moves.
-
-    Args:
-        clip_low, clip_high: the range of the ratio is [1 - clip_low, 1 + clip_high].
-    """
+    """A loss that limits how far the policy moves: the range of the ratio is [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float
     clip_high: float
@@ -188,12 +169,7 @@ class RangedLoss(PolicyGradientLoss, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedLoss(RangedLoss, ABC):
-    """A loss with PPO's clipped surrogate; subclasses choose the aggregation.
-
-    Args:
-        dual_clip: upper bound, above 1 + clip_high, on the ratio of tokens with negative advantage; None for no
-            bound (see `terms`).
-    """
+    """A loss with PPO's clipped surrogate (see `terms.clipped_surrogate`); subclasses choose the aggregation."""
 
     dual_clip: float | None
 

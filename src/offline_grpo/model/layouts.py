@@ -194,6 +194,7 @@ class Varlen(Padded):
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
         if not _packs(decoder, batch):
             return super().hidden_states(decoder, batch)
+        # Where each sequence begins in the one row: the kernel attends within those boundaries.
         lengths = torch.tensor((0, *batch.sequence_lengths), dtype=torch.int32)
         boundaries = lengths.cumsum(0, dtype=torch.int32).to(batch.token_ids.device, non_blocking=True)  # [S+1]
         with self.attention(decoder, batch):

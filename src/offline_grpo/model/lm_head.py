@@ -162,6 +162,8 @@ class _TiledHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = _stats_dtype(hidden)
         bits_per_logit = 1 / (math.log(2) * temperature.to(dtype))  # [N]
+
+        # Of each tile its largest logit and two sums, and the logit of each row's target in the tile that has it.
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
         stats: list[TileStats] = []
         for columns, rows, _, logits, scratch in _tiles(_matmul_input(hidden), weight, bias, softcap, shape):
@@ -172,6 +174,7 @@ class _TiledHead(torch.autograd.Function):
             powers = torch.exp2(bits, out=scratch)
             stats.append(TileStats(peak, powers.sum(-1), powers.mul_(bits).sum(-1)))
 
+        # Of whole rows; the backward pass needs no more than these to compute the logits again.
         (peak, power_sum, bits_sum), _ = _merge(stats, math.ceil(len(weight) / shape[1]), bits_per_logit)
         logprobs = (target_logits - peak) / temperature - power_sum.log()
         entropy = power_sum.log() - math.log(2) * bits_sum / power_sum
@@ -211,6 +214,8 @@ class _TiledHead(torch.autograd.Function):
             grad_logits[index] += torch.where(inside, target_grad[rows], 0)  # one element per row: no two writes meet
             if slope_of_cap is not None:
                 grad_logits.mul_(slope_of_cap)
+
+            # What bias, hidden states and weights get of it.
             if grad_bias is not None:
                 grad_bias[columns] += grad_logits.sum(0)
             grad_logits = grad_logits.to(inputs.dtype)
@@ -243,6 +248,8 @@ class KeptHead(torch.autograd.Function):
         limit = kept_bytes // (2 * math.prod(shape)) if keeps else 0  # parts
         kept: list[Tensor | None] = []
         stats: list[TileStats] = []
+
+        # As above; and the powers of as many tiles as may be kept.
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
         buffer = hidden.new_empty(math.prod(shape), dtype=torch.float32)
         for columns, rows in _parts_of(hidden, weight, shape):
@@ -254,6 +261,8 @@ class KeptHead(torch.autograd.Function):
             found, powers = _stats_and_powers(logits, tile_bias, softcap, bits_per_logit[rows], keep=len(kept) < limit)
             stats.append(found)
             kept.append(powers)
+
+        # Of whole rows. Each tile's powers are relative to its own peak, which lies `shifts` below the row's.
         merged, shifts = _merge(stats, math.ceil(len(weight) / shape[1]), bits_per_logit)
         logprobs = (target_logits - merged.peak) / temperature - merged.power_sum.log()
         entropy = merged.power_sum.log() - math.log(2) * merged.bits_sum / merged.power_sum
@@ -279,6 +288,7 @@ class KeptHead(torch.autograd.Function):
         target = torch.expm1(logprobs) * power_sum * slope_of_cap  # [N], (p - 1) S
         buffer = None
         for number, (columns, rows) in enumerate(_parts_of(hidden, weight, ctx.shape)):
+            # The tile's powers, kept or made again.
             powers, ctx.kept[number] = ctx.kept[number], None  # [N, v]
             if powers is None:
                 if buffer is None:
@@ -287,6 +297,8 @@ class KeptHead(torch.autograd.Function):
                 tile_bias = None if bias is None else bias[columns]
                 _, powers = _stats_and_powers(logits, tile_bias, ctx.softcap, bits_per_logit[rows], keep=True)
                 assert powers is not None
+            # The gradient of its logits is a number for each row times the powers, but for the target, which gets what
+            # gives its own gradient when that number is multiplied.
             shift = shifts[columns.start // ctx.shape[1], rows].clamp(min=MIN_SHIFT)  # [N]
             index, inside = _locate(targets[rows], columns)
             of_target = target[rows] * torch.exp2(-shift)

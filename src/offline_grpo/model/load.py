@@ -98,6 +98,7 @@ def load_tokenizer(
     """The tokenizer saved beside the model; EOS pads where it has no padding token: padding is never trained on.
     `chat_template`: see `use_template`.
     """
+    # One that is there, and knows words.
     fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from into it"
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
@@ -105,6 +106,8 @@ def load_tokenizer(
         raise ConfigError(f"{key}={model_id}: has no tokenizer ({reason_of(error)}); {fix}") from error
     has_words = len(tokenizer) > len(tokenizer.all_special_tokens)  # transformers makes some of no files at all
     require(has_words, key, model_id, f"has no tokenizer; {fix}")
+
+    # As a run needs it: padding, the chat template, and no warning of transformers about long texts.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     use_template(tokenizer, chat_template)

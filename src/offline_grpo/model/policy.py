@@ -110,11 +110,11 @@ def save_policy(policy: Policy, weights: Iterable[tuple[str, Tensor]], folder: P
     model = policy.causal_lm
     if has_adapters(policy.model):
         save_adapter(policy, weights, folder)
-    elif not policy.is_sharded:
+    elif not policy.is_sharded:  # `weights`, and what is no parameter, or is one under a second name
         full = dict(weights)
-        others = {name: value for name, value in model.state_dict().items() if name not in full}  # buffers, tied ones
+        others = {name: value for name, value in model.state_dict().items() if name not in full}
         save_model(model, folder, state_dict=others | full, max_shard_size=MAX_FILE)
-    else:
+    else:  # whole tensors one after the other; all of them in memory at once would be too much
         folder.mkdir(parents=True, exist_ok=True)
         full = on_disk(weights, folder)
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -147,6 +147,7 @@ def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
 
     if kept := getattr(model, "kept_tensors", None):
         how["state_dict"] = how.get("state_dict", model.state_dict()) | kept
+    # transformers would look at the generation config: it is kept away from it, and written as it is.
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -200,11 +200,14 @@ def check_causality(scoring: Scoring, num_tokens: int, device: torch.device) -> 
 
 def batch_for(scoring: Scoring, device: torch.device, groups: Sequence[Group] = GROUPS) -> TokenBatch:
     """Random sequences in groups that share their prompts."""
+    # The long group too, where the model takes it.
     vocab_size = len(scoring.output.weight)
     longest = getattr(scoring.causal_lm.config.get_text_config(), "max_position_embeddings", None)
     prompt, completions = LONG_GROUP
     if device.type == "cuda" and (longest is None or prompt + max(completions) <= longest):
         groups = (*groups, LONG_GROUP)
+
+    # The same ones for every model and process: a prompt, and behind it each of its completions.
     generator = torch.Generator().manual_seed(0)
     sequences: list[Tensor] = []
     is_completion: list[Tensor] = []

@@ -59,10 +59,13 @@ def settle_nf4(model: Any, dtype: torch.dtype) -> None:
     """
     from bitsandbytes.nn.modules import Linear4bit
 
+    # What transformers keeps in fp32 for this architecture stays so.
     kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in kept for part in name.split(".")):
             parameter.data = parameter.data.to(dtype)
+
+    # Quantised layers compute in `dtype`, by bitsandbytes' own kernel.
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False

@@ -245,6 +245,7 @@ class ChatFormat:
         """What the template writes between a reply and its end, such as what closes a call, and that end. None where it
         does not write the reply, or what comes after it.
         """
+        # The text from the end of a reply to the mark in what comes next, a user's message or the result of a call.
         result = {"role": "tool", "name": "probe", "tool_call_id": PROBE_CALL.id, "content": NEXT}
         if self._tokenizer.chat_template is None:
             return None
@@ -253,6 +254,8 @@ class ChatFormat:
             between = written[: written.index(NEXT)]
         except (RequestError, ValueError):
             return None
+
+        # The end is the first text in it that ends replies; for want of one the first special token, or nothing.
         ends = [(between.index(end), -len(end), end) for end in self._ends if end in between]
         if ends:
             place, _, end = min(ends)
@@ -265,6 +268,7 @@ class ChatFormat:
 
     def _reader_that_fits(self) -> Reader | None:
         """The one that reads what the template writes for a call."""
+        # A reply of text and one of a call are written alike up to where the call begins.
         function = {"name": PROBE_CALL.name, "arguments": PROBE_CALL.arguments}
         reply = {"role": "assistant", "tool_calls": [{"id": PROBE_CALL.id, "function": function}]}
         try:
@@ -274,6 +278,8 @@ class ChatFormat:
             return None
         start = next((i for i, (a, b) in enumerate(zip(plain, text, strict=False)) if a != b), 0)
         written = text[start:]
+
+        # The call ends where the reply does; and a reader fits that reads exactly that call in it.
         end = min((written.index(end) for end in self._ends if end and end in written), default=len(written))
         written = written[:end].rpartition(THINKING_ENDS)[2]
         probe = [[(PROBE_CALL.name, PROBE_CALL.arguments)]]

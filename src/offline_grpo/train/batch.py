@@ -102,6 +102,7 @@ def microbatches(
     """Cut sequences, sorted by length so that rows of one microbatch pad little, into microbatches of so many sequences
     or of so many tokens, padding included where `padded`. A longer sequence gets a microbatch of its own.
     """
+    # The longest come first, so the first of a microbatch says how wide its rows are.
     result: list[list[int]] = []
     size = 0  # tokens of the current microbatch
     for s in sequences:

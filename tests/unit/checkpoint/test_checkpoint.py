@@ -133,12 +133,12 @@ def test_restored_state_makes_the_same_next_update(saved, tmp_path, token_batch,
     assert has_masters == (dtype == torch.bfloat16)
 
     other = make_updater(tmp_path, dtype=dtype, precision=updater.passes.config.precision)
-    other.policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
+    other.passes.policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
     restored = checkpointer_of(other, tmp_path).restore(folder)
     assert (restored.iteration, restored.source) == (4, {"queue": [1, 2]})
     assert other.run(token_batch, iteration=5) == updater.run(token_batch, iteration=5)
     for name, master in updater.passes.policy.masters.parameters.items():
-        assert torch.equal(master, other.policy.masters.parameters[name]), name
+        assert torch.equal(master, other.passes.policy.masters.parameters[name]), name
 
 
 def test_the_best_is_kept_beside_the_newest_and_has_a_link(saved, tmp_path):
