@@ -21,7 +21,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -240,11 +240,6 @@ def _packs(decoder: nn.Module, batch: TokenBatch) -> bool:
     return chunk is None or max(batch.sequence_lengths) <= chunk
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int | None], Tensor]
-"""Causal attention [T, heads, D] of q [T, heads, D], k and v [T, kv_heads, D] within the sequences between boundaries
-[S+1], the longest of which has so many tokens. The scale is 1 / sqrt(D) if None; a window counts the token itself."""
-
-
 @functools.cache
 def register(name: str) -> None:
     """Put a kernel behind transformers' attention interface, which takes seconds to import. A model that asks for
@@ -253,23 +248,24 @@ def register(name: str) -> None:
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(name, functools.partial(_attention, KERNELS[name]))
+    AttentionInterface.register(name, functools.partial(_attention, name))
 
 
 def _attention(
-    kernel: Kernel,
+    kernel: str,
     module: nn.Module,
     query: Tensor,  # [1, heads, T, D]
     key: Tensor,  # [1, kv_heads, T, D]
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
+    scaling: float | None = None,  # 1 / sqrt(D) if None
+    sliding_window: int | None = None,  # the token itself counts
+    cu_seq_lens_q: Tensor | None = None,  # [S+1], boundaries of the sequences
     max_length_q: int = 0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, heads, D], and no attention weights."""
+    """Causal attention within each sequence, [1, T, heads, D], and no attention weights."""
+    # What transformers passes on, but for what can be ignored, is what the kernels know.
     if cu_seq_lens_q is None:
         raise ValueError("variable-length attention needs cu_seq_lens_q: this model drops the arguments of its decoder")
     others["attention_mask"] = attention_mask
@@ -277,21 +273,21 @@ def _attention(
     if unknown:
         raise ValueError(f"variable-length attention has no {', '.join(unknown)}")
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, heads, D]
-    return kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)[None], None
+    if kernel == FLASH4:
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        return _flash4_forward(q, k, v, cu_seq_lens_q, max_length_q, scale, sliding_window or 0)[0][None], None
 
+    # FlashAttention 2, of which older torch versions do not repeat the keys of several heads themselves.
+    from torch.nn.attention.varlen import varlen_attn
 
-def _torch_kernel(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float | None, window: int | None
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # FlashAttention 2
-
-    left = -1 if window is None else window - 1  # besides the token itself
-    how: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
+    left = -1 if sliding_window is None else sliding_window - 1  # besides the token itself
+    how: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         how["enable_gqa"] = True
     elif (heads_per_kv := q.shape[1] // k.shape[1]) > 1:
         k, v = k.repeat_interleave(heads_per_kv, dim=1), v.repeat_interleave(heads_per_kv, dim=1)
-    return varlen_attn(q, k, v, boundaries, boundaries, longest, longest, **how)  # pyright: ignore[reportReturnType]
+    out: Any = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **how)
+    return out[None], None
 
 
 @functools.cache
@@ -322,7 +318,7 @@ def _flash4_settings(boundaries: Tensor, longest: int, scale: float, window: int
 def _flash4_forward(
     q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """See `Kernel`; no window is 0. Returns also ln(sum(exp(scores))), [heads, T] in float32."""
+    """[T, heads, D] as in `_attention`, where no window is 0; and ln(sum(exp(scores))), [heads, T] in float32."""
     out, logsumexp, *_ = flash4_interface()._flash_attn_fwd(
         q, k, v, return_lse=True, **_flash4_settings(boundaries, longest, scale, window)
     )
@@ -366,16 +362,6 @@ def _flash4_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None,
 
 
 _flash4_forward.register_autograd(_flash4_gradients, setup_context=_flash4_save)
-
-
-def _flash4_kernel(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float | None, window: int | None
-) -> Tensor:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _flash4_forward(q, k, v, boundaries, longest, scale, window or 0)[0]
-
-
-KERNELS: Mapping[str, Kernel] = {VARLEN: _torch_kernel, FLASH4: _flash4_kernel}
 
 
 LAYOUTS: dict[str, type[Layout]] = {"padded": Padded, "tree": Tree, "varlen": Varlen, "flash4": Flash4}

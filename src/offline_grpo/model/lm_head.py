@@ -134,8 +134,9 @@ def _tiles(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, shape: tuple[int, int]
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
     """Of each part its columns, rows, weights [v, H], logits [N, v] before the temperature, and scratch [N, v]. The
-    next part overwrites the last two.
+    next part overwrites the last two. A CPU multiplies in the dtype of the logits.
     """
+    hidden = hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))
     buffers = torch.empty(2, math.prod(shape), dtype=_stats_dtype(hidden), device=hidden.device)
     for columns, rows in _parts_of(hidden, weight, shape):
         tile_weight = weight[columns].to(hidden.dtype)
@@ -166,7 +167,7 @@ class _TiledHead(torch.autograd.Function):
         # Of each tile its largest logit and two sums, and the logit of each row's target in the tile that has it.
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
         stats: list[TileStats] = []
-        for columns, rows, _, logits, scratch in _tiles(_matmul_input(hidden), weight, bias, softcap, shape):
+        for columns, rows, _, logits, scratch in _tiles(hidden, weight, bias, softcap, shape):
             index, inside = _locate(targets[rows], columns)
             target_logits[rows] = torch.where(inside, logits[index], target_logits[rows])
             peak = logits.amax(-1)  # [N]
@@ -203,7 +204,7 @@ class _TiledHead(torch.autograd.Function):
             entropy_grad = grad_entropy / (temperature * power_sum)
             offset, slope = offset - entropy_grad * (entropy - power_sum.log()), -math.log(2) * entropy_grad
 
-        inputs = _matmul_input(hidden)
+        inputs = hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))  # as in `_tiles`
         for columns, rows, tile_weight, logits, scratch in _tiles(inputs, weight, bias, ctx.softcap, ctx.shape):
             slope_of_cap = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square_()  # [N, v]
             bits = logits.sub_(peak[rows, None]).mul_(bits_per_logit[rows, None])  # [N, v]
@@ -337,11 +338,6 @@ class _Summed:
 
 def _stats_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
-
-
-def _matmul_input(hidden: Tensor) -> Tensor:
-    """`hidden` in the dtype to multiply in: a CPU multiplies in that of the logits."""
-    return hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))
 
 
 def _logits(buffer: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:

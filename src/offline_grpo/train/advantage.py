@@ -29,6 +29,13 @@ STD_EPS = 1e-4
 """Added to a standard deviation before dividing by it; TRL's value. Bounds advantages of nearly constant groups."""
 
 
+class OfGroupAlone(Advantage):
+    """One that looks at a group alone, and may give it nothing although its rewards differ: then it is silent."""
+
+    def is_silent(self, group: RolloutGroup) -> bool:
+        return not any(map(np.any, self([group])[0]))  # type: ignore[call-arg]
+
+
 class GroupStd(Advantage):
     """`(reward - mean of its group) / (std of its group + 1e-4)`: GRPO."""
 
@@ -85,7 +92,7 @@ class ReinforceBaseline(Advantage):
         return [own.tolist() for own in like(shifted / np.sqrt(variance + 1e-8), groups)]
 
 
-class MaxRL(Advantage):
+class MaxRL(OfGroupAlone):
     """The rarer a right answer, the more it counts, as in maximum likelihood (arXiv 2602.02710).
 
         A_i = (r_i - mean(r)) / mean(r)          r is 1 for a correct completion, and 0 otherwise
@@ -105,13 +112,9 @@ class MaxRL(Advantage):
             found.append([(each - mean) / mean if mean else 0.0 for each in are_correct])
         return found
 
-    def is_silent(self, group: RolloutGroup) -> bool:
-        """Rewards may differ where no completion is correct."""
-        return not any(*self([group]))
-
 
 @dataclass(frozen=True)
-class PassK(Advantage):
+class PassK(OfGroupAlone):
     """A completion is worth what it adds to the best of k (arXiv 2503.19595).
 
         A_i = mean over the subsets S of k completions that contain i of (max(S) - max(S without i)), / (std + 1e-6)
@@ -149,10 +152,6 @@ class PassK(Advantage):
                 found[best] = total / comb(size - 1, k - 1) / (stdev(rewards) + 1e-6)
         return advantages
 
-    def is_silent(self, group: RolloutGroup) -> bool:
-        """Rewards may differ where the best ones are equal."""
-        return not any(*self([group]))
-
 
 class PerToken(Advantage):
     """The numbers that a source gives for each token, as they are: `RolloutGroup.advantages`, which replace those of
@@ -172,7 +171,7 @@ class PerToken(Advantage):
         return [group.advantages for group in groups if group.advantages is not None]
 
 
-class PerTurn(Advantage):
+class PerTurn(OfGroupAlone):
     """Credit for each turn of an episode (MT-GRPO, arXiv 2505.11821).
 
         R_ik = r_i - sum of the rewards of i's turns before k          A_ik = (R_ik - mean(R_k)) / (std(R_k) + 1e-4)
@@ -203,10 +202,6 @@ class PerTurn(Advantage):
                         own[turn.start : turn.end] = [advantage] * (turn.end - turn.start)
             advantages.append(found)
         return advantages
-
-    def is_silent(self, group: RolloutGroup) -> bool:
-        """Equal rewards may come from turns that differ."""
-        return not any(map(any, *self([group])))
 
 
 @dataclass(frozen=True)

@@ -47,19 +47,15 @@ def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
         "old_logprobs": zeros,
         "temperature": np.array([r.temperature for r in rollouts], np.float32)[sequence_ids],
     }
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    tensors: dict[str, Tensor | None] = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def given(rows: Sequence[Sequence[float] | None]) -> Tensor | None:
-        found = [row for row in rows if row is not None]
-        complete = len(found) == len(rows)
-        return torch.from_numpy(np.where(completion_mask, _flat(found, np.float32), zeros)) if complete else None
-
-    return TokenBatch(
-        **tensors,
-        ref_logprobs=given([r.ref_logprobs for r in rollouts]),
-        teacher_logprobs=given([r.teacher_logprobs for r in rollouts]),
-        sequence_lengths=tuple(lengths),
-    )
+    # Those of a reference and of a teacher, which a source may bring along.
+    for name in ("ref_logprobs", "teacher_logprobs"):
+        rows = [row for row in (getattr(r, name) for r in rollouts) if row is not None]
+        is_whole = len(rows) == len(rollouts)
+        found = np.where(completion_mask, _flat(rows, np.float32), zeros) if is_whole else None
+        tensors[name] = None if found is None else torch.from_numpy(found)
+    return TokenBatch(**tensors, sequence_lengths=tuple(lengths))  # type: ignore[arg-type]
 
 
 def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[float]]) -> TokenBatch:

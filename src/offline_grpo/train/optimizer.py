@@ -166,18 +166,20 @@ class OffloadedAdamW(torch.optim.AdamW):
         for name, parameter in masters.parameters.items():
             state = {key: held.views[name] for key, held in zip(MEANS, means, strict=True)}
             self.state[parameter] = {"step": torch.tensor(0.0), **state}
-        self._flats = (masters.host.flat, *(held.flat for held in means))
+        flats = (masters.host.flat, *(held.flat for held in means))
 
-        # Of which parts of which parameters every chunk of these rows consists.
+        # Chunks of these rows, and of which parts of which parameters each consists.
         group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        self._chunks: list[list[_Piece]] = [[] for _ in range(-(-len(masters.host.flat) // CHUNK_ELEMENTS))]
+        rows = zip(*(flat.split(CHUNK_ELEMENTS) for flat in flats), strict=True)
+        self._chunks: list[tuple[Sequence[Tensor], list[_Piece]]] = [(chunk, []) for chunk in rows]
         for name, parameter in masters.parameters.items():
             start = masters.host.views[name].storage_offset()
             stop = start + parameter.numel()
             for number in range(start // CHUNK_ELEMENTS, -(-stop // CHUNK_ELEMENTS)):
-                first, last = max(start, _span(number).start), min(stop, _span(number).stop)
-                part, place = (slice(first - origin, last - origin) for origin in (start, _span(number).start))
-                self._chunks[number].append(_Piece(parameter, group_of[parameter], part, place))
+                begin = number * CHUNK_ELEMENTS
+                first, last = max(start, begin), min(stop, begin + CHUNK_ELEMENTS)
+                part, place = slice(first - start, last - start), slice(first - begin, last - begin)
+                self._chunks[number][1].append(_Piece(parameter, group_of[parameter], part, place))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -187,22 +189,23 @@ class OffloadedAdamW(torch.optim.AdamW):
             if parameter.grad is not None:
                 state["step"] += 1
         if self._device.type != "cuda":
-            for number, pieces in enumerate(self._chunks):
-                self._update(pieces, [flat[_span(number)] for flat in self._flats])
+            for in_host, pieces in self._chunks:
+                self._update(pieces, in_host)
             return
 
         # Slots on the GPU, and a stream for each direction of the bus: chunks travel while others are computed. The
         # memory of the slots may still be read, and that of the masters too, by `publish`.
         now = torch.cuda.current_stream(self._device)
         up, down = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
-        slots = torch.empty(NUM_SLOTS, len(self._flats), min(CHUNK_ELEMENTS, len(self._flats[0])), device=self._device)
+        first, _ = self._chunks[0]  # of the size that all have but the last
+        slots = torch.empty(NUM_SLOTS, len(first), len(first[0]), device=self._device)
         up.wait_stream(now)
         down.wait_stream(now)
         copied_back = [torch.cuda.Event() for _ in range(NUM_SLOTS)]
 
         # Each chunk goes up, is computed, and goes down; the streams wait for each other, and the host for none.
-        for number, pieces in enumerate(self._chunks):
-            slot, in_host = number % NUM_SLOTS, [flat[_span(number)] for flat in self._flats]
+        for number, (in_host, pieces) in enumerate(self._chunks):
+            slot = number % NUM_SLOTS
             on_gpu = [row[: len(in_host[0])] for row in slots[slot]]
             with torch.cuda.stream(up):
                 up.wait_event(copied_back[slot])  # returns at once, if it was never recorded
@@ -253,7 +256,3 @@ class OffloadedAdamW(torch.optim.AdamW):
             saved = state_dict["state"].get(number, {})
             for name, value in own[parameter].items():
                 value.copy_(saved[name]) if name in saved else value.zero_()
-
-
-def _span(chunk: int) -> slice:
-    return slice(chunk * CHUNK_ELEMENTS, (chunk + 1) * CHUNK_ELEMENTS)

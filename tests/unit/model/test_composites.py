@@ -33,7 +33,6 @@ from offline_grpo.types import SamplingParams
 
 PROMPTS = [[9, 11, 30, 31, 32, 33, 34, 35, 36], [17, 8]]
 IDS = torch.arange(8, 30)[None]
-REFUSED = ("paligemma", "t5gemma2", "t5")
 
 
 def train(policy: Policy) -> None:
