@@ -46,9 +46,9 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return whole.model if decoder in (whole, model.get_output_embeddings()) else decoder
 
 
-def num_blocks(model: Any) -> int:
+def num_blocks(model: PreTrainedModel) -> int:
     """How many transformer blocks config.json names."""
-    return model.config.get_text_config().num_hidden_layers
+    return model.config.get_text_config().num_hidden_layers  # type: ignore[attr-defined]
 
 
 def layer_configs(config: Any) -> list[Any]:
@@ -56,7 +56,7 @@ def layer_configs(config: Any) -> list[Any]:
     return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
 
 
-def named_blocks(model: Any) -> tuple[str, nn.ModuleList]:
+def named_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The name and the list of the decoder's blocks: its outermost ModuleList of their number. Raises ConfigError."""
     decoder = set(decoder_of(model).modules())  # a vision tower may have as many blocks
     for name, module in model.named_modules():
@@ -66,12 +66,12 @@ def named_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     raise ConfigError(f"{has_none}: blocks cannot be chosen by index")
 
 
-def blocks_of(model: Any) -> nn.ModuleList:
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
     """The transformer blocks. Raises ConfigError where no list of them is found."""
     return named_blocks(model)[1]
 
 
-def text_parameters(model: Any) -> dict[str, nn.Parameter]:
+def text_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Those that text goes through, by their names: of decoder and head. A composite has others, in its towers and in
     blocks that attend to images alone (Mllama).
     """
@@ -81,7 +81,7 @@ def text_parameters(model: Any) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if id(p) in inside}
 
 
-def parse_layer_indices(text: str, model: Any, *, key: str) -> list[int]:
+def parse_layer_indices(text: str, model: PreTrainedModel, *, key: str) -> list[int]:
     """`"0-3,28-31"` -> [0, 1, 2, 3, 28, 29, 30, 31]."""
     count = num_blocks(model)
     indices: set[int] = set()
@@ -124,7 +124,7 @@ def is_compiled(requested: bool | str, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
 
 
-def compile_blocks(model: Any) -> None:
+def compile_blocks(model: PreTrainedModel) -> None:
     """Compile every block of a transformers model when it first runs, in place: names and state stay as they are."""
     import torch._dynamo.config as dynamo  # which takes a second
 

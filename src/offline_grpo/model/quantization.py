@@ -53,7 +53,7 @@ def nf4_arguments(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": device}, "dtype": "auto"}
 
 
-def settle_nf4(model: Any, dtype: torch.dtype) -> None:
+def settle_nf4(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Bring what is not quantised into `dtype`, and keep bitsandbytes from packing weights anew when a CPU with AVX-512
     samples: its kernel for them rounds to bf16, and has no gradient.
     """
@@ -103,7 +103,7 @@ E4M3_MAX = 448.0
 
 
 @contextmanager
-def fp8_linears(model: Any) -> Iterator[None]:
+def fp8_linears(model: PreTrainedModel) -> Iterator[None]:
     """For passes without gradients. Nothing is written: each product rounds its factors, one weight at a time.
 
     Adapters, embeddings and the output head are not rounded, as in vLLM; nor are experts, which use no `linear`.

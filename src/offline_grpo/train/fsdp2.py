@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import register_dataclass, tree_leaves, tree_map
 
 from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.interfaces import Scorer
 from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.policy import Policy, buckets, on_disk
@@ -53,7 +54,7 @@ class FullyShardedPolicy(Sharding):
         self._shard(policy.scoring, is_trained=True)
         self._policy, policy.is_sharded, policy.logprobs = policy, True, self._led_logprobs
 
-    def prepare_reference(self, reference: Any) -> None:
+    def prepare_reference(self, reference: Scorer) -> None:
         """The base of an adapted policy is spread already."""
         if isinstance(reference, Scoring):
             self._shard(reference, is_trained=False)
