@@ -89,13 +89,14 @@ def fold_scales(model: nn.Module, adapter: str) -> int:
     layers: list[Any] = [module for module in model.modules() if type(module) in KINDS]
     for layer in layers:
         # Whether it is plain: y = base(x) + scale B A x, all in one format, and nothing that hooks or other parts add.
+        kind: type = type(layer)
         base, a = layer.get_base_layer(), layer.lora_A[adapter]
         has_own_forward = type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks
-        is_other = type(layer) is Linear and (has_own_forward or base.weight.dtype != a.weight.dtype)
+        is_other = kind is Linear and (has_own_forward or base.weight.dtype != a.weight.dtype)
         if is_other or len(layer.lora_A) > 1 or layer.lora_variant or layer.lora_bias[adapter]:
             continue
         num_folded += 1
-        layer.__class__ = KINDS[type(layer)]
+        layer.__class__ = KINDS[kind]
         dropout: Any = layer.lora_dropout[adapter]
         used = None if isinstance(dropout, nn.Identity) else dropout
         folded: Any = (base, a, layer.lora_B[adapter], used, layer.scaling[adapter])

@@ -72,7 +72,8 @@ def settle_nf4(model: PreTrainedModel, dtype: torch.dtype) -> None:
             weight: Any = module.weight
             weight.quant_state.dtype = dtype  # else backward passes round to the files' format, and forward ones do not
     model.config.dtype = dtype
-    model.hf_quantizer = None  # it keeps `generate` from recording decoding steps, which bitsandbytes' kernels allow
+    # It would keep `generate` from recording decoding steps, which bitsandbytes' kernels allow.
+    model.hf_quantizer = None  # type: ignore[arg-type]
 
 
 def dequantized(weights: Tensor, parameter: Tensor) -> Tensor:
