@@ -101,6 +101,8 @@ def test_the_card_tells_results_and_nothing_private() -> None:
     config = {
         "model": {"train_id": "some/base"},
         "task": {"_target_": "offline_grpo.task.gsm8k.GSM8K", "path": "openai/gsm8k"},
+        "data": {"problems_per_iteration": 8, "rollouts_per_problem": 4},
+        "eval": {"temperature": 0.7},
         "generation": {"api_key": "sk-314"},
         "cache_dir": "/home/somebody/cache",
     }

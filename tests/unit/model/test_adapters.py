@@ -36,9 +36,7 @@ def num_adapters(model: Any) -> int:
 
 def test_input_embeddings_that_are_the_output_head_too_are_not_adapted() -> None:
     """The adapter would be on the input alone, and a merged model would have it in the output too."""
-    with pytest.raises(
-        ConfigError, match=r"^model.lora.target_modules=\['embed_tokens', 'q_proj'\]: the input embeddings are "
-    ):
+    with pytest.raises(ConfigError, match=r"^model.lora.target_modules=\['embed_tokens', 'q_proj'\]: "):
         adapted(make_qwen2(), "embed_tokens", "q_proj")
     model = adapted(make_llama(), "embed_tokens", "q_proj")  # with a head of its own
     for name, parameter in model.named_parameters():

@@ -222,9 +222,7 @@ def test_calls_in_a_history_reach_the_model(name: str) -> None:
         if codec.chat.fault is not None:
             with pytest.raises(RequestError, match=r"template (cannot write the calls|refuses messages)"):
                 codec.chat.first(history(arguments=arguments), ())
-            with pytest.raises(
-                ConfigError, match=r"template (cannot write the calls|refuses messages).*; take another"
-            ):
+            with pytest.raises(ConfigError, match=r"template (cannot write the calls|refuses messages)"):
                 codec.encode(history(arguments=arguments))
             continue
         texts |= {codec.decode(codec.chat.first(history(arguments=arguments), ()), skip_special_tokens=False)}

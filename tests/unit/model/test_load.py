@@ -35,10 +35,7 @@ def test_auto_leaves_sdpa_where_it_would_drop_a_softcap():
     assert attention_of(ZOO["gemma2"].config, "auto") == "eager"
     assert attention_of(ZOO["llama"].config, "auto") is None
     assert attention_of(ZOO["llama"].config, "sdpa") == "sdpa"
-    with pytest.raises(
-        ConfigError,
-        match=r"model.attn_implementation=sdpa: leaves out the model's attn_logit_softcapping=5.0; use auto",
-    ):
+    with pytest.raises(ConfigError, match=r"^model.attn_implementation=sdpa: .*attn_logit_softcapping=5.0"):
         attention_of(ZOO["gemma2"].config, "sdpa")
 
 

@@ -16,11 +16,8 @@ def saves(milestones: Milestones, metric: str, values: list[float], first: int =
 @pytest.mark.parametrize(
     ("metric", "values", "saved"),
     [
-        (
-            "pass@1",
-            [0.9, 0.2, 0.4, 0.4, 0.3, 0.5],
-            [0, 1, 4],
-        ),  # a tie is no better, and the value before training has no checkpoint
+        # a tie is no better, and the value before training has no checkpoint
+        ("pass@1", [0.9, 0.2, 0.4, 0.4, 0.3, 0.5], [0, 1, 4]),
         ("-length", [1.0, 7.0, 8.0, 6.0, 6.0], [0, 2]),
     ],
 )
@@ -36,12 +33,7 @@ def test_the_best_evaluation_is_saved(metric: str, values: list[float], saved: l
     [
         (StopWhenConfig("m", 0.5, None), [0.6, 0.4, 0.5], 1, "m=0.5 has reached train.stop_when.threshold=0.5"),
         (StopWhenConfig("-m", 0.5, None), [0.1, 0.6, 0.4], 1, "m=0.4 has reached"),
-        (
-            StopWhenConfig("m", None, 2),
-            [0.3, 0.4, 0.4, 0.1, 0.5],
-            2,
-            "no better m than 0.4 (after iteration 1) in",
-        ),
+        (StopWhenConfig("m", None, 2), [0.3, 0.4, 0.4, 0.1, 0.5], 2, "no better m than 0.4 (after iteration 1) in"),
     ],
 )
 def test_a_run_stops_early(stop_when: StopWhenConfig, values: list[float], stops_at: int, reason: str) -> None:
