@@ -64,7 +64,7 @@ class Checkpointer:
         """Save the state after `iteration` under a hidden name. Called on every process; rank 0 writes."""
         # What each process holds of masters and optimizer; where they are sharded, rank 0 gathers it, unless each
         # process writes its own rows.
-        hidden, sharding = self._hidden(iteration), self.updater.passes.sharding
+        hidden, sharding = self.folder / f".writing_{self._path(iteration).name}", self.updater.passes.sharding
         trainer = hidden / "trainer"
         tensors: Any = {"masters": self.policy.masters.state_dict(), "optimizer": self.updater.state_dict()}
         is_in_parts = self.format == "sharded" and self.policy.is_sharded
@@ -117,7 +117,7 @@ class Checkpointer:
             return
 
         # The link to the best one first: a run that is killed in between repeats the iteration, and sets it again.
-        final, hidden, best = self._path(iteration), self._hidden(iteration), self.milestones.best_iteration
+        final, best = self._path(iteration), self.milestones.best_iteration
         if best is not None:
             link = self.folder / f".{BEST}"
             link.unlink(missing_ok=True)
@@ -126,6 +126,7 @@ class Checkpointer:
 
         # The checkpoint counts from here on. One that is replaced is moved in one step: deleting it takes long enough
         # to be killed in.
+        hidden = self.folder / f".writing_{final.name}"
         replaced = self.folder / f".writing_{final.name}_replaced"
         if final.exists():
             os.rename(final, replaced)
@@ -138,9 +139,6 @@ class Checkpointer:
         for old in found[: found.index(final) + 1][: -self.keep_last_k] if self.keep_last_k is not None else []:
             if best is None or old != self._path(best):
                 shutil.rmtree(old)
-
-    def _hidden(self, iteration: int) -> Path:
-        return self.folder / f".writing_iter_{iteration:03d}"
 
     def _path(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:03d}"

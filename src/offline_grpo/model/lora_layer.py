@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -58,13 +59,13 @@ with suppress(ImportError):  # peft has it where bitsandbytes is installed
     KINDS[Linear4bit] = Folded4bit
 
 
+@dataclass(eq=False)
 class SharedInput:
     """One input times the A of several layers, such as q, k and v: the first makes it, and each takes its part."""
 
-    def __init__(self, layers: Sequence[Folded]) -> None:
-        self.layers = layers
-        self.x: Tensor | None = None
-        self.parts: Sequence[Tensor] = ()
+    layers: Sequence[Folded]
+    x: Tensor | None = None
+    parts: Sequence[Tensor] = ()
 
     def __call__(self, x: Tensor, place: int) -> Tensor:
         """[..., R] for x [..., in], of the layer at `place`."""
