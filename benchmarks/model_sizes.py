@@ -97,7 +97,7 @@ def random_batch(args: argparse.Namespace, num_sequences: int, vocab_size: int) 
         )
         for row in rows
     ]
-    batch = build_batch(rollouts, mask_truncated=False)
+    batch = build_batch(rollouts)
     return with_advantages(batch, torch.linspace(-1, 1, num_sequences).tolist())
 
 
@@ -162,7 +162,7 @@ def measure(updater: Any, batch: Any, device: torch.device, server_bytes: int) -
     """Peak, speed and the step's share of two updates."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     steps: list[float] = []
-    publish = updater.policy.masters.publish
+    publish = updater.passes.policy.masters.publish
 
     def before_step(*_: Any) -> None:
         wait()
@@ -174,7 +174,7 @@ def measure(updater: Any, batch: Any, device: torch.device, server_bytes: int) -
         steps[-1] += time.perf_counter()
 
     updater.optimizer.register_step_pre_hook(before_step)
-    updater.policy.masters.publish = published
+    updater.passes.policy.masters.publish = published
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()

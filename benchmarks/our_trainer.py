@@ -11,7 +11,7 @@ from offline_grpo.config.compose import as_plain, composed, register, typed
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.train.advantage import GroupStd
-from offline_grpo.train.passes import Passes
+from offline_grpo.train.batch import Passes
 from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater

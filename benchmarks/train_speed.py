@@ -38,7 +38,7 @@ from transformers import Qwen3ForCausalLM
 
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.layers import not_compiled
-from offline_grpo.model.layouts.varlen import Flash4, Varlen, has_flash4
+from offline_grpo.model.layouts import Flash4, Varlen, has_flash4
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile
@@ -112,12 +112,12 @@ def make_batch(lengths: Sequence[int], *, prompt: int, seed: int = 0, vocab_size
                 score=Score(0.0, False, {}),
             )
         )
-    return with_advantages(build_batch(rollouts, mask_truncated=False), [rng.uniform(-1, 1) for _ in rollouts])
+    return with_advantages(build_batch(rollouts), [rng.uniform(-1, 1) for _ in rollouts])
 
 
 def running(updater: Updater, arm: Arm) -> AbstractContextManager[Any]:
-    updater.policy.scoring.head, updater.policy.scoring.layout = arm.head, arm.layout
-    return nullcontext() if arm.compiled else not_compiled(updater.policy.model)
+    updater.passes.policy.scoring.head, updater.passes.policy.scoring.layout = arm.head, arm.layout
+    return nullcontext() if arm.compiled else not_compiled(updater.passes.policy.model)
 
 
 def check_equal(updater: Updater, batch: TokenBatch) -> dict[str, float]:
@@ -128,13 +128,13 @@ def check_equal(updater: Updater, batch: TokenBatch) -> dict[str, float]:
     found = {}
     for name, arm in ARMS.items():
         with running(updater, arm):
-            logprobs = updater.policy.logprobs(part.to(CUDA))
-            before = [p.detach().clone() for p in updater.policy.masters.parameters.values()]
+            logprobs = updater.passes.policy.logprobs(part.to(CUDA))
+            before = [p.detach().clone() for p in updater.passes.policy.masters.parameters.values()]
             norm = updater.run(part, iteration=0)["grad_norm"]
             with torch.no_grad():
-                for parameter, value in zip(updater.policy.masters.parameters.values(), before, strict=True):
+                for parameter, value in zip(updater.passes.policy.masters.parameters.values(), before, strict=True):
                     parameter.copy_(value)
-            updater.policy.masters.publish()
+            updater.passes.policy.masters.publish()
         found[name] = (logprobs, norm)
     logprobs, norm = found["plain"]
     differences = {}
@@ -171,7 +171,7 @@ def measure(
     last = list(ARMS)[-1]
     with running(updater, ARMS[last]):
         four_timings = alternate(steps, rounds=rounds)
-    num_tokens, work = len(batch.token_ids), update_flops(updater.policy.causal_lm, batch.sequence_lengths)
+    num_tokens, work = len(batch.token_ids), update_flops(updater.passes.policy.causal_lm, batch.sequence_lengths)
     assert work is not None
     measured = {}
     for name in ARMS:

@@ -42,7 +42,7 @@ from offline_grpo.config.compose import as_plain, composed, register
 from offline_grpo.engine.http import choose_port
 from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.layouts.rows import Padded
+from offline_grpo.model.layouts import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy

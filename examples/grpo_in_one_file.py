@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.loss.grpo import GRPO
-from offline_grpo.model.layouts.rows import Padded
+from offline_grpo.model.layouts import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
@@ -54,7 +54,7 @@ def main(
     problems = task.problems(Split.TRAIN)
 
     # The policy: a causal language model, and how its logprobs are computed.
-    folder = tiny_model(warm_start_steps).prepare(task, cache, show_progress=True)
+    folder = tiny_model(warm_start_steps).prepare(task, cache)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     policy = Policy(Scoring(model, Padded(), TiledHead(tile_width=None)), tokenizer)
@@ -97,7 +97,7 @@ def main(
         if not groups:
             continue
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        batch = with_advantages(build_batch(rollouts, mask_truncated=False), advantages)  # [T]
+        batch = with_advantages(build_batch(rollouts), advantages)  # [T]
         batch = batch.with_logprobs(old=policy.scoring.logprobs(batch))  # [T] nats, under the weights as they are
 
         # 3. Update the policy.

@@ -149,5 +149,5 @@ def token_batch() -> TokenBatch:
         completion = ids(1 + (i * i) % 17)
         logprobs = tuple((-torch.rand(len(completion), generator=generator)).tolist())
         rollouts.append(make_rollout(ids(2 + i % 5), make_completion(completion, logprobs), temperature=1.3))
-    batch = build_batch(rollouts, mask_truncated=False)
+    batch = build_batch(rollouts)
     return with_advantages(batch, torch.randn(12, generator=generator).tolist())

@@ -115,7 +115,7 @@ class Loop:
 
         # 2. Rewards become advantages, and those updates of the policy. Each process takes its share of the sequences
         #    of an update, and the gradients are summed (`Sharding`). To split one sequence over several GPUs would take
-        #    a layout (model/layouts/) whose attention crosses them, and a `Sharding` that sums what they make of it.
+        #    a layout (model/layouts.py) whose attention crosses them, and a `Sharding` that sums what they make of it.
         with self._phase("train", iteration):
             metrics = {**rollout_metrics(groups), **run.source.metrics(), **self._train(groups, iteration)}
 

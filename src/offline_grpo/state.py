@@ -15,7 +15,7 @@ from offline_grpo.history.resume import ResumePoint
 from offline_grpo.history.signals import StopSignal
 from offline_grpo.interfaces import RunListener, Source
 from offline_grpo.settings import RunConfig
-from offline_grpo.train.milestones import Milestones
+from offline_grpo.train.schedule import Milestones
 
 if TYPE_CHECKING:  # which import torch, or transformers
     from offline_grpo.checkpoint.checkpointer import Checkpointer

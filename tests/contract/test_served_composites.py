@@ -27,7 +27,7 @@ from engines import (
 )
 from factories import strategy
 
-from offline_grpo.model.layouts.rows import Padded
+from offline_grpo.model.layouts import Padded
 
 pytestmark = pytest.mark.slow  # a start of a server each
 

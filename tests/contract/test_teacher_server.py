@@ -22,7 +22,7 @@ def test_a_server_says_what_its_model_does(where: Where, model_folder: Path, tmp
     with running(server, model_folder):
         teacher, policy = TeacherServer(server.base_url), load(model_folder, where)
         teacher.check(policy.tokenizer, 24)
-        batch = build_batch([make_rollout(prompt, [*range(8, 20)]) for prompt in PROMPTS], mask_truncated=False)
+        batch = build_batch([make_rollout(prompt, [*range(8, 20)]) for prompt in PROMPTS])
         torch.testing.assert_close(teacher.logprobs(batch), policy.logprobs(batch), rtol=0, atol=1e-4)
         asked = {"prompt": PROMPTS[1], "prompt_logprobs": 0, "max_tokens": 1}
         url = f"{server.base_url}/v1/completions"

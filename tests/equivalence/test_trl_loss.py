@@ -26,8 +26,7 @@ from offline_grpo.loss.dr_grpo import DrGRPO
 from offline_grpo.loss.grpo import GRPO
 from offline_grpo.loss.gspo import GSPO
 from offline_grpo.loss.sapo import SAPO
-from offline_grpo.train.advantage import group_advantages
-from offline_grpo.train.advantage.gdpo import GDPO
+from offline_grpo.train.advantage import GDPO, group_advantages
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import RolloutGroup, Score
 
@@ -212,7 +211,7 @@ def test_gdpo_equals_trl(trl, padded_case):
     parts = [{name: x for name, x in zip("ab", row, strict=True) if x == x} for row in rewards.tolist()]
     rollouts = [replace(make_rollout([4], [3]), score=Score(0.0, False, own)) for own in parts]
     groups = [RolloutGroup(None, tuple(rollouts[first : first + 4])) for first in (0, 4, 8)]
-    found = torch.tensor(ours(groups, build_batch(rollouts, mask_truncated=False)), dtype=torch.float64).flatten()
+    found = torch.tensor(ours(groups, build_batch(rollouts)), dtype=torch.float64).flatten()
     torch.testing.assert_close(found, inputs["advantages"], rtol=0, atol=1e-12)
 
 

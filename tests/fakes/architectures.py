@@ -87,7 +87,7 @@ def long_batch() -> TokenBatch:
 
     prompts = [ids(20), ids(5)]
     rollouts = [make_rollout(prompt, ids(1 + 6 * i)) for prompt in prompts for i in range(6)]
-    return build_batch(rollouts, mask_truncated=False)
+    return build_batch(rollouts)
 
 
 IN_EVERY_RUN = {"qwen2_5_vl", "gemma4", "llama4"}

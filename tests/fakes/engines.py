@@ -277,7 +277,7 @@ def score(
 ) -> list[Tensor]:
     """The policy's logprobs of each completion's tokens, in nats."""
     rollouts = [make_rollout(*pair, temperature=temperature) for pair in zip(prompts, completions, strict=True)]
-    batch = build_batch(rollouts, mask_truncated=False)
+    batch = build_batch(rollouts)
     logprobs = policy.logprobs(batch.to(policy.device)).cpu()[batch.completion_mask]
     return list(logprobs.split([len(c.token_ids) for c in completions]))
 

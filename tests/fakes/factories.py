@@ -20,15 +20,15 @@ from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain, register
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.loss.grpo import GRPO
-from offline_grpo.model.layouts.rows import Padded
+from offline_grpo.model.layouts import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import GroupStd
+from offline_grpo.train.batch import Passes
 from offline_grpo.train.optimizer import AdamW, OffloadedAdamW
-from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater

@@ -17,16 +17,15 @@ from torch import Tensor
 from offline_grpo.errors import EngineDied, EngineError, GrpoError
 from offline_grpo.loss import cispo, dapo, dr_grpo, grpo, gspo
 from offline_grpo.model.layers import compile_blocks
-from offline_grpo.model.layouts.rows import Padded, Tree
+from offline_grpo.model.layouts import Padded, Tree
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import GroupStd
-from offline_grpo.train.batch import build_batch, with_advantages
+from offline_grpo.train.batch import Passes, build_batch, with_advantages
 from offline_grpo.train.fsdp2 import FullyShardedPolicy
 from offline_grpo.train.optimizer import AdamW
-from offline_grpo.train.passes import Passes
 from offline_grpo.train.schedule import LrSchedule
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
@@ -44,7 +43,7 @@ def batch_of(seed: int) -> TokenBatch:
         return torch.randint(8, VOCAB, (length,), generator=draw).tolist()
 
     rollouts = [make_rollout(ids(3), ids(length)) for length in (2, 13, 5, 7, 3, 11, 2)]
-    return with_advantages(build_batch(rollouts, mask_truncated=False), torch.randn(7, generator=draw).tolist())
+    return with_advantages(build_batch(rollouts), torch.randn(7, generator=draw).tolist())
 
 
 def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Result:

@@ -5,7 +5,7 @@ replays them, and folders to report on.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def state_of(iteration: int = 0, **changes: Any) -> TrainerState:
 def make_checkpoint(folder: Path, state: TrainerState | None = None) -> Path:
     """Add the trainer state and the manifest to a folder; returns it."""
     (folder / "trainer").mkdir(parents=True, exist_ok=True)
-    (folder / STATE).write_text((state or state_of()).to_json())
+    (folder / STATE).write_text(json.dumps(asdict(state or state_of())))
     write_manifest(folder)
     return folder
 

@@ -18,8 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from offline_grpo.generation import decoding_graph
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model.layers import not_compiled
-from offline_grpo.model.layouts import LAYOUTS
-from offline_grpo.model.layouts.varlen import Flash4, Varlen, _flash4_kernel, has_flash4
+from offline_grpo.model.layouts import LAYOUTS, Flash4, Varlen, _flash4_forward, has_flash4
 from offline_grpo.model.lm_head import KeptHead
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import measure_logit_transform
@@ -138,7 +137,7 @@ def test_it_is_dense_attention_within_sequences(heads: int, kv_heads: int, size:
     wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
     right = dense(*wide, scale, window)
     expected = torch.autograd.grad(right, wide, grad)
-    found = _flash4_kernel(q, k, v, boundaries, max(LENGTHS), scale, window)
+    found = _flash4_forward(q, k, v, boundaries, max(LENGTHS), scale, window or 0)[0]
     gradients = torch.autograd.grad(found, (q, k, v), grad.bfloat16())
     for name, a, b in zip("oqkv", (found, *gradients), (right, *expected), strict=True):
         error = ((a.float() - b).norm() / b.norm()).item()

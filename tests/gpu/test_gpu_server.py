@@ -39,7 +39,7 @@ from torch import Tensor
 from offline_grpo.engine.http import Refused
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineError
-from offline_grpo.model.layouts.rows import Padded
+from offline_grpo.model.layouts import Padded
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.rollouts.on_policy import OnPolicy

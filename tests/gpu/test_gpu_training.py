@@ -17,7 +17,7 @@ from torch import nn
 
 from offline_grpo.errors import OutOfMemory
 from offline_grpo.loss.grpo import GRPO
-from offline_grpo.model.layouts.varlen import Varlen
+from offline_grpo.model.layouts import Varlen
 from offline_grpo.model.masters import MasterWeights
 from offline_grpo.run import train
 from offline_grpo.train import optimizer as offload

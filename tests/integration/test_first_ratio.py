@@ -15,13 +15,13 @@ class NoText:
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_ratio_to_the_sampler_is_one_before_the_first_update(tmp_path, temperature):
     updater = make_updater(tmp_path, updates_per_iteration=2)
-    client = TransformersClient(updater.policy.model, NoText(), batch_size=16)
+    client = TransformersClient(updater.passes.policy.model, NoText(), batch_size=16)
     prompts = [[5, 6, 7], [8, 9], [4, 5, 6, 7, 8, 9]]
     groups = generate(client, prompts, SamplingParams(12, temperature=temperature), group_size=8, seeds=[1, 100, 200])
 
     def batch_of(scored_at: float) -> TokenBatch:
         pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-        return build_batch([make_rollout(*pair, temperature=scored_at) for pair in pairs], mask_truncated=False)
+        return build_batch([make_rollout(*pair, temperature=scored_at) for pair in pairs])
 
     batch = with_advantages(batch_of(temperature), [1.0, -1.0] * 12)
     scored = updater.passes.score(batch)

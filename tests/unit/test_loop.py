@@ -17,7 +17,7 @@ from offline_grpo.history.signals import StopSignal
 from offline_grpo.loop import Loop, train
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import StopWhenConfig
-from offline_grpo.train.milestones import Milestones
+from offline_grpo.train.schedule import Milestones
 from offline_grpo.types import SyncReport
 
 GROUP: Any = SimpleNamespace(rollouts=(), with_failures=lambda _: GROUP)

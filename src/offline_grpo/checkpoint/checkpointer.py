@@ -13,10 +13,11 @@ always complete. With `checkpoint.keep_best`, `checkpoints/best` is a link to th
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,9 @@ from offline_grpo.checkpoint.files import (
 )
 from offline_grpo.interfaces import Source
 from offline_grpo.model.adapters import warn_of_peft
-from offline_grpo.model.policy import Policy
-from offline_grpo.model.saving import save_policy
+from offline_grpo.model.policy import Policy, save_policy
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.train.milestones import Milestones
+from offline_grpo.train.schedule import Milestones
 from offline_grpo.train.update import Updater
 
 PARTS = "parts.pt"
@@ -62,7 +62,9 @@ class Checkpointer:
 
     def write(self, iteration: int) -> None:
         """Save the state after `iteration` under a hidden name. Called on every process; rank 0 writes."""
-        hidden, sharding = self._hidden(iteration), self.updater.passes.sharding
+        # What each process holds of masters and optimizer; where they are sharded, rank 0 gathers it, unless each
+        # process writes its own rows.
+        hidden, sharding = self.folder / f".writing_{self._path(iteration).name}", self.updater.passes.sharding
         trainer = hidden / "trainer"
         tensors: Any = {"masters": self.policy.masters.state_dict(), "optimizer": self.updater.state_dict()}
         is_in_parts = self.format == "sharded" and self.policy.is_sharded
@@ -90,8 +92,10 @@ class Checkpointer:
                 milestones=self.milestones.state_dict(),
                 config=dict(self.config),
             )
-            (hidden / STATE).write_text(record.to_json())
+            (hidden / STATE).write_text(json.dumps(asdict(record), indent=1, sort_keys=True, allow_nan=False))
             write_manifest(hidden)
+
+            # All of it must be on disk before the folder gets its name.
             if not list_checkpoints(self.folder):
                 warn_of_peft(self.policy.model)
             for path in hidden.rglob("*"):
@@ -111,25 +115,30 @@ class Checkpointer:
         """
         if not self.ranks.is_main:
             return
-        final, hidden, best = self._path(iteration), self._hidden(iteration), self.milestones.best_iteration
-        if best is not None:  # first: a run that is killed in between repeats the iteration, and sets it again
+
+        # The link to the best one first: a run that is killed in between repeats the iteration, and sets it again.
+        final, best = self._path(iteration), self.milestones.best_iteration
+        if best is not None:
             link = self.folder / f".{BEST}"
             link.unlink(missing_ok=True)
             link.symlink_to(self._path(best).name)
             link.replace(self.folder / BEST)
+
+        # The checkpoint counts from here on. One that is replaced is moved in one step: deleting it takes long enough
+        # to be killed in.
+        hidden = self.folder / f".writing_{final.name}"
         replaced = self.folder / f".writing_{final.name}_replaced"
-        if final.exists():  # moved in one step: deleting it takes long enough to be killed in
+        if final.exists():
             os.rename(final, replaced)
         os.replace(hidden, final)
         sync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
+
+        # What is no longer needed goes, the best one never.
         found = list_checkpoints(self.folder)
         for old in found[: found.index(final) + 1][: -self.keep_last_k] if self.keep_last_k is not None else []:
             if best is None or old != self._path(best):
                 shutil.rmtree(old)
-
-    def _hidden(self, iteration: int) -> Path:
-        return self.folder / f".writing_iter_{iteration:03d}"
 
     def _path(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:03d}"
@@ -139,7 +148,9 @@ class Checkpointer:
         Raises ValueError for a checkpoint of another model.
         """
         record, trainer, own = read_state(checkpoint), checkpoint / "trainer", self.policy.masters.state_dict()
-        if (trainer / PARTS).exists():  # of each tensor, the rows that this process holds
+
+        # Of each tensor what this process holds: read from parts, or cut out of whole ones.
+        if (trainer / PARTS).exists():
             from offline_grpo.checkpoint.parts import Parts  # which takes a second
 
             parts, saved = Parts(trainer), torch.load(trainer / PARTS, map_location="cpu", weights_only=True)
@@ -155,6 +166,8 @@ class Checkpointer:
             is_copied = self.policy.is_sharded or self.policy.masters.host is not None  # so not in memory twice
             file = trainer / "optimizer.pt"
             optimizer = torch.load(file, map_location="cpu", weights_only=True, mmap=is_copied)
+
+        # They must be those of this model, before anything is changed.
         found, needed = ({name: t.shape for name, t in values.items()} for values in (masters, own))
         if found != needed:
             names = sorted(name for name in {**found, **needed} if found.get(name) != needed.get(name))
@@ -163,6 +176,6 @@ class Checkpointer:
         self.policy.masters.load_state_dict(masters)
         self.milestones.load_state_dict(record.milestones)
         best = self.milestones.best_iteration
-        if best is not None and not self._path(best).exists():  # it resumes an older checkpoint than the best one
-            self.milestones.forget_best()
+        if best is not None and not self._path(best).exists():
+            self.milestones.forget_best()  # it resumes an older checkpoint than the best one, which is gone
         return record

@@ -13,13 +13,12 @@ import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offline_grpo.errors import CheckpointError, reason_of
-from offline_grpo.train.milestones import Watch
-from offline_grpo.train.schedule import LrSchedule, UpdateCounters
+from offline_grpo.train.schedule import LrSchedule, UpdateCounters, Watch
 
 BEST = "best"
 """The link to the best checkpoint in a run's `checkpoints` folder, with `checkpoint.keep_best`."""
@@ -42,9 +41,6 @@ class TrainerState:
     milestones: dict[str, Watch]
     config: dict[str, Any]  # the resolved configuration of the run
     format: int = FORMAT
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False)
 
 
 def read_state(checkpoint: Path, *, key: str = "resume") -> TrainerState:

@@ -33,6 +33,7 @@ def save_parts(tensors: Any, folder: Path, rank: int) -> Any:
 
     Returns `tensors` with a name in place of each that is spread: the same on all processes.
     """
+    # Leaves come in the same order on every process, so the number of a tensor is its name in all files.
     rows: dict[str, Tensor] = {}
     firsts: dict[str, int] = {}
     num_spread = 0
@@ -70,6 +71,7 @@ class Parts:
         """
         if not (isinstance(value, str) and value.startswith(PART)):
             return value
+        # The rows that this process needs, piece by piece, from whichever files have them.
         first, end = _rows_of(target) if isinstance(target, DTensor) else (0, len(target))
         found: list[Tensor] = []
         for begins, piece in sorted(self._pieces.get(value.removeprefix(PART), []), key=lambda pair: pair[0]):
@@ -80,6 +82,8 @@ class Parts:
         local = torch.cat(found) if found else torch.empty((0, *target.shape[1:]))
         if local.shape != (end - first, *target.shape[1:]):
             raise ValueError(f"{value}: rows {first} to {end} are {list(local.shape)}, for {list(target.shape)}")
+
+        # As `target` is: whole, or this process's part of it.
         if not isinstance(target, DTensor):
             return local
         return DTensor.from_local(

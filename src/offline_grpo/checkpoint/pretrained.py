@@ -25,7 +25,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import LanguageModel, unwrapped, warn_of_peft, with_saved_adapter
 from offline_grpo.model.device import make_current, torch_dtype
 from offline_grpo.model.load import build_on_meta, load_causal_lm, load_tokenizer, read_model_config
-from offline_grpo.model.saving import save_model
+from offline_grpo.model.policy import save_model
 
 KEY = "MODEL"
 """What messages call the name that was given."""
@@ -39,27 +39,13 @@ class ModelSource:
     weights: str  # folder or Hub id of a causal language model; of an adapter, that of its base
     adapter: str | None  # folder or Hub id of a peft adapter; None for a whole model
     checkpoint: Path | None  # the folder of one that a run wrote, None for a model from elsewhere
-    state: TrainerState | None  # its `trainer/state.json`
     trust_remote_code: bool  # execute Python code that comes with the model
-
-    @property
-    def run_folder(self) -> Path | None:
-        """Of the run that wrote the checkpoint."""
-        return None if self.checkpoint is None else self.checkpoint.parent.parent
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        return None if self.state is None else self.state.config
-
-    @property
-    def trained_dtype(self) -> torch.dtype | None:
-        """What the run computed in; None for a model from elsewhere."""
-        return None if self.config is None else torch_dtype(self.config["train"]["precision"])
-
-    @property
-    def quantization(self) -> str | None:
-        """What an adapter was trained on a base in; None where it was not quantised."""
-        return None if self.config is None else self.config["model"].get("quantization")
+    # Of the run that wrote the checkpoint; None for a model from elsewhere.
+    run_folder: Path | None
+    state: TrainerState | None  # the checkpoint's `trainer/state.json`
+    config: Mapping[str, Any] | None
+    trained_dtype: torch.dtype | None  # that it computed in
+    quantization: str | None  # of the base that an adapter was trained on; None where it was not quantised
 
     def tokenizer(self, chat_template: str | None = None) -> PreTrainedTokenizerBase:
         """The one beside the weights, or else that of the base. `chat_template`: see `use_template`."""
@@ -98,6 +84,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     """Find out what `name` is. Of a run folder, the best checkpoint is taken if the run kept it, else the newest.
     `trust_remote_code` is never taken from a checkpoint's own settings. Raises ConfigError or CheckpointError.
     """
+    # A run stands for its best checkpoint, which must be as it was written.
     folder = Path(name).expanduser()
     is_run = os.path.isdir(folder / "checkpoints")
     if is_run:
@@ -111,6 +98,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     state = verified_state(checkpoint, key=KEY) if checkpoint is not None else None
     place = str(checkpoint or folder) if os.path.exists(folder) else name
     hub.need_model(place, KEY)
+
     # An adapter names the model that it was trained on; `read_model_config` says if there is no model at all.
     base = None
     with suppress(OSError):
@@ -120,7 +108,19 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     key = KEY if base is None else f"{KEY}={name}: an adapter, whose base_model_name_or_path"
     read_model_config(base or place, key, trust_remote_code=trust_remote_code)
     adapter = place if base is not None else None
-    return ModelSource(name, base or place, adapter, checkpoint, state, trust_remote_code)
+    config = None if state is None else state.config
+    return ModelSource(
+        name=name,
+        weights=base or place,
+        adapter=adapter,
+        checkpoint=checkpoint,
+        trust_remote_code=trust_remote_code,
+        run_folder=None if checkpoint is None else checkpoint.parent.parent,
+        state=state,
+        config=config,
+        trained_dtype=None if config is None else torch_dtype(config["train"]["precision"]),
+        quantization=None if config is None else config["model"].get("quantization"),
+    )
 
 
 def export_model(
@@ -139,6 +139,7 @@ def export_model(
     with OwnFolder(parent, ".exporting-") as scratch:
         folder = scratch / "model"
         folder.mkdir()
+        # Files that need no change are copied; else the model is loaded, changed, and saved.
         if own.is_dir() and dtype is None and not is_merged:
             if source.adapter is not None:  # its tensors against those that its base has room for
                 config = read_model_config(source.weights, KEY, trust_remote_code=source.trust_remote_code)

@@ -24,6 +24,8 @@ _ADVANTAGE = "offline_grpo.train.advantage"
 MOVED = {
     "offline_grpo.generation.vllm_client.VllmClient": "offline_grpo.engine.vllm.VllmEngine",
     "offline_grpo.generation.sglang_client.SglangClient": "offline_grpo.engine.sglang.SglangEngine",
+    f"{_ADVANTAGE}.distill.Distill": f"{_ADVANTAGE}.Distill",
+    f"{_ADVANTAGE}.gdpo.GDPO": f"{_ADVANTAGE}.GDPO",
     f"{_ADVANTAGE}.maxrl.MaxRL": f"{_ADVANTAGE}.MaxRL",
     f"{_ADVANTAGE}.passk.PassK": f"{_ADVANTAGE}.PassK",
     f"{_ADVANTAGE}.per_token.PerToken": f"{_ADVANTAGE}.PerToken",

@@ -292,7 +292,7 @@ def check_together(plan: Plan) -> None:
 
 
 def _check_teacher(plan: Plan) -> None:
-    from offline_grpo.train.advantage.distill import Distill, is_url
+    from offline_grpo.train.advantage import Distill, is_url
 
     teacher, temperature = plan.advantage.teacher, plan.sampling.temperature
     if teacher is not None and not is_url(teacher):

@@ -56,6 +56,7 @@ class PassAtKEvaluator:
 
     def groups(self, client: RolloutClient, *, cycle: int) -> Iterator[tuple[int, RolloutGroup]]:
         """This process's groups, each with its index among them, as soon as all of its completions are judged."""
+        # All requests are open at once, and completions come in any order: a group waits until it is whole.
         mine = self.problems[self.rank :: self.world_size]
         draws = [
             (problem, derive_seed(self.seed_base, cycle, problem.problem_id, replicate))
@@ -73,6 +74,7 @@ class PassAtKEvaluator:
 
     def metrics(self, groups: Sequence[RolloutGroup], *, cycle: int) -> Metrics:
         assert len(groups) == len(self.problems), f"{len(groups)} groups for {len(self.problems)} problems"
+        # Over all problems, and for each task of a mixture over its own.
         metrics: dict[str, float] = {}
         for place, own in ({"": groups} | {f"task/{name}/": own for name, own in by_task(groups).items()}).items():
             rows = [group.rollouts for group in own]  # N of n

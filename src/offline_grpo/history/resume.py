@@ -33,8 +33,7 @@ from offline_grpo.history.folder import Lock, RunDir
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.runs import WITHOUT_EFFECT, Run, read_yaml, starts_of
 from offline_grpo.settings import RunConfig, StopWhenConfig, planned_updates
-from offline_grpo.train.milestones import early_stop_reason
-from offline_grpo.train.schedule import LrSchedule
+from offline_grpo.train.schedule import LrSchedule, early_stop_reason
 
 NO_CHECKPOINT = "no checkpoint found; use a run folder, its checkpoints/iter_NNN, or auto"
 SEARCH_PATH = "hydra.searchpath"

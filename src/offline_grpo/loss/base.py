@@ -11,7 +11,7 @@ gradients with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,24 +28,8 @@ from offline_grpo.types import BatchTotals, LossOutput, TokenBatch, TokenStats
 class PolicyGradientLoss(ABC):
     """A policy-gradient loss over flat tokens. Called on a microbatch, it returns its share (see `LossOutput`).
 
-    Args:
-        ratio_reference: what the policy is divided by in the ratio: "old", the policy before the iteration's first
-            update, or "rollout", the engine that sampled, whose weights may be those of an earlier iteration.
-        kl_coef: weight of the KL penalty to the reference.
-        kl_estimator: see `terms.kl_estimate`.
-        kl_placement: "loss" adds the penalty to the loss, "reward" subtracts it from the rewards (`reward_penalty`).
-        kl_importance_weight: multiply the KL estimate by the ratio, gradient included; without it the gradient of
-            k3 is not that of the KL (DeepSeek-V3.2, arXiv 2512.02556). Applies to kl_placement "loss".
-        entropy_coef: weight of the entropy bonus, which is a mean over all completion tokens for every aggregation
-            of the loss.
-        importance_correction: how to correct the surrogate (and nothing else) for the engine's probabilities, see
-            `terms.importance_weights`. "none" with ratio_reference "rollout", whose ratio contains that correction.
-        importance_cap, importance_floor: bounds of the ratio in that correction.
-        off_policy_mask: see `terms.off_policy_mask`; None masks nothing.
-        geometric_bounds: the lowest and the highest of `terms.geometric_mask`; None masks nothing.
-
-    Raises:
-        ConfigError: a value is out of range. (`build` compares the choices.)
+    conf/train/loss/_shared.yaml explains the settings; ranges are checked here, and choices by `build`. Without
+    `kl_importance_weight` the gradient of k3 is not that of the KL (DeepSeek-V3.2, arXiv 2512.02556).
     """
 
     ratio_reference: Literal["old", "rollout"]
@@ -61,6 +45,7 @@ class PolicyGradientLoss(ABC):
     geometric_bounds: list[float] | None
 
     def __post_init__(self) -> None:
+        # Ranges of numbers; then the two ways to correct for the engine, which exclude each other.
         for key in ("kl_coef", "entropy_coef"):
             self._require(key, getattr(self, key) >= 0, "must be 0 or more")
         self._require("importance_cap", self.importance_cap >= 1, "must be 1, the ratio of equal weights, or more")
@@ -100,15 +85,20 @@ class PolicyGradientLoss(ABC):
             ConfigError: the surrogate, the ratio or the weights of a subclass are not one number for each token.
             ValueError: the loss has a KL term but the batch has no `ref_logprobs`.
         """
+        # How each token counts in the loss, and in means over the completion tokens of the whole optimizer batch.
         mask = batch.completion_mask.to(policy.logprobs.dtype)  # [T]
         weights = self.weights(mask, batch, totals)  # [T]
         token_mean = terms.token_mean_weights(mask, totals)  # [T]
 
+        # How far the policy has moved from what its tokens were sampled with, and what that is worth under the
+        # advantage; the policy's own logprobs alone carry a gradient.
         reference = batch.old_logprobs if self.ratio_reference == "old" else batch.rollout_logprobs  # [T]
         ratio = self.ratio((policy.logprobs - reference) * mask, mask, batch)  # [T]
         self._need_one_per_token(policy.logprobs, weights=weights, ratio=ratio)
         surrogate = self.surrogate(ratio, policy.logprobs, batch.advantages)
         self._need_one_per_token(policy.logprobs, surrogate=surrogate.loss)
+
+        # What corrects for the engine is a constant factor of the surrogate: 0 leaves a token out.
         importance = terms.importance_weights(
             batch, mask, correction=self.importance_correction, cap=self.importance_cap, floor=self.importance_floor
         )  # [T]
@@ -116,18 +106,40 @@ class PolicyGradientLoss(ABC):
             importance = importance * terms.off_policy_mask(policy.logprobs, batch, mask, self.off_policy_mask)
         if self.geometric_bounds is not None:
             importance = importance * terms.geometric_mask(batch, mask, *self.geometric_bounds)
-        kl = self._kl(policy, batch)  # [T]; None: not measured
 
+        # The KL to the reference, [T]; without one it is not measured: 0 would claim that policy and reference are
+        # equal. Where rewards pay for it, it is a metric alone.
+        kl = None
+        if batch.ref_logprobs is not None:
+            kl = terms.kl_estimate(policy.logprobs, batch.ref_logprobs, self.kl_estimator)
+        elif self.kl_coef > 0 and self.kl_placement == "loss":
+            raise ValueError(f"kl_coef is {self.kl_coef} but the batch has no ref_logprobs")
+
+        # The loss: this microbatch's share of each term. The entropy bonus is a mean over tokens for every aggregation.
         loss_pg = (weights * importance * surrogate.loss).sum()
-        loss_kl = self._kl_term(kl, ratio, policy, batch, weights)
-        loss_entropy = self._entropy_term(policy, token_mean)
+        loss_kl, loss_entropy = weights.new_zeros(()), token_mean.new_zeros(())
+        if kl is not None and self.kl_coef != 0 and self.kl_placement == "loss":
+            weighted = self.times_ratio(kl, ratio, policy, batch) if self.kl_importance_weight else kl
+            loss_kl = self.kl_coef * (weights * weighted).sum()
+        if self.entropy_coef != 0:
+            loss_entropy = -self.entropy_coef * (token_mean * policy.entropy).sum()
         loss = loss_pg + loss_kl + loss_entropy
 
+        # The metrics: the terms themselves, and shares of means over completion tokens.
         scalars = {"loss_total": loss, "loss_pg": loss_pg, "loss_kl": loss_kl, "loss_entropy": loss_entropy}
-        per_token = {"entropy": policy.entropy} | _ratio_metrics(ratio, surrogate, importance) | terms.mismatch(batch)
+        per_token = {
+            "entropy": policy.entropy,
+            "ratio_mean": ratio,
+            "clip_frac": surrogate.is_clipped_low | surrogate.is_clipped_high,
+            "clip_low_frac": surrogate.is_clipped_low,
+            "clip_high_frac": surrogate.is_clipped_high,
+            "importance_weight_mean": importance,
+            "importance_masked_frac": importance == 0,
+            **terms.mismatch(batch),
+        }
         if kl is not None:
             per_token["kl_divergence"] = kl
-        means = _token_means(per_token, token_mean)
+        means = {name: (token_mean * values.detach()).sum() for name, values in per_token.items()}
         return LossOutput(loss=loss, metrics={name: value.detach() for name, value in scalars.items()} | means)
 
     def _need_one_per_token(self, logprobs: Tensor, **found: Tensor) -> None:
@@ -138,38 +150,13 @@ class PolicyGradientLoss(ABC):
                 method = f"{type(self).__name__}.{name}()"
                 raise ConfigError(f"train.loss: what {method} returns {shapes}; weights() says how they are averaged")
 
-    def _kl(self, policy: TokenStats, batch: TokenBatch) -> Tensor | None:
-        """KL estimates [T]; None without a reference: a KL of 0 would claim that policy and reference are equal."""
-        if batch.ref_logprobs is None:
-            if self.kl_coef > 0 and self.kl_placement == "loss":
-                raise ValueError(f"kl_coef is {self.kl_coef} but the batch has no ref_logprobs")
-            return None
-        return terms.kl_estimate(policy.logprobs, batch.ref_logprobs, self.kl_estimator)
-
-    def _kl_term(
-        self, kl: Tensor | None, ratio: Tensor, policy: TokenStats, batch: TokenBatch, weights: Tensor
-    ) -> Tensor:
-        if kl is None or self.kl_coef == 0 or self.kl_placement == "reward":
-            return weights.new_zeros(())
-        weighted = self.times_ratio(kl, ratio, policy, batch) if self.kl_importance_weight else kl
-        return self.kl_coef * (weights * weighted).sum()
-
-    def _entropy_term(self, policy: TokenStats, token_mean: Tensor) -> Tensor:
-        if self.entropy_coef == 0:
-            return token_mean.new_zeros(())
-        return -self.entropy_coef * (token_mean * policy.entropy).sum()
-
     def _require(self, key: str, is_valid: bool, fix: str) -> None:
         require(is_valid, f"train.loss.{key}", getattr(self, key), fix)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RangedLoss(PolicyGradientLoss, ABC):
-    """A loss that limits how far the policy moves.
-
-    Args:
-        clip_low, clip_high: the range of the ratio is [1 - clip_low, 1 + clip_high].
-    """
+    """A loss that limits how far the policy moves: the range of the ratio is [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float
     clip_high: float
@@ -182,12 +169,7 @@ class RangedLoss(PolicyGradientLoss, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedLoss(RangedLoss, ABC):
-    """A loss with PPO's clipped surrogate; subclasses choose the aggregation.
-
-    Args:
-        dual_clip: upper bound, above 1 + clip_high, on the ratio of tokens with negative advantage; None for no
-            bound (see `terms`).
-    """
+    """A loss with PPO's clipped surrogate (see `terms.clipped_surrogate`); subclasses choose the aggregation."""
 
     dual_clip: float | None
 
@@ -216,19 +198,3 @@ def reward_penalty(loss: Loss) -> Callable[[TokenBatch], Tensor] | None:
         return loss.kl_coef * terms.segment_sum(estimates * batch.completion_mask, batch)
 
     return penalties
-
-
-def _ratio_metrics(ratio: Tensor, surrogate: Surrogate, importance: Tensor) -> dict[str, Tensor]:
-    return {
-        "ratio_mean": ratio,
-        "clip_frac": surrogate.is_clipped_low | surrogate.is_clipped_high,
-        "clip_low_frac": surrogate.is_clipped_low,
-        "clip_high_frac": surrogate.is_clipped_high,
-        "importance_weight_mean": importance,
-        "importance_masked_frac": importance == 0,
-    }
-
-
-def _token_means(per_token: Mapping[str, Tensor], token_mean: Tensor) -> dict[str, Tensor]:
-    """This microbatch's share of the mean of each metric [T] over the completion tokens of the optimizer batch."""
-    return {name: (token_mean * values.detach()).sum() for name, values in per_token.items()}

@@ -29,6 +29,7 @@ class CISPO(RangedLoss):
     """
 
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
+        # The clipped ratio is a constant weight, so that a clipped token keeps its gradient: that of its logprob. [T]
         low, high = 1 - self.clip_low, 1 + self.clip_high
         has_signal = advantages != 0
         loss = -ratio.detach().clamp(low, high) * advantages * logprobs

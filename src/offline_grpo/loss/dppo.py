@@ -39,6 +39,7 @@ class DPPO(RangedLoss):
         self._require("ratio_cap", self.ratio_cap >= 1, "must be 1, the ratio of equal weights, or more")
 
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
+        # Constants: the probability of each token now, p, and before, q = p / ratio, both at most 1; [T].
         now, weight = logprobs.detach().clamp(max=0.0), ratio.detach()
         before = (now - weight.log()).clamp(max=0.0)
         p, q = now.exp(), before.exp()
@@ -46,6 +47,7 @@ class DPPO(RangedLoss):
             distance = (p - q).abs()
         else:
             distance = q * (before - now) + (1 - q) * torch.log((1 - q + EPS) / (1 - p + EPS))
+        # Masked where it has gone too far in the direction in which the advantage would push it on.
         is_low = (advantages < 0) & (p < q) & (distance > self.clip_low)
         is_high = (advantages > 0) & (p > q) & (distance > self.clip_high)
         loss = -weight.clamp(max=self.ratio_cap) * advantages * logprobs

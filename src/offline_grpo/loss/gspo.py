@@ -27,13 +27,15 @@ class GSPO(ClippedLoss):
     """Clipped surrogate of length-normalised sequence ratios, mean over sequences. Settings: see `ClippedLoss`."""
 
     def ratio(self, log_ratio: Tensor, mask: Tensor, batch: TokenBatch) -> Tensor:
+        # One ratio for a whole completion, the geometric mean of its tokens', which each of them then has.
         mean_log_ratio = terms.segment_mean(log_ratio, mask, batch)  # [S]
         return terms.bounded(mean_log_ratio).exp().index_select(0, batch.sequence_ids)  # [T]
 
     def times_ratio(self, kl: Tensor, ratio: Tensor, policy: TokenStats, batch: TokenBatch) -> Tensor:
+        # A sequence's ratio is exp of its own logprob only where it has one token: there the exact gradient holds.
         of_sequences = terms.segment_sum(batch.completion_mask.to(kl.dtype), batch)  # [S]
         num_tokens = of_sequences.index_select(0, batch.sequence_ids)  # [T]
-        of_one_token = super().times_ratio(kl, ratio, policy, batch)  # only there the ratio is the token's own
+        of_one_token = super().times_ratio(kl, ratio, policy, batch)
         return torch.where(num_tokens == 1, of_one_token, kl * ratio)
 
     def weights(self, mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:

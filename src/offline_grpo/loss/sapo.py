@@ -36,6 +36,7 @@ class SAPO(PolicyGradientLoss):
             self._require(key, getattr(self, key) > 0, "must be above 0")
 
     def surrogate(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
+        # The gate rises with the ratio ever more slowly; 4 / tau makes its slope 1 at a ratio of 1. [T]
         tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg)
         never = torch.zeros_like(advantages, dtype=torch.bool)
         return Surrogate(-torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, never, never)

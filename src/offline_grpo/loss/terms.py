@@ -54,6 +54,7 @@ def token_mean_weights(mask: Tensor, totals: BatchTotals) -> Tensor:
 
 def sequence_mean_weights(mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:
     """Weights [T] of the mean over sequences of token means; a fully masked sequence adds 0 but counts."""
+    # A token has 1 / (tokens of its sequence) of what its sequence has, which is 1 / (sequences of all microbatches).
     num_tokens = segment_sum(mask, batch).clamp(min=1.0)  # [S]
     return mask / num_tokens.index_select(0, batch.sequence_ids) / totals.num_sequences
 
@@ -70,8 +71,11 @@ def clipped_surrogate(
     large, because there the plain loss grows without limit. With a bound above 1 + clip_high this equals verl's dual
     clip with `clip_ratio_c` (arXiv 1912.09729).
     """
+    # The worse of two values for each token, [T]: beyond a bound that is the clipped one, which is constant.
     unclipped = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+
+    # Where it removed the gradient, for the metrics: only on the side that the advantage favours.
     is_low = (ratio < 1 - clip_low) & (advantages < 0)
     is_high = (ratio > 1 + clip_high) & (advantages > 0)
     if dual_clip is not None:
@@ -102,6 +106,7 @@ def k3_times_ratio(logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Ten
     Autograd would get there by ratio * (exp(d) - 1 - d) + ratio * (1 - exp(d)), of which float32 keeps nothing from d =
     16 on.
     """
+    # The value as it is, and beside it a term of value 0 that carries the gradient. [T]
     value = (kl_estimate(logprobs, ref_logprobs, "k3") * ratio).detach()
     gradient = (ratio * (logprobs - ref_logprobs)).detach()
     return value + gradient * (logprobs - logprobs.detach())
@@ -114,6 +119,7 @@ def importance_weights(batch: TokenBatch, mask: Tensor, *, correction: str, cap:
     ratios. "*_truncate" clamps the ratio to [floor, cap] (truncated importance sampling); "*_mask" sets ratios outside
     to 0.
     """
+    # 0 outside the completion, so that the sum over a sequence is that of its sampled tokens.
     log_ratio = ((batch.old_logprobs - batch.rollout_logprobs) * mask).detach()  # [T]
     if correction == "none":
         return torch.ones_like(log_ratio)
@@ -129,6 +135,7 @@ def off_policy_mask(logprobs: Tensor, batch: TokenBatch, mask: Tensor, threshold
     """1 or 0 [T]: 0 for tokens with a negative advantage in sequences that the policy finds less likely than the engine
     did, by more than `threshold` nats per token (off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556).
     """
+    # How many nats per token the policy now gives a sequence less than the engine did.
     drift = segment_mean(batch.rollout_logprobs - logprobs.detach(), mask, batch)  # [S]
     is_near = (drift <= threshold).index_select(0, batch.sequence_ids)
     return ((batch.advantages >= 0) | is_near).to(logprobs.dtype)
@@ -138,6 +145,7 @@ def geometric_mask(batch: TokenBatch, mask: Tensor, low: float, high: float) -> 
     """1 or 0 [T]: 0 in sequences whose geometric mean of `old policy / engine` lies outside [low, high]; verl 0.9.1 has
     it as `seq_mean_k1` of `rollout_rs`, with the bounds of the inverse.
     """
+    # The mean of the logs is the log of the geometric mean: one ratio for each sequence, whatever its length.
     mean = bounded(segment_mean(batch.old_logprobs - batch.rollout_logprobs, mask, batch)).exp()  # [S]
     return ((mean >= low) & (mean <= high)).to(mask.dtype).index_select(0, batch.sequence_ids)
 
@@ -147,6 +155,7 @@ def mismatch(batch: TokenBatch) -> dict[str, Tensor]:
 
     `kl_k1` and `kl_k3` estimate KL(engine || trainer), because the rollouts are samples from the engine.
     """
+    # Both of the policy before its updates, so what is left is how differently trainer and engine compute.
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs).detach()
     return {
         "mismatch/kl_k1": -log_ratio,

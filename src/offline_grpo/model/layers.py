@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 from offline_grpo.errors import ConfigError, require
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 MAX_GRAPHS = 256
 """Of blocks of one class. Each shape of model takes two or three, and a sweep's jobs are one process; past the
@@ -44,9 +46,9 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return whole.model if decoder in (whole, model.get_output_embeddings()) else decoder
 
 
-def num_blocks(model: Any) -> int:
+def num_blocks(model: PreTrainedModel) -> int:
     """How many transformer blocks config.json names."""
-    return model.config.get_text_config().num_hidden_layers
+    return model.config.get_text_config().num_hidden_layers  # type: ignore[attr-defined]
 
 
 def layer_configs(config: Any) -> list[Any]:
@@ -54,7 +56,7 @@ def layer_configs(config: Any) -> list[Any]:
     return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
 
 
-def named_blocks(model: Any) -> tuple[str, nn.ModuleList]:
+def named_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The name and the list of the decoder's blocks: its outermost ModuleList of their number. Raises ConfigError."""
     decoder = set(decoder_of(model).modules())  # a vision tower may have as many blocks
     for name, module in model.named_modules():
@@ -64,12 +66,12 @@ def named_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     raise ConfigError(f"{has_none}: blocks cannot be chosen by index")
 
 
-def blocks_of(model: Any) -> nn.ModuleList:
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
     """The transformer blocks. Raises ConfigError where no list of them is found."""
     return named_blocks(model)[1]
 
 
-def text_parameters(model: Any) -> dict[str, nn.Parameter]:
+def text_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Those that text goes through, by their names: of decoder and head. A composite has others, in its towers and in
     blocks that attend to images alone (Mllama).
     """
@@ -79,7 +81,7 @@ def text_parameters(model: Any) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if id(p) in inside}
 
 
-def parse_layer_indices(text: str, model: Any, *, key: str) -> list[int]:
+def parse_layer_indices(text: str, model: PreTrainedModel, *, key: str) -> list[int]:
     """`"0-3,28-31"` -> [0, 1, 2, 3, 28, 29, 30, 31]."""
     count = num_blocks(model)
     indices: set[int] = set()
@@ -92,21 +94,37 @@ def parse_layer_indices(text: str, model: Any, *, key: str) -> list[int]:
     return sorted(indices)
 
 
-def is_compiled_by_default(device: torch.device) -> bool:
-    """Whether `model.compile=auto` compiles there. On CPUs it would need a C++ compiler, and gains little."""
-    return (
-        device.type == "cuda"
-        and find_spec("triton") is not None
-        and torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
-    )
+def is_composite(model_config: PretrainedConfig) -> bool:
+    """Whether it is a text model with towers for images or sound. It is loaded and saved whole, and trained on text."""
+    from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING  # which takes seconds: servers begin before it
+
+    has_text = model_config.get_text_config(decoder=True) is not model_config
+    return has_text and type(model_config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+
+@cache
+def processor_files(model_id: str) -> dict[str, bytes]:
+    """What servers and processors need of a composite's folder beside model and tokenizer: name and content. Of a
+    checkpoint they are read before a newer one takes its place.
+    """
+    from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+    from transformers.utils.hub import cached_file
+
+    names = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, "chat_template.json")
+    found = {name: cached_file(model_id, name, _raise_exceptions_for_missing_entries=False) for name in names}
+    return {name: Path(file).read_bytes() for name, file in found.items() if file is not None}
 
 
 def is_compiled(requested: bool | str, device: torch.device) -> bool:
-    """Whether blocks are compiled there with `model.compile=REQUESTED`."""
-    return requested is True or (requested == "auto" and is_compiled_by_default(device))
+    """Whether blocks are compiled there with `model.compile=REQUESTED`. `auto` compiles where there are Triton and a
+    GPU that it has code for: on CPUs it would need a C++ compiler, and gains little.
+    """
+    if requested != "auto" or device.type != "cuda" or find_spec("triton") is None:
+        return requested is True
+    return torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
 
 
-def compile_blocks(model: Any) -> None:
+def compile_blocks(model: PreTrainedModel) -> None:
     """Compile every block of a transformers model when it first runs, in place: names and state stay as they are."""
     import torch._dynamo.config as dynamo  # which takes a second
 
@@ -115,12 +133,6 @@ def compile_blocks(model: Any) -> None:
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     for block in blocks_of(model):
         block.compile(dynamic=True)
-
-
-def uncompile_blocks(model: Any) -> None:
-    """Undo `compile_blocks`."""
-    for module in model.modules():
-        module._compiled_call_impl = None  # what `compile` sets; there is no public way back
 
 
 def not_compiled(model: nn.Module) -> AbstractContextManager[Any]:

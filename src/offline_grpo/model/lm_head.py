@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offline_grpo.errors import require
-from offline_grpo.model.layers import is_compiled_by_default
+from offline_grpo.model.layers import is_compiled
 
 CPU_TILE_BYTES = 8 * 2**20  # a tile and its scratch copy stay in the last-level cache
 GPU_TILE_BYTES = 256 * 2**20  # large enough that the matrix products run at full speed
@@ -78,7 +78,7 @@ class TiledHead:
     ) -> tuple[Tensor, Tensor]:
         """See `LossHead`. Logprobs of targets outside [0, V) are NaN. Logits are float32, or float64 if `hidden` is."""
         is_kept = self.kept_gib > 0 and not entropy_requires_grad and hidden.dtype == torch.bfloat16
-        if is_kept and is_compiled_by_default(hidden.device):
+        if is_kept and is_compiled("auto", hidden.device):
             height, width = self._shape(KEPT_TILE_BYTES // 4, MIN_GPU_WIDTH, hidden, weight)
             kept_bytes = int(self.kept_gib * 2**30)
             shape = height, min(width, MAX_KEPT_WIDTH)
@@ -134,8 +134,9 @@ def _tiles(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, shape: tuple[int, int]
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
     """Of each part its columns, rows, weights [v, H], logits [N, v] before the temperature, and scratch [N, v]. The
-    next part overwrites the last two.
+    next part overwrites the last two. A CPU multiplies in the dtype of the logits.
     """
+    hidden = hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))
     buffers = torch.empty(2, math.prod(shape), dtype=_stats_dtype(hidden), device=hidden.device)
     for columns, rows in _parts_of(hidden, weight, shape):
         tile_weight = weight[columns].to(hidden.dtype)
@@ -162,9 +163,11 @@ class _TiledHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = _stats_dtype(hidden)
         bits_per_logit = 1 / (math.log(2) * temperature.to(dtype))  # [N]
+
+        # Of each tile its largest logit and two sums, and the logit of each row's target in the tile that has it.
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
         stats: list[TileStats] = []
-        for columns, rows, _, logits, scratch in _tiles(_matmul_input(hidden), weight, bias, softcap, shape):
+        for columns, rows, _, logits, scratch in _tiles(hidden, weight, bias, softcap, shape):
             index, inside = _locate(targets[rows], columns)
             target_logits[rows] = torch.where(inside, logits[index], target_logits[rows])
             peak = logits.amax(-1)  # [N]
@@ -172,6 +175,7 @@ class _TiledHead(torch.autograd.Function):
             powers = torch.exp2(bits, out=scratch)
             stats.append(TileStats(peak, powers.sum(-1), powers.mul_(bits).sum(-1)))
 
+        # Of whole rows; the backward pass needs no more than these to compute the logits again.
         (peak, power_sum, bits_sum), _ = _merge(stats, math.ceil(len(weight) / shape[1]), bits_per_logit)
         logprobs = (target_logits - peak) / temperature - power_sum.log()
         entropy = power_sum.log() - math.log(2) * bits_sum / power_sum
@@ -200,7 +204,7 @@ class _TiledHead(torch.autograd.Function):
             entropy_grad = grad_entropy / (temperature * power_sum)
             offset, slope = offset - entropy_grad * (entropy - power_sum.log()), -math.log(2) * entropy_grad
 
-        inputs = _matmul_input(hidden)
+        inputs = hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))  # as in `_tiles`
         for columns, rows, tile_weight, logits, scratch in _tiles(inputs, weight, bias, ctx.softcap, ctx.shape):
             slope_of_cap = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square_()  # [N, v]
             bits = logits.sub_(peak[rows, None]).mul_(bits_per_logit[rows, None])  # [N, v]
@@ -211,6 +215,8 @@ class _TiledHead(torch.autograd.Function):
             grad_logits[index] += torch.where(inside, target_grad[rows], 0)  # one element per row: no two writes meet
             if slope_of_cap is not None:
                 grad_logits.mul_(slope_of_cap)
+
+            # What bias, hidden states and weights get of it.
             if grad_bias is not None:
                 grad_bias[columns] += grad_logits.sum(0)
             grad_logits = grad_logits.to(inputs.dtype)
@@ -243,6 +249,8 @@ class KeptHead(torch.autograd.Function):
         limit = kept_bytes // (2 * math.prod(shape)) if keeps else 0  # parts
         kept: list[Tensor | None] = []
         stats: list[TileStats] = []
+
+        # As above; and the powers of as many tiles as may be kept.
         target_logits = torch.full_like(bits_per_logit, torch.nan)  # [N]
         buffer = hidden.new_empty(math.prod(shape), dtype=torch.float32)
         for columns, rows in _parts_of(hidden, weight, shape):
@@ -254,6 +262,8 @@ class KeptHead(torch.autograd.Function):
             found, powers = _stats_and_powers(logits, tile_bias, softcap, bits_per_logit[rows], keep=len(kept) < limit)
             stats.append(found)
             kept.append(powers)
+
+        # Of whole rows. Each tile's powers are relative to its own peak, which lies `shifts` below the row's.
         merged, shifts = _merge(stats, math.ceil(len(weight) / shape[1]), bits_per_logit)
         logprobs = (target_logits - merged.peak) / temperature - merged.power_sum.log()
         entropy = merged.power_sum.log() - math.log(2) * merged.bits_sum / merged.power_sum
@@ -279,6 +289,7 @@ class KeptHead(torch.autograd.Function):
         target = torch.expm1(logprobs) * power_sum * slope_of_cap  # [N], (p - 1) S
         buffer = None
         for number, (columns, rows) in enumerate(_parts_of(hidden, weight, ctx.shape)):
+            # The tile's powers, kept or made again.
             powers, ctx.kept[number] = ctx.kept[number], None  # [N, v]
             if powers is None:
                 if buffer is None:
@@ -287,6 +298,8 @@ class KeptHead(torch.autograd.Function):
                 tile_bias = None if bias is None else bias[columns]
                 _, powers = _stats_and_powers(logits, tile_bias, ctx.softcap, bits_per_logit[rows], keep=True)
                 assert powers is not None
+            # The gradient of its logits is a number for each row times the powers, but for the target, which gets what
+            # gives its own gradient when that number is multiplied.
             shift = shifts[columns.start // ctx.shape[1], rows].clamp(min=MIN_SHIFT)  # [N]
             index, inside = _locate(targets[rows], columns)
             of_target = target[rows] * torch.exp2(-shift)
@@ -325,11 +338,6 @@ class _Summed:
 
 def _stats_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
-
-
-def _matmul_input(hidden: Tensor) -> Tensor:
-    """`hidden` in the dtype to multiply in: a CPU multiplies in that of the logits."""
-    return hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))
 
 
 def _logits(buffer: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:

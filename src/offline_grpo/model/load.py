@@ -8,7 +8,6 @@ import logging
 import os
 import re
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.utils import (
-    IMAGE_PROCESSOR_NAME,
-    PROCESSOR_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    VIDEO_PROCESSOR_NAME,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from offline_grpo import hub
@@ -30,7 +23,7 @@ from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
-from offline_grpo.model.layers import blocks_of, parse_layer_indices, text_parameters
+from offline_grpo.model.layers import blocks_of, is_composite, parse_layer_indices, processor_files, text_parameters
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
@@ -105,6 +98,7 @@ def load_tokenizer(
     """The tokenizer saved beside the model; EOS pads where it has no padding token: padding is never trained on.
     `chat_template`: see `use_template`.
     """
+    # One that is there, and knows words.
     fix = "copy the tokenizer files (tokenizer.json, tokenizer_config.json) of the model that it was made from into it"
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code)
@@ -112,6 +106,8 @@ def load_tokenizer(
         raise ConfigError(f"{key}={model_id}: has no tokenizer ({reason_of(error)}); {fix}") from error
     has_words = len(tokenizer) > len(tokenizer.all_special_tokens)  # transformers makes some of no files at all
     require(has_words, key, model_id, f"has no tokenizer; {fix}")
+
+    # As a run needs it: padding, the chat template, and no warning of transformers about long texts.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     use_template(tokenizer, chat_template)
@@ -231,22 +227,6 @@ def prepare(
                 is_recomputed = int((number + 1) * gradient_checkpointing) > int(number * gradient_checkpointing)
                 block.gradient_checkpointing = is_recomputed  # type: ignore[assignment]
     return trained
-
-
-def is_composite(model_config: transformers.PretrainedConfig) -> bool:
-    """Whether it is a text model with towers for images or sound. It is loaded and saved whole, and trained on text."""
-    has_text = model_config.get_text_config(decoder=True) is not model_config
-    return has_text and type(model_config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
-
-
-@cache
-def processor_files(model_id: str) -> dict[str, bytes]:
-    """What servers and processors need of a composite's folder beside model and tokenizer: name and content. Of a
-    checkpoint they are read before a newer one takes its place.
-    """
-    names = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, "chat_template.json")
-    found = {name: cached_file(model_id, name, _raise_exceptions_for_missing_entries=False) for name in names}
-    return {name: Path(file).read_bytes() for name, file in found.items() if file is not None}
 
 
 def _auto_class(model_config: transformers.PretrainedConfig) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -58,13 +59,13 @@ with suppress(ImportError):  # peft has it where bitsandbytes is installed
     KINDS[Linear4bit] = Folded4bit
 
 
+@dataclass(eq=False)
 class SharedInput:
     """One input times the A of several layers, such as q, k and v: the first makes it, and each takes its part."""
 
-    def __init__(self, layers: Sequence[Folded]) -> None:
-        self.layers = layers
-        self.x: Tensor | None = None
-        self.parts: Sequence[Tensor] = ()
+    layers: Sequence[Folded]
+    x: Tensor | None = None
+    parts: Sequence[Tensor] = ()
 
     def __call__(self, x: Tensor, place: int) -> Tensor:
         """[..., R] for x [..., in], of the layer at `place`."""
@@ -85,15 +86,23 @@ def fold_scales(model: nn.Module, adapter: str) -> int:
     Left as peft made them: layers of other kinds, with hooks, or in another format than their adapter (a router in
     fp32), layers with several adapters, and adapters that have more than A and B.
     """
-    layers: list[Any] = [m for m in model.modules() if type(m) in KINDS and _is_plain(m, adapter)]
+    num_folded = 0
+    layers: list[Any] = [module for module in model.modules() if type(module) in KINDS]
     for layer in layers:
-        layer.__class__ = KINDS[type(layer)]
+        # Whether it is plain: y = base(x) + scale B A x, all in one format, and nothing that hooks or other parts add.
+        kind: type = type(layer)
+        base, a = layer.get_base_layer(), layer.lora_A[adapter]
+        has_own_forward = type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks
+        is_other = kind is Linear and (has_own_forward or base.weight.dtype != a.weight.dtype)
+        if is_other or len(layer.lora_A) > 1 or layer.lora_variant or layer.lora_bias[adapter]:
+            continue
+        num_folded += 1
+        layer.__class__ = KINDS[kind]
         dropout: Any = layer.lora_dropout[adapter]
         used = None if isinstance(dropout, nn.Identity) else dropout
-        matrices = layer.get_base_layer(), layer.lora_A[adapter], layer.lora_B[adapter]
-        folded: Any = (*matrices, used, layer.scaling[adapter])
+        folded: Any = (base, a, layer.lora_B[adapter], used, layer.scaling[adapter])
         layer.folded = folded
-    return len(layers)
+    return num_folded
 
 
 def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
@@ -102,6 +111,7 @@ def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
 
     `run` passes something through the model, which shows who shares an input; names say so for some models only.
     """
+    # Which layers are called with which input, in which order.
     layers = [module for module in model.modules() if isinstance(module, Folded) and module.folded[3] is None]
     calls: list[tuple[Any, object]] = []  # the inputs are kept until the end, so that no two have the same id
 
@@ -114,6 +124,8 @@ def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
     finally:
         for hook in hooks:
             hook.remove()
+
+    # Those called one after the other with the same input are a group, unless one of them was in another group too.
     seen: dict[Folded, set[tuple[Folded, ...]]] = {layer: set() for layer in layers}
     for _, together in groupby(calls, key=lambda call: id(call[1])):
         group = tuple(layer for layer, _ in together)
@@ -131,12 +143,3 @@ def share_inputs(model: nn.Module, run: Callable[[], object]) -> int:
         for place, layer in enumerate(group):
             layer.shared, layer.place = shared, place
     return len(groups)
-
-
-def _is_plain(layer: Any, adapter: str) -> bool:
-    a: Any = layer.lora_A[adapter]
-    base: Any = layer.get_base_layer()
-    has_own_forward = type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks
-    is_other = type(layer) is Linear and (has_own_forward or base.weight.dtype != a.weight.dtype)
-    has_more = len(layer.lora_A) > 1 or layer.lora_variant or layer.lora_bias[adapter]
-    return not is_other and not has_more

@@ -39,6 +39,7 @@ class HostTensors:
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
+        # One row of numbers, and where each shape begins in it.
         ends = list(accumulate(-(-shape.numel() // ALIGNED) * ALIGNED for shape in shapes.values()))
         starts = [0, *ends][: len(ends)]
         memory = np.empty(ends[-1] if ends else 0, dtype=np.float32)  # of numpy, which says when it goes
@@ -49,16 +50,16 @@ class HostTensors:
         }
         if device.type != "cuda" or not len(memory):
             return
+
+        # Lock its pages; they are unlocked before the memory goes: what the next job of a sweep gets may lie at the
+        # same place, and cannot be locked twice. The end of the process needs no help.
         runtime: Any = torch.cuda.cudart()
         address = memory.ctypes.data
         code = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for all GPUs
         if code != 0:
             gib = memory.nbytes / 2**30
-            raise torch.OutOfMemoryError(
-                f"the host cannot lock {gib:.1f} GiB of its memory (error {code}); `ulimit -l`"
-            )
-        # Unlocked before the memory goes: what the next job of a sweep gets may lie at the same place, and cannot be
-        # locked twice. The end of the process needs no help.
+            says = f"the host cannot lock {gib:.1f} GiB of its memory (error {code}); `ulimit -l`"
+            raise torch.OutOfMemoryError(says)
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
 
@@ -102,6 +103,7 @@ class MasterWeights:
             self.values = self.host.views
 
     def _master_of(self, name: str, parameter: nn.Parameter, separate: bool) -> nn.Parameter:
+        # fp32 in the host's memory, in the parameter itself, or beside it.
         if self.host is not None:
             self.host.views[name].copy_(parameter.detach())
             # 4 bytes, and room for a gradient
@@ -110,6 +112,8 @@ class MasterWeights:
             return parameter
         else:
             master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+
+        # Its gradient: a small one waits for the end of the backward pass, a large one is added while that goes on.
         if parameter.numel() <= SMALL_ELEMENTS:
             self._small.append((parameter, master))
             return master
@@ -128,6 +132,8 @@ class MasterWeights:
         left = [(working, master) for working, master in self._small if working.grad is not None]
         if not left:
             return
+
+        # One row of all of them, in fp32: one addition in place of hundreds.
         flat = torch.cat([working.grad.flatten() for working, _ in left]).float()  # type: ignore[union-attr]
         for working, _ in left:
             working.grad = None
@@ -137,6 +143,8 @@ class MasterWeights:
         if sums is not None and sums.numel() == flat.numel():  # of the same parameters: in all passes but the first
             sums.add_(flat)
             return
+
+        # The first pass since the gradients were cleared, or one of other parameters: each takes its view of the row.
         for master, part in zip(masters, flat.split([master.numel() for master in masters]), strict=True):
             added = part.view_as(master)
             master.grad = added if master.grad is None else master.grad.add_(added)
@@ -181,20 +189,30 @@ class MasterWeights:
         noise is a hash of a weight's place: sharding does not change it.
         """
         for name, working in self._working.items():
+            # Where this process's part of the tensor begins in all of it, flattened: the noise depends on that place.
             dtype = self._rounds_to or working.dtype
             if dtype == torch.float32:
                 continue
             value, place, first = self.values[name], derive_seed(seed, name), 0
-            if hasattr(value, "to_local"):  # where this process's part of the tensor begins in all of it, flattened
+            if hasattr(value, "to_local"):
                 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
                 sharded: Any = value
                 _, offsets = compute_local_shape_and_global_offset(value.shape, sharded.device_mesh, sharded.placements)
                 first = offsets[0] * value.shape[1:].numel()
             for chunk in part_of_process(value).flatten().split(CHUNK_ELEMENTS):
+                # Uniform in [-0.5, 0.5), [len(chunk)] fp32: 24 bits of MurmurHash3's finaliser of each index, which the
+                # seed permutes. The factors are 0xFF51AFD7ED558CCD and 0xC4CEB9FE1A85EC53, signed.
                 master = chunk.to(working.device)
+                bits = torch.arange(first, first + len(chunk), device=master.device) ^ place
+                for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):
+                    bits = (bits ^ ((bits >> 33) & 0x7FFFFFFF)) * factor
+                noise = ((bits ^ ((bits >> 33) & 0x7FFFFFFF)) & 0xFFFFFF).float() / 2**24 - 0.5
+
+                # That share of the step to the next number of the format, on the side that the noise points to: where
+                # the sum still rounds to what the model has, it is the master.
                 rounded = master.to(dtype)
-                noise, size = _noise(first, len(chunk), place, master.device), rounded.abs()
+                size = rounded.abs()
                 outwards = 2 * (rounded.signbit() == (noise < 0)).short() - 1  # away from 0, or -1: towards it
                 neighbour = (size.view(torch.int16) + outwards).clamp(0).view(dtype)
                 moved = master + (neighbour.float() - size.float()).abs() * noise
@@ -219,11 +237,3 @@ def part_of_process(tensor: Tensor) -> Tensor:
     """What this process has of a tensor: all, or its part of a sharded one."""
     to_local = getattr(tensor, "to_local", None)  # a DTensor's; its class takes a second to import
     return tensor if to_local is None else to_local()
-
-
-def _noise(first: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """[count] fp32 in [-0.5, 0.5), uniform: 24 bits of MurmurHash3's finaliser of each index, which `seed` permutes."""
-    bits = torch.arange(first, first + count, device=device) ^ seed
-    for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):  # 0xFF51AFD7ED558CCD and 0xC4CEB9FE1A85EC53, signed
-        bits = (bits ^ ((bits >> 33) & 0x7FFFFFFF)) * factor
-    return ((bits ^ ((bits >> 33) & 0x7FFFFFFF)) & 0xFFFFFF).float() / 2**24 - 0.5

@@ -20,15 +20,8 @@ from torch import Tensor
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.adapters import has_adapters
-from offline_grpo.model.layers import (
-    compile_blocks,
-    is_compiled,
-    not_compiled,
-    num_blocks,
-    uncompile_blocks,
-)
-from offline_grpo.model.layouts import layouts_for
-from offline_grpo.model.layouts.varlen import Flash4, flash4_interface
+from offline_grpo.model.layers import compile_blocks, is_compiled, not_compiled, num_blocks
+from offline_grpo.model.layouts import Flash4, flash4_interface, layouts_for
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
 from offline_grpo.types import TokenBatch
 
@@ -76,6 +69,7 @@ class Proof:
         trained = [p for p in scoring.model.parameters() if p.requires_grad and id(p) not in embeddings]
         self.parameters = trained[:NUM_GRADIENTS]
 
+        # What is right: one sequence at a time, in transformers' own forward, where nothing can leak from a neighbour.
         self.logprobs = torch.zeros(0, device=device)
         self.gradients = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
         with eval_mode(scoring.model):
@@ -102,13 +96,15 @@ class Proof:
             raise
         except Exception as error:  # whatever an architecture raises when it is called in a way that it does not know
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+        # Logprobs, with gradients and without.
         for logprobs in (found.detach(), scored):
             if not _agree(scoring, logprobs, self.logprobs):
                 difference = (logprobs - self.logprobs).abs().mean()
                 return f"logprobs differ from those of one sequence at a time by {difference:.2g} nats on average"
 
-        # The root mean square, relative to the gradient. Where nothing is trained, or all of it is behind a zero, what
-        # is there must be zero too.
+        # Gradients: the root mean square of the error, relative to the gradient. Where nothing is trained, or all of it
+        # is behind a zero, what is there must be zero too.
         wrong = sum(float((a - b).square().sum()) for a, b in zip(gradients, self.gradients, strict=True))
         size = sum(float(b.square().sum()) for b in self.gradients)
         error = 0.0 if wrong == 0 else math.inf
@@ -138,6 +134,8 @@ def settle_layout(
         first = proof.batch.token_ids[None, : proof.batch.sequence_lengths[0]]
         with torch.no_grad(), eval_mode(scoring.model):
             share_inputs(scoring.model, lambda: model(input_ids=first, use_cache=False))
+
+    # The fastest layout first; what is wrong with the faster ones is said once one is right.
     kind, fault, faults = type(model).__name__, None, []
     for scoring.layout in layouts_for(requested, device, model.dtype):
         name, fault = type(scoring.layout).__name__.lower(), proof.fault()
@@ -170,7 +168,10 @@ def settle_compile(
     if fault is None:
         log.info("%s: compiled the blocks of %s in %.0f s", setting, key, time.monotonic() - started)
         return
-    uncompile_blocks(model)
+
+    # Undo what `compile` has set; there is no public way back.
+    for module in model.modules():
+        module._compiled_call_impl = None
     if requested is True:
         raise ConfigError(f"{setting}: does not work with {name} ({key}), {fault}; use auto or false")
     fix = "if memory runs out, set model.compile=false, which the memory plan counts with"
@@ -182,6 +183,7 @@ def check_causality(scoring: Scoring, num_tokens: int, device: torch.device) -> 
     alone. Sparse attention (DeepSeek-V3.2, Doge) may choose other tokens in longer sequences, once it cannot keep all.
     Raises ConfigError if one does.
     """
+    # The same tokens, followed by others and not.
     model, most = scoring.causal_lm, num_tokens * 7 // 8
     token_ids = draw_ids(len(scoring.output.weight), num_tokens, torch.Generator().manual_seed(0))
     with not_compiled(model):
@@ -198,11 +200,14 @@ def check_causality(scoring: Scoring, num_tokens: int, device: torch.device) -> 
 
 def batch_for(scoring: Scoring, device: torch.device, groups: Sequence[Group] = GROUPS) -> TokenBatch:
     """Random sequences in groups that share their prompts."""
+    # The long group too, where the model takes it.
     vocab_size = len(scoring.output.weight)
     longest = getattr(scoring.causal_lm.config.get_text_config(), "max_position_embeddings", None)
     prompt, completions = LONG_GROUP
     if device.type == "cuda" and (longest is None or prompt + max(completions) <= longest):
         groups = (*groups, LONG_GROUP)
+
+    # The same ones for every model and process: a prompt, and behind it each of its completions.
     generator = torch.Generator().manual_seed(0)
     sequences: list[Tensor] = []
     is_completion: list[Tensor] = []

@@ -53,23 +53,27 @@ def nf4_arguments(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": device}, "dtype": "auto"}
 
 
-def settle_nf4(model: Any, dtype: torch.dtype) -> None:
+def settle_nf4(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Bring what is not quantised into `dtype`, and keep bitsandbytes from packing weights anew when a CPU with AVX-512
     samples: its kernel for them rounds to bf16, and has no gradient.
     """
     from bitsandbytes.nn.modules import Linear4bit
 
+    # What transformers keeps in fp32 for this architecture stays so.
     kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in kept for part in name.split(".")):
             parameter.data = parameter.data.to(dtype)
+
+    # Quantised layers compute in `dtype`, by bitsandbytes' own kernel.
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
             weight: Any = module.weight
             weight.quant_state.dtype = dtype  # else backward passes round to the files' format, and forward ones do not
     model.config.dtype = dtype
-    model.hf_quantizer = None  # it keeps `generate` from recording decoding steps, which bitsandbytes' kernels allow
+    # It would keep `generate` from recording decoding steps, which bitsandbytes' kernels allow.
+    model.hf_quantizer = None  # type: ignore[arg-type]
 
 
 def dequantized(weights: Tensor, parameter: Tensor) -> Tensor:
@@ -100,7 +104,7 @@ E4M3_MAX = 448.0
 
 
 @contextmanager
-def fp8_linears(model: Any) -> Iterator[None]:
+def fp8_linears(model: PreTrainedModel) -> Iterator[None]:
     """For passes without gradients. Nothing is written: each product rounds its factors, one weight at a time.
 
     Adapters, embeddings and the output head are not rounded, as in vLLM; nor are experts, which use no `linear`.

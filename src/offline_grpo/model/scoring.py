@@ -32,9 +32,6 @@ class LogitTransform(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
-    def __call__(self, z: Tensor) -> Tensor:
-        return self.scale * (z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap))
-
 
 class Scoring(nn.Module):
     """Scores flat batches with a causal language model. The frozen reference is one, the policy has one.
@@ -184,11 +181,11 @@ def measure_logit_transform(model: PreTrainedModel, *, key: str = "model.train_i
     small, huge = logits[:2].tolist()
     after = small / SMALL
     cap = huge / after if abs(huge) < 0.5 * abs(after) * HUGE else None
-    found = LogitTransform(after, cap)
+    expected = after * (z if cap is None else cap * torch.tanh(z / cap))
     head_input = seen[0]
     before = float(head_input.double().mean())
     is_known = (
-        torch.allclose(logits, found(z), rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * abs(after) * SMALL)
+        torch.allclose(logits, expected, rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * abs(after) * SMALL)
         and torch.allclose(head_input, torch.full_like(head_input, before))
         and (before == 1 or output_embeddings(model).bias is None)
     )

@@ -63,14 +63,12 @@ class TokenizerCodec:
         """
         try:
             has_calls = any(message.get("tool_calls") for message in messages)
-            return self.ids_of(self.rendered(self.chat.in_form(messages) if has_calls else messages, tools))
+            text = self.rendered(self.chat.in_form(messages) if has_calls else messages, tools)
         except RequestError as error:
             fix = "take another template (model.chat_template=FILE)"
             fix = f"set task.system_prompt=null, or {fix}" if messages[0]["role"] == "system" else fix
             raise ConfigError(f"{error}; {fix}") from error
-
-    def ids_of(self, rendered: str) -> list[int]:
-        return self.tokenizer.encode(rendered, add_special_tokens=self.tokenizer.chat_template is None)
+        return self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -87,23 +85,22 @@ class TokenizerCodec:
     def _takes_parts(self) -> bool:
         """Whether the template leaves out contents that are plain text, as some of models with images do."""
         probe = [{"role": "user", "content": "Hello"}]
-        return "Hello" not in self._apply(probe) and "Hello" in self._apply(probe, as_parts=True)
+        return "Hello" not in self.apply(probe, as_parts=False) and "Hello" in self.apply(probe, as_parts=True)
 
-    def apply(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
-        """What the chat template writes. Raises RequestError if it refuses the messages."""
-        try:
-            return self._apply(messages, tools, as_parts=self._takes_parts)
-        except Exception as error:  # templates are code that is not ours
-            roles = ", ".join(message["role"] for message in messages)
-            raise RequestError(f"the model's chat template refuses messages of {roles}: {reason_of(error)}") from error
-
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, as_parts: bool = False) -> str:
+    def apply(self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, as_parts: bool | None = None) -> str:
+        """What the chat template writes, of contents in parts where it leaves out plain text. Raises RequestError if it
+        refuses the messages.
+        """
         conversation: list[Any] = [dict(message) for message in messages]
-        if as_parts:
+        if self._takes_parts if as_parts is None else as_parts:
             parts = ([{"type": "text", "text": each["content"] or ""}] for each in conversation)
             conversation = [{**each, "content": own} for each, own in zip(conversation, parts, strict=True)]
         given = {**self.chat_template_kwargs, **({"tools": [dict(each) for each in tools]} if tools else {})}
-        text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **given)
+        try:
+            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **given)
+        except Exception as error:  # templates are code that is not ours
+            roles = ", ".join(message["role"] for message in messages)
+            raise RequestError(f"the model's chat template refuses messages of {roles}: {reason_of(error)}") from error
         assert isinstance(text, str)
         return text
 
@@ -178,7 +175,7 @@ class ChatFormat:
         if tools and not self._has_said and tools[0]["function"]["name"] not in text:
             self._has_said = True
             log.warning("the model's chat template leaves tools out; name them in the prompt, or take another template")
-        return self._codec.ids_of(text)
+        return self._tokenizer.encode(text, add_special_tokens=self._tokenizer.chat_template is None)
 
     def following(self, reply: Reply, last_id: int, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """The ids between a reply, whose last one is `last_id`, and the next reply. Raises RequestError if the template
@@ -248,6 +245,7 @@ class ChatFormat:
         """What the template writes between a reply and its end, such as what closes a call, and that end. None where it
         does not write the reply, or what comes after it.
         """
+        # The text from the end of a reply to the mark in what comes next, a user's message or the result of a call.
         result = {"role": "tool", "name": "probe", "tool_call_id": PROBE_CALL.id, "content": NEXT}
         if self._tokenizer.chat_template is None:
             return None
@@ -256,6 +254,8 @@ class ChatFormat:
             between = written[: written.index(NEXT)]
         except (RequestError, ValueError):
             return None
+
+        # The end is the first text in it that ends replies; for want of one the first special token, or nothing.
         ends = [(between.index(end), -len(end), end) for end in self._ends if end in between]
         if ends:
             place, _, end = min(ends)
@@ -268,6 +268,7 @@ class ChatFormat:
 
     def _reader_that_fits(self) -> Reader | None:
         """The one that reads what the template writes for a call."""
+        # A reply of text and one of a call are written alike up to where the call begins.
         function = {"name": PROBE_CALL.name, "arguments": PROBE_CALL.arguments}
         reply = {"role": "assistant", "tool_calls": [{"id": PROBE_CALL.id, "function": function}]}
         try:
@@ -277,6 +278,8 @@ class ChatFormat:
             return None
         start = next((i for i, (a, b) in enumerate(zip(plain, text, strict=False)) if a != b), 0)
         written = text[start:]
+
+        # The call ends where the reply does; and a reader fits that reads exactly that call in it.
         end = min((written.index(end) for end in self._ends if end and end in written), default=len(written))
         written = written[:end].rpartition(THINKING_ENDS)[2]
         probe = [[(PROBE_CALL.name, PROBE_CALL.arguments)]]

@@ -92,7 +92,7 @@ class TinyModel:
         fix = "a share of the demonstrations, from 0 to 1"
         require(0 <= self.noise_frac <= 1, "model.tiny.noise_frac", self.noise_frac, fix)
 
-    def prepare(self, task: Task, cache_dir: Path, *, show_progress: bool = False) -> Path:
+    def prepare(self, task: Task, cache_dir: Path) -> Path:
         """Build the model, warm-start it on the task's training problems and save it, unless it is in `cache_dir`.
 
         The folder's name is a hash of everything that decides the result. It appears complete or not at all, also when
@@ -109,10 +109,9 @@ class TinyModel:
         content = json.dumps([FORMAT_VERSION, asdict(self), examples], sort_keys=True)
         folder = cache_dir / f"tiny-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
         text = f"building the tiny model (once): warm start of {self.warm_start_steps} steps"
-        build = partial(self._build, problems, show_progress)
-        return build_once(folder, SCRATCH, build, ("warm start", text))
+        return build_once(folder, SCRATCH, partial(self._build, problems), ("warm start", text))
 
-    def _build(self, problems: Sequence[Problem], show_progress: bool, folder: Path) -> None:
+    def _build(self, problems: Sequence[Problem], folder: Path) -> None:
         # The tokenizer, and whether its context has room for prompt, answer, the digit that a wrong answer may have
         # more, and EOS.
         context = self.max_position_embeddings
@@ -165,8 +164,7 @@ class TinyModel:
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
             optimizer.step()
-            if show_progress:
-                progress.report(step + 1, steps, "steps")
+            progress.report(step + 1, steps, "steps")
         model.eval()
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

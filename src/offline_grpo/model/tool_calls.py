@@ -70,6 +70,7 @@ class Reader:
     def calls(self, text: str, tools: Sequence[Schema]) -> Iterator[tuple[int, int, list[tuple[str, Any]]]]:
         """Where each begins and ends, with names and arguments; without any where it is malformed."""
         for found in islice(re.finditer(self.call, text, re.DOTALL), MAX_CALLS):
+            # Whatever is not well-formed makes a parser raise, or is no name with an object: then it is no call.
             calls: list[tuple[str, Any]] = []
             with suppress(*UNREADABLE):
                 name, rest = found.groupdict().get("name"), found["rest"]

@@ -39,7 +39,7 @@ from offline_grpo.model.load import (
 )
 from offline_grpo.model.quantization import SERVER_BYTES, TRAINER_BYTES, quantized_sizes
 from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
-from offline_grpo.train.advantage.distill import is_url
+from offline_grpo.train.advantage import is_url
 from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit, is_offloaded
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from offline_grpo.logger.samples import FirstLook
 from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model import load
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
+from offline_grpo.model.masters import part_of_process
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
 from offline_grpo.model.scoring import BaseScoring
@@ -35,10 +36,10 @@ from offline_grpo.seeding import derive_seed
 from offline_grpo.start import prompts, servers
 from offline_grpo.start.memory import check_memory
 from offline_grpo.state import Run
-from offline_grpo.train.advantage.distill import is_url
-from offline_grpo.train.milestones import Milestones
+from offline_grpo.train.advantage import is_url
+from offline_grpo.train.batch import Passes
 from offline_grpo.train.optimizer import OffloadedAdamW, is_offloaded
-from offline_grpo.train.passes import Passes
+from offline_grpo.train.schedule import Milestones
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
 from offline_grpo.weight_sync.in_process import prove_sampling
@@ -212,7 +213,11 @@ def prepare_training(run: Run) -> None:
 
     # Who follows the run: the record of rollouts first, because others may look at what it has written.
     if ranks.is_main and records(config):
-        recorder = Recorder(folder, origin, lambda: (run.updater.counters.version, policy.trained_here()))
+        recorder = Recorder(
+            folder,
+            origin,
+            lambda: (run.updater.counters.version, [part_of_process(p) for p in policy.trained_parameters().values()]),
+        )
         run.stack.callback(recorder.close)
         run.listeners.insert(0, recorder)
     run.listeners.append(FirstLook(run.codec.tokenizer, run.codec.end_ids))

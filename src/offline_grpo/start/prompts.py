@@ -17,7 +17,7 @@ from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.model.load import context_length, generation_config_of, load_tokenizer, read_model_config
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.settings import DataConfig, RunConfig
-from offline_grpo.train.advantage.distill import is_url
+from offline_grpo.train.advantage import is_url
 from offline_grpo.types import Problem
 
 MAX_LOOKED_AT = 10_000

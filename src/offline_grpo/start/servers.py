@@ -31,7 +31,7 @@ from offline_grpo.model.quantization import check_nf4
 from offline_grpo.model.text import end_ids
 from offline_grpo.placement.devices import Devices, check_devices, server_gpus, trainer_gpus
 from offline_grpo.state import Run
-from offline_grpo.train.advantage.gdpo import GDPO
+from offline_grpo.train.advantage import GDPO
 from offline_grpo.types import SamplingParams
 from offline_grpo.weight_sync.deployment import Deployment
 from offline_grpo.weight_sync.lora import LoraRestart, room_for
@@ -83,7 +83,7 @@ def begin(run: Run) -> None:
             room = tiny.max_position_embeddings
             fix = f"leaves no room for a prompt in the context of model.tiny.max_position_embeddings={room}"
             require(sampling.max_new_tokens < room, f"{key}.max_new_tokens", sampling.max_new_tokens, fix)
-        run.model_id = ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache, show_progress=True)))
+        run.model_id = ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache)))
     ranks.on_main(lambda: check_found_servers(plan, run.model_id))
 
     # A resumed run's server begins with the checkpoint's weights, unless only an adapter moves.

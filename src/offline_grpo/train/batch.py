@@ -1,29 +1,41 @@
-"""From scored rollouts to flat token batches, and from a batch to the microbatches of this process."""
+"""From scored rollouts to a flat batch, from the batch to the microbatches of this process, and passes over it: those
+of the updates, and before them those without gradients, in which policy, reference and teacher say how likely they find
+its tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from heapq import heapreplace
 from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from offline_grpo.types import BatchTotals, FinishReason, Rollout, TokenBatch
+from offline_grpo import progress
+from offline_grpo.interfaces import Advantage, Loss, Scorer
+from offline_grpo.model.policy import Policy
+from offline_grpo.model.scoring import Scoring
+from offline_grpo.placement.ranks import Ranks
+from offline_grpo.settings import TrainConfig
+from offline_grpo.train.sharding import Sharding
+from offline_grpo.types import BatchTotals, Rollout, RolloutGroup, TokenBatch
 
 
-def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBatch:
+def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
     """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and `ref_logprobs` and
-    `teacher_logprobs` None unless all have some. `mask_truncated` leaves rollouts that hit the length limit out of the
-    loss.
+    `teacher_logprobs` None unless all have some.
     """
+    # Whose token each one is, and whether the model sampled it.
     lengths = [len(r.token_ids) for r in rollouts]
     sequence_ids = np.repeat(np.arange(len(rollouts)), lengths)  # [T]
     starts = np.cumsum([0, *lengths])[:-1]  # [S]
-    is_trained = np.array([not (mask_truncated and r.finish_reason is FinishReason.LENGTH) for r in rollouts])
-    completion_mask = _flat((r.is_sampled for r in rollouts), np.bool_) & is_trained[sequence_ids]  # [T]
+    completion_mask = _flat((r.is_sampled for r in rollouts), np.bool_)  # [T]
+
+    # Logprobs are 0 where none was sampled, so that nothing a source wrote there can reach a sum.
     zeros = np.zeros(len(sequence_ids), np.float32)
     arrays = {
         "token_ids": _flat((r.token_ids for r in rollouts), np.int64),
@@ -35,19 +47,15 @@ def build_batch(rollouts: Sequence[Rollout], *, mask_truncated: bool) -> TokenBa
         "old_logprobs": zeros,
         "temperature": np.array([r.temperature for r in rollouts], np.float32)[sequence_ids],
     }
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    tensors: dict[str, Tensor | None] = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def given(rows: Sequence[Sequence[float] | None]) -> torch.Tensor | None:
-        found = [row for row in rows if row is not None]
-        complete = len(found) == len(rows)
-        return torch.from_numpy(np.where(completion_mask, _flat(found, np.float32), zeros)) if complete else None
-
-    return TokenBatch(
-        **tensors,
-        ref_logprobs=given([r.ref_logprobs for r in rollouts]),
-        teacher_logprobs=given([r.teacher_logprobs for r in rollouts]),
-        sequence_lengths=tuple(lengths),
-    )
+    # Those of a reference and of a teacher, which a source may bring along.
+    for name in ("ref_logprobs", "teacher_logprobs"):
+        rows = [row for row in (getattr(r, name) for r in rollouts) if row is not None]
+        is_whole = len(rows) == len(rollouts)
+        found = np.where(completion_mask, _flat(rows, np.float32), zeros) if is_whole else None
+        tensors[name] = None if found is None else torch.from_numpy(found)
+    return TokenBatch(**tensors, sequence_lengths=tuple(lengths))  # type: ignore[arg-type]
 
 
 def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[float]]) -> TokenBatch:
@@ -71,22 +79,6 @@ def totals_of(batch: TokenBatch, sequences: Sequence[int], *, max_new_tokens: in
     return BatchTotals(num_completion_tokens=num_tokens, num_sequences=len(sequences), max_new_tokens=max_new_tokens)
 
 
-def split_updates(num_sequences: int, *, num_updates: int | None, sequences_per_update: int | None) -> list[range]:
-    """Consecutive, nearly equal runs of sequences, one for each update of a pass; exactly one of the two sizes is
-    given.
-
-    Example: split_updates(5, num_updates=2, sequences_per_update=None) -> [range(0, 3), range(3, 5)].
-    """
-    if sequences_per_update is not None:
-        num_updates = -(-num_sequences // sequences_per_update)
-        bounds = [min(i * sequences_per_update, num_sequences) for i in range(num_updates + 1)]
-    else:
-        assert num_updates is not None
-        num_updates = min(num_updates, num_sequences)
-        bounds = [-(-i * num_sequences // num_updates) for i in range(num_updates + 1)]
-    return [range(first, last) for first, last in pairwise(bounds)]
-
-
 def share_of_rank(sequences: Sequence[int], lengths: Sequence[int], *, rank: int, world_size: int) -> list[int]:
     """The sequences that this process trains, longest first: each goes to the process with the fewest tokens so far,
     which has at most 4/3 of the tokens of the best division (Graham, 1969).
@@ -106,6 +98,7 @@ def microbatches(
     """Cut sequences, sorted by length so that rows of one microbatch pad little, into microbatches of so many sequences
     or of so many tokens, padding included where `padded`. A longer sequence gets a microbatch of its own.
     """
+    # The longest come first, so the first of a microbatch says how wide its rows are.
     result: list[list[int]] = []
     size = 0  # tokens of the current microbatch
     for s in sequences:
@@ -122,3 +115,102 @@ def microbatches(
         result[-1].append(s)
         size += lengths[s]
     return result
+
+
+@dataclass
+class Passes:
+    """The models that go over a batch, and what decides which passes an iteration needs."""
+
+    policy: Policy
+    reference: Scorer | None
+    loss: Loss
+    advantage: Advantage
+    config: TrainConfig
+    ranks: Ranks
+    sharding: Sharding
+    reward_penalty: Callable[[TokenBatch], Tensor] | None = None  # [S], see `loss.base.reward_penalty`
+    teacher: Scorer | None = None
+
+    def updates_of(self, num_sequences: int) -> list[range]:
+        """The sequences of each update of one epoch over a batch of this many: consecutive runs of them, of nearly the
+        same size where `updates_per_iteration` says how many, such as [range(0, 3), range(3, 5)].
+        """
+        config = self.config
+        if config.grad_accum_steps is not None:
+            assert config.batch_size is not None
+            size = config.batch_size * config.grad_accum_steps
+            bounds = [*range(0, num_sequences, size), num_sequences]
+        else:
+            assert config.updates_per_iteration is not None
+            num_updates = min(config.updates_per_iteration, num_sequences)
+            bounds = [-(-i * num_sequences // num_updates) for i in range(num_updates + 1)]
+        return [range(first, last) for first, last in pairwise(bounds)]
+
+    def needs_old(self, batch: TokenBatch) -> bool:
+        """Whether logprobs of the policy before its updates are needed: by what comes before the updates, or for a
+        ratio that is not the one of a single update, to itself.
+        """
+        has_several_updates = len(self.updates_of(batch.num_sequences)) * self.config.epochs > 1
+        is_needed = self.reward_penalty is not None or "old" in self.advantage.needs
+        return is_needed or (has_several_updates and self.loss.ratio_reference == "old")
+
+    def score(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the logprobs of the old policy, and of the reference, where the iteration needs them.
+        Reference logprobs that came with the rollouts take the place of a pass.
+        """
+        old = self.values(self.policy.scoring, batch) if self.needs_old(batch) else None
+        ref = None
+        if self.reference is not None and batch.ref_logprobs is None:
+            ref = self.values(self.reference, batch)
+        return batch.with_logprobs(old=old, ref=ref)
+
+    def teach(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """The groups with the teacher's logprobs in place of any that came with them; those of truncated completions
+        too, because they are recorded.
+        """
+        assert self.teacher is not None
+        batch = build_batch([rollout for group in groups for rollout in group.rollouts])
+        is_server = not isinstance(self.teacher, Scoring)
+        rows = iter(self.values(self.teacher, batch, at_once=is_server).split(batch.sequence_lengths))
+        taught = []
+        for group in groups:
+            rollouts = (replace(rollout, teacher_logprobs=tuple(next(rows).tolist())) for rollout in group.rollouts)
+            taught.append(replace(group, rollouts=tuple(rollouts)))
+        return taught
+
+    def values(self, scorer: Scorer, batch: TokenBatch, what: str = "logprobs", *, at_once: bool = False) -> Tensor:
+        """Logprobs (or `what`) [T] of all sequences; each process scores a share, in microbatches or `at_once`."""
+        # A server is asked for all of this process's sequences at once, and makes batches of its own.
+        values = torch.zeros_like(batch.old_logprobs)  # [T]
+        parts = self.microbatches(range(batch.num_sequences), batch)
+        if at_once:
+            parts = [(own, True)] if (own := [s for sequences, counts in parts if counts for s in sequences]) else []
+
+        # What is scored stays on the device until the end: it is not waited for between two microbatches.
+        scored: list[tuple[Sequence[int], Tensor]] = []
+        for number, (sequences, counts) in enumerate(parts):
+            part = getattr(scorer, what)(batch.select(sequences).to(scorer.device))
+            if counts:
+                scored.append((sequences, part))
+            progress.report(number + 1, len(parts), "microbatches scored")
+
+        # Each process has filled in its own share, and zeros elsewhere: the sum is the whole.
+        for sequences, part in scored:
+            values.numpy()[batch.positions_of(sequences)] = part.cpu().numpy()
+        self.ranks.sum_([values])
+        return values
+
+    def microbatches(self, sequences: Sequence[int], batch: TokenBatch) -> list[tuple[Sequence[int], bool]]:
+        """This process's microbatches of these sequences; then, as often as the sharding asks for it, one that does
+        not count.
+        """
+        own = microbatches(
+            share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size),
+            batch.sequence_lengths,
+            batch_size=self.config.batch_size,
+            max_tokens=self.config.tokens_per_microbatch,
+            padded=self.policy.scoring.layout.pads,
+        )
+        filler = own[-1] if own else sequences[:1]
+        num_fillers = self.sharding.num_microbatches(len(own)) - len(own)
+        return [*((chosen, True) for chosen in own), *[(filler, False)] * num_fillers]

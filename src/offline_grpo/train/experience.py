@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from offline_grpo.errors import ConfigError, ScoreError, require
-from offline_grpo.train.batch import build_batch, with_advantages
+from offline_grpo.train.batch import Passes, build_batch, with_advantages
 from offline_grpo.train.metrics import failures_of
-from offline_grpo.train.passes import Passes
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup, TokenBatch
 
 
@@ -56,7 +55,7 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
     owners = [number for number, group in enumerate(groups) for _ in group.rollouts]  # [S], the group of each sequence
     rollouts = [rollout for group in groups for rollout in group.rollouts]  # [S]
     is_cut = [config.mask_truncated and rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]  # [S]
-    batch = build_batch(rollouts, mask_truncated=False)
+    batch = build_batch(rollouts)
     trained = batch.completion_mask & ~torch.tensor(is_cut)[batch.sequence_ids]  # [T]
 
     # 3. The old policy and the reference score all of it, where rewards or advantages depend on what they say.
@@ -107,7 +106,10 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
     if config.mask_truncated:
         metrics["num_groups_masked"] = float(sum(not is_silent[number] for number in kept if number not in whole))
     sequences = [sequence for sequence, owner in enumerate(owners) if keep[owner]]
-    batch = _masked(batch, trained)
+    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")
+    found = {name: values for name in names if (values := getattr(batch, name)) is not None}
+    masked = {name: values.where(trained, 0.0) for name, values in found.items()}  # [T], 0 where nothing is trained
+    batch = replace(batch, completion_mask=trained, **masked)
     batch = batch.select(sequences) if 0 < len(sequences) < batch.num_sequences else batch
     if not sequences or not bool(batch.completion_mask.any()):
         return Experience(None, of_all, metrics, sampled)
@@ -127,16 +129,8 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
     # 6. Old policy and reference score what is left, if they have not yet; tokens of low entropy lose their advantage.
     batch = batch if is_scored else passes.score(batch)
     if config.top_entropy_frac < 1:
-        batch = batch.with_top_entropy(passes.entropies(batch), config.top_entropy_frac)
+        batch = batch.with_top_entropy(passes.values(passes.policy.scoring, batch, "entropy"), config.top_entropy_frac)
     return Experience(batch, of_all, metrics, sampled)
-
-
-def _masked(batch: TokenBatch, trained: torch.Tensor) -> TokenBatch:
-    """The batch of which these tokens [T] alone are trained: logprobs of the others are 0."""
-    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")
-    found = {name: values for name in names if (values := getattr(batch, name)) is not None}
-    masked = {name: values.where(trained, 0.0) for name, values in found.items()}
-    return replace(batch, completion_mask=trained, **masked)
 
 
 def check_groups(found: object) -> list[RolloutGroup]:

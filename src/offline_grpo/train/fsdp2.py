@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import register_dataclass, tree_leaves, tree_map
 
 from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.interfaces import Scorer
 from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.layers import blocks_of
-from offline_grpo.model.policy import Policy
-from offline_grpo.model.saving import buckets, on_disk
+from offline_grpo.model.policy import Policy, buckets, on_disk
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import TokenBatch, TokenStats
@@ -54,12 +54,13 @@ class FullyShardedPolicy(Sharding):
         self._shard(policy.scoring, is_trained=True)
         self._policy, policy.is_sharded, policy.logprobs = policy, True, self._led_logprobs
 
-    def prepare_reference(self, reference: Any) -> None:
+    def prepare_reference(self, reference: Scorer) -> None:
         """The base of an adapted policy is spread already."""
         if isinstance(reference, Scoring):
             self._shard(reference, is_trained=False)
 
     def _shard(self, scoring: Scoring, *, is_trained: bool) -> None:
+        # What is spread, and in which format: adapters stay whole, weights that are trained become fp32 masters.
         model, device = scoring.causal_lm, scoring.device
         mesh = init_device_mesh(device.type, (self.ranks.world_size,))
         settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
@@ -74,13 +75,16 @@ class FullyShardedPolicy(Sharding):
             settings["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
+
+        # Block by block, so that one is gathered at a time; then what is left, around the whole forward pass. Gradients
+        # are summed and not averaged: the loss of each process is a share.
         for module in (*blocks_of(model), scoring):
             for parameter in module.parameters() if widens else ():
                 if not isinstance(parameter, DTensor):
                     parameter.data = parameter.data.float()
             fully_shard(module, **settings)
             spread: Any = module
-            spread.set_gradient_divide_factor(1.0)  # shares add up
+            spread.set_gradient_divide_factor(1.0)
             spread.set_force_sum_reduction_for_comms(True)
         root: Any = scoring
         root._get_fsdp_state()._lazy_init()  # it is the root, also where a block runs first
@@ -117,6 +121,7 @@ class FullyShardedPolicy(Sharding):
 
     def lead(self, action: Callable[[], T], tensors: Any = None) -> T:
         """The other processes do what rank 0 tells them, until it is done."""
+        # Rank 0 acts. Whatever needs the others sends them a message on the way, see `_wholes_of` and `_led_logprobs`.
         message: Any = None
         if self.ranks.is_main:
             result, error = None, None
@@ -128,12 +133,14 @@ class FullyShardedPolicy(Sharding):
                 self._gathering.close()
             self._gathering = None
             message = ("done", result, error)
+
+        # The others wait for messages and take part; rank 0 has only the last one left to send.
         while (message := self.ranks.broadcast(message))[0] != "done":
             if message[0] == "score":
-                self._score(message[1])
+                assert self._policy is not None
+                self._policy.scoring.logprobs(message[1].to(self._policy.device))
             else:
-                named = self._weights() if message[0] == "weights" else _shards_of(tensors)
-                for _ in _wholes(named, self._dtype(message[0])):
+                for _ in self._wholes_of(message[0], tensors):
                     pass
             message = None
         if message[2] is not None:
@@ -146,10 +153,10 @@ class FullyShardedPolicy(Sharding):
             return super().full_weights(policy)
         if has_adapters(policy.model):
             return iter(self._weights())
-        return self._gather("weights", self._weights())
+        return self._gather("weights")
 
     def whole(self, tensors: T, folder: Path) -> T:
-        found = on_disk(self._gather("tensors", _shards_of(tensors)), folder)
+        found = on_disk(self._gather("tensors", tensors), folder)
         whole = iter(found.values())
         return tree_map(lambda leaf: next(whole) if isinstance(leaf, DTensor) else leaf, tensors)
 
@@ -159,14 +166,20 @@ class FullyShardedPolicy(Sharding):
             return tensor
         return distribute_tensor(tensor.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
-    def _gather(self, command: str, named: Named) -> Iterator[tuple[str, Tensor]]:
-        self.ranks.broadcast((command,))
-        self._gathering = _wholes(named, self._dtype(command))
+    def _gather(self, what: str, tensors: Any = None) -> Iterator[tuple[str, Tensor]]:
+        """On rank 0, inside `lead`: `_wholes_of`, for which the others are called."""
+        self.ranks.broadcast((what,))
+        self._gathering = self._wholes_of(what, tensors)
         return self._gathering
 
-    def _dtype(self, command: str) -> torch.dtype | None:
-        """To which a process rounds its parts before they are gathered."""
-        return self._policy.dtype if self._policy is not None and command == "weights" else None
+    def _wholes_of(self, what: str, tensors: Any) -> Generator[tuple[str, Tensor]]:
+        """The policy's "weights", which each process rounds to the policy's format before they are gathered, or the
+        spread ones among `tensors`, by their number. Every process must go through all of it.
+        """
+        if what == "weights":
+            return _wholes(self._weights(), self._policy.dtype if self._policy is not None else None)
+        leaves = enumerate(tree_leaves(tensors))
+        return _wholes(((str(number), leaf) for number, leaf in leaves if isinstance(leaf, DTensor)), None)
 
     def _weights(self) -> Named:
         policy = self._policy
@@ -179,16 +192,9 @@ class FullyShardedPolicy(Sharding):
 
     def _led_logprobs(self, batch: TokenBatch) -> Tensor:
         """`Policy.logprobs`, where rank 0 alone has a batch, inside `lead`."""
-        self.ranks.broadcast(("score", batch.to(torch.device("cpu"))))
-        return self._score(batch)
-
-    def _score(self, batch: TokenBatch) -> Tensor:
         assert self._policy is not None
+        self.ranks.broadcast(("score", batch.to(torch.device("cpu"))))
         return self._policy.scoring.logprobs(batch.to(self._policy.device))
-
-
-def _shards_of(tensors: Any) -> Named:
-    return ((str(number), leaf) for number, leaf in enumerate(tree_leaves(tensors)) if isinstance(leaf, DTensor))
 
 
 def _wholes(named: Named, dtype: torch.dtype | None) -> Generator[tuple[str, Tensor]]:
@@ -210,6 +216,8 @@ def _gathered(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -
     spread = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
     if not spread:
         return list(bucket)
+
+    # A process's part of a tensor is a run of its rows, at most `rows` of them: each gets an area of that size.
     group = spread[0].device_mesh.get_group()
     parts = [(local := tensor.to_local()).to(dtype or local.dtype).reshape(-1).view(torch.uint8) for tensor in spread]
     rows = [-(-tensor.shape[0] // group.size()) for tensor in spread]
@@ -220,13 +228,14 @@ def _gathered(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -
     torch._foreach_copy_(own, parts)  # pyright: ignore[reportPrivateImportUsage]
     of_all = torch.empty(group.size(), len(mine), dtype=torch.uint8, device=mine.device)
     distributed.all_gather_into_tensor(of_all.view(-1), mine, group=group)
-    pieces = zip(of_all.split(areas, dim=1), sizes, strict=True)
 
-    def whole(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor.to(dtype or tensor.dtype)
-        area, size = next(pieces)
+    # The areas of all processes, one below the other and without what fills them up, are the whole tensor.
+    pieces, found = zip(of_all.split(areas, dim=1), sizes, strict=True), []
+    for name, tensor in bucket:
         kind = dtype or tensor.dtype
-        return area[:, :size].reshape(-1)[: tensor.numel() * kind.itemsize].view(kind).view(tensor.shape)
-
-    return [(name, whole(tensor)) for name, tensor in bucket]
+        whole = tensor
+        if isinstance(tensor, DTensor):
+            area, size = next(pieces)
+            whole = area[:, :size].reshape(-1)[: tensor.numel() * kind.itemsize].view(kind).view(tensor.shape)
+        found.append((name, whole.to(kind)))
+    return found

@@ -4,10 +4,10 @@ Equal runs differ in seconds, rates and memory alone.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,6 @@ from offline_grpo.types import FinishReason, Metrics, RolloutGroup, TokenBatch, 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-log = logging.getLogger(__name__)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -100,14 +98,15 @@ MAX_LOG_WEIGHT = 300.0
 """In nats, of either sign: the square of such an importance weight still fits into float64, and is not 0."""
 
 
+@dataclass
 class Alignment:
     """Collects the microbatches of an iteration, once their `old_logprobs` are there."""
 
-    def __init__(self) -> None:
-        self._parts: list[torch.Tensor] = []
+    _parts: list[torch.Tensor] = field(default_factory=list, init=False)
 
     def add(self, part: TokenBatch, policy_logprobs: torch.Tensor) -> None:
         """Count a microbatch, with the logprobs [T] of the policy in training. Does not wait for the device."""
+        # What is summed over tokens to give means, spreads and weights; each [N], in float64.
         at = part.completion_positions  # [N]
         of_tokens = part.old_logprobs, part.rollout_logprobs, policy_logprobs, part.advantages
         ours, theirs, policy, advantages = (values.detach()[at].double() for values in of_tokens)
@@ -135,8 +134,9 @@ class Alignment:
         """Means over the tokens of all processes. Empty without tokens."""
         if not self._parts:
             return {}
+        # Sums of all microbatches, then of all processes. What is not finite belongs to updates that were refused.
         parts = torch.stack(self._parts).cpu()
-        parts = parts[parts.isfinite().all(-1)]  # others belong to updates that were refused
+        parts = parts[parts.isfinite().all(-1)]
         rows = ranks.gather([[*parts[:, :-1].sum(0).tolist(), max(parts[:, -1].tolist(), default=0.0)]])
         sums = [sum(column) for column in zip(*rows, strict=True)]
         count, diff, absolute, ours, ours_squared, theirs, theirs_squared, weights, weights_squared, *by_sign, _ = sums
@@ -146,35 +146,15 @@ class Alignment:
             "alignment/diff_mean": diff / count,
             "alignment/diff_abs_mean": absolute / count,
             "alignment/diff_max": max(row[-1] for row in rows),
-            "logprobs/training_mean": ours / count,
-            "logprobs/training_std": _std(ours, ours_squared, count),
-            "logprobs/inference_mean": theirs / count,
-            "logprobs/inference_std": _std(theirs, theirs_squared, count),
-            "mismatch/ess_frac": weights**2 / (count * weights_squared),  # Kish's effective sample size, per token
         }
+        for name, total, squares in (("training", ours, ours_squared), ("inference", theirs, theirs_squared)):
+            found[f"logprobs/{name}_mean"] = total / count
+            found[f"logprobs/{name}_std"] = math.sqrt(max(0.0, squares / count - (total / count) ** 2))
+        found["mismatch/ess_frac"] = weights**2 / (count * weights_squared)  # Kish's effective sample size, per token
         num_positive, positive, num_negative, negative = by_sign
         found |= {"pos_logp": positive / num_positive} if num_positive else {}
         found |= {"neg_logp": negative / num_negative} if num_negative else {}
         return found
-
-
-def warn_of_mismatch(found: Mapping[str, float], above: float) -> float:
-    """Say that trainer and engine disagree by more than `above`. Returns what the next warning must exceed."""
-    difference = found.get("alignment/diff_abs_mean", 0.0)
-    if difference <= above:
-        return above
-    log.warning(
-        "[MISMATCH] trainer and engine differ by %.3f nats per token on average (alignment/diff_abs_mean, above %g); "
-        "rollouts of other weights (rollouts=async, atropos or replay, weight_sync.interval) add to it; "
-        "see docs/troubleshooting.md",
-        difference,
-        MISMATCH_NATS,
-    )
-    return 2 * difference
-
-
-def _std(total: float, squares: float, count: float) -> float:
-    return math.sqrt(max(0.0, squares / count - (total / count) ** 2))
 
 
 PEAK_FLOPS = {
@@ -239,6 +219,7 @@ def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> flo
     token goes to. Attention takes 12 x layers x heads x head size x L^2 / 2 for a sequence of L tokens: causal, over
     everything before. What is computed again, because it was not kept, does not count.
     """
+    # Each weight of a matrix, for each token.
     config: Any = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
@@ -251,6 +232,8 @@ def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> flo
             continue
         active = active_experts if ".experts." in name else 1.0
         per_token += active * num_weights(parameter) * (6 if parameter.requires_grad else 4)
+
+    # Attention, for each pair of tokens of a sequence.
     per_square = 0.0
     try:
         for layer in layer_configs(config):

@@ -157,6 +157,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, like: torch.optim.Optimizer, masters: MasterWeights) -> None:
+        # Masters and both means are rows of equal length in the host's memory; a parameter has one place in all three.
         super().__init__(like.param_groups)
         assert masters.host is not None
         shapes = {name: p.shape for name, p in masters.parameters.items()}
@@ -165,8 +166,20 @@ class OffloadedAdamW(torch.optim.AdamW):
         for name, parameter in masters.parameters.items():
             state = {key: held.views[name] for key, held in zip(MEANS, means, strict=True)}
             self.state[parameter] = {"step": torch.tensor(0.0), **state}
-        self._flats = (masters.host.flat, *(held.flat for held in means))
-        self._chunks = _chunks(self.param_groups, masters)
+        flats = (masters.host.flat, *(held.flat for held in means))
+
+        # Chunks of these rows, and of which parts of which parameters each consists.
+        group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        rows = zip(*(flat.split(CHUNK_ELEMENTS) for flat in flats), strict=True)
+        self._chunks: list[tuple[Sequence[Tensor], list[_Piece]]] = [(chunk, []) for chunk in rows]
+        for name, parameter in masters.parameters.items():
+            start = masters.host.views[name].storage_offset()
+            stop = start + parameter.numel()
+            for number in range(start // CHUNK_ELEMENTS, -(-stop // CHUNK_ELEMENTS)):
+                begin = number * CHUNK_ELEMENTS
+                first, last = max(start, begin), min(stop, begin + CHUNK_ELEMENTS)
+                part, place = slice(first - start, last - start), slice(first - begin, last - begin)
+                self._chunks[number][1].append(_Piece(parameter, group_of[parameter], part, place))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -175,35 +188,41 @@ class OffloadedAdamW(torch.optim.AdamW):
         for parameter, state in self.state.items():
             if parameter.grad is not None:
                 state["step"] += 1
-        if self._device.type == "cuda":
-            self._step_in_slots()
-        else:
-            for number, pieces in enumerate(self._chunks):
-                self._update(pieces, [flat[_span(number)] for flat in self._flats])
+        if self._device.type != "cuda":
+            for in_host, pieces in self._chunks:
+                self._update(pieces, in_host)
+            return
 
-    def _step_in_slots(self) -> None:
+        # Slots on the GPU, and a stream for each direction of the bus: chunks travel while others are computed. The
+        # memory of the slots may still be read, and that of the masters too, by `publish`.
         now = torch.cuda.current_stream(self._device)
         up, down = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
-        slots = torch.empty(NUM_SLOTS, len(self._flats), min(CHUNK_ELEMENTS, len(self._flats[0])), device=self._device)
-        up.wait_stream(now)  # the memory of the slots may still be read
-        down.wait_stream(now)  # and that of the masters, by `publish`
+        first, _ = self._chunks[0]  # of the size that all have but the last
+        slots = torch.empty(NUM_SLOTS, len(first), len(first[0]), device=self._device)
+        up.wait_stream(now)
+        down.wait_stream(now)
         copied_back = [torch.cuda.Event() for _ in range(NUM_SLOTS)]
-        for number, pieces in enumerate(self._chunks):
-            slot, in_host = number % NUM_SLOTS, [flat[_span(number)] for flat in self._flats]
+
+        # Each chunk goes up, is computed, and goes down; the streams wait for each other, and the host for none.
+        for number, (in_host, pieces) in enumerate(self._chunks):
+            slot = number % NUM_SLOTS
             on_gpu = [row[: len(in_host[0])] for row in slots[slot]]
             with torch.cuda.stream(up):
                 up.wait_event(copied_back[slot])  # returns at once, if it was never recorded
-                _copy(in_host, to=on_gpu)
+                for source, target in zip(in_host, on_gpu, strict=True):
+                    target.copy_(source, non_blocking=True)
             now.wait_stream(up)
             self._update(pieces, on_gpu)
             down.wait_stream(now)
             with torch.cuda.stream(down):
-                _copy(on_gpu, to=in_host)
+                for source, target in zip(on_gpu, in_host, strict=True):
+                    target.copy_(source, non_blocking=True)
             copied_back[slot].record(down)
         down.synchronize()  # the CPU may read the masters next
 
     def _update(self, pieces: Sequence[_Piece], chunk: Sequence[Tensor]) -> None:
         """One step on the rows of a chunk: masters and the two means."""
+        # Groups differ in their settings, and a step takes one set of them.
         of_group: dict[int, list[_Piece]] = defaultdict(list)
         for piece in pieces:
             if piece.parameter.grad is not None:
@@ -237,27 +256,3 @@ class OffloadedAdamW(torch.optim.AdamW):
             saved = state_dict["state"].get(number, {})
             for name, value in own[parameter].items():
                 value.copy_(saved[name]) if name in saved else value.zero_()
-
-
-def _copy(tensors: Sequence[Tensor], *, to: Sequence[Tensor]) -> None:
-    for source, target in zip(tensors, to, strict=True):
-        target.copy_(source, non_blocking=True)
-
-
-def _span(chunk: int) -> slice:
-    return slice(chunk * CHUNK_ELEMENTS, (chunk + 1) * CHUNK_ELEMENTS)
-
-
-def _chunks(groups: Sequence[Mapping[str, Any]], masters: MasterWeights) -> list[list[_Piece]]:
-    """Of which parts of which parameters every chunk consists."""
-    assert masters.host is not None
-    group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
-    chunks: list[list[_Piece]] = [[] for _ in range(-(-len(masters.host.flat) // CHUNK_ELEMENTS))]
-    for name, parameter in masters.parameters.items():
-        start = masters.host.views[name].storage_offset()
-        stop = start + parameter.numel()
-        for number in range(start // CHUNK_ELEMENTS, -(-stop // CHUNK_ELEMENTS)):
-            first, last = max(start, _span(number).start), min(stop, _span(number).stop)
-            part, place = (slice(first - origin, last - origin) for origin in (start, _span(number).start))
-            chunks[number].append(_Piece(parameter, group_of[parameter], part, place))
-    return chunks

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from offline_grpo.interfaces import Scorer
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
 
@@ -30,7 +31,7 @@ class Sharding:
     def prepare(self, policy: Policy) -> None:
         """Spread the policy's parameters. Called once, before masters and optimizer are made from them."""
 
-    def prepare_reference(self, reference: Any) -> None:
+    def prepare_reference(self, reference: Scorer) -> None:
         """Spread the parameters of a frozen model."""
 
     def num_microbatches(self, own: int) -> int:

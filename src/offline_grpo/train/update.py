@@ -8,6 +8,7 @@ microbatches nor the number of processes changes the gradient.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,14 +21,14 @@ from torch import Tensor
 
 from offline_grpo import progress
 from offline_grpo.errors import NonFiniteError
-from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import prepare_for_gradients
 from offline_grpo.seeding import derive_seed
-from offline_grpo.train.batch import totals_of
-from offline_grpo.train.metrics import MISMATCH_NATS, Alignment, warn_of_mismatch
-from offline_grpo.train.passes import Passes
+from offline_grpo.train.batch import Passes, totals_of
+from offline_grpo.train.metrics import MISMATCH_NATS, Alignment
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 from offline_grpo.types import BatchTotals, TokenBatch
+
+log = logging.getLogger(__name__)
 
 MEANS = {"exp_avg", "exp_avg_sq", "state1", "state2"}
 """What optimizers call the state that they keep for every weight."""
@@ -51,10 +52,6 @@ class Updater:
     def __post_init__(self) -> None:
         self._peak_lrs: list[float | None] = [group["lr"] for group in self.optimizer.param_groups]
 
-    @property
-    def policy(self) -> Policy:
-        return self.passes.policy
-
     def run(self, batch: TokenBatch, *, iteration: int) -> dict[str, float]:
         """Every update of an iteration on a scored `batch` (CPU tensors, the same on every process) that has a token to
         train on. Returns metrics averaged over updates.
@@ -77,14 +74,31 @@ class Updater:
             metrics = self._update(batch, sequences, totals, alignment)
             if metrics is not None:
                 applied.append(metrics)
-            elif self.counters.num_refused_in_a_row >= config.max_bad_updates:
-                raise self._refusals(batch.select(sequences), iteration)
+            elif (refused := self.counters.num_refused_in_a_row) >= config.max_bad_updates:
+                # The run ends, and keeps the last update's batch for whoever looks into it.
+                path, part = self.failure_dir / f"failed_batch_iter_{iteration:03d}.pt", batch.select(sequences)
+                if ranks.is_main:
+                    torch.save({name: getattr(part, name) for name in part.__dataclass_fields__}, path)
+                raise NonFiniteError(
+                    f"{refused} updates in a row had a non-finite loss or gradient and were refused "
+                    f"(train.max_bad_updates={config.max_bad_updates}); the last batch is in {path}. The weights are "
+                    "those of the last good update: lower train.lr, or look at the batch's logprobs and advantages"
+                )
 
+        # Means over the updates that were applied. A mismatch is said again only once it has doubled.
         names = applied[0] if applied else ()
         means = {name: sum(metrics[name] for metrics in applied) / len(applied) for name in names}
         means |= alignment.metrics(ranks)
-        if ranks.is_main:
-            self._warns_above = warn_of_mismatch(means, self._warns_above)
+        difference = means.get("alignment/diff_abs_mean", 0.0)
+        if ranks.is_main and difference > self._warns_above:
+            self._warns_above = 2 * difference
+            log.warning(
+                "[MISMATCH] trainer and engine differ by %.3f nats per token on average (alignment/diff_abs_mean, "
+                "above %g); rollouts of other weights (rollouts=async, atropos or replay, weight_sync.interval) add to "
+                "it; see docs/troubleshooting.md",
+                difference,
+                MISMATCH_NATS,
+            )
         means |= {"num_updates": float(len(applied)), "num_updates_refused": float(len(updates) - len(applied))}
         lr = self.optimizer.param_groups[0]["lr"]
         return means if lr is None else means | {"lr": lr}
@@ -95,7 +109,7 @@ class Updater:
         """One update on these sequences. Returns its metrics, summed over processes, with the L2 norm of the gradient
         before clipping; None if loss or gradient was not finite and the update was refused.
         """
-        passes, policy, loss, ranks = self.passes, self.policy, self.passes.loss, self.passes.ranks
+        passes, policy, loss, ranks = self.passes, self.passes.policy, self.passes.loss, self.passes.ranks
 
         # The learning rate follows the schedule; None: an optimizer that sets its own (Adafactor's relative_step).
         scale = self.lr_schedule(self.counters.num_updates)
@@ -146,18 +160,6 @@ class Updater:
         self.counters.num_refused_in_a_row = 0 if is_finite else self.counters.num_refused_in_a_row + 1
         return metrics if is_finite else None
 
-    def _refusals(self, part: TokenBatch, iteration: int) -> NonFiniteError:
-        """Why the run ends; saves the last update's batch for whoever looks into it."""
-        path = self.failure_dir / f"failed_batch_iter_{iteration:03d}.pt"
-        if self.passes.ranks.is_main:
-            torch.save({name: getattr(part, name) for name in part.__dataclass_fields__}, path)
-        return NonFiniteError(
-            f"{self.counters.num_refused_in_a_row} updates in a row had a non-finite loss or gradient and were refused "
-            f"(train.max_bad_updates={self.passes.config.max_bad_updates}); the last batch is in {path}. "
-            "The weights are those of the last good update: lower train.lr, or look at the batch's logprobs and "
-            "advantages"
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Optimizer and scaler, for the checkpoint, which has the counters too."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
@@ -166,12 +168,15 @@ class Updater:
         """Restore `state_dict()` and the counters. The optimizer's settings stay those of the configuration. Raises
         ValueError for a running mean of another shape than its parameter, which fused kernels would not notice.
         """
+        # Running means as this process holds them: of a sharded parameter its own part.
         groups = self.optimizer.param_groups
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         for number, means in state["optimizer"]["state"].items():
             for name in MEANS & means.keys():
                 means[name] = self.passes.sharding.like(parameters[number], means[name])
+
+        # Then the state, its shapes checked, and the settings of this run back in place.
         self.optimizer.load_state_dict(state["optimizer"])
         for parameter, means in self.optimizer.state.items():
             for name in MEANS & means.keys():

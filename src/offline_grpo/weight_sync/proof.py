@@ -227,7 +227,7 @@ def sample_probe(client: Any, prompts: Sequence[Sequence[int]], temperature: flo
 
 def scored(policy: Policy, rollouts: Sequence[Rollout]) -> Probe:
     """What the server has sampled, with the policy's logprobs beside the server's."""
-    batch = build_batch(rollouts, mask_truncated=False)
+    batch = build_batch(rollouts)
     rows = batch.token_ids, policy.logprobs(batch.to(policy.device)).cpu(), batch.rollout_logprobs
     tokens = map(Probed, *(row[batch.completion_mask].tolist() for row in rows))
     return [[next(tokens) for _ in range(rollout.num_sampled)] for rollout in rollouts]

@@ -28,7 +28,7 @@ from offline_grpo.disk import write_whole
 from offline_grpo.engine.spawn import remove_cuda_driver_files
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
-from offline_grpo.model.layers import text_parameters
+from offline_grpo.model.layers import is_composite, text_parameters
 from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.snapshot import Snapshot, gpu_uuid, this_run, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements, foreign_write
@@ -135,8 +135,6 @@ class SharedVllm(PausingSync):
             log.warning("%s The update continues without it.", death)
 
     def _open_views(self, engine: VllmEngine, snapshot: Snapshot, *, compare: bool) -> dict[str, Tensor]:
-        from offline_grpo.model.load import is_composite  # which imports transformers
-
         # Why this server's memory cannot be shared at all.
         home, described = snapshot.policy.compute_device, engine.describe()
         for reason in described["refusals"]:

@@ -18,9 +18,8 @@ from torch import Tensor
 from offline_grpo.engine.inside_vllm.offline_grpo_weights import texts, totals
 from offline_grpo.errors import EngineError, reason_of
 from offline_grpo.model.layers import text_parameters
-from offline_grpo.model.policy import Policy
+from offline_grpo.model.policy import Policy, buckets, save_adapter, save_policy
 from offline_grpo.model.quantization import dequantized
-from offline_grpo.model.saving import buckets, save_adapter, save_policy
 
 Named = tuple[str, Tensor]
 BUCKET_BYTES = 2**30

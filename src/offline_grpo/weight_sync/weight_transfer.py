@@ -26,7 +26,7 @@ from offline_grpo.engine.streaming import at_once, in_background, results, start
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.layers import text_parameters
-from offline_grpo.model.saving import buckets
+from offline_grpo.model.policy import buckets
 from offline_grpo.weight_sync.proof import Proof
 from offline_grpo.weight_sync.snapshot import Snapshot, gpu_uuid, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements

@@ -43,8 +43,7 @@ from transformers import AutoModelForCausalLM
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError
 from offline_grpo.model.load import load_tokenizer
-from offline_grpo.model.policy import Policy
-from offline_grpo.model.saving import save_adapter, save_policy
+from offline_grpo.model.policy import Policy, save_adapter, save_policy
 from offline_grpo.types import Completion, SamplingParams
 from offline_grpo.weight_sync import lora, reload, snapshot
 from offline_grpo.weight_sync.lora import LoraHotswap

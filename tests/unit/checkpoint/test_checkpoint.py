@@ -19,7 +19,7 @@ from offline_grpo.errors import DiskFull
 from offline_grpo.history.folder import RunDir
 from offline_grpo.run import shortage
 from offline_grpo.settings import StopWhenConfig
-from offline_grpo.train.milestones import Milestones
+from offline_grpo.train.schedule import Milestones
 
 
 class NoTokenizer:
@@ -30,7 +30,7 @@ class NoTokenizer:
 def checkpointer_of(updater, folder, *, keep_last_k=1, keep_best=None):
     return Checkpointer(
         folder=folder,
-        policy=updater.policy,
+        policy=updater.passes.policy,
         updater=updater,
         source=SimpleNamespace(state_dict=lambda: {"queue": [1, 2]}),
         milestones=Milestones(keep_best, StopWhenConfig("pass@1", None, None)),
@@ -52,7 +52,7 @@ def saved(tmp_path, token_batch):
 
     def make(dtype=torch.float32, keep_last_k=3, keep_best=None):
         updater = make_updater(tmp_path, dtype=dtype, precision="bf16" if dtype == torch.bfloat16 else "fp32")
-        updater.policy.tokenizer = NoTokenizer()
+        updater.passes.policy.tokenizer = NoTokenizer()
         updater.run(token_batch, iteration=0)
         return checkpointer_of(updater, tmp_path / "checkpoints", keep_last_k=keep_last_k, keep_best=keep_best), updater
 
@@ -65,10 +65,10 @@ def test_folder_is_a_plain_hugging_face_model(saved, tmp_path, token_batch):
     folder = tmp_path / "checkpoints" / "iter_000"
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = token_batch.token_ids[None, :10]
-    assert torch.equal(model(ids).logits, updater.policy.model.eval()(ids).logits)
+    assert torch.equal(model(ids).logits, updater.passes.policy.model.eval()(ids).logits)
     weights = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in weights  # tied to the embedding: stored once
-    num_bytes = sum(p.numel() * 4 for p in updater.policy.model.parameters())
+    num_bytes = sum(p.numel() * 4 for p in updater.passes.policy.model.parameters())
     assert (folder / "model.safetensors").stat().st_size < num_bytes * 1.02 + 5000
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert json.loads((folder / MANIFEST).read_text())["files"].keys() == files - {MANIFEST}
@@ -133,12 +133,12 @@ def test_restored_state_makes_the_same_next_update(saved, tmp_path, token_batch,
     assert has_masters == (dtype == torch.bfloat16)
 
     other = make_updater(tmp_path, dtype=dtype, precision=updater.passes.config.precision)
-    other.policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
+    other.passes.policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
     restored = checkpointer_of(other, tmp_path).restore(folder)
     assert (restored.iteration, restored.source) == (4, {"queue": [1, 2]})
     assert other.run(token_batch, iteration=5) == updater.run(token_batch, iteration=5)
-    for name, master in updater.policy.masters.parameters.items():
-        assert torch.equal(master, other.policy.masters.parameters[name]), name
+    for name, master in updater.passes.policy.masters.parameters.items():
+        assert torch.equal(master, other.passes.policy.masters.parameters[name]), name
 
 
 def test_the_best_is_kept_beside_the_newest_and_has_a_link(saved, tmp_path):

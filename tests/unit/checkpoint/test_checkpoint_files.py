@@ -8,7 +8,7 @@ from run_folders import make_checkpoint, state_of
 
 from offline_grpo.checkpoint.files import MANIFEST, check_model_folder, verified_state
 from offline_grpo.errors import CheckpointError
-from offline_grpo.train.milestones import Watch
+from offline_grpo.train.schedule import Watch
 
 STATE = state_of(3, milestones={"keep_best": Watch("pass@1", 0.5, 2, 0.4, 1)}, source={"queue": [1, 2.5, "x", None]})
 

@@ -48,10 +48,10 @@ def test_a_server_tells_the_models_own_logprobs(server: ScriptedServer) -> None:
     rollouts = (make_rollout([5, 6, 7], [8, 9]), make_rollout([4], [3, 2, 1, 0]), make_rollout([1, 2], [3]))
     passes = make_passes(batch_size=1, teacher=teacher)
     [taught] = passes.teach([RolloutGroup(None, rollouts)])
-    expected = make_scoring(MODEL).logprobs(build_batch(rollouts, mask_truncated=False)).tolist()
+    expected = make_scoring(MODEL).logprobs(build_batch(rollouts)).tolist()
     found = [logprob for rollout in taught.rollouts for logprob in rollout.teacher_logprobs or ()]
     assert found == pytest.approx(expected, abs=1e-5)
-    hot = build_batch([make_rollout([5, 6], [8, 9], temperature=0.5)], mask_truncated=False)
+    hot = build_batch([make_rollout([5, 6], [8, 9], temperature=0.5)])
     with pytest.raises(ConfigError, match=r"^train.advantage.teacher=http.*at temperature 1; load the teacher here"):
         teacher.logprobs(hot)
 

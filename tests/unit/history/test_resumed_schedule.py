@@ -12,8 +12,7 @@ from offline_grpo.config.compose import as_plain, fresh_schedule, typed
 from offline_grpo.errors import ConfigError
 from offline_grpo.history.folder import RunDir
 from offline_grpo.history.resume import ResumePoint, checked, describe_finished, is_finished
-from offline_grpo.train.milestones import Watch
-from offline_grpo.train.schedule import LrSchedule, UpdateCounters
+from offline_grpo.train.schedule import LrSchedule, UpdateCounters, Watch
 
 RUN = ("train.iterations=6", "train.updates_per_iteration=4", "data.problems_per_iteration=8")
 

@@ -121,8 +121,5 @@ class RatioPerSequence(GRPO):
 
 @pytest.mark.parametrize(("loss_class", "name"), [(SummedSurrogate, "surrogate"), (RatioPerSequence, "ratio")])
 def test_a_method_of_ones_own_that_gives_no_number_per_token_is_named(plain, random_inputs, loss_class, name):
-    with pytest.raises(
-        ConfigError,
-        match=rf"train\.loss: what {loss_class.__name__}\.{name}\(\) returns has the shape \[.*one number for each",
-    ):
+    with pytest.raises(ConfigError, match=rf"^train\.loss: what {loss_class.__name__}\.{name}\(\) returns"):
         loss_class(**plain, dual_clip=None)(*random_inputs())

@@ -13,10 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.model import layouts
 from offline_grpo.model.layers import decoder_of
-from offline_grpo.model.layouts import LAYOUTS, varlen
-from offline_grpo.model.layouts.rows import Padded, Tree
-from offline_grpo.model.layouts.varlen import Varlen
+from offline_grpo.model.layouts import LAYOUTS, Padded, Tree, Varlen
 from offline_grpo.model.load import prepare
 from offline_grpo.model.proof import settle_layout
 from offline_grpo.model.scoring import Scoring, measure_logit_transform, prepare_for_gradients
@@ -43,7 +42,7 @@ def varlen_on_a_cpu(
 @pytest.fixture
 def emulated_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_on_a_cpu)
-    monkeypatch.setattr(varlen, "has_varlen_kernel", lambda *_: True)
+    monkeypatch.setattr(layouts, "has_varlen_kernel", lambda *_: True)
 
 
 def scoring_of(name: str, layout: str = "padded") -> Scoring:
@@ -61,7 +60,7 @@ def batch_of_prompts() -> TokenBatch:
 
     prompts = [ids(11), ids(4)]
     rollouts = [make_rollout(prompt, ids(1 + 2 * i), temperature=1.3) for prompt in prompts for i in range(5)]
-    return build_batch(rollouts, mask_truncated=False)
+    return build_batch(rollouts)
 
 
 def transformers_scores(scoring: Scoring, batch: TokenBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -126,7 +125,7 @@ def test_it_is_sampled_in_process_or_refused(name: str) -> None:
         for p, group in zip(prompts, groups, strict=True)
         for completion in group
     ]
-    batch = build_batch(rollouts, mask_truncated=False)
+    batch = build_batch(rollouts)
     assert torch.allclose(scoring.logprobs(batch), batch.rollout_logprobs * batch.completion_mask, atol=2e-5)
 
 

@@ -94,18 +94,6 @@ def test_a_tool_may_have_no_parameters(name: str) -> None:
     assert [call.arguments for call in said.calls] == [{"zone": "UTC"}]
 
 
-def test_some_formats_cannot_say_everything() -> None:
-    """Qwen 3.5, Nemotron, GLM and Muse have no escape for the end of an argument before what may follow one."""
-    for name, text in {
-        "qwen3_5_think": "a\n</parameter>\n</function>\n</tool_call>",
-        "glm4moe": "a</arg_value>\n</tool_call>",
-        "muse_glimmer": "a</atem:parameter>\n</atem:invoke>",
-    }.items():
-        assert read(name, written(name, {"x": text}, 1), [tool({"x": {"type": "string"}})]).calls[0].arguments == {
-            "x": "a"
-        }
-
-
 NULL = {"type": "null"}
 LOOP = {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Loop"}]}
 DEFINITIONS = {"Count": {"type": "integer"}, "Maybe": {"anyOf": [{"$ref": "#/$defs/Count"}, NULL]}, "Loop": LOOP}
@@ -234,9 +222,7 @@ def test_calls_in_a_history_reach_the_model(name: str) -> None:
         if codec.chat.fault is not None:
             with pytest.raises(RequestError, match=r"template (cannot write the calls|refuses messages)"):
                 codec.chat.first(history(arguments=arguments), ())
-            with pytest.raises(
-                ConfigError, match=r"template (cannot write the calls|refuses messages).*; take another"
-            ):
+            with pytest.raises(ConfigError, match=r"template (cannot write the calls|refuses messages)"):
                 codec.encode(history(arguments=arguments))
             continue
         texts |= {codec.decode(codec.chat.first(history(arguments=arguments), ()), skip_special_tokens=False)}

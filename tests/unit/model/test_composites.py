@@ -26,15 +26,13 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.model.layers import decoder_of, text_parameters
 from offline_grpo.model.load import read_model_config
-from offline_grpo.model.policy import Policy
-from offline_grpo.model.saving import save_policy
+from offline_grpo.model.policy import Policy, save_policy
 from offline_grpo.train.batch import build_batch
 from offline_grpo.train.metrics import update_flops
 from offline_grpo.types import SamplingParams
 
 PROMPTS = [[9, 11, 30, 31, 32, 33, 34, 35, 36], [17, 8]]
 IDS = torch.arange(8, 30)[None]
-REFUSED = ("paligemma", "t5gemma2", "t5")
 
 
 def train(policy: Policy) -> None:
@@ -43,7 +41,7 @@ def train(policy: Policy) -> None:
     generate(client, PROMPTS, SamplingParams(max_new_tokens=8), group_size=2, seeds=[1, 2])  # other rows than the next
     groups = generate(client, PROMPTS, SamplingParams(max_new_tokens=8), group_size=3, seeds=[100, 200])
     rollouts = [make_rollout(p, one) for p, group in zip(PROMPTS, groups, strict=True) for one in group]
-    batch = build_batch(rollouts, mask_truncated=False)
+    batch = build_batch(rollouts)
     found = policy.scoring(batch).logprobs
     expected = []
     with torch.no_grad():

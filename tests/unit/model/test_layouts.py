@@ -2,7 +2,6 @@
 time.
 """
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -12,9 +11,16 @@ from factories import make_qwen2, make_rollout, make_scoring
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.layers import decoder_of
-from offline_grpo.model.layouts import LAYOUTS, layout_named, layouts_for
-from offline_grpo.model.layouts.rows import Padded, Tree, attention_window, prefix_trees
-from offline_grpo.model.layouts.varlen import VARLEN, Varlen
+from offline_grpo.model.layouts import (
+    LAYOUTS,
+    VARLEN,
+    Padded,
+    Tree,
+    Varlen,
+    layout_named,
+    layouts_for,
+    prefix_trees,
+)
 from offline_grpo.train.batch import build_batch, with_advantages
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -65,7 +71,7 @@ def test_trees_wider_than_a_window_become_padded_rows(window, rows):
     """GPT-Neo's local attention counts columns, not positions."""
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [5, 9, 7, 8, 9, 10, 11, 12]]
     rollouts = [make_rollout(prompt, [20 + i, 3, 4 + i]) for prompt in prompts for i in range(6)]
-    batch = build_batch(rollouts, mask_truncated=False)
+    batch = build_batch(rollouts)
     model = ZOO["gpt_neo"].build(window_size=window)
     shapes = []
     decoder_of(model).register_forward_pre_hook(
@@ -76,21 +82,9 @@ def test_trees_wider_than_a_window_become_padded_rows(window, rows):
     assert torch.allclose(found, make_scoring(model, Padded()).logprobs(batch), atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "expected"),
-    [
-        ("mistral_window", {"sliding_window": 6}, 6),
-        ("qwen2", {"max_window_layers": 2}, math.inf),  # a number of layers
-        ("llama4", {"attention_chunk_size": 17}, 17),
-    ],
-)
-def test_the_window_of_a_model_is_found(name, changes, expected):
-    assert attention_window(decoder_of(ZOO[name].build(**changes))) == expected
-
-
 def batch_of(*pairs):
     rollouts = [make_rollout(p, c) for p, c in pairs]
-    return with_advantages(build_batch(rollouts, mask_truncated=False), [1.0] * len(rollouts))
+    return with_advantages(build_batch(rollouts), [1.0] * len(rollouts))
 
 
 GROUP = [([2, 9, 3, 8], [5]), ([2, 9, 3, 8], [6]), ([2, 9, 3, 8], [5, 6]), ([2, 9, 3, 8], [5])]

@@ -10,7 +10,7 @@ from peft import get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from offline_grpo.model.adapters import with_lora
-from offline_grpo.model.layouts.rows import Padded
+from offline_grpo.model.layouts import Padded
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.lora_layer import FoldedLinear, fold_scales, share_inputs
 from offline_grpo.model.proof import settle_layout

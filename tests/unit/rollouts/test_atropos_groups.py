@@ -13,7 +13,7 @@ from atropos_parts import group, pair
 from factories import make_passes
 
 from offline_grpo.rollouts.atropos_groups import GroupReader, MissingLogprobs
-from offline_grpo.train.advantage.distill import Distill
+from offline_grpo.train.advantage import Distill
 from offline_grpo.train.batch import build_batch
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.types import UnusableGroup
@@ -46,7 +46,7 @@ def test_what_was_sampled_is_told_by_the_masks() -> None:
     assert first.is_sampled == (False, False, True, True, False, False, True)
     assert first.logprobs == (1.0, 1.0, -0.5, -1.0, 1.0, 1.0, 0.0)
     assert first.ref_logprobs == (1.0, 1.0, -0.25, -9.0, 1.0, 1.0, -3.0)
-    batch = build_batch(found.rollouts, mask_truncated=False)
+    batch = build_batch(found.rollouts)
     assert batch.rollout_logprobs.tolist() == [0.0, 0.0, -0.5, -1.0, 0.0, 0.0, 0.0, 0.0, -2.0], "no placeholders"
     assert first.versions == (-1,) * 7
     assert first.finish_reason is None

@@ -25,7 +25,9 @@ from offline_grpo.rollouts.atropos import Atropos
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.rollouts.replay import Replay
 from offline_grpo.train.advantage import (
+    GDPO,
     RLOO,
+    Distill,
     MaxRL,
     PassK,
     PerToken,
@@ -33,16 +35,10 @@ from offline_grpo.train.advantage import (
     ReinforceBaseline,
     group_advantages,
 )
-from offline_grpo.train.advantage.distill import Distill
-from offline_grpo.train.advantage.gdpo import GDPO
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Rollout, RolloutGroup, Score, Turn
 
 NUMBERS = [[1.0, 0.0, 0.0, 0.0], [0.3, -0.2, 0.9], [2.0, 2.0]]
-
-
-def test_worked_example():
-    assert group_advantages([[1, 0], [5, 5]], scale="none") == [[0.5, -0.5], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -51,20 +47,6 @@ def test_values_against_statistics(scale):
     for rewards, advantages in zip(NUMBERS, group_advantages(NUMBERS, scale=scale), strict=True):
         divisor = {"group": statistics.stdev(rewards) + 1e-4, "batch": flat_std + 1e-4, "none": 1.0}[scale]
         assert advantages == pytest.approx([(reward - statistics.fmean(rewards)) / divisor for reward in rewards])
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize(("size", "reward"), [(1, 0.1), (3, 1e6 + 0.1)])
-def test_constant_groups_are_exactly_zero(scale, size, reward):
-    advantages = group_advantages([[reward] * size, [0.0, 1.0]], scale=scale)
-    assert advantages[0] == [0.0] * size
-    assert advantages[1][0] < 0 < advantages[1][1]
-
-
-def test_rounding_noise_is_not_signal():
-    rewards = [0.1 + 0.2, 0.3, 0.3]
-    assert len(set(rewards)) > 1
-    assert group_advantages([rewards], scale="group") == [[0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +82,7 @@ def group(*rollouts: Rollout) -> RolloutGroup:
 
 
 def advantages(component, groups):
-    return component(groups, build_batch([each for own in groups for each in own.rollouts], mask_truncated=False))
+    return component(groups, build_batch([each for own in groups for each in own.rollouts]))
 
 
 GROUPS = [
@@ -243,23 +225,6 @@ def test_a_sources_own_numbers_are_taken_as_they_are():
         advantages(PerToken(), GROUPS)
 
 
-OPTIONS = sorted(
-    path for path in (CONF / "train/advantage").glob("*.yaml") if path.stem != "distill"
-)  # without a teacher
-
-
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda path: path.stem)
-def test_the_better_of_two_gets_more_by_each(option):
-    component = build(yaml.safe_load(option.read_text()), key="train.advantage", protocol=Advantage)
-    turns = (Turn(1, 2), Turn(2, 3))
-    rows = tuple(rollout(2, is_correct=right, turns=turns, a=float(right), b=0.5 * right) for right in (True, False))
-    groups = [RolloutGroup(None, rows, ((0.0, 1.0, 1.0), (0.0, -1.0, -1.0)))] * 3
-    for own in advantages(component, groups):
-        better, worse = ([row] if isinstance(row, float) else row[1:] for row in own)
-        assert min(better) > 0 >= max(worse)
-    assert not component.is_silent(groups[0])
-
-
 @pytest.mark.parametrize(
     ("component", "changes", "told"),
     [
@@ -288,15 +253,12 @@ def test_what_a_record_does_not_have_is_refused(tmp_path):
     plain = SimpleNamespace(source=Replay, rollouts={}, task={}, train=SimpleNamespace(loss={}))
     groups = Replay.recorded(SimpleNamespace(rollouts={"path": path, "rescore": False}))
     for component, told in (
-        (GDPO(None), r"^train/advantage=gdpo: adds up several parts of the reward, which has correct; use group_std"),
-        (
-            PassK(4),
-            r"^train\.advantage\.k=4: must be from 2 to 3, the completions of the largest recorded group, or null",
-        ),
-        (PerTurn(), "these rollouts do not tell their turns apart"),
-        (PerToken(), "a group came without advantages"),
-        (Distill(teacher=None, weight=1.0, base=None), r"teacher=null: 6 of 6 rollouts come without"),
-        (Distill(teacher="x", weight=1.0, base=PassK(4)), r"k=4: must be"),
+        (GDPO(None), r"^train/advantage=gdpo: .*, which has correct; use group_std"),
+        (PassK(4), r"^train\.advantage\.k=4: must be from 2 to 3"),
+        (PerTurn(), r"^train/advantage=per_turn: "),
+        (PerToken(), r"^train/advantage=per_token: "),
+        (Distill(teacher=None, weight=1.0, base=None), r"^train\.advantage\.teacher=null: 6 of 6 rollouts"),
+        (Distill(teacher="x", weight=1.0, base=PassK(4)), r"^train\.advantage\.k=4: "),
     ):
         with pytest.raises(ConfigError, match=told):
             component.check(plain, object(), groups)

@@ -1,13 +1,14 @@
 """Flat batches, and how they are cut into updates, shares and microbatches."""
 
+from dataclasses import replace
+
 import pytest
-from factories import make_completion, make_rollout
+from factories import make_completion, make_passes, make_rollout
 
 from offline_grpo.train.batch import (
     build_batch,
     microbatches,
     share_of_rank,
-    split_updates,
     totals_of,
     with_advantages,
 )
@@ -19,9 +20,8 @@ def rollout(prompt, completion, reason=FinishReason.STOP):
     return make_rollout(prompt, make_completion(completion, logprobs, reason), temperature=0.7)
 
 
-def example(**settings):
-    rollouts = [rollout([5, 6], [7]), rollout([8], [9, 10], FinishReason.LENGTH)]
-    return build_batch(rollouts, **{"mask_truncated": False, **settings})
+def example():
+    return build_batch([rollout([5, 6], [7]), rollout([8], [9, 10], FinishReason.LENGTH)])
 
 
 def test_layout_is_the_documented_example():
@@ -33,14 +33,6 @@ def test_layout_is_the_documented_example():
     assert batch.sequence_lengths == (3, 3)
     assert batch.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.7, 0, -0.9, -1.0])
     assert batch.temperature.tolist() == pytest.approx([0.7] * 6)
-
-
-def test_overlong_masking_leaves_truncated_completions_out():
-    batch = example(mask_truncated=True)
-    assert batch.completion_mask.tolist() == [False, False, True, False, False, False]
-    assert batch.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.7, 0, 0, 0])
-    totals = totals_of(batch, [0, 1], max_new_tokens=4)
-    assert (totals.num_completion_tokens, totals.num_sequences) == (1, 2)
 
 
 def test_advantages_stand_on_completion_tokens_alone():
@@ -60,12 +52,18 @@ def test_select_takes_whole_sequences_and_renumbers_them():
 
 
 def test_updates_cover_every_sequence_once():
-    assert split_updates(5, num_updates=2, sequences_per_update=None) == [range(3), range(3, 5)]
-    assert split_updates(5, num_updates=None, sequences_per_update=2) == [range(2), range(2, 4), range(4, 5)]
-    assert split_updates(2, num_updates=4, sequences_per_update=None) == [range(1), range(1, 2)]
+    passes = make_passes()
+
+    def updates(num_sequences, **settings):
+        return replace(passes, config=replace(passes.config, **settings)).updates_of(num_sequences)
+
+    assert updates(5, updates_per_iteration=2) == [range(3), range(3, 5)]
+    accumulated = {"updates_per_iteration": None, "batch_size": 1, "grad_accum_steps": 2}
+    assert updates(5, **accumulated) == [range(2), range(2, 4), range(4, 5)]
+    assert updates(2, updates_per_iteration=4) == [range(1), range(1, 2)]
     for n in range(1, 30):
         for k in range(1, 8):
-            parts = split_updates(n, num_updates=k, sequences_per_update=None)
+            parts = updates(n, updates_per_iteration=k)
             assert [s for part in parts for s in part] == list(range(n))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.loss.grpo import GRPO
-from offline_grpo.train.advantage import GroupStd
-from offline_grpo.train.advantage.distill import Distill
+from offline_grpo.train.advantage import Distill, GroupStd
 from offline_grpo.train.batch import totals_of
 from offline_grpo.train.experience import prepare_batch
 from offline_grpo.types import FinishReason, RolloutGroup

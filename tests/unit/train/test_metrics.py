@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from architectures import ZOO
-from factories import make_llama, make_qwen2
+from factories import make_batch, make_llama, make_qwen2
 from torch.utils.flop_counter import FlopCounterMode
 
 from offline_grpo.train.metrics import Alignment, time_metrics, update_flops, utilisation
@@ -19,20 +20,16 @@ from offline_grpo.types import TokenBatch
 def part(
     ours: list[float], theirs: list[float], mask: list[bool] | None = None, advantages: list[float] | None = None
 ) -> TokenBatch:
-    """A microbatch of one sequence; `mask` tells completion tokens, null: all but the first."""
+    """A microbatch of one sequence; `mask` tells completion tokens, None: all but the first."""
     size = len(ours)
-    return TokenBatch(
-        token_ids=torch.zeros(size, dtype=torch.long),
-        position_ids=torch.arange(size),
-        sequence_ids=torch.zeros(size, dtype=torch.long),
-        completion_mask=torch.tensor([i > 0 for i in range(size)] if mask is None else mask, dtype=torch.bool),
-        advantages=torch.zeros(size) if advantages is None else torch.tensor(advantages),
-        rollout_logprobs=torch.tensor(theirs),
-        old_logprobs=torch.tensor(ours),
-        ref_logprobs=None,
-        temperature=torch.ones(size),
-        sequence_lengths=(size,),
+    batch = make_batch(
+        [size],
+        torch.tensor([i > 0 for i in range(size)] if mask is None else mask),
+        torch.zeros(1),
+        torch.tensor(ours, dtype=torch.float32),
+        rollout_logprobs=torch.tensor(theirs, dtype=torch.float32),
     )
+    return batch if advantages is None else replace(batch, advantages=torch.tensor(advantages))
 
 
 def measured(

@@ -21,7 +21,7 @@ def gradient_and_metrics(updater, batch):
     caught = {}
 
     def catch(*_):
-        caught.update({name: p.grad.clone() for name, p in updater.policy.masters.parameters.items()})
+        caught.update({name: p.grad.clone() for name, p in updater.passes.policy.masters.parameters.items()})
 
     updater.optimizer.register_step_pre_hook(catch)
     metrics = updater.run(updater.passes.score(batch), iteration=0)
@@ -42,11 +42,11 @@ def test_gradient_does_not_depend_on_the_microbatches(tmp_path, token_batch, los
 def test_old_logprobs_are_those_before_the_first_update(tmp_path, token_batch):
     updater = make_updater(tmp_path, epochs=3, lr=1e-2)
     scored = updater.passes.score(token_batch)
-    assert torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-5)
+    assert torch.allclose(scored.old_logprobs, updater.passes.policy.logprobs(token_batch), atol=1e-5)
     metrics = updater.run(scored, iteration=0)
     assert metrics["num_updates"] == 3
     assert metrics["ratio_mean"] != pytest.approx(1.0, abs=1e-3)  # later epochs have moved away from it
-    assert not torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-2)
+    assert not torch.allclose(scored.old_logprobs, updater.passes.policy.logprobs(token_batch), atol=1e-2)
 
 
 def test_an_update_without_a_token_to_train_on_is_left_out(tmp_path, token_batch):
@@ -78,13 +78,13 @@ def test_gradient_is_clipped_to_the_configured_norm(tmp_path, token_batch):
 
 def test_non_finite_updates_are_refused_counted_and_end_the_run(tmp_path, token_batch):
     updater = make_updater(tmp_path)
-    weights = {name: p.detach().clone() for name, p in updater.policy.masters.parameters.items()}
+    weights = {name: p.detach().clone() for name, p in updater.passes.policy.masters.parameters.items()}
     bad = replace(token_batch, advantages=token_batch.advantages.masked_fill(token_batch.completion_mask, math.nan))
     metrics = updater.run(bad, iteration=0)
     assert metrics["num_updates_refused"] == 1
     assert metrics["num_updates"] == 0
     assert all(map(math.isfinite, metrics.values()))
-    assert all(torch.equal(p, weights[name]) for name, p in updater.policy.masters.parameters.items())
+    assert all(torch.equal(p, weights[name]) for name, p in updater.passes.policy.masters.parameters.items())
     with pytest.raises(NonFiniteError, match=r"train.max_bad_updates=2.*failed_batch_iter_001.pt"):
         updater.run(bad, iteration=1)
     saved = torch.load(tmp_path / "failed_batch_iter_001.pt", weights_only=True)
@@ -110,11 +110,11 @@ def test_dropout_on_adapters_draws_other_masks_in_each_update_and_iteration_and_
     updater = adapted_updater(tmp_path, seen)
     num_layers = 2
     scored = updater.passes.score(token_batch)
-    updater.policy.scoring.entropy(token_batch)
-    assert torch.allclose(scored.old_logprobs, updater.policy.logprobs(token_batch), atol=1e-5)
+    updater.passes.policy.scoring.entropy(token_batch)
+    assert torch.allclose(scored.old_logprobs, updater.passes.policy.logprobs(token_batch), atol=1e-5)
     assert len(seen) == 3 * num_layers
     assert not any(is_on for is_on, _ in seen)
-    BaseScoring(updater.policy.scoring).logprobs(token_batch)
+    BaseScoring(updater.passes.policy.scoring).logprobs(token_batch)
     masks = []
     for iteration in (0, 1):
         seen.clear()
@@ -157,7 +157,7 @@ def test_passes_that_only_keep_others_company_change_nothing(tmp_path, token_bat
         nonlocal num_passes
         num_passes += 1
 
-    updater.policy.causal_lm.get_decoder().register_forward_hook(count)
+    updater.passes.policy.causal_lm.get_decoder().register_forward_hook(count)
     padded, padded_metrics = gradient_and_metrics(updater, token_batch)
     assert num_passes == 3 + 3
     assert padded_metrics == plain_metrics

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from offline_grpo.checkpoint.pretrained import export_model, find_model
-from offline_grpo.model.saving import save_adapter, save_policy
+from offline_grpo.model.policy import save_adapter, save_policy
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
 
