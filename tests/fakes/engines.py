@@ -296,7 +296,7 @@ def distance(
 
 def metric(server: VllmEngine, name: str, label: str = "") -> float:
     """A number that vLLM keeps of all its requests, or of those with a label."""
-    lines = server.call("GET", "/metrics").text.splitlines()
+    lines = server.api.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}") and label in line)
 
 

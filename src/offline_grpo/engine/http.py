@@ -9,8 +9,9 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partialmethod
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -48,6 +49,46 @@ class Refused(EngineError):
 
 class NotFound(Refused):
     """It has nothing at that path."""
+
+
+class ServerApi:
+    """Calls that control a server, for callers that wait. Threads may share it.
+
+    Each call has a connection of its own. A server that stands still for longer than it keeps idle connections closes
+    them before it reads what came meanwhile.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None) -> None:
+        self.base_url, self._http = base_url, httpx.Client(**connection(base_url, api_key, keeps_alive=False))
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        also: Sequence[int] = (),
+    ) -> httpx.Response:
+        """The answer to one call.
+
+        Args:
+            timeout_s: the longest silence.
+            also: statuses that are an answer, beside 200.
+
+        Raises:
+            Refused: another status.
+            EngineError: no connection, or no answer in time.
+        """
+        try:
+            response = self._http.request(method, path, json=body, params=params, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            url, why = f"{self.base_url.rstrip('/')}{path}", f"{type(error).__name__}: {error}"[:200]
+            raise EngineError(f"{url}: {why}; is the server running, and reachable from here?") from error
+        return response if response.status_code in also else checked(response)
+
+    get, post = partialmethod(call, "GET"), partialmethod(call, "POST")
 
 
 def checked(response: httpx.Response) -> httpx.Response:

@@ -12,7 +12,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,8 +31,8 @@ from offline_grpo.engine.http import (
     HEALTH_TIMEOUT_S,
     RELEASE_S,
     SAFE_TO_RETRY_STATUS,
-    TIMEOUT_S,
     Refused,
+    ServerApi,
     checked,
     choose_port,
     connection,
@@ -293,7 +293,7 @@ class ServerEngine(Streaming, Engine):
         """Of a server that is found, health and version are checked."""
         if self.launcher is None:
             try:
-                self.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+                self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
             except EngineError as error:
                 raise EngineError(f"{self.url_key}={self.base_url}: no healthy server answers ({error})") from error
         else:
@@ -346,7 +346,7 @@ class ServerEngine(Streaming, Engine):
                     if file is not None and file.exists():
                         return
                     with suppress(EngineError):  # it does not answer yet
-                        self.call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+                        self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
                         return
                 now, what = time.monotonic(), f"{launcher.name} at {self.base_url}"
                 if now - began_s > launcher.start_timeout_s:
@@ -366,7 +366,7 @@ class ServerEngine(Streaming, Engine):
         """
         if (url := plain_url(base_url)) != self.base_url:
             self.close()
-            self.base_url, self._http = url, httpx.Client(**connection(url, self.api_key, keeps_alive=False))
+            self.base_url, self.api = url, ServerApi(url, self.api_key)
         self.watched_pid = pid
 
     # It runs
@@ -418,7 +418,7 @@ class ServerEngine(Streaming, Engine):
         self.check_alive()
         if self._child is not None:
             try:
-                self.call("GET", "/health", timeout_s=PATIENCE_S)
+                self.api.get("/health", timeout_s=PATIENCE_S)
             except EngineError:
                 self._give_up("the server was unhealthy")
 
@@ -459,50 +459,19 @@ class ServerEngine(Streaming, Engine):
 
     # It is controlled
 
-    def call(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        params: Mapping[str, Any] | None = None,
-        timeout_s: float = TIMEOUT_S,
-        also: Sequence[int] = (),
-    ) -> httpx.Response:
-        """The answer to one call, which nothing watches. Threads may call at the same time.
-
-        Each call has a connection of its own: a server that stands still for longer than it keeps idle connections
-        closes them before it reads what came meanwhile.
-
-        Args:
-            timeout_s: the longest silence.
-            also: statuses that are an answer, beside 200.
-
-        Raises:
-            Refused: another status.
-            EngineError: no connection, or no answer in time.
-        """
-        try:
-            response = self._http.request(method, path, json=body, params=params, timeout=timeout_s)
-        except httpx.HTTPError as error:
-            url, fix = f"{self.base_url}{path}", "is the server running, and reachable from here?"
-            why = f"{type(error).__name__}: {error}"[:200]
-            raise EngineError(f"{url}: {why}; {fix}") from error
-        return response if response.status_code in also else checked(response)
-
     def has(self, path: str) -> bool:
         """Whether there is a route for POST `path`; asked with GET, which such routes refuse with status 405."""
-        return self.call("GET", path, also=(404, 405)).status_code != 404
+        return self.api.get(path, also=(404, 405)).status_code != 404
 
     def get(self, path: str) -> httpx.Response:
         """GET `path`, watched."""
-        return self._watched("GET", path, changes=False)
+        return self._watched(partial(self.api.get, path), changes=False)
 
     def post(self, path: str, body: Any = None, *, changes: bool = True, **options: Any) -> httpx.Response:
-        """POST `path`, watched; `options` are those of `call`. `changes`: it does more than to read."""
-        return self._watched("POST", path, body, changes=changes, **options)
+        """POST `path`, watched; `options` are those of `ServerApi.call`. `changes`: it does more than to read."""
+        return self._watched(partial(self.api.post, path, body, **options), changes=changes)
 
-    def _watched(self, *words: Any, changes: bool, **options: Any) -> httpx.Response:
+    def _watched(self, call: Callable[[], httpx.Response], *, changes: bool) -> httpx.Response:
         """Make a control call, and check meanwhile the health of a server of the run: if its engine has died, the call
         would block until its timeout. One that only reads is made once more where no answer came.
 
@@ -510,7 +479,7 @@ class ServerEngine(Streaming, Engine):
             EngineDied: the server has ended, ends within seconds of a failed call, is unhealthy, or has not answered.
             EngineError: the server refused the call; it is alive.
         """
-        outcome = in_background(partial(self.call, *words, **options))
+        outcome = in_background(call)
         while True:
             try:
                 return outcome.result(timeout=HEALTH_INTERVAL_S)
@@ -521,7 +490,7 @@ class ServerEngine(Streaming, Engine):
                 if isinstance(error, Refused):
                     raise
                 if not changes:
-                    return self._watched(*words, changes=True, **options)  # once
+                    return self._watched(call, changes=True)  # once
                 self._give_up(str(error))
 
     def check_logprobs(self) -> None:

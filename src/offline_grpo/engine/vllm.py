@@ -52,7 +52,7 @@ LORA_KERNELS = os.environ.get("VLLM_TUNED_CONFIG_FOLDER") or str(EXTENSION_FOLDE
 """Settings of vLLM's LoRA kernels that are faster for few tokens (`benchmarks/lora_kernels.py`); on other GPUs vLLM
 uses its own.
 """
-READING = {"grpo_tag", "grpo_state", "grpo_sums", "grpo_describe"}
+READING = {"grpo_tag", "grpo_state", "grpo_sums", "grpo_describe", "grpo_layout"}
 """Of the worker extension's methods, those that change nothing."""
 WAIT_TIMEOUT_S = 3600.0
 """For a pause that lets all requests end first."""

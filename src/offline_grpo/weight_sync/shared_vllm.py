@@ -152,6 +152,7 @@ class SharedVllm(PausingSync):
                 device=described["device"],
                 gpu_uuid=described["gpu_uuid"],
                 **engine.call_workers("grpo_export")[0],
+                param_mappings=engine.call_workers("grpo_layout")[0],
             )
             bridge.write(engine.log_dir / "vllm_bridge_config.json")
         if (bridge.device, bridge.gpu_uuid) != (home.type, gpu_uuid(home)):

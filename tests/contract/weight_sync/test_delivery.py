@@ -377,7 +377,7 @@ def test_weights_that_others_load_into_shared_memory_end_the_run(
     sync.push(policy, version=0)
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(model_folder)}, "timeout": 60}
     train(policy, seed=1)
-    client.call("POST", "/collective_rpc", body)
+    client.api.post("/collective_rpc", body)
     with pytest.raises(EngineError, match=r"another client has loaded weights into the server: [^\n]*$"):
         sync.push(policy, version=1)
 
@@ -405,8 +405,7 @@ def test_a_push_notices_what_others_loaded_while_it_was_staged(
     save = reload.save_weights
 
     def save_and_be_late(*args: Any, **options: Any) -> int:
-        client.call(
-            "POST",
+        client.api.post(
             "/collective_rpc",
             {"method": "reload_weights", "kwargs": {"weights_path": str(model_folder)}, "timeout": 60},
         )
@@ -416,7 +415,7 @@ def test_a_push_notices_what_others_loaded_while_it_was_staged(
         patch.setattr(reload, "save_weights", save_and_be_late)
         with pytest.raises(EngineError, match="another client has loaded weights into the server"):
             sync.push(policy, version=1, amid_requests=True)
-        assert not client.call("GET", "/is_paused").json()["is_paused"]
+        assert not client.api.get("/is_paused").json()["is_paused"]
         sync.recover(policy, version=1)
         sync.push(policy, version=2)  # with all requests at an end, nothing has come of it
     assert sync.push(policy, version=3, amid_requests=True).version == 3

@@ -83,6 +83,6 @@ def test_failed_calls() -> None:
         client = make_client(web.base_url)
         for path, (_, kind, message) in replies.items():
             with pytest.raises(kind, match=rf"^{web.base_url}{path}: {message}"):
-                read(client.call("GET", path, timeout_s=0.5), dict)
+                read(client.api.get(path, timeout_s=0.5), dict)
     with pytest.raises(ConfigError, match="must consist of printable ASCII"):
         make_client("http://127.0.0.1:1", api_key="schlüssel")

@@ -91,7 +91,7 @@ def test_start(servers: list[VllmEngine], tmp_path: Path) -> None:
         server.start("some/model", {"a": 1, "b": 2})
         assert progress.start_metrics()["time/start_start_server_s"] > 0
     assert said == [("start server", -1)]
-    answer = server.call("GET", "/anything").json()
+    answer = server.api.get("/anything").json()
     assert answer["argv"] == [server.base_url.rpartition(":")[2], "some/model", "a=1", "b=2"]
     assert answer["extra"].endswith("} [1]")
     assert answer["authorization"] is None
@@ -100,7 +100,7 @@ def test_start(servers: list[VllmEngine], tmp_path: Path) -> None:
     server.stop()
     assert server.pid is None
     with pytest.raises(EngineError, match="ConnectError"):
-        server.call("GET", "/anything")
+        server.api.get("/anything")
 
 
 def test_a_server_that_nobody_waited_for_leaves_nothing(servers: list[VllmEngine], tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_found_server_is_left_alone(tmp_path: Path) -> None:
         server.stop()
         server.check_alive(grace_s=100)
         assert not scratch.exists()
-        assert server.call("GET", "/health").status_code == 200
+        assert server.api.get("/health").status_code == 200
         assert {request.path for request in web.requests} == {"/health", "/version"}
         assert {request.headers["Authorization"] for request in web.requests} == {"Bearer k"}
     assert list(tmp_path.iterdir()) == []

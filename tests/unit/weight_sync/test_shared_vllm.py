@@ -45,7 +45,7 @@ def bridge(worker: Any) -> Bridge:
     about = {name: value for name, value in worker.grpo_describe().items() if name in ("pid", "device", "gpu_uuid")}
     start_time = start_time_of(os.getpid()) or 0
     about |= {"run_id": "run-1", "model": "some/model", "start_time": start_time, **worker.grpo_export()}
-    return Bridge(**about)
+    return Bridge(**about, param_mappings=worker.grpo_layout())
 
 
 def by_name(model: FusedModel) -> dict[str, torch.Tensor]:

@@ -131,10 +131,12 @@ class WorkerExtension:
             "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
         }
 
+    def grpo_layout(self) -> list[dict[str, Any]]:
+        """One entry for each checkpoint parameter: the server's tensor that holds it, and its rows there."""
+        return list(layout(_model(self)))
+
     def grpo_export(self) -> dict[str, Any]:
-        """Handles of every storage that holds parameters, where in it each tensor lies, and for each checkpoint
-        parameter the tensor that holds it, and its rows there.
-        """
+        """Handles of every storage that holds parameters, and where in it each tensor lies."""
         # On a GPU the storages stay where they are, because CUDA graphs hold their addresses. On the CPU they move into
         # anonymous shared memory, which has no name that could outlive the processes.
         model = _model(self)
@@ -189,7 +191,7 @@ class WorkerExtension:
                     "dtype": str(parameter.dtype).removeprefix("torch."),
                 }
             )
-        return {"storages": handles, "tensors": tensors, "param_mappings": list(layout(model))}
+        return {"storages": handles, "tensors": tensors}
 
     def grpo_set_tag(self, tag: str) -> None:
         """Note which weights are served (version and owner) once everything written so far has arrived. vLLM's own
