@@ -77,7 +77,7 @@ def test_a_found_server_that_is_started_anew_gets_the_weights_again(
 
     def start_anew() -> None:
         serve_again(server, model_folder, CPU)
-        make_client(server).call_worker("grpo_set_tag", tag=None)
+        make_client(server).call_workers("grpo_set_tag", tag=None)
 
     two = (*at(server), "weight_sync=shared_vllm", "train.iterations=2")
     undisturbed = run(tmp_path / "undisturbed", model_folder, *two)

@@ -1,4 +1,4 @@
-"""HTTP to a server: calls that control it, what they have in common with requests for samples, addresses and ports."""
+"""HTTP to a server: what calls that control it and requests for samples have in common, addresses and ports."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partialmethod
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,6 +31,7 @@ KEEP_ALIVE_S = 3.0
 """How long an idle connection is kept. Servers close theirs after 5 s, and a request sent at that moment would break.
 """
 TIMEOUT_S = 120.0
+"""Of a call that controls a server: the longest silence."""
 HEALTH_TIMEOUT_S = 5.0
 SERVER_PORTS = range(15000, 30000)
 """Where free ports are looked for. A server opens its port seconds after it was chosen, and meanwhile the system could
@@ -52,50 +54,41 @@ class NotFound(Refused):
 class ServerApi:
     """Calls that control a server, for callers that wait. Threads may share it.
 
-    Each has a connection of its own. A server that stands still for longer than it keeps idle connections closes them
-    before it reads what came meanwhile.
-
-    `get` and `post` return the response; `timeout_s` is the longest silence.
-
-    Raises:
-        Refused: a status other than 200.
-        EngineError: no connection, or no answer in time.
+    Each call has a connection of its own. A server that stands still for longer than it keeps idle connections closes
+    them before it reads what came meanwhile.
     """
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
-        self._http = httpx.Client(**connection(base_url, api_key, keeps_alive=False))
+        self.base_url, self._http = base_url, httpx.Client(**connection(base_url, api_key, keeps_alive=False))
 
-    def get(self, path: str, *, timeout_s: float = TIMEOUT_S) -> httpx.Response:
-        """The answer to GET `path`."""
-        return checked(self._call("GET", path, timeout=timeout_s))
-
-    def post(
-        self, path: str, body: Any = None, *, params: Mapping[str, Any] | None = None, timeout_s: float = TIMEOUT_S
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        also: Sequence[int] = (),
     ) -> httpx.Response:
-        """The answer to POST `path`."""
-        return checked(self._call("POST", path, timeout=timeout_s, json=body, params=params))
+        """The answer to one call.
 
-    def is_healthy(self) -> bool:
-        """Whether GET /health succeeds now."""
+        Args:
+            timeout_s: the longest silence.
+            also: statuses that are an answer, beside 200.
+
+        Raises:
+            Refused: another status.
+            EngineError: no connection, or no answer in time.
+        """
         try:
-            self.get("/health", timeout_s=HEALTH_TIMEOUT_S)
-        except EngineError:
-            return False
-        return True
-
-    def has(self, path: str) -> bool:
-        """Whether there is a route for POST `path`; asked with GET, which such routes refuse with status 405."""
-        response = self._call("GET", path, timeout=TIMEOUT_S)
-        if response.status_code not in (404, 405):
-            checked(response)
-        return response.status_code != 404
-
-    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
-        try:
-            return self._http.request(method, path, **arguments)
+            response = self._http.request(method, path, json=body, params=params, timeout=timeout_s)
         except httpx.HTTPError as error:
-            url = f"{str(self._http.base_url).rstrip('/')}{path}"
-            raise EngineError(f"{url}: {describe(error)}; is the server running, and reachable from here?") from error
+            url, why = f"{self.base_url.rstrip('/')}{path}", f"{type(error).__name__}: {error}"[:200]
+            raise EngineError(f"{url}: {why}; is the server running, and reachable from here?") from error
+        return response if response.status_code in also else checked(response)
+
+    get, post = partialmethod(call, "GET"), partialmethod(call, "POST")
 
 
 def checked(response: httpx.Response) -> httpx.Response:
@@ -118,7 +111,7 @@ def read(response: httpx.Response, reader: Callable[[Any], T]) -> T:
 def reason(response: httpx.Response) -> str:
     """The server's own words about a status other than 200, as one line."""
     text = response.text
-    with suppress(ValueError):
+    with suppress(ValueError):  # a proxy's page is no JSON
         body = json.loads(text)
         error = body.get("error", body) if isinstance(body, dict) else body
         text = str(error.get("message", error) if isinstance(error, dict) else error)
@@ -126,29 +119,19 @@ def reason(response: httpx.Response) -> str:
 
 
 def connection(base_url: str, api_key: str | None, *, keeps_alive: bool = True) -> dict[str, Any]:
-    """Arguments of httpx's clients for a server. Proxies of the environment are not used."""
-    num_idle = None if keeps_alive else 0
+    """Arguments of httpx's clients for a server. Proxies of the environment are not used. Raises ConfigError for a key
+    that no header can carry.
+    """
+    fix = "must consist of printable ASCII characters: it is sent in an HTTP header"
+    is_sendable = api_key is None or (api_key.isascii() and api_key.isprintable())
+    require(is_sendable, "generation.api_key or engine.api_key", "...", fix)
     return {
         "base_url": base_url,
-        "headers": authorization(api_key),
-        "limits": httpx.Limits(max_keepalive_connections=num_idle, keepalive_expiry=KEEP_ALIVE_S),
+        "headers": {} if api_key is None else {"Authorization": f"Bearer {api_key}"},  # vLLM's and SGLang's
+        "limits": httpx.Limits(max_keepalive_connections=None if keeps_alive else 0, keepalive_expiry=KEEP_ALIVE_S),
         "trust_env": False,
         "verify": base_url.lower().startswith("https:"),  # else httpx loads certificates, which takes long
     }
-
-
-def authorization(api_key: str | None) -> dict[str, str]:
-    """The header that vLLM and SGLang expect. Raises ConfigError for a key that does not fit into one."""
-    if api_key is None:
-        return {}
-    fix = "must consist of printable ASCII characters: it is sent in an HTTP header"
-    require(api_key.isascii() and api_key.isprintable(), "generation.api_key or engine.api_key", "...", fix)
-    return {"Authorization": f"Bearer {api_key}"}
-
-
-def describe(error: Exception) -> str:
-    """An error of httpx in words."""
-    return f"{type(error).__name__}: {error}"[:200]
 
 
 # Addresses and ports
@@ -176,6 +159,7 @@ def choose_port(host: str, port: int | None, *, key: str, wait_s: float = 0.0) -
                 probe.bind((host, tried))
                 return int(probe.getsockname()[1])
         except OSError as error:
+            # Another error than "taken" is the address's. A port that is taken may still become free.
             if error.errno not in TAKEN:
                 host_key = f"{key.removesuffix('port')}host" if key.endswith("port") else key
                 fix = f"cannot be used ({error.strerror}); name an address of this machine"
@@ -193,10 +177,10 @@ def owner_of(port: int) -> str | None:
     """The process that listens on a port, such as `python3 server.py (pid 4711)`; None if none is visible to us."""
     listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
     pid = next((c.pid for c in listening if c.laddr and c.laddr.port == port), None)
-    try:
-        return None if pid is None else f"{' '.join(' '.join(psutil.Process(pid).cmdline()).split())[:120]} (pid {pid})"
-    except psutil.Error:
-        return None
+    with suppress(psutil.Error):  # it has ended meanwhile
+        if pid is not None:
+            return f"{' '.join(' '.join(psutil.Process(pid).cmdline()).split())[:120]} (pid {pid})"
+    return None
 
 
 def address_towards(url: str) -> str:
@@ -210,10 +194,9 @@ def address_towards(url: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address."""
-    try:
+    with suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost"
 
 
 def reachable(host: str) -> str:

@@ -165,10 +165,10 @@ class ServerActor:
     def how_it_ended(self) -> str | None:
         return self._child.how_it_ended()
 
-    def stop(self) -> str:
-        """Stop the server. Returns its last words."""
+    def stop(self) -> str | None:
+        """Stop the server. Returns how it ended."""
         self._child.stop()
-        return self._child.last_words()
+        return self._child.how_it_ended()
 
     def sees(self, path: Path) -> bool:
         """Whether the machine has this file."""
@@ -191,7 +191,7 @@ class RemoteChild:
         self._actor = room.hire(number, ServerActor)
         self._answer = self._actor.start.remote(*words)
         self._on_place, self._is_placed = on_place, False
-        self._words = "the Ray cluster had no room for it."
+        self._end = "was stopped; the Ray cluster had no room for it."
 
     @property
     def is_placed(self) -> bool:
@@ -207,12 +207,8 @@ class RemoteChild:
     def how_it_ended(self) -> str | None:
         """Raises Lost, or EngineDied if the actor does not answer."""
         if self._actor is None:
-            return f"was stopped; {self._words}"
+            return self._end
         return self._result(self._actor.how_it_ended.remote()) if self.is_placed else None
-
-    def last_words(self) -> str:
-        """Of a server that was stopped."""
-        return self._words
 
     def sees(self, path: Path) -> bool:
         """Whether its machine has this file."""
@@ -226,7 +222,7 @@ class RemoteChild:
         if self._actor is not None:
             if self._is_placed:
                 with suppress(EngineError):
-                    self._words = self._result(self._actor.stop.remote(), timeout_s=STOP_S)
+                    self._end = self._result(self._actor.stop.remote(), timeout_s=STOP_S)
             ray.kill(self._actor)
             self._actor = None
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.engine.http import authorization, choose_port, is_loopback
+from offline_grpo.engine.http import choose_port, is_loopback
 from offline_grpo.engine.server_engine import ELSEWHERE
 from offline_grpo.engine.vllm import LORA_KERNELS, VllmEngine, VllmLauncher
 from offline_grpo.errors import ConfigError, GrpoError, require
@@ -31,8 +31,8 @@ Any other option of vLLM may follow, such as --max-num-seqs 64. A key is read fr
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """What the command takes, besides options of vLLM."""
+def parse(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, VllmLauncher]:
+    """The command's options, and the server that they describe: that of a run, with its essentials."""
     parser = argparse.ArgumentParser(
         prog="python -m offline_grpo.engine.serve", description=__doc__, epilog=EPILOG, allow_abbrev=False
     )
@@ -48,58 +48,38 @@ def parser() -> argparse.ArgumentParser:
     add("--api-key-file", type=Path, metavar="FILE", help="requests must carry the key that this file holds")
     add("--python", metavar="FILE", help="interpreter that has vLLM (default: this one)")
     add("--log-dir", type=Path, default=Path("logs"), metavar="FOLDER", help="for what vLLM prints (default: logs)")
-    return parser
+    options, others = parser.parse_known_args(words)
 
-
-def run(words: Sequence[str] | None = None) -> None:
-    """Serve until a signal or the server's end. Raises ConfigError or EngineError."""
-    options, others = parser().parse_known_args(words)
-    key = read_key(options.api_key_file)
+    # The key, without which nobody else on the network may reach the server.
+    key = os.environ.get(KEY_VARIABLE) or None
+    if options.api_key_file is not None:
+        require(options.api_key_file.exists(), "--api-key-file", options.api_key_file, "no such file")
+        key = options.api_key_file.read_text(encoding="utf-8-sig").strip()
+        require(bool(key), "--api-key-file", options.api_key_file, "is empty; write the key into it")
     fix = "on that address others could control the server; give it a key by --api-key-file, or use 127.0.0.1"
     require(key is not None or is_loopback(options.host), "--host", options.host, fix)
+
+    # Its interpreter, and its port.
     has_vllm = options.python is not None or find_spec("vllm") is not None
     fix = "vLLM is not installed here; start with `uv run --extra vllm -m ...`, or name another environment's"
     require(has_vllm, "--python", options.python, fix)
     fix = "must be from 1 to 65535, or null for any free one"
     require(options.port == "null" or options.port.isdecimal(), "--port", options.port, fix)
     port = choose_port(options.host, None if options.port == "null" else int(options.port), key="--port")
-    unasked: Any = {"batch_size": 1, "timeout_s": 1.0, "max_retries": 0}  # requests are others'
-    folder = options.log_dir / f"serve_{port}"
-    settings = launcher(options, others, key, port)
-    engine = VllmEngine(launcher=settings, log_dir=folder, **unasked)
-    try:
-        engine.begin(options.model, {})
-        engine.wait_until_ready(settings, options.model, {})
-        print(how_to_use(options.model, options.dtype, engine.base_url, has_key=key is not None), flush=True)
-        while True:
-            engine.check_alive()
-            time.sleep(POLL_S)
-    finally:
-        engine.stop()
 
-
-def launcher(options: argparse.Namespace, others: Sequence[str], key: str | None, port: int) -> VllmLauncher:
-    """The server of the command's options: that of a run, with its essentials."""
+    # Options that a run's server has, then those of vLLM's own that were typed.
     essentials = VllmLauncher.essentials
-    args = {**essentials["args"], "seed": 0}
+    args, env = {**essentials["args"], "seed": 0}, dict(essentials["env"])
     args |= {name: getattr(options, name) for name in ("dtype", "gpu_memory_utilization", "max_model_len")}
-    env = dict(essentials["env"])
     if options.enable_lora:
         args |= {"enable_lora": True, "max_lora_rank": options.max_lora_rank, "max_loras": 1}
         env["VLLM_TUNED_CONFIG_FOLDER"] = LORA_KERNELS
-    return VllmLauncher(
-        python=options.python,
-        host=options.host,
-        port=port,
-        api_key=key,
-        start_timeout_s=900.0,
-        args=args | passed_through(others),
-        env=env,
-        blackwell_workaround=False,
-    )
+    args |= passed_through(others)
+    where = {"python": options.python, "host": options.host, "port": port, "api_key": key}
+    return options, VllmLauncher(**where, start_timeout_s=900.0, args=args, env=env, blackwell_workaround=False)
 
 
-def passed_through(words: Sequence[str]) -> dict[str, Any]:
+def passed_through(words: Sequence[str]) -> dict[str, str | list[str] | bool]:
     """Options of vLLM: `["--max-num-seqs", "64", "--eager"]` as `{"max_num_seqs": "64", "eager": True}`."""
     given: dict[str, list[str]] = {}
     values: list[str] | None = None
@@ -116,26 +96,31 @@ def passed_through(words: Sequence[str]) -> dict[str, Any]:
     return {name: values[0] if len(values) == 1 else values or True for name, values in given.items()}
 
 
-def read_key(file: Path | None) -> str | None:
-    """The key of a file, or else of the environment; None for none."""
-    if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    require(file.exists(), "--api-key-file", file, "no such file")
-    key = file.read_text(encoding="utf-8-sig").strip()
-    require(bool(key), "--api-key-file", file, "is empty; write the key into it")
-    authorization(key)
-    return key
+def run(words: Sequence[str] | None = None) -> None:
+    """Serve until a signal or the server's end. Raises ConfigError or EngineError."""
+    options, launcher = parse(words)
+    unasked: Any = {"batch_size": 1, "timeout_s": 1.0, "max_retries": 0}  # requests are others'
+    engine = VllmEngine(launcher=launcher, log_dir=options.log_dir / f"serve_{launcher.port}", **unasked)
+    try:
+        engine.start(options.model, {})
 
-
-def how_to_use(model: str, dtype: str, url: str, *, has_key: bool) -> str:
-    """What a trainer and an environment must be told."""
-    precision = f" train.precision={PRECISIONS[dtype]}" if dtype in PRECISIONS else ""
-    return f"""{model} is served at {url}{"" if has_key else NO_KEY}
+        # What a trainer and an environment must know of it.
+        url, key = engine.base_url, launcher.api_key
+        precision = f" train.precision={PRECISIONS[options.dtype]}" if options.dtype in PRECISIONS else ""
+        print(
+            f"""{options.model} is served at {url}{NO_KEY if key is None else ""}
   trainer:
-    generation=vllm_server generation.base_url={url}{precision}{" generation.api_key=KEY" if has_key else ""}
+    generation=vllm_server generation.base_url={url}{precision}{"" if key is None else " generation.api_key=KEY"}
   environment:
-    --openai.server_type vllm --openai.base_url {url}/v1{" --openai.api_key KEY" if has_key else ""}
-Ctrl-C ends it."""
+    --openai.server_type vllm --openai.base_url {url}/v1{"" if key is None else " --openai.api_key KEY"}
+Ctrl-C ends it.""",
+            flush=True,
+        )
+        while True:
+            engine.check_alive()
+            time.sleep(POLL_S)
+    finally:
+        engine.stop()
 
 
 def main() -> None:

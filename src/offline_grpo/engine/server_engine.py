@@ -1,5 +1,5 @@
-"""An engine that is a server: the settings that it is started with, its life, calls that control it, and requests for
-samples, retried where that is safe.
+"""An engine that is a server, in the order of its life: settings, start, watch and stop, calls that control it, and
+requests for samples, retried where that is safe.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -34,7 +36,6 @@ from offline_grpo.engine.http import (
     checked,
     choose_port,
     connection,
-    describe,
     is_loopback,
     plain_url,
     reachable,
@@ -42,7 +43,7 @@ from offline_grpo.engine.http import (
     reason,
 )
 from offline_grpo.engine.ray_actor import RemoteChild, Room
-from offline_grpo.engine.spawn import Child, Lost, Scratch, temporary_folder, visible, without_launch_variables
+from offline_grpo.engine.spawn import Child, Lost, Scratch, kept_compiled, visible, without_launch_variables
 from offline_grpo.engine.streaming import Streaming, in_background
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, require
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
@@ -66,6 +67,8 @@ START_POLL_S, START_SAYS_S = 0.25, 30.0
 LOWEST_LOGPROB = -9999.0
 """Servers send this or a lower value for minus infinity, which JSON cannot represent."""
 SHARED_PREFIX = ".weights-"
+LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
+"""Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
 
 ELSEWHERE = {
     "host": "engine.host",
@@ -155,10 +158,18 @@ class Launcher(ABC):
         scratch: Path,
     ) -> Child:
         """Start the server on this machine, and do not wait. `scratch` goes away with it."""
-        command = self.command(model, port, args) + self.key_args(scratch)
-        for file in scratch.glob("has_memory*"):  # of an earlier start
+        # What an earlier start has said of its memory is not about this one.
+        for file in scratch.glob("has_memory*"):
             file.unlink()
-        ours = {**temporary_folder(scratch), "OFFLINE_GRPO_HAS_MEMORY": str(scratch / "has_memory")}
+        ours = {"OFFLINE_GRPO_HAS_MEMORY": str(scratch / "has_memory")}
+
+        # Its sockets and temporary files go away with the scratch folder, and its compiled kernels stay. On a machine
+        # without /dev/shm the folder's path may be too long for a socket.
+        folder = scratch / "tmp"
+        if len(os.fsencode(folder)) <= LONGEST_SOCKET_FOLDER:
+            folder.mkdir(exist_ok=True)
+            ours |= {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), **kept_compiled()}
+        command = self.command(model, port, args) + self.key_args(scratch)
         return Child(command, env=self.environment(ours, gpus), log_path=log_path, remove=scratch)
 
 
@@ -240,6 +251,16 @@ class ServerEngine(Streaming, Engine):
         self.eos_ids, self.vocab_size, self.sampling, self.is_corrected = eos_ids, vocab_size, sampling, is_corrected
         self.url_key, self.launcher, self.log_dir, self.number, self.gpus = url_key, launcher, log_dir, number, gpus
         self._log_numbers, self._room, self.api_key = log_numbers or count(), room, api_key
+        self.is_managed = launcher is not None
+        self.weights = ServedWeights()
+        self.num_asked: Counter[str] = Counter()
+        self._child: Child | RemoteChild | None = None
+        self._scratch: OwnFolder | None = None
+        self._began_s: float | None = None  # set from `begin` until the server is ready
+        self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
+
+        # The address is known before the server is there, so that its port stays free for it; in a cluster it is known
+        # once a machine has room.
         if launcher is not None:
             self.api_key, self._port = launcher.api_key, None if launcher.port is None else launcher.port + number
             base_url = "http://a-machine-of-the-cluster"
@@ -247,25 +268,108 @@ class ServerEngine(Streaming, Engine):
                 self._port = choose_port(launcher.host, self._port, key="engine.port")
                 base_url = f"http://{reachable(launcher.host)}:{self._port}"
         assert base_url is not None, "a server is either found or started"
-        super().__init__(base_url, batch_size)
-        self._move_to(base_url)
-        self.weights = ServedWeights()
-        self.num_asked: Counter[str] = Counter()
-        self.watched_pid: int | None = None
-        self._child: Child | RemoteChild | None = None
-        self._scratch: OwnFolder | None = None
-        self._began_s: float | None = None  # set from `begin` until the server is ready
-        self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
+        super().__init__("", batch_size)
+        self.follow(base_url)
 
-    def _move_to(self, base_url: str) -> None:
-        self.base_url = plain_url(base_url)
-        self.api = ServerApi(self.base_url, self.api_key)
+    # It starts
 
-    # Its life
+    def begin(self, model: str, args: Mapping[str, Any]) -> None:
+        """Does not wait for room in a cluster either. Raises ConfigError if the port is taken."""
+        if self.launcher is None or self._began_s is not None:
+            return
+        log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
+        if self._room is not None:
+            words = self.launcher, model, args, self._port, log_path.absolute()
+            self._child = RemoteChild(self._room, self.number, words, self.follow)
+        else:
+            # The processes of one that was killed may still have the port.
+            port = choose_port(self.launcher.host, self._port, key="engine.port", wait_s=RELEASE_S)
+            log.info("starting %s; command and output in %s", self.launcher.name, log_path)
+            where: Any = {"port": port, "gpus": self.gpus, "log_path": log_path, "scratch": self.scratch}
+            self._child = self.launcher.spawn(model, args, **where)
+        self._began_s = time.monotonic()
 
-    @property
-    def is_managed(self) -> bool:  # type: ignore[override]
-        return self.launcher is not None
+    def start(self, model: str, args: Mapping[str, Any]) -> None:
+        """Of a server that is found, health and version are checked."""
+        if self.launcher is None:
+            try:
+                self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
+            except EngineError as error:
+                raise EngineError(f"{self.url_key}={self.base_url}: no healthy server answers ({error})") from error
+        else:
+            # Where the machine of a server is lost before it is ready, it starts on another one.
+            self.begin(model, args)
+            began_s = self._began_s
+            assert began_s is not None
+            while self._began_s is not None:
+                try:
+                    self._wait()
+                    self._began_s = None
+                except Lost as loss:
+                    log.warning("%s It is started elsewhere.", loss)
+                    self._began_s = None
+                    self.begin(model, args)
+            seconds = time.monotonic() - began_s
+            log.info("%s is ready at %s after %.0f s", self.launcher.name, self.base_url, seconds)
+
+        # Other versions may take the same requests and mean something else by them.
+        version = self.version()
+        numbers = re.match(r"\.".join([r"(\d{1,9})"] * len(self.oldest)), version)
+        if numbers is None or not self.oldest <= tuple(map(int, numbers.groups())) <= self.newest:
+            oldest, newest = (".".join(map(str, limit)) for limit in (self.oldest, self.newest))
+            key = "engine.python" if self.is_managed else self.url_key
+            raise ConfigError(
+                f"{self.base_url}: {self.name} {version[:40]} answers there, and versions {oldest} to {newest} "
+                f"are supported; see {key}"
+            )
+        log.info("connected to %s %s at %s", self.name, version, self.base_url)
+
+    def wait_for_memory(self) -> None:
+        """Wait until a server that `begin` started has taken its GPU's memory. Until then it profiles free memory: it
+        counts others' allocations as its own, and exits if they free any. Raises like `start`.
+        """
+        if self._began_s is not None:
+            self._wait(self.scratch / "has_memory")
+
+    def _wait(self, file: Path | None = None) -> None:
+        """Wait until a server that has begun is healthy, or has made `file`. Raises EngineError if it ends, or is not
+        ready in time; Lost if its machine has gone.
+        """
+        launcher, child, began_s, said_s = self.launcher, self._child, self._began_s, time.monotonic()
+        assert launcher is not None
+        assert child is not None
+        assert began_s is not None
+        with progress.phase("start server"):
+            while True:
+                self.check_alive()
+                if child.is_placed:
+                    if file is not None and file.exists():
+                        return
+                    with suppress(EngineError):  # it does not answer yet
+                        self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
+                        return
+                now, what = time.monotonic(), f"{launcher.name} at {self.base_url}"
+                if now - began_s > launcher.start_timeout_s:
+                    child.stop()
+                    limit = f"{launcher.start_timeout_s:g} s (engine.start_timeout_s)"
+                    raise EngineError(f"{what} was not ready after {limit} and {child.how_it_ended()}")
+                if now - said_s >= START_SAYS_S:
+                    said_s = now  # in the log alone: the screen has the phase
+                    log.info("waiting for %s: %.0f s", what, now - began_s, extra=progress.LOG_ALONE)
+                time.sleep(START_POLL_S)
+
+    def follow(self, base_url: str, pid: int | None = None) -> None:
+        """Ask the server at this address. In a Ray cluster it may have moved.
+
+        Args:
+            pid: to be watched, if another process of the run has started it.
+        """
+        if (url := plain_url(base_url)) != self.base_url:
+            self.close()
+            self.base_url, self.api = url, ServerApi(url, self.api_key)
+        self.watched_pid = pid
+
+    # It runs
 
     @property
     def pid(self) -> int | None:
@@ -282,89 +386,12 @@ class ServerEngine(Streaming, Engine):
         """
         if self._scratch is None:
             self._scratch = Scratch() if self._room is None else OwnFolder(self.log_dir.absolute(), SHARED_PREFIX)
-        if self._child is not None and not self._child.sees(self._scratch.path):
+        if isinstance(self._child, RemoteChild) and not self._child.sees(self._scratch.path):
             raise ConfigError(
                 f"hydra.run.dir={self.log_dir}: the server's machine has to read weights there, and does not see this "
                 "folder; put it on a file system that all machines share, or use weight_sync=nccl"
             )
         return self._scratch.path
-
-    def begin(self, model: str, args: Mapping[str, Any]) -> None:
-        """Does not wait for room in a cluster either. Raises ConfigError if the port is taken."""
-        if self.launcher is not None and self._began_s is None:
-            self._spawn(self.launcher, model, args)
-
-    def _spawn(self, launcher: Launcher, model: str, args: Mapping[str, Any]) -> None:
-        log_path = self.log_dir / f"server_{next(self._log_numbers)}.log"
-        if self._room is not None:
-            words = launcher, model, args, self._port, log_path.absolute()
-            self._child = RemoteChild(self._room, self.number, words, self._move_to)
-        else:
-            port = choose_port(launcher.host, self._port, key="engine.port", wait_s=RELEASE_S)
-            log.info("starting %s; command and output in %s", launcher.name, log_path)
-            where: Any = {"port": port, "gpus": self.gpus, "log_path": log_path, "scratch": self.scratch}
-            self._child = launcher.spawn(model, args, **where)
-        self._began_s = time.monotonic()
-
-    def start(self, model: str, args: Mapping[str, Any]) -> None:
-        """Of a server that is found, health and version are checked."""
-        if self.launcher is None:
-            try:
-                self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
-            except EngineError as error:
-                raise EngineError(f"{self.url_key}={self.base_url}: no healthy server answers ({error})") from error
-        else:
-            self.begin(model, args)
-            self.wait_until_ready(self.launcher, model, args)
-        log.info("connected to %s %s at %s", self.name, self.check_version(), self.base_url)
-
-    def wait_until_ready(self, launcher: Launcher, model: str, args: Mapping[str, Any]) -> None:
-        """Wait until a server that has begun answers. Where its machine is lost, it starts on another. Raises
-        EngineError if it ends, or is not ready in time.
-        """
-        began_s = time.monotonic() if self._began_s is None else self._began_s
-        while self._began_s is not None:
-            try:
-                self._wait_until(launcher, lambda: self.api.is_healthy())
-                self._began_s = None
-            except Lost as loss:
-                log.warning("%s It is started elsewhere.", loss)
-                self._spawn(launcher, model, args)
-        log.info("%s is ready at %s after %.0f s", launcher.name, self.base_url, time.monotonic() - began_s)
-
-    def wait_for_memory(self) -> None:
-        """Wait until a server that `begin` started has taken its GPU's memory. Until then it profiles free memory: it
-        counts others' allocations as its own, and exits if they free any. Raises like `start`.
-        """
-        if self.launcher is not None and self._began_s is not None:
-            file = self.scratch / "has_memory"
-            self._wait_until(self.launcher, lambda: file.exists() or self.api.is_healthy())
-
-    def _wait_until(self, launcher: Launcher, is_ready: Callable[[], bool]) -> None:
-        child, began_s, said_s = self._child, self._began_s, time.monotonic()
-        assert child is not None
-        assert began_s is not None
-        with progress.phase("start server"):
-            while True:
-                self.check_alive()
-                if child.is_placed and is_ready():
-                    return
-                now, what = time.monotonic(), f"{launcher.name} at {self.base_url}"
-                if now - began_s > launcher.start_timeout_s:
-                    child.stop()
-                    limit = f"{launcher.start_timeout_s:g} s (engine.start_timeout_s)"
-                    raise EngineError(f"{what} was not ready after {limit}; {child.last_words()}")
-                if now - said_s >= START_SAYS_S:
-                    said_s = now  # in the log alone: the screen has the phase
-                    log.info("waiting for %s: %.0f s", what, now - began_s, extra=progress.LOG_ALONE)
-                time.sleep(START_POLL_S)
-
-    def follow(self, base_url: str, pid: int | None) -> None:
-        """Ask and watch the server that another process of the run has started. In a Ray cluster it may have moved."""
-        if base_url != self.base_url:
-            self.close()
-            self._move_to(base_url)
-        self.watched_pid = pid
 
     def check_alive(self, *, grace_s: float = 0.0) -> None:
         """Raise EngineDied if a server that the run started has ended, or ends within `grace_s` seconds."""
@@ -374,10 +401,9 @@ class ServerEngine(Streaming, Engine):
                 if (end := self._child.how_it_ended()) is not None:
                     raise EngineDied(f"the server {end}")
             else:
-                try:
+                is_running = False
+                with suppress(psutil.NoSuchProcess):
                     is_running = psutil.Process(self.watched_pid).status() != psutil.STATUS_ZOMBIE
-                except psutil.NoSuchProcess:
-                    is_running = False
                 if not is_running:
                     what = f"the server at {self.base_url}, which another process of this run started,"
                     raise EngineDied(f"{what} has ended.")
@@ -400,17 +426,8 @@ class ServerEngine(Streaming, Engine):
         """Stop a server of the run, whose state is unknown. Raises EngineDied."""
         if self._child is not None:
             self._child.stop()
-            why = f"{why} and was stopped; {self._child.last_words()}"
+            why = f"{why} and {self._child.how_it_ended()}"
         raise EngineDied(why)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether a server that the run started has; see `check_alive`."""
-        try:
-            self.check_alive()
-        except EngineDied:
-            return True
-        return False
 
     @property
     def has_lost_weights(self) -> bool:  # type: ignore[override]
@@ -418,35 +435,41 @@ class ServerEngine(Streaming, Engine):
         weights were tagged.
         """
         if self.is_managed:
-            return self.has_ended
-        try:
+            with suppress(EngineDied):
+                self.check_alive()
+                return False
+            return True
+        with suppress(Refused):  # it notes no tags, as it takes adapters alone: these are loaded anew whatever it has
             return self.served_tag() is None
-        except Refused:  # it notes no tags, because it takes adapters alone: these are loaded anew whatever it has
-            return False
+        return False
 
     def stop(self) -> None:
         """A server that was found keeps running."""
         self.close()
-        if self._child is not None:
-            # the log of a server that nobody has waited for does not say why the run ends
-            child, is_unasked = self._child, self._began_s is not None and not self.has_ended
+        if (child := self._child) is not None:
+            # The log of a server that nobody has waited for does not say why the run ends.
+            is_unasked = self._began_s is not None and isinstance(child, Child) and child.how_it_ended() is None
             child.stop()
-            if isinstance(child, Child) and is_unasked:
+            if is_unasked and isinstance(child, Child):
                 child.log_path.unlink(missing_ok=True)
             self._child = self._began_s = None
         if self._scratch is not None:
             self._scratch.remove()
             self._scratch = None
 
-    # Control
+    # It is controlled
+
+    def has(self, path: str) -> bool:
+        """Whether there is a route for POST `path`; asked with GET, which such routes refuse with status 405."""
+        return self.api.get(path, also=(404, 405)).status_code != 404
 
     def get(self, path: str) -> httpx.Response:
         """GET `path`, watched."""
-        return self._watched(lambda: self.api.get(path), changes=False)
+        return self._watched(partial(self.api.get, path), changes=False)
 
-    def post(self, path: str, body: Any = None, *, changes: bool = True, **arguments: Any) -> httpx.Response:
-        """POST `path`, watched; see `ServerApi.post`. `changes`: it does more than to read."""
-        return self._watched(lambda: self.api.post(path, body, **arguments), changes=changes)
+    def post(self, path: str, body: Any = None, *, changes: bool = True, **options: Any) -> httpx.Response:
+        """POST `path`, watched; `options` are those of `ServerApi.call`. `changes`: it does more than to read."""
+        return self._watched(partial(self.api.post, path, body, **options), changes=changes)
 
     def _watched(self, call: Callable[[], httpx.Response], *, changes: bool) -> httpx.Response:
         """Make a control call, and check meanwhile the health of a server of the run: if its engine has died, the call
@@ -470,29 +493,18 @@ class ServerEngine(Streaming, Engine):
                     return self._watched(call, changes=True)  # once
                 self._give_up(str(error))
 
-    def check_version(self) -> str:
-        """The server's version; raises ConfigError if it is not from `oldest` to `newest`."""
-        version = self.version()
-        numbers = re.match(r"\.".join([r"(\d{1,9})"] * len(self.oldest)), version)
-        if numbers is None or not self.oldest <= tuple(map(int, numbers.groups())) <= self.newest:
-            oldest, newest = (".".join(map(str, limit)) for limit in (self.oldest, self.newest))
-            key = "engine.python" if self.is_managed else self.url_key
-            raise ConfigError(
-                f"{self.base_url}: {self.name} {version[:40]} answers there, and versions {oldest} to {newest} "
-                f"are supported; see {key}"
-            )
-        return version
-
     def check_logprobs(self) -> None:
         """Also raises it for quantised weights, where nothing corrects for them."""
-        quantization = None if self.is_corrected else self.quantization()
+        quantization = None if self.is_corrected else self.describe().get("quantization")
         fix = f"{self.base_url} has {quantization} weights, so other probabilities; use token_truncate"
         require(quantization is None, "train.loss.importance_correction", "none", fix)
         if self.sampling.is_filtered:
-            mode = self.logprobs_mode()
+            mode = self.describe().get("logprobs_mode")
             fix = "top_p, top_k, min_p and penalties need processed_logprobs; start the server so"
             key = "engine.args.logprobs_mode" if self.is_managed else f"logprobs_mode of {self.url_key}"
             require(mode in (None, "processed_logprobs"), key, mode, fix)
+
+    # What each kind of server does in its own way
 
     @classmethod
     @abstractmethod
@@ -533,13 +545,11 @@ class ServerEngine(Streaming, Engine):
         """Fingerprints of the weights being served; None from a kind of server that cannot compute them."""
         return None
 
-    def logprobs_mode(self) -> str | None:
-        """Of which distribution it returns logprobs; None from a server that does not say so."""
-        return None
-
-    def quantization(self) -> str | None:
-        """In which format it computes with the weights that it gets, such as fp8; None for their own."""
-        return None
+    def describe(self) -> Mapping[str, Any]:
+        """What it says of itself, if it does: `logprobs_mode`, of which distribution it returns logprobs, and
+        `quantization`, in which format it computes with the weights that it gets, such as fp8 (None: their own).
+        """
+        return {}
 
     def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
         """Of parameters with other fingerprints, those that do not just have the same numbers in another order, as some
@@ -550,7 +560,15 @@ class ServerEngine(Streaming, Engine):
         """
         return list(sums)
 
-    # Samples
+    @abstractmethod
+    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
+        """The JSON that asks `weights` for the request's completions, the j-th drawn with `seed + j`."""
+
+    @abstractmethod
+    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
+        """The completions in the server's answer, in order. May raise what `http.read` expects."""
+
+    # It samples
 
     def sampler_settings(self, sampling: SamplingParams) -> dict[str, Any]:
         """Those that all servers call alike. Defaults of a server are none of ours. Nobody reads its text, in which it
@@ -567,14 +585,6 @@ class ServerEngine(Streaming, Engine):
             "skip_special_tokens": False,
         }
 
-    @abstractmethod
-    def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
-        """The JSON that asks `weights` for the request's completions, the j-th drawn with `seed + j`."""
-
-    @abstractmethod
-    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
-        """The completions in the server's answer, in order. May raise what `http.read` expects."""
-
     async def disconnect(self) -> None:
         while self._idle:
             await self._idle.pop().aclose()
@@ -587,7 +597,8 @@ class ServerEngine(Streaming, Engine):
             sampling = replace(sampling, max_new_tokens=request.max_new_tokens)
         num_aborted = 0
         while num_aborted <= self.max_retries:
-            weights = self.weights  # read once: a push may replace them while the request is open
+            # Ask for the newest weights. A push may replace them while the request is open.
+            weights = self.weights
             self.num_asked[weights.name] += 1
             try:
                 answer = await self._post(self.body(request, sampling, weights))
@@ -597,42 +608,51 @@ class ServerEngine(Streaming, Engine):
                 continue  # a push came between, and the adapter that the request named is no more
             finally:
                 self.num_asked -= Counter([weights.name])  # and without those that are 0
+
+            # Nothing becomes a rollout that is not what was asked for, and complete.
             completions = read(
                 answer, lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version)
             )
             if all(completion.finish_reason is not FinishReason.ABORT for completion in completions):
                 return completions
-            await self._look(weights)  # the push that aborted it is not over
+
+            # The push that aborted it is not over yet: it says when there are new weights.
+            await self._look(weights)
             num_aborted += self.weights is weights
-        times = f"{self.max_retries + 1} times"
-        raise EngineError(f"{self._url}: the server aborted the request, {times}; does another client pause it?")
+        what = f"the server aborted the request, {self.max_retries + 1} times; does another client pause it?"
+        raise EngineError(f"{self.base_url}{self.path}: {what}")
 
     async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
         """The answer to a request, after as many attempts as it takes."""
-        failure = ""
+        failure, url = "", f"{self.base_url}{self.path}"
         for attempt in range(self.max_retries + 1):
+            # A server that has ended gets no further attempt.
             if attempt > 0:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)))
                 await asyncio.to_thread(self.check_alive)
+
+            # What went wrong on the way may go right the next time; what took too long would take so long again.
             try:
                 answer = await self._exchange(body)
             except TimeoutError as error:
                 fix = f"raise {self.url_key.partition('.')[0]}.timeout_s, or look at the server"
                 await asyncio.to_thread(self.check_healthy)
-                raise EngineError(f"{self._url}: no answer after {self.timeout_s:g} s; {fix}") from error
+                raise EngineError(f"{url}: no answer after {self.timeout_s:g} s; {fix}") from error
             except httpx.HTTPError as error:
-                failure = describe(error)
+                failure = f"{type(error).__name__}: {error}"[:200]
                 continue
             if answer.status_code in SAFE_TO_RETRY_STATUS:
                 failure = f"status {answer.status_code} ({reason(answer)})"
                 continue
+
+            # Any other refusal is one for good, unless it is the first sign of the server's end.
             if answer.status_code >= 500:
                 await self._look(self.weights)
             return checked(answer)
         await self._look(self.weights)
         await asyncio.to_thread(self.check_healthy)
         fix = f"is the server running, and {self.url_key} its address?"
-        raise EngineError(f"{self._url}: {failure}, after {self.max_retries + 1} attempts; {fix}")
+        raise EngineError(f"{url}: {failure}, after {self.max_retries + 1} attempts; {fix}")
 
     async def _exchange(self, body: Mapping[str, Any]) -> httpx.Response:
         """One attempt. Raises EngineDied where the server ends first: a machine that is lost closes no connection."""
@@ -662,17 +682,18 @@ class ServerEngine(Streaming, Engine):
                 return
             await asyncio.sleep(END_LOOK_S)
 
-    @property
-    def _url(self) -> str:
-        return f"{self.base_url}{self.path}"
-
     def _completions(
         self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int
     ) -> list[Completion]:
         """What the server has sampled, if it is what was asked for. Raises what `http.read` expects."""
+        # Greedy completions of a prompt are all alike, so a server may be asked for one.
         choices = self.choices(parsed, request)
+        if sampling.temperature == 0 and len(choices) == 1:
+            choices = choices * request.num_completions
         if len(choices) != request.num_completions:
             raise ValueError(f"{len(choices)} completions where {request.num_completions} were asked for")
+
+        # Each must have as many tokens as may be, all of the model's vocabulary, and a number for each.
         completions = []
         for token_ids, logprobs, why in choices:
             finish, most = FinishReason(why), sampling.max_new_tokens
@@ -685,10 +706,8 @@ class ServerEngine(Streaming, Engine):
                     raise ValueError(f"a token has id {token}, and the model that is trained has {self.vocab_size}")
             for position, logprob in enumerate(logprobs):
                 if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
-                    cause = "the served weights, or their activations, are probably not finite"
-                    raise ValueError(
-                        f"the logprob of token {position} is {logprob} (weights version {version}): {cause}"
-                    )
+                    cause = f"(weights version {version}): these, or activations, are probably not finite"
+                    raise ValueError(f"the logprob of token {position} is {logprob} {cause}")
             versions = (version,) * len(token_ids)
             completions.append(Completion(tuple(token_ids), tuple(map(float, logprobs)), finish, versions))
         return completions

@@ -45,8 +45,6 @@ PREFIX = "offline-grpo-"
 GUARDIAN = "offline-grpo-guardian"
 """A guardian's first argument, by which people find it among processes."""
 CUDA_IPC_FILE = re.compile(r"torch_(?P<torch>\d+)_.*|cuda\.shm\.\w+\.(?P<driver>[0-9a-f]+)\.\d+")
-LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
-"""Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
 COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
 """Where a run and its servers keep what they compile: variable, and folder in the user's cache."""
 OF_THE_SHELL = {name: os.environ[name] for name in COMPILED if name in os.environ}
@@ -75,13 +73,17 @@ class Child:
     ) -> None:
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
+
+        # The guardian: it finds the package where the run did, and ends the command when the pipe is closed.
         read_end, write_end = os.pipe()
         self._pipe: int | None = write_end
         root = str(Path(__file__).parents[2])  # where this package is, also where PYTHONPATH alone leads to it
         start = f"import sys; sys.path.append({root!r}); from offline_grpo.engine.spawn import main; main()"
         guardian = [sys.executable, "-I", "-c", start, GUARDIAN, str(os.getpid()), str(read_end), str(remove or "")]
         guardian.append("--")
-        private = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # SGLang prints its key
+
+        # Output goes to the log, after the command line. Other users cannot read it: SGLang prints its key.
+        private = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(private, "wb") as output:
             output.write(f"$ {shlex.join(command)}\n".encode())
             output.flush()
@@ -112,19 +114,14 @@ class Child:
         return 128 - code
 
     def how_it_ended(self) -> str | None:
-        """`has ended (exit code 1)`, and the last error lines of the log; None while it runs."""
+        """`has ended (exit code 1)` or `was stopped`, the last error lines of the log, and where the whole log is; None
+        while it runs.
+        """
         if (code := self.exit_code) is None:
             return None
-        why = f"signal {code - 128}" if code > 128 else f"exit code {code}"
-        return f"has ended ({why}); {self.last_words()}"
-
-    def last_words(self) -> str:
-        """The last lines of the log that speak of an error, and where the whole log is."""
-        return f"{last_lines(self.log_path)} The whole log: {self.log_path}"
-
-    def sees(self, path: Path) -> bool:
-        """Whether its machine has this file of ours."""
-        return True
+        why = f"has ended ({f'signal {code - 128}' if code > 128 else f'exit code {code}'})"
+        why = "was stopped" if self._pipe is None else why
+        return f"{why}; {last_lines(self.log_path)} The whole log: {self.log_path}"
 
     def stop(self) -> None:
         """End the command and wait until it has gone. Does nothing the second time."""
@@ -172,17 +169,6 @@ class Scratch(OwnFolder):
         super().__init__(SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()), PREFIX)
 
 
-def temporary_folder(scratch: Path) -> dict[str, str]:
-    """Environment of a server whose sockets and temporary files go away with its scratch folder, and whose compiled
-    kernels stay.
-    """
-    folder = scratch / "tmp"
-    if len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER:  # on a machine without /dev/shm
-        return {}
-    folder.mkdir(exist_ok=True)
-    return {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), **kept_compiled()}
-
-
 def kept_compiled() -> dict[str, str]:
     """Environment of a process whose compiled kernels stay."""
     return {name: OF_THE_SHELL.get(name) or str(user_cache(kept)) for name, kept in COMPILED.items()}
@@ -209,27 +195,57 @@ def without_launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
 # The guardian
 
 
-def guard(parent: int, pipe: int, remove: str, command: list[str]) -> int:
-    """See the module. Returns the command's exit code."""
+def main() -> None:
+    """The guardian: `python -c ... offline-grpo-guardian PARENT_PID DEATH_PIPE REMOVE -- COMMAND ...`."""
+    _, _, given, pipe, remove, _, *words = sys.argv
+    parent = int(given)
+
+    # Only the pipe stops us; the command gets default handlers. It inherits that SIGUSR1 is ignored: Slurm signals all
+    # of a job.
     adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # only the pipe stops us; the command gets default handlers
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the command inherits this; Slurm signals all of a job
+        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     env = {**os.environ, "OFFLINE_GRPO_GUARDIAN": str(os.getpid())}
     run_began_s = psutil.Process(parent).create_time() - 1  # accurate to 1 s
     pids, used, names = {parent}, set(), set()
     try:
-        # Until the command ends, or the run does: who has which file in shared memory.
-        command_ = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, preexec_fn=end_with_parent)
-        while command_.poll() is None and os.getppid() == parent and not select.select([pipe], [], [], POLL_S)[0]:
-            if names != (names := _names_in_shared_memory()):  # a file's owner is unknown once it has died
+        # Until the command ends, or the run does: who has which file in shared memory. Of a file whose process has died
+        # nobody knows any more.
+        command = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, preexec_fn=end_with_parent)
+        while command.poll() is None and os.getppid() == parent and not select.select([int(pipe)], [], [], POLL_S)[0]:
+            if names != (names := _names_in_shared_memory()):
                 pids |= _descendants()
                 used |= _mapped(pids)
-
-        # The end, of all that the command has started.
         pids |= _descendants()
         used |= _mapped(pids)
-        _end(command_)
+
+        # The end of the command, and of all that it has started: they are asked first.
+        if command.poll() is None:
+            for pid in _descendants():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + KILL_AFTER_S
+        while time.monotonic() < deadline and command.poll() is None:
+            time.sleep(0.05)
+
+        # Whoever is left is killed. Resource trackers (they delete their processes' semaphores) and guardians that the
+        # command started come last: they exit once the others have.
+        started = time.monotonic()
+        while (left := _descendants()) and time.monotonic() < started + KILL_AFTER_S:
+            is_late = time.monotonic() > started + CLEANERS_TAKE_S
+            for pid in left:
+                with contextlib.suppress(OSError):  # it has gone by itself
+                    line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                    if is_late or not (b"resource_tracker" in line or GUARDIAN.encode() in line):
+                        os.kill(pid, signal.SIGKILL)
+            command.poll()
+            for orphan in psutil.Process().children():
+                if orphan.pid != command.pid:  # `command` must reap it
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(orphan.pid, os.WNOHANG)
+            time.sleep(0.05)
+        command.wait()
     finally:
         # What only the run and its command have mapped goes, unless it is older than the run.
         by_name = {name for name, pid in _cuda_ipc_files().items() if pid in pids and not psutil.pid_exists(pid)}
@@ -240,7 +256,7 @@ def guard(parent: int, pipe: int, remove: str, command: list[str]) -> int:
                         (SHARED_MEMORY / name).unlink()
         if remove:
             shutil.rmtree(remove, ignore_errors=True)
-    return command_.returncode if command_.returncode >= 0 else 128 - command_.returncode
+    sys.exit(command.returncode if command.returncode >= 0 else 128 - command.returncode)
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
@@ -253,36 +269,6 @@ def adopt_orphans() -> None:
     """Become the parent of what our children leave behind when they end; on Linux alone."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _end(command: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then SIGKILL, to the command and to all that it started.
-
-    Resource trackers (they delete their processes' semaphores) and guardians that the command started come last: they
-    exit once the others have.
-    """
-    if command.poll() is None:
-        for pid in _descendants():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + KILL_AFTER_S
-    while time.monotonic() < deadline and command.poll() is None:
-        time.sleep(0.05)
-    started = time.monotonic()
-    while (left := _descendants()) and time.monotonic() < started + KILL_AFTER_S:
-        is_late = time.monotonic() > started + CLEANERS_TAKE_S
-        for pid in left:
-            with contextlib.suppress(OSError):  # it has gone by itself
-                line = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if is_late or not (b"resource_tracker" in line or GUARDIAN.encode() in line):
-                    os.kill(pid, signal.SIGKILL)
-        command.poll()
-        for orphan in psutil.Process().children():
-            if orphan.pid != command.pid:  # `command` must reap it
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(orphan.pid, os.WNOHANG)
-        time.sleep(0.05)
-    command.wait()
 
 
 def _descendants() -> set[int]:
@@ -318,9 +304,3 @@ def remove_cuda_driver_files() -> None:
         is_ours = pid == os.getpid() or (name in mapped and not psutil.pid_exists(pid))
         if is_ours and name.startswith("cuda"):  # torch deletes its own, and would miss them
             (SHARED_MEMORY / name).unlink(missing_ok=True)
-
-
-def main() -> None:
-    """The guardian's: `python -c ... offline-grpo-guardian PARENT_PID DEATH_PIPE REMOVE -- COMMAND ...`."""
-    _, _, parent, pipe, remove, _, *command = sys.argv
-    sys.exit(guard(int(parent), int(pipe), remove, command))

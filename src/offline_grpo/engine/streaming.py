@@ -13,6 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
 from functools import cache, partial
 from itertools import count, islice
 from queue import Empty, SimpleQueue
@@ -30,6 +31,7 @@ NEXT_S = 0.01
 """How often requests are looked for that were not there yet."""
 SERVING_S = 0.1
 """How often a server is looked for where none serves."""
+CLOSED = "the client was closed while it waited"
 
 
 # Calls in threads
@@ -52,18 +54,16 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
 def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
     """The results of `call` for all items, at the same time. The first error is raised when all calls have ended."""
-    return [call(items[0])] if len(items) == 1 else results(started(call, items))
+    if len(items) == 1:
+        return [call(items[0])]
+    outcomes = started(call, items)
+    wait(outcomes)
+    return [outcome.result() for outcome in outcomes]
 
 
 def started(call: Callable[[S], T], items: Sequence[S]) -> list[Future[T]]:
     """The future results of `call` for all items, at the same time."""
     return [in_background(partial(call, item)) for item in items]
-
-
-def results(outcomes: Sequence[Future[T]]) -> list[T]:
-    """All of them. The first error is raised when all calls have ended."""
-    wait(outcomes)
-    return [outcome.result() for outcome in outcomes]
 
 
 def made_once(make: Callable[[], T]) -> Callable[[], T]:
@@ -115,6 +115,8 @@ class Streaming(ABC):
         answered: SimpleQueue[int] = SimpleQueue()
         try:
             while True:
+                # Twice as many as may be in flight are taken, so that a slot never waits for this thread. None stands
+                # for a request that is not there yet.
                 none_yet = False
                 for request in islice(coming, 2 * self.batch_size - len(unanswered)):
                     if none_yet := request is None:
@@ -122,17 +124,17 @@ class Streaming(ABC):
                     index = next(indices)
                     with self._changing_loop:
                         if self._loop is not loop:
-                            raise self._closed()
+                            raise EngineError(f"{self.base_url}: {CLOSED}")
                         future = asyncio.run_coroutine_threadsafe(self._ask_in_turn(failed, request, sampling), loop)
                     unanswered[index] = future
                     future.add_done_callback(lambda _, index=index: answered.put(index))
                 if not unanswered and not none_yet:
                     return
-                try:
+
+                # Whatever is answered first is handed out first.
+                with suppress(Empty):  # of answers, while there may be another request
                     index = answered.get(timeout=(NEXT_S if unanswered else 0.0) if none_yet else None)
-                except Empty:
-                    continue
-                yield index, self._result(unanswered.pop(index))
+                    yield index, self._result(unanswered.pop(index))
         finally:  # a failure, a signal, or a caller who closed the iterator: cancel what is still open
             for future in unanswered.values():
                 future.cancel()
@@ -161,6 +163,7 @@ class Streaming(ABC):
             if self._loop is None:
                 return
 
+            # What is open ends before its connections do, and the loop after both.
             async def cancel_all() -> None:
                 interrupted = asyncio.all_tasks() - {asyncio.current_task()}
                 for task in interrupted:
@@ -172,14 +175,11 @@ class Streaming(ABC):
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
-    def _closed(self) -> EngineError:
-        return EngineError(f"{self.base_url}: the client was closed while it waited")
-
     def _result(self, answer: Future[list[Completion]]) -> list[Completion]:
         try:
             return answer.result()
         except CancelledError:
-            raise self._closed() from None
+            raise EngineError(f"{self.base_url}: {CLOSED}") from None
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._changing_loop:
@@ -240,12 +240,15 @@ class SpreadClient(Streaming):
         task = asyncio.current_task()
         assert task is not None
         while True:
+            # The server with the fewest open requests; an episode's own, unless that has much more to do.
             while not (serving := self.serving):
                 await asyncio.sleep(SERVING_S)
             client = min(serving, key=lambda client: (self._num_open[client], self._num_tokens[client]))
             if request.episode is not None:
                 own = serving[request.episode % len(serving)]
                 client = own if self._num_open[own] <= 2 * self._num_open[client] + 4 else client
+
+            # Where it dies or is started again, whatever was open is asked of the others.
             self._num_open[client] += 1
             try:
                 completions = await asyncio.wrap_future(client.submit(request, sampling))

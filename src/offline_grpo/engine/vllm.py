@@ -141,7 +141,7 @@ class VllmEngine(ServerEngine):
     pause_modes: ClassVar[tuple[str, ...]] = ("keep", "keep_cache", "wait", "abort")
 
     is_paused = False
-    _description: dict[str, Any] | None = None  # of the server as it is; None: not asked yet
+    _description: Mapping[str, Any] | None = None  # of the server as it is; None: not asked yet
 
     def start(self, model: str, args: Mapping[str, object]) -> None:
         self.is_paused, self._description = False, None
@@ -155,9 +155,9 @@ class VllmEngine(ServerEngine):
         return read(self.get("/version"), lambda answer: answer["version"])
 
     def lacks(self, moves: str) -> str | None:
-        if moves == "lora" and not self.api.has("/v1/load_lora_adapter"):
+        if moves == "lora" and not self.has("/v1/load_lora_adapter"):
             return "does not load adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora)"
-        if moves == "full" and not self.api.has("/collective_rpc"):
+        if moves == "full" and not self.has("/collective_rpc"):
             return "has no endpoints for weights (VLLM_SERVER_DEV_MODE=1)"
         if moves == "full":
             try:
@@ -187,10 +187,6 @@ class VllmEngine(ServerEngine):
         self.post("/resume")
         self.is_paused = False
 
-    def call_worker(self, method: str, **kwargs: Any) -> Any:
-        """The result of the worker's method, of several workers the first one's."""
-        return self.call_workers(method, **kwargs)[0]
-
     def call_workers(self, method: str, *, timeout_s: float = 600.0, **kwargs: Any) -> list[Any]:
         """The results of the method of each worker."""
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
@@ -199,7 +195,7 @@ class VllmEngine(ServerEngine):
 
     def load_weights(self, folder: str, *, tag: str, pause_mode: str) -> None:
         self.pause(pause_mode)
-        self.call_worker("reload_weights", weights_path=folder)
+        self.call_workers("reload_weights", weights_path=folder)
         self.set_tag(tag)
         self.resume()
 
@@ -208,40 +204,26 @@ class VllmEngine(ServerEngine):
         return [name for name, own in sums.items() if found.get(name) != own]
 
     def set_tag(self, tag: str) -> None:
-        self.call_worker("grpo_set_tag", tag=tag)
+        self.call_workers("grpo_set_tag", tag=tag)
 
     def served_tag(self) -> str | None:
-        return self.call_worker("grpo_tag")
+        return self.call_workers("grpo_tag")[0]
 
     def served_bits(self) -> ServedBits:
         states = self.call_workers("grpo_state")
         return ServedBits(states[0]["dtype"], of_wholes([state["fingerprints"] for state in states]))
 
-    def logprobs_mode(self) -> str | None:
-        return self._said("logprobs_mode")
-
-    def quantization(self) -> str | None:
-        return self._said("quantization")
-
-    def _said(self, name: str) -> str | None:
-        """What the worker extension says, None from a server without it. It is asked once after each start."""
-        if self._description is None:
-            self._description = self.describe() if self.lacks("full") is None else {}
-        return self._description.get(name)
-
-    def describe(self) -> dict[str, Any]:
-        """The worker's pid, device, gpu_uuid (None on CPUs), quantization and logprobs_mode; refusals: why its weights
-        cannot be shared.
+    def describe(self) -> Mapping[str, Any]:
+        """Also the worker's pid, device, gpu_uuid (None on CPUs), and refusals: why its weights cannot be shared. Of
+        several workers, what the first one says; nothing without the worker extension. Asked once after each start.
         """
-        return self.call_worker("grpo_describe")
+        if self._description is None:
+            self._description = self.call_workers("grpo_describe")[0] if self.lacks("full") is None else {}
+        return self._description
 
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter of a folder under a name that was never used before."""
         self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
-
-    def adapters(self) -> set[str]:
-        """The names of those that it serves, and of the base model."""
-        return {model["id"] for model in self.get("/v1/models").json()["data"]}
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name; requests in flight finish with it."""
@@ -280,25 +262,20 @@ class VllmEngine(ServerEngine):
         try:
             return await super().ask(request, sampling)
         except Refused as refusal:
+            # It lists the names of the base model and of its adapters.
             name = self.weights.name
-            if name and name not in await asyncio.to_thread(self.adapters):
+            served = (await asyncio.to_thread(self.get, "/v1/models")).json()["data"] if name else []
+            if name and name not in {model["id"] for model in served}:
                 why = "it was started anew, or it was told to unload it"
                 raise EngineDied(f"{self.base_url}: the server has lost the adapter {name}: {why}.") from None
+
+            # It may have no endpoint of ours.
             if path == STOCK or not isinstance(refusal, NotFound):
                 raise
             if self.path == TOKENS:  # else another request was told so
                 log.info("%s has no POST %s; it is asked at %s, slower", self.base_url, TOKENS, STOCK)
                 self.path = STOCK
             return await super().ask(request, sampling)
-
-    def _completions(
-        self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int
-    ) -> list[Completion]:
-        """Greedy completions of a prompt are all alike, so one is asked for."""
-        if sampling.temperature > 0:
-            return super()._completions(parsed, request, sampling, version)
-        [one] = super()._completions(parsed, replace(request, num_completions=1), sampling, version)
-        return [one] * request.num_completions
 
 
 def of_wholes(workers: Sequence[Mapping[str, tuple[int, str]]]) -> dict[str, str]:

@@ -117,7 +117,7 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
                 raise EngineError(f"{error}; this starts one: {command}") from error
             lack = engine.lacks(weight_sync.requires.moves)
             asked_by_environments = spec is plan.engine and plan.config.source.has_environments
-            if asked_by_environments and not engine.api.has("/generate"):
+            if asked_by_environments and not engine.has("/generate"):
                 lack = "has no POST /generate, which environments call (--middleware offline_grpo_generate.Generate)"
             elif lack is not None and weight_sync.requires.moves == "nothing":
                 log.warning(

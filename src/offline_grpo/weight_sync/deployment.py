@@ -30,9 +30,20 @@ def led(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def on_all(*words: P.args, **named: P.kwargs) -> T:
-        deployment: Any = words[0]
-        result = deployment._lead(lambda: method(*words, **named))
-        deployment._follow()
+        own: Any = words[0]
+        result = own._lead(lambda: method(*words, **named))
+
+        # The servers may have moved, and have other weights.
+        if own._ranks is not None:
+            state = own._ranks.broadcast([(engine.weights, engine.base_url, engine.pid) for engine in own.engines])
+            if not own._ranks.is_main:
+                for engine, (weights, url, pid) in zip(own.engines, state, strict=True):
+                    engine.weights = weights
+                    engine.follow(url, pid)
+
+        # From now on requests go to every engine.
+        if own._spread is not None:
+            own._spread.serving, own._spread.weights = list(own.engines), own.engines[0].weights
         return result
 
     return on_all
@@ -52,6 +63,10 @@ class Deployment:
         engines: all serve the same weights. Several are servers.
         full_weights: the one place where a push reads the policy's weights from.
         leads: the processes, and `Sharding.lead`; None where this process is alone, or samples from its own policy.
+
+    Attributes:
+        client: samples from all engines that serve.
+        is_frozen: the engine keeps its own weights (weight_sync=none).
     """
 
     def __init__(
@@ -64,21 +79,13 @@ class Deployment:
         assert len(engines) == 1 or not weight_sync.requires.one_engine, f"{weight_sync.name} serves one engine"
         self.engines: list[Any] = list(engines)  # of several each is a `ServerEngine`
         self._spread = SpreadClient(self.engines) if len(engines) > 1 else None
+        self.client: RolloutClient = self._spread or self.engines[0]
+        self.is_frozen = weight_sync.requires.moves == "nothing"
         self._num_restarts = 0
         self._strategy = weight_sync
         self._full_weights = full_weights
         self._ranks, self._lead = leads or (None, lambda action: action())
         self._version: int | None = None
-
-    @property
-    def client(self) -> RolloutClient:
-        """Samples from all engines that serve."""
-        return self.engines[0] if self._spread is None else self._spread
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether the engine keeps its own weights (weight_sync=none)."""
-        return self._strategy.requires.moves == "nothing"
 
     @led
     def connect(self, policy: Policy) -> None:
@@ -99,11 +106,11 @@ class Deployment:
         Raises:
             EngineDied: an engine has ended. EngineError: it serves something else, or refuses.
         """
+        dead: list[Engine] = []
         if self._spread is not None and not self._strategy.requires.own_server:
             dead = [engine for engine in self.engines if engine not in self._serving]
             self._num_restarts += len(dead)
-            self._restart(dead, policy)
-        return self._push(policy, version, amid_requests)
+        return self._push(policy, version, dead, amid_requests)
 
     def check_served(self) -> None:
         """See that what was sampled had the weights of the last push, also from engines that have died since."""
@@ -118,8 +125,8 @@ class Deployment:
     @led
     def recover(self, policy: Policy, *, version: int) -> SyncReport:
         """Start engines again that have lost their weights, and push."""
-        self._restart([engine for engine in self.engines if engine.has_lost_weights], policy)
-        return self._push(policy, version, amid_requests=False)
+        lost = [engine for engine in self.engines if engine.has_lost_weights]
+        return self._push(policy, version, lost, amid_requests=False)
 
     def metrics(self) -> Metrics:
         """Of several engines, for the iteration's metrics file."""
@@ -141,20 +148,19 @@ class Deployment:
         """All but servers of the run that have ended; where that is none, all, so that the dead say why."""
         return [e for e in self.engines if not (e.is_managed and e.has_lost_weights)] or self.engines
 
-    def _follow(self) -> None:
-        """Sample from the servers that rank 0 has started and pushed to: weights, URL and pid of each."""
-        if self._ranks is None:
-            return
-        state = self._ranks.broadcast([(engine.weights, engine.base_url, engine.pid) for engine in self.engines])
-        if not self._ranks.is_main:
-            for engine, (weights, url, pid) in zip(self.engines, state, strict=True):
-                engine.weights = weights
-                engine.follow(url, pid)
-            self._ask_all()
+    def _push(self, policy: Policy, version: int, lost: Sequence[Engine], amid_requests: bool) -> SyncReport:
+        # Engines that have lost their weights are started again. Requests go to the others meanwhile.
+        if lost:
+            if self._spread is not None:
+                self._spread.serving = [client for client in self._spread.serving if client not in {*lost}]
+            before = self._snapshot(policy)
+            words = self._strategy.recovery_model(before), self._strategy.start_args(before)
+            for engine in lost:
+                engine.stop()
+            self._start(lost, words, lambda engine: self._strategy.reattach(engine, before))
 
-    def _push(self, policy: Policy, version: int, amid_requests: bool) -> SyncReport:
-        started = time.perf_counter()
-        snapshot = self._snapshot(policy)
+        # The weights as they are now, for all engines at once.
+        started, snapshot = time.perf_counter(), self._snapshot(policy)
         asked = [e for e in self.engines if self._spread is None or e in self._spread.serving]
         try:
             with self._strategy.staged(snapshot, version) as staged:
@@ -176,7 +182,6 @@ class Deployment:
             for engine in self.engines:  # if the first one died, others fail too: what was staged lay in its folder
                 engine.check_alive()
             raise
-        self._ask_all()
         worst = max(proofs, key=lambda proof: proof.diff_abs_mean, default=None)
         return SyncReport(
             version=staged.version,
@@ -187,25 +192,6 @@ class Deployment:
             proof_seconds=time.perf_counter() - delivered,
             alignment={} if worst is None else worst.metrics(),
         )
-
-    def _ask_all(self) -> None:
-        """From now on `client` samples from every engine."""
-        if self._spread is not None:
-            self._spread.serving = list(self.engines)
-            self._spread.weights = self.engines[0].weights
-
-    def _restart(self, engines: Sequence[Engine], policy: Policy) -> None:
-        """Start engines that have died, and wait for them. Requests go to the others meanwhile."""
-        if not engines:
-            return
-        if self._spread is not None:
-            dead = list(engines)
-            self._spread.serving = [client for client in self._spread.serving if client not in dead]
-        snapshot = self._snapshot(policy)
-        words = self._strategy.recovery_model(snapshot), self._strategy.start_args(snapshot)
-        for engine in engines:
-            engine.stop()
-        self._start(engines, words, lambda engine: self._strategy.reattach(engine, snapshot))
 
     def _start(
         self, engines: Sequence[Engine], words: tuple[str, Mapping[str, Any]], attach: Callable[[Engine], None]

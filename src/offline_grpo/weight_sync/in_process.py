@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -15,7 +14,7 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
 from offline_grpo.weight_sync.proof import PROBE_TOKENS, probe_difference, probe_prompts, scored
 from offline_grpo.weight_sync.snapshot import Snapshot
-from offline_grpo.weight_sync.strategy import Staged, SyncRequirements, WeightSync
+from offline_grpo.weight_sync.strategy import SyncRequirements, WeightSync
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +68,6 @@ class InProcess(WeightSync):
                 "use generation=transformers, or a weight_sync that moves weights"
             )
 
-    def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Staged]:
-        """There is one copy of the weights."""
-        return nullcontext(Staged(version=version, num_tensors=0, num_bytes=0))
-
 
 class Frozen(WeightSync):
     """A `WeightSync` for servers that nobody may touch: they keep their weights, whatever training makes of the policy.
@@ -95,10 +90,3 @@ class Frozen(WeightSync):
             "model (version 0) and not from the policy, and alignment/* grows as the policy learns",
             engine.base_url,
         )
-
-    def reattach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.reattach`."""
-
-    def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Staged]:
-        """The version stays that of the weights that no update has changed."""
-        return nullcontext(Staged(version=0, num_tensors=0, num_bytes=0))

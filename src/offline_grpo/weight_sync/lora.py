@@ -23,10 +23,12 @@ from offline_grpo.engine.vllm import LORA_KERNELS, VllmEngine
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.weight_sync.proof import prove_base
 from offline_grpo.weight_sync.reload import StagedFolder
-from offline_grpo.weight_sync.restart import Restart, StagedStart
+from offline_grpo.weight_sync.restart import Restart
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
 from offline_grpo.weight_sync.strategy import STARTED_ANEW, ServerSync, SyncRequirements, foreign_write
 
+ADAPTERS = SyncRequirements(engine=VllmEngine, moves="lora", env={"VLLM_TUNED_CONFIG_FOLDER": LORA_KERNELS})
+"""What both strategies need."""
 KEPT_FOLDERS = 4
 """vLLM reads an adapter again whose room it has needed, and dies of a missing one. Requests of environments and of
 other processes are not counted here, so the last folders stay for them."""
@@ -37,6 +39,7 @@ class LoraHotswap(ServerSync):
     """Needs no pause, and of an external server only --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
 
     name = "lora_hotswap"
+    needs = replace(ADAPTERS, in_flight=("keep",))
     is_tagged = False  # the name in each request is the proof of the version; the probe proves the weights
 
     _prefix: str = field(default_factory=lambda: f"policy-{os.getpid()}-{uuid.uuid4().hex[:6]}", init=False)
@@ -45,10 +48,6 @@ class LoraHotswap(ServerSync):
     # names, newest last
     _loaded: dict[VllmEngine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
     _base_tags: dict[VllmEngine, str] = field(default_factory=dict, init=False)  # see `prove_base`
-
-    @property
-    def requires(self) -> SyncRequirements:
-        return replace(lora_requirements(self.server_args), in_flight=("keep",))
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
         """A new server has none of our adapters. One that takes nothing else cannot prove its base.
@@ -130,42 +129,18 @@ class LoraHotswap(ServerSync):
                     engine.unload_adapter(name)
 
 
-ADAPTER = "policy-adapter"
-
-
 @dataclass(kw_only=True)
 class LoraRestart(Restart):
     """The base model is what the server is started with, every time, and the adapter is named on its command line."""
 
     name = "lora_restart"
-
-    @property
-    def requires(self) -> SyncRequirements:
-        return replace(lora_requirements(self.server_args), own_server=True)
+    needs = replace(ADAPTERS, own_server=True)
+    adapter = "policy-adapter"
 
     def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """The newest adapter, under a name that requests then carry."""
         self._save(snapshot)
-        return {"lora_modules": [f"{ADAPTER}={self._folder}"]}
-
-    @contextlib.contextmanager
-    def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedStart]:
-        with super().staged(snapshot, version) as staged:
-            yield replace(staged, name=ADAPTER)
-
-    def _model(self, snapshot: Snapshot) -> str:
-        return self.start_model(snapshot)
-
-
-def lora_requirements(server_args: Any) -> SyncRequirements:
-    """What both strategies for adapters need. vLLM makes room for rank 16 if it is not told otherwise."""
-    return SyncRequirements(
-        engine=VllmEngine,
-        moves="lora",
-        max_lora_rank=server_args.get("max_lora_rank", 16),
-        server_args=server_args,
-        env={"VLLM_TUNED_CONFIG_FOLDER": LORA_KERNELS},
-    )
+        return {"lora_modules": [f"{self.adapter}={self._folder}"]}
 
 
 def room_for(rank: int) -> int:

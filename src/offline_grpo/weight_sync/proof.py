@@ -34,7 +34,7 @@ from offline_grpo import progress
 from offline_grpo.engine.engine import ServedBits
 from offline_grpo.engine.inside_vllm.offline_grpo_weights import plain_name, sums
 from offline_grpo.engine.server_engine import ServerEngine
-from offline_grpo.engine.streaming import at_once, results, started
+from offline_grpo.engine.streaming import at_once, started
 from offline_grpo.errors import EngineError, require
 from offline_grpo.model.adapters import adapters_off
 from offline_grpo.model.policy import Policy
@@ -121,7 +121,7 @@ def prove(
             bits = [(found, *compare_bits(snapshot, theirs)) for found, theirs in served]
     finally:
         wait(probing)
-    sampled = results(probing)
+    sampled = [one.result() for one in probing]
     probes = iter(scored(policy, [rollout for rollouts in sampled for rollout in rollouts]))
 
     proofs = []
@@ -132,7 +132,7 @@ def prove(
         diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
         says = f"version {version}: |trainer - server| {diff_abs_mean:.2g} nats on average, {diff_max:.2g} at most"
         says += f"; {num_equal} of {num_compared} tensors equal bit for bit" if num_compared else ""
-        allowed, of_format, quantization = tolerance_nats, "", engine.quantization()
+        allowed, of_format, quantization = tolerance_nats, "", engine.describe().get("quantization")
         if "fp8" in (quantization or ""):
             with fp8_linears(policy.causal_lm):
                 rounded = probe_difference(scored(policy, rollouts))

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from offline_grpo.engine.server_engine import ServerEngine
@@ -34,15 +34,12 @@ class Reload(PausingSync):
     location: str
 
     name = "reload"
+    needs = SyncRequirements(engine=ServerEngine)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         fix = f"must be one of {', '.join(LOCATIONS)}"
         require(self.location in LOCATIONS, "weight_sync.location", self.location, fix)
-
-    @property
-    def requires(self) -> SyncRequirements:
-        return replace(super().requires, engine=ServerEngine)
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:

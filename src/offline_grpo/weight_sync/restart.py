@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from offline_grpo.engine.engine import next_to_start
 from offline_grpo.engine.server_engine import ServerEngine
@@ -37,15 +37,13 @@ class Restart(ServerSync):
     """Only for managed servers. The weights being served are in the run folder's `served/` until the next push."""
 
     name = "restart"
+    needs = SyncRequirements(engine=ServerEngine, own_server=True)
+    adapter: ClassVar[str] = ""  # name of the weights in requests, where they are an adapter beside the base model
 
     _folder: Path | None = field(default=None, init=False)
     _saved: Bits = field(default_factory=dict, init=False)  # what `_folder` holds
     _started_from: dict[ServerEngine, Bits] = field(default_factory=dict, init=False)
     _num_saves: int = field(default=0, init=False)
-
-    @property
-    def requires(self) -> SyncRequirements:
-        return SyncRequirements(engine=ServerEngine, own_server=True, server_args=self.server_args)
 
     def recovery_model(self, snapshot: Snapshot) -> str:
         """Saves the newest now."""
@@ -71,7 +69,7 @@ class Restart(ServerSync):
         for engine in next_to_start(stale):
             engine.begin(model, args)
         start = {"model": model, "args": args, "bits": bits, "began_s": began_s}
-        yield StagedStart(version=version, num_tensors=0, num_bytes=num_bytes, **start)
+        yield StagedStart(version=version, name=self.adapter, num_tensors=0, num_bytes=num_bytes, **start)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedStart) -> float:
         """Starts overlap, for `staged` has begun them, so they are waited for one after the
@@ -92,7 +90,8 @@ class Restart(ServerSync):
             shutil.rmtree(self._folder.parent, ignore_errors=True)
 
     def _model(self, snapshot: Snapshot) -> str:
-        return self.start_model(snapshot) if self._folder is None else str(self._folder.with_name(MODEL))
+        is_base = self._folder is None or self.adapter
+        return self.start_model(snapshot) if is_base else str(self._folder.with_name(MODEL))
 
     def _save(self, snapshot: Snapshot) -> int:
         """Save the weights, unless they were the last saved. Returns the size in bytes."""

@@ -15,9 +15,9 @@ import base64
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class SharedVllm(PausingSync):
     bridge_config: str | None
 
     name = "shared_vllm"
+    # the policy can be the memory of one server
+    needs = SyncRequirements(engine=VllmEngine, one_engine=True, placement="same", shares_weights=True)
 
     _engine: VllmEngine | None = field(default=None, init=False)
     _paused_at: float | None = field(default=None, init=False)
@@ -58,11 +60,6 @@ class SharedVllm(PausingSync):
         super().__post_init__()
         fix = "shared weights are always the newest; set it to 1"
         require(self.interval == 1, "weight_sync.interval", self.interval, fix)
-
-    @property
-    def requires(self) -> SyncRequirements:
-        """The policy can be the memory of one server."""
-        return replace(super().requires, in_flight=(), one_engine=True, placement="same", shares_weights=True)
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
         """Splices the server's memory, which must hold the policy's own bits, into the policy.
@@ -152,8 +149,8 @@ class SharedVllm(PausingSync):
                 start_time=start_time_of(described["pid"]) or 0,
                 device=described["device"],
                 gpu_uuid=described["gpu_uuid"],
-                **engine.call_worker("grpo_export"),
-                param_mappings=engine.call_worker("grpo_layout"),
+                **engine.call_workers("grpo_export")[0],
+                param_mappings=engine.call_workers("grpo_layout")[0],
             )
             bridge.write(engine.log_dir / "vllm_bridge_config.json")
         if (bridge.device, bridge.gpu_uuid) != (home.type, gpu_uuid(home)):
@@ -226,13 +223,31 @@ class Bridge:
             EngineError: the memory cannot be opened from here.
         """
         try:
-            storages = [self._open_storage(handle, device) for handle in self.storages]
+            storages = []
+            for handle in self.storages:
+                if handle["kind"] == "file":
+                    path = f"/proc/{self.pid}/fd/{handle['fd']}"
+                    opened = torch.UntypedStorage.from_file(path, shared=True, nbytes=handle["num_bytes"])
+                else:
+                    opened = torch.UntypedStorage._new_shared_cuda(
+                        device.index or 0,
+                        base64.b64decode(handle["handle"]),
+                        handle["num_bytes"],
+                        handle["offset_bytes"],
+                        base64.b64decode(handle["counter_handle"]),
+                        handle["counter_offset"],
+                        base64.b64decode(handle["event_handle"]),
+                        handle["event_sync_required"],
+                    )
+                storages.append(opened)
         except (RuntimeError, OSError) as error:
             raise EngineError(
                 f"memory of the server cannot be opened (pid {self.pid}: {reason_of(error)}): trainer and server must "
                 "run on one machine, as one user, not in separate containers, and without expandable_segments in "
                 "PYTORCH_CUDA_ALLOC_CONF"
             ) from error
+
+        # The server's tensors, and of each the rows that are a parameter of the checkpoint.
         whole, parts = {}, {}
         for t in self.tensors:
             view = torch.empty(0, dtype=DTYPES[t["dtype"]], device=device)
@@ -241,21 +256,6 @@ class Bridge:
             view = whole[part["tensor"]]
             parts[part["name"]] = view.narrow(0, part["row"], part["rows"]) if view.dim() else view
         return parts
-
-    def _open_storage(self, handle: Mapping[str, Any], device: torch.device) -> Any:
-        if handle["kind"] == "file":
-            path = f"/proc/{self.pid}/fd/{handle['fd']}"
-            return torch.UntypedStorage.from_file(path, shared=True, nbytes=handle["num_bytes"])
-        return torch.UntypedStorage._new_shared_cuda(
-            device.index or 0,
-            base64.b64decode(handle["handle"]),
-            handle["num_bytes"],
-            handle["offset_bytes"],
-            base64.b64decode(handle["counter_handle"]),
-            handle["counter_offset"],
-            base64.b64decode(handle["event_handle"]),
-            handle["event_sync_required"],
-        )
 
 
 def start_time_of(pid: int) -> int | None:
@@ -280,7 +280,8 @@ def check_coverage(parameters: dict[str, Any], views: dict[str, Tensor], *, comp
     for name in parameters.keys() & views.keys():
         parameter, view = parameters[name], views[name]
         if view.shape != parameter.shape or view.dtype != parameter.dtype:
-            problems.append(f"{name}: {_kind(parameter)} in the trainer, {_kind(view)} in the server")
+            ours, theirs = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (parameter, view))
+            problems.append(f"{name}: {ours} in the trainer, {theirs} in the server")
         elif compare and not torch.equal(view, parameter.data.to(view.device)):
             problems.append(f"{name}: other values than the trainer's")
     covered = {view.data_ptr() for name, view in views.items() if name in parameters}  # a tied one has two names
@@ -292,7 +293,3 @@ def check_coverage(parameters: dict[str, Any], views: dict[str, Tensor], *, comp
             f"{'; '.join(sorted(problems)[:5])}. Start the server from the policy's own weights and dtype "
             "(engine.args.dtype, train.precision), or use weight_sync=reload: it needs no equal layout"
         )
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -44,13 +44,11 @@ class Snapshot:
     host: Any
     _totals: dict[tuple[str, ...], Tensor] = field(default_factory=dict, init=False)  # of buckets: [N], see `totals`
 
-    def weights(self) -> Iterator[Named]:
-        return self.full_weights(self.policy)
-
     def text_weights(self) -> Iterator[Named]:
         """Those that text goes through, dequantised: a composite's tower stays as it was."""
         text = text_parameters(self.policy.causal_lm)
-        return ((name, dequantized(tensor, text[name])) for name, tensor in self.weights() if name in text)
+        weights = self.full_weights(self.policy)
+        return ((name, dequantized(tensor, text[name])) for name, tensor in weights if name in text)
 
     def text_buckets(self, max_bytes: int) -> Iterator[list[Named]]:
         """Those, several at a time. Weights that are spread over processes are fingerprinted on the way, while they are
@@ -93,7 +91,7 @@ def save_weights(snapshot: Snapshot, folder: Path) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     save = save_policy if snapshot.policy.lora_rank is None else save_adapter
     try:
-        save(snapshot.policy, snapshot.weights(), folder)
+        save(snapshot.policy, snapshot.full_weights(snapshot.policy), folder)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         fix = "make room there; /dev/shm is as large as a container's --shm-size, or use weight_sync.location=disk"

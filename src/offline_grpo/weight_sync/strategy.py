@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -47,7 +46,7 @@ class Staged:
     num_bytes: int  # copied to an engine, or written once for all of them
 
 
-class WeightSync(ABC):
+class WeightSync:
     """A component of the group `weight_sync`. Inherit from `ServerSync`, unless no weights are copied.
 
     Its methods get an `Engine` that `requires` allows.
@@ -76,7 +75,7 @@ class WeightSync(ABC):
         """Arguments of an engine's command line for its next start alone."""
         return {}
 
-    def attach(self, engine: Any, snapshot: Snapshot) -> None:  # noqa: B027 - most strategies need nothing here
+    def attach(self, engine: Any, snapshot: Snapshot) -> None:
         """Prepare the path to an engine that has just started, before masters and optimizer exist.
 
         Raises:
@@ -87,11 +86,12 @@ class WeightSync(ABC):
         """Prepare the path again, to an engine that was started anew in the middle of a run."""
         self.attach(engine, snapshot)
 
-    @abstractmethod
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Any]:
         """The part of a push that is done once for all engines: yields a `Staged` for `deliver`, and cleans up when all
-        engines have it.
+        engines have it. Here nothing moves, and the weights of a frozen engine stay those that no update has changed.
         """
+        version = 0 if self.requires.moves == "nothing" else version
+        return nullcontext(Staged(version=version, num_tensors=0, num_bytes=0))
 
     def deliver(self, engines: Sequence[Any], staged: Any) -> float:
         """Give all engines what was staged, at the same time. Idempotent.
@@ -111,7 +111,7 @@ class WeightSync(ABC):
         """
         return []
 
-    def check_served(self, engine: Any, version: int) -> None:  # noqa: B027 - see the subclasses
+    def check_served(self, engine: Any, version: int) -> None:
         """See that the engine still has the weights of the last push.
 
         Raises:
@@ -119,13 +119,17 @@ class WeightSync(ABC):
             EngineError: it has others.
         """
 
-    def detach(self, engine: Any) -> None:  # noqa: B027 - most strategies leave nothing behind
+    def detach(self, engine: Any) -> None:
         """Leave an engine behind, before it is stopped; also one that was never attached."""
 
 
 @dataclass(kw_only=True)
 class ServerSync(WeightSync):
-    """A `WeightSync` to servers. Subclasses say how the weights travel, in `staged` and `deliver`."""
+    """A `WeightSync` to servers. Subclasses say how the weights travel, in `staged` and `deliver`; `needs` is what they
+    require whatever their settings are. Most use what vLLM alone can do.
+    """
+
+    needs: ClassVar[SyncRequirements] = SyncRequirements(engine=VllmEngine)
 
     interval: int
     tolerance_nats: float
@@ -142,8 +146,8 @@ class ServerSync(WeightSync):
 
     @property
     def requires(self) -> SyncRequirements:  # type: ignore[override]
-        """Most strategies use what vLLM alone can do."""
-        return SyncRequirements(engine=VllmEngine, server_args=self.server_args)
+        rank = self.server_args.get("max_lora_rank", 16) if self.needs.moves == "lora" else None  # 16 is vLLM's own
+        return replace(self.needs, server_args=self.server_args, max_lora_rank=rank)
 
     def verify(self, engines: Sequence[Any], snapshot: Snapshot, version: int) -> list[Proof]:
         tag = weights_tag(version) if self.is_tagged else None
@@ -180,4 +184,5 @@ class PausingSync(ServerSync):
 
     @property
     def requires(self) -> SyncRequirements:  # type: ignore[override]
-        return replace(super().requires, in_flight=(self.pause_mode,), pause_mode=self.pause_mode)
+        in_flight = () if self.needs.shares_weights else (self.pause_mode,)
+        return replace(super().requires, in_flight=in_flight, pause_mode=self.pause_mode)

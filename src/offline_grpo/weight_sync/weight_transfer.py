@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from offline_grpo.engine.http import address_towards, choose_port, is_loopback
 from offline_grpo.engine.inside_vllm.offline_grpo_weights import empty_bucket, meet
 from offline_grpo.engine.spawn import remove_cuda_driver_files
-from offline_grpo.engine.streaming import at_once, in_background, results, started
+from offline_grpo.engine.streaming import at_once, in_background, started
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.layers import text_parameters
@@ -67,11 +67,12 @@ class Ipc(WeightTransfer):
     """
 
     name = "ipc"
-
-    @property
-    def requires(self) -> SyncRequirements:
-        env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"}
-        return replace(super().requires, gpu=True, placement="same", env=env)
+    needs = SyncRequirements(
+        engine=VllmEngine,
+        gpu=True,
+        placement="same",
+        env={"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OFFLINE_GRPO_NEEDS_RAY": "1"},
+    )
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
         """See `WeightSync.attach`.
@@ -142,13 +143,10 @@ class Nccl(WeightTransfer):
     master_address: str | None
 
     name = "nccl"
+    needs = SyncRequirements(engine=VllmEngine, gpu=True, placement="other")
 
     _group: Any = field(default=None, init=False)
     _in_place: set[VllmEngine] = field(default_factory=set, init=False)
-
-    @property
-    def requires(self) -> SyncRequirements:
-        return replace(super().requires, gpu=True, placement="other")
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
         """The next push forms the group anew.
@@ -198,7 +196,8 @@ class Nccl(WeightTransfer):
             for name, p in text_parameters(policy.causal_lm).items()
         )
         plan = [[described(name, tensor) for name, tensor in bucket] for bucket in buckets(named, max_bytes)]
-        results(pausing)
+        for paused in wait(pausing).done:
+            paused.result()
 
         # The servers receive while this process sends; the next bucket is read while one is on its way.
         def receive(engine: VllmEngine) -> None:

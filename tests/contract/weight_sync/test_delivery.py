@@ -360,7 +360,7 @@ def test_adapters_come_back_to_a_server_that_was_started_anew(connect: Callable[
     control.unload_adapter(client.weights.name)
     with pytest.raises(EngineDied, match=f"the server has lost the adapter {client.weights.name}"):
         sample(client)
-    control.call_worker("grpo_set_tag", tag=None)
+    control.call_workers("grpo_set_tag", tag=None)
     with pytest.raises(EngineDied, match="was started anew"):
         sync.check_served()
     sync.recover(policy, version=0)

@@ -256,8 +256,7 @@ def test_sglang_must_heed_seeds() -> None:
 
 def test_options_reach_the_servers_command_line() -> None:
     words = "Qwen/Qwen3-0.6B --max-model-len 512 --max-num-seqs=64 --enable-lora --trust-remote-code --a 1 2"
-    options, others = serve.parser().parse_known_args(words.split())
-    engine = serve.launcher(options, others, None, 9001)
+    options, engine = serve.parse(["--python", sys.executable, "--port", "null", *words.split()])
     line = " ".join(engine.command(options.model, 9001, {}))
     for expected in (
         "--model Qwen/Qwen3-0.6B --host 127.0.0.1 --port 9001",
@@ -296,7 +295,8 @@ def test_what_cannot_be_served_is_refused(words: list[str], message: str, monkey
 def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "of the shell")
     (tmp_path / "key").write_text(" of a file \n")
-    assert serve.read_key(tmp_path / "key") == "of a file"
-    assert serve.read_key(None) == "of the shell"
+    words = ["m", "--python", sys.executable, "--port", "null"]
+    assert serve.parse([*words, "--api-key-file", str(tmp_path / "key")])[1].api_key == "of a file"
+    assert serve.parse(words)[1].api_key == "of the shell"
     monkeypatch.delenv("VLLM_API_KEY")
-    assert serve.read_key(None) is None
+    assert serve.parse(words)[1].api_key is None

@@ -80,9 +80,9 @@ def test_failed_calls() -> None:
         "/late": (Reply(), EngineError, "ReadTimeout"),
     }
     with ScriptedServer(script) as web:
-        api = make_client(web.base_url).api
+        client = make_client(web.base_url)
         for path, (_, kind, message) in replies.items():
             with pytest.raises(kind, match=rf"^{web.base_url}{path}: {message}"):
-                read(api.get(path, timeout_s=0.5), dict)
+                read(client.api.get(path, timeout_s=0.5), dict)
     with pytest.raises(ConfigError, match="must consist of printable ASCII"):
         make_client("http://127.0.0.1:1", api_key="schlüssel")

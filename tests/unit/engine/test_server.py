@@ -165,7 +165,8 @@ def test_a_server_that_breaks_a_call_off_is_stopped(
         server.start("model", {})
         with pytest.raises(EngineDied, match=r"/load: .* and was stopped; its last words"):
             server.post("/load", changes=changes)
-        assert server.has_ended
+        with pytest.raises(EngineDied, match=r"^the server was stopped; its last words"):
+            server.check_alive()
         assert (tmp_path / str(changes) / "server_0.log").read_text().count("asked\n") == asked
 
 
@@ -215,7 +216,7 @@ def test_a_found_server_is_left_alone(tmp_path: Path) -> None:
         server.stop()
         server.check_alive(grace_s=100)
         assert not scratch.exists()
-        assert server.api.is_healthy()
+        assert server.api.get("/health").status_code == 200
         assert {request.path for request in web.requests} == {"/health", "/version"}
         assert {request.headers["Authorization"] for request in web.requests} == {"Bearer k"}
     assert list(tmp_path.iterdir()) == []

@@ -88,7 +88,7 @@ def test_logprobs_have_the_repetition_penalty_in_them(client: SglangEngine) -> N
 def test_versions_that_are_not(client: SglangEngine, fake: FakeSglang, version: str) -> None:
     fake.version = version
     with pytest.raises(ConfigError, match=rf"SGLang {version} answers there, and .*; see generation.base_url$"):
-        client.check_version()
+        client.start("m", {})
 
 
 def test_a_server_that_ignores_seeds_is_noticed(client: SglangEngine, fake: FakeSglang) -> None:

@@ -27,12 +27,12 @@ POLICY: Any = SimpleNamespace(lora_rank=None)
 class FakeEngine(VllmEngine):
     """A server of the run without a process. Tests say when it dies."""
 
-    is_managed = True
     pid: int | None = None
     has_ended = False
 
     def __init__(self, name: str, calls: list[str]) -> None:
         super().__init__(**CLIENT, base_url=name)
+        self.is_managed = True
         self.calls = calls
 
     def begin(self, model: str, args: Any) -> None:

@@ -24,7 +24,7 @@ from offline_grpo.engine.vllm import of_wholes
 
 
 def layout(model: nn.Module) -> list[dict[str, Any]]:
-    return make_worker(model).grpo_layout()
+    return list(spread_layout(model))
 
 
 def places(model: nn.Module) -> dict[str, tuple[str, int, int]]:

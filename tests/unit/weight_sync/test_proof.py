@@ -79,7 +79,7 @@ def test_fp8_may_differ_by_what_it_does_to_the_trainer() -> None:
 
     def prove(quantization: str | None) -> float:
         engine: Any = Answering(make_policy(served, policy.tokenizer))
-        about = {"quantization": lambda: quantization, "base_url": "http://a", "url_key": "generation"}
+        about = {"describe": lambda: {"quantization": quantization}, "base_url": "http://a", "url_key": "generation"}
         vars(engine).update(about, sampling=SamplingParams(1))
         [proof] = verified([engine], snapshot, 1, tag=None, tolerance_nats=1e-4, before={})
         return proof.diff_abs_mean

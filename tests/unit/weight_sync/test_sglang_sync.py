@@ -35,8 +35,9 @@ def load(folder: str) -> Callable[[list[int]], list[float]]:
 class OurEngine(SglangEngine):
     """A server of our own, as far as a strategy can tell; its process is the stand-in."""
 
-    fake: FakeSglang
-    is_managed = True
+    def __init__(self, fake: FakeSglang, **settings: Any) -> None:
+        super().__init__(**CLIENT, **settings)
+        self.fake, self.max_retries, self.is_managed = fake, 0, True
 
     def start(self, model: str, args: Mapping[str, Any]) -> None:
         assert not args
@@ -53,8 +54,7 @@ def fake() -> FakeSglang:
 @pytest.fixture
 def client(fake: FakeSglang, tmp_path: Path) -> Iterator[SglangEngine]:
     with ScriptedServer(fake) as web:
-        client = OurEngine(**{**CLIENT, "max_retries": 0}, base_url=web.base_url, log_dir=tmp_path / "run")
-        client.fake = fake
+        client = OurEngine(fake, base_url=web.base_url, log_dir=tmp_path / "run")
         yield client
         client.stop()
 

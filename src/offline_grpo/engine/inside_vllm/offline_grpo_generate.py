@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import math
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -32,7 +32,7 @@ PAUSE_PATH = "/pause"
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent; vLLM's own endpoints use the same number."""
 CONTEXT_TOKENS = 8
-"""Of the prompt, decoded together with a completion: the text of a token can depend on those before it."""
+"""Of the prompt, decoded together with a completion."""
 
 OURS = {"output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length", "stream_interval"}
 SAMPLING = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - OURS
@@ -137,16 +137,38 @@ class Request:
         self.is_stream = bool(fields.pop("stream", False))
         if self.is_stream and of_tokens:
             raise ValueError(f"stream: only {PATH} answers in parts")
+
+        # The prompt: ids of the model, or a text. Whoever asks for ids alone reads no text.
         self._tokenizer = state.engine_client.tokenizer
-        vocab_size = state.engine_client.model_config.get_vocab_size()
-        self._prompt_ids, self._prompt = self._read_prompt(fields.pop("prompt", None), vocab_size)
-        self._priority = -1 if fields.pop("urgent", False) else 0
+        prompt, vocab_size = fields.pop("prompt", None), state.engine_client.model_config.get_vocab_size()
+        if isinstance(prompt, str) and self._tokenizer is not None:
+            self._prompt_ids, self._prompt_text = self._tokenizer.encode(prompt), prompt
+        else:
+            ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+            if not (isinstance(ids, list) and ids and {*map(type, ids)} == {int}):
+                raise ValueError('prompt: must be a string, or {"prompt_token_ids": [...]} with at least one id')
+            if not (min(ids) >= 0 and max(ids) < vocab_size):
+                raise ValueError(f"prompt: ids must be from 0 to {vocab_size - 1}, the model's")
+            has_no_text = of_tokens or self._tokenizer is None
+            self._prompt_ids, self._prompt_text = ids, "" if has_no_text else self._tokenizer.decode(ids)
+
+        # The weights: an adapter, or None for the base model. Who names neither gets the newest adapter, if any.
         name, models = fields.pop("model", None), state.openai_serving_models
-        self._adapter = None if name is None and of_tokens else adapter_named(name, models)
+        adapters, base = models.lora_requests, [path.name for path in models.base_model_paths]
+        self._adapter = None
+        if name is None and not of_tokens:
+            self._adapter = max(adapters.values(), key=lambda adapter: adapter.lora_int_id, default=None)
+        elif name is not None and name not in base:
+            if name not in adapters:
+                raise ValueError(f"model={str(name)[:80]}: is not served; there are {', '.join([*base, *adapters])}")
+            self._adapter = adapters[name]
+
+        # How to sample. Integers beyond 64 bits would be the engine's death.
+        self._priority = -1 if fields.pop("urgent", False) else 0
         if unknown := fields.keys() - SAMPLING:
             known = ", ".join(["prompt", "model", "stream", "urgent", *sorted(SAMPLING)])
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a request may have {known}")
-        msgspec.msgpack.encode(fields)  # integers beyond 64 bits would be the engine's death
+        msgspec.msgpack.encode(fields)
         if fields.get("logprobs") is None:
             fields["logprobs"] = 0
         params = msgspec.convert(fields, SamplingParams, str_keys=True)
@@ -156,21 +178,6 @@ class Request:
         if not (self.is_stream or params.stop):  # a whole text is made from its tokens faster than token by token
             params.detokenize = False
         self._params = params
-
-    def _read_prompt(self, prompt: Any, vocab_size: int) -> tuple[list[int], str | None]:
-        if isinstance(prompt, str) and self._tokenizer is not None:
-            return self._tokenizer.encode(prompt), prompt
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        if not (isinstance(ids, list) and ids and {*map(type, ids)} == {int}):
-            raise ValueError('prompt: must be a string, or {"prompt_token_ids": [...]} with at least one id')
-        if not (min(ids) >= 0 and max(ids) < vocab_size):
-            raise ValueError(f"prompt: ids must be from 0 to {vocab_size - 1}, the model's")
-        return ids, None
-
-    def _prompt_text(self) -> str:
-        if self._prompt is None:
-            self._prompt = "" if self._tokenizer is None else self._tokenizer.decode(self._prompt_ids)
-        return self._prompt
 
     async def whole(self, outputs: AsyncIterator[Any]) -> dict[str, Any]:
         """The answer in one piece."""
@@ -186,9 +193,21 @@ class Request:
                 for values in [finite(output.logprobs.logprobs)]
             ]
             return {"prompt_token_ids": final.prompt_token_ids, "choices": choices}
+
+        # The text of a token can depend on those before it, so the end of the prompt is decoded too, and taken off.
+        texts = []
+        skips = {"skip_special_tokens": self._params.skip_special_tokens}
+        for output in final.outputs:
+            if self._params.detokenize or not self._wants_text or self._tokenizer is None:
+                texts.append(output.text)
+                continue
+            ends_itself = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
+            ids, before = list(output.token_ids)[: -1 if ends_itself else None], self._prompt_ids[-CONTEXT_TOKENS:]
+            context = self._tokenizer.decode(before, **skips)
+            texts.append(self._tokenizer.decode(before + ids, **skips).removeprefix(context))
         answer = {
-            "text": [self._text(output) for output in final.outputs],
-            "prompt": self._prompt_text(),
+            "text": texts,
+            "prompt": self._prompt_text,
             "finish_reasons": [output.finish_reason for output in final.outputs],
             "logprobs": [[[position] for position in by_position(output.logprobs)] for output in final.outputs],
             "prompt_token_ids": self._prompt_ids,
@@ -200,7 +219,7 @@ class Request:
 
     async def stream(self, outputs: AsyncIterator[Any], send: Send) -> None:
         """Answer in lines of JSON, each with all text so far, or with the error that ends the answer."""
-        texts = [self._prompt_text()] * self._params.n
+        texts = [self._prompt_text] * self._params.n
         headers = [(b"content-type", b"application/x-ndjson")]
         has_begun = False
 
@@ -210,7 +229,7 @@ class Request:
         try:
             async for output in outputs:
                 for completion in output.outputs:
-                    texts[completion.index] = self._prompt_text() + completion.text
+                    texts[completion.index] = self._prompt_text + completion.text
                 if not has_begun:
                     has_begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -225,68 +244,33 @@ class Request:
         """vLLM's outputs, after the end of a pause. Raises Refusal where they are not the completions that were asked
         for.
         """
+        refused = {"error"} if self._of_tokens else {"abort", "error"}
         while True:
+            generating = engine.generate(
+                tokens_input(self._prompt_ids, cache_salt=self._salt),
+                self._params,
+                f"generate-{uuid.uuid4().hex}",
+                lora_request=self._adapter,
+                priority=self._priority,
+            )
             try:
-                async with contextlib.aclosing(self._outputs(engine)) as outputs:
-                    async for output in outputs:
+                async with contextlib.aclosing(generating):
+                    async for output in generating:
+                        if refused & {completion.finish_reason for completion in output.outputs}:
+                            why = "the engine aborted the request, as it does for a push of weights; send it again"
+                            raise Refusal(503, why)
                         yield output
                 return
+            except EngineDeadError as error:
+                raise Refusal(503, "the engine has died") from error
+            except EngineGenerateError as error:
+                raise Refusal(500, f"the engine failed: {error.__cause__!r}") from error
+            except OF_REQUEST as error:
+                raise Refusal(400, str(error)) from error
             except PAUSED:
                 await asyncio.sleep(PAUSED_POLL_S)
-
-    async def _outputs(self, engine: Any) -> AsyncGenerator[Any]:
-        generating = engine.generate(
-            tokens_input(self._prompt_ids, cache_salt=self._salt),
-            self._params,
-            f"generate-{uuid.uuid4().hex}",
-            lora_request=self._adapter,
-            priority=self._priority,
-        )
-        refused = {"error"} if self._of_tokens else {"abort", "error"}
-        try:
-            async with contextlib.aclosing(generating):
-                async for output in generating:
-                    if refused & {completion.finish_reason for completion in output.outputs}:
-                        why = "the engine aborted the request, as it does for a push of weights; send it again"
-                        raise Refusal(503, why)
-                    yield output
-        except EngineDeadError as error:
-            raise Refusal(503, "the engine has died") from error
-        except EngineGenerateError as error:
-            raise Refusal(500, f"the engine failed: {error.__cause__!r}") from error
-        except OF_REQUEST as error:
-            raise Refusal(400, str(error)) from error
-        except PAUSED:
-            raise
-        except NOT_NOW as error:
-            raise Refusal(503, str(error)) from error
-
-    def _text(self, output: Any) -> str:
-        if self._params.detokenize or not self._wants_text or self._tokenizer is None:
-            return output.text
-        ends_itself = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
-        ids = list(output.token_ids)[: -1 if ends_itself else None]
-        before = self._prompt_ids[-CONTEXT_TOKENS:]
-        context, whole = (
-            self._tokenizer.decode(tokens, skip_special_tokens=self._params.skip_special_tokens)
-            for tokens in (before, before + ids)
-        )
-        return whole.removeprefix(context)
-
-
-def adapter_named(name: Any, models: Any) -> Any:
-    """vLLM's request for the adapter of that name; for None that for the newest adapter, if there is one. None is the
-    base model.
-    """
-    adapters = models.lora_requests
-    if name is None:
-        return max(adapters.values(), key=lambda adapter: adapter.lora_int_id, default=None)
-    base = [path.name for path in models.base_model_paths]
-    if name in base:
-        return None
-    if name not in adapters:
-        raise ValueError(f"model={str(name)[:80]}: is not served; there are {', '.join([*base, *adapters])}")
-    return adapters[name]
+            except NOT_NOW as error:
+                raise Refusal(503, str(error)) from error
 
 
 def by_position(logprobs: Any) -> list[dict[int, float]]:

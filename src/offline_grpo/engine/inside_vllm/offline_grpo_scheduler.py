@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -151,6 +150,8 @@ class Bundling:
             self._urgent &= self.requests.keys()
         if not (self._urgent or time.monotonic() < self._head_start_until):
             return super().schedule(*args, **options)  # type: ignore[misc]
+
+        # vLLM schedules a queue of the urgent ones alone, and what is left of it comes first in the real one.
         others, self.waiting = self.waiting, create_request_queue(self.policy)
         first = [request for request in others if request.request_id in self._urgent]
         others.remove_requests(first)
@@ -165,35 +166,40 @@ class Bundling:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See `Scheduler.update_from_output`: the outputs of a step, {client: outputs}."""
+        # Where all requests of the step are held, their logprobs stay numbers.
         step, logprobs = None, model_runner_output.logprobs
         if logprobs is not None and scheduler_output.num_scheduled_tokens.keys() <= self._held.keys():
             step, model_runner_output.logprobs = Step(model_runner_output, logprobs), None
         of_clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for of_client in of_clients.values():
-            of_client.outputs = list(self._passed_on(of_client.outputs, step))
+            passed_on = []
+            for output in of_client.outputs:  # for every token, in the process that the GPU waits for
+                held = self._held.get(output.request_id)
+                is_whole = output.finish_reason is not None or not _is_plain(output)
+
+                # A request is held if nobody reads its tokens one by one: its answer has no parts and no logprobs of
+                # other tokens, and nobody looks for strings in its text.
+                if held is None:
+                    request: Any = self.requests.get(output.request_id)
+                    params = None if request is None else request.sampling_params
+                    is_read = params is None or params.logprobs or params.logprob_token_ids or params.detokenize
+                    if is_whole or is_read or params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                        passed_on.append(output)
+                        continue
+                    # First bundles differ in length: else requests that began together would all be passed on in one
+                    # step.
+                    self._num_begun += 1
+                    held = Held(output, params, 1 + self._num_begun % BUNDLE_TOKENS)
+                    self._held[output.request_id] = held
+                held.add(output, step)
+                if is_whole or len(held.token_ids) >= held.limit:
+                    if output.finish_reason is not None:
+                        del self._held[output.request_id]
+                    passed_on.append(held.joined(output))
+            of_client.outputs = passed_on
         if len(self._held) > len(self.requests):
             self._held = {name: held for name, held in self._held.items() if name in self.requests}
         return of_clients
-
-    def _passed_on(self, outputs: list[EngineCoreOutput], step: Step | None) -> Iterator[EngineCoreOutput]:
-        """What is to be sent now. Runs for every token, in the process that the GPU waits for."""
-        for output in outputs:
-            held = self._held.get(output.request_id)
-            is_whole = output.finish_reason is not None or not _is_plain(output)
-            if held is None:
-                request: Any = self.requests.get(output.request_id)
-                if is_whole or not _may_wait(request):
-                    yield output
-                    continue
-                # first bundles differ in length: else requests that began together would all be passed on in one step
-                self._num_begun += 1
-                held = Held(output, request.sampling_params, 1 + self._num_begun % BUNDLE_TOKENS)
-                self._held[output.request_id] = held
-            held.add(output, step)
-            if is_whole or len(held.token_ids) >= held.limit:
-                if output.finish_reason is not None:
-                    del self._held[output.request_id]
-                yield held.joined(output)
 
 
 class SyncBundling(Bundling, Scheduler):
@@ -248,16 +254,6 @@ def look_further_ahead() -> None:
         return own + str(config.parallel_config.worker_extension_cls).startswith("offline_grpo_worker.")
 
     VllmConfig.max_concurrent_batches = property(further)  # type: ignore[misc, method-assign, assignment]
-
-
-def _may_wait(request: Any) -> bool:
-    """Whether the answer to the request has no parts and no logprobs of other tokens, and nobody looks for strings in
-    its text, which is done where it is answered.
-    """
-    params = None if request is None else request.sampling_params
-    if params is None or params.logprobs or params.logprob_token_ids:
-        return False
-    return params.output_kind is RequestOutputKind.FINAL_ONLY and not params.detokenize
 
 
 def _is_plain(output: EngineCoreOutput) -> bool:

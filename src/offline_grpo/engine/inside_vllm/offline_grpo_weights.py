@@ -35,9 +35,15 @@ def layout(model: nn.Module, *, is_spread: bool = False) -> Iterator[dict[str, A
         is_spread: over several workers. There is no entry then where only a loader knows what a worker has.
     """
     packed = getattr(model, "packed_modules_mapping", {})
+    # What transformers calls a module of a composite says vLLM's own map for loading, backwards.
+    prefixes: Any = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", {})
+    prefixes = prefixes if hasattr(model, "get_language_model") else {}
     for path, module in model.named_modules(remove_duplicate=False):
+        dotted = f"{plain_name(path)}."
+        found = [old + dotted.removeprefix(new) for old, new in prefixes.items() if new and dotted.startswith(new)]
+        own_path = max(found, key=len, default=dotted)[:-1]  # shorter ones are names of older checkpoints
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            prefix, _, fused = _checkpoint_name(model, plain_name(path)).rpartition(".")
+            prefix, _, fused = own_path.rpartition(".")
             tensor = f"{plain_name(path)}.{leaf}" if path else leaf
             loader = getattr(parameter, "weight_loader", None)
             if is_spread and loader is not None and getattr(loader, "__self__", None) is not module:
@@ -47,16 +53,6 @@ def layout(model: nn.Module, *, is_spread: bool = False) -> Iterator[dict[str, A
                 shape = [rows, *parameter.shape[1:]] if parameter.dim() else []
                 entry = {"name": own, "tensor": tensor, "row": row, "rows": rows, "shape": shape}
                 yield entry | dict(zip(("dim", "start", "whole"), place, strict=True))
-
-
-def _checkpoint_name(model: nn.Module, path: str) -> str:
-    """What transformers calls a module of a composite: vLLM's own map for loading, backwards."""
-    if not hasattr(model, "get_language_model"):
-        return path
-    prefixes: Any = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", {})
-    dotted = f"{path}."
-    found = [old + dotted.removeprefix(new) for old, new in prefixes.items() if new and dotted.startswith(new)]
-    return max(found, key=len, default=dotted)[:-1]  # shorter ones are names of older checkpoints
 
 
 def _parts(module: Any, names: list[str], parameter: Tensor) -> Iterator[tuple[Any, ...]]:

@@ -20,6 +20,7 @@ import sys
 import threading
 import types
 from collections.abc import Awaitable, Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,85 +42,65 @@ from torch import Tensor, nn
 
 def prepare_process() -> None:
     """Runs when the worker imports this module, before it loads the model."""
+    # The server's processes are killed when its guardian is: the API's ends then, and vLLM's engine would stay forever.
     if "OFFLINE_GRPO_GUARDIAN" in os.environ:
-        _end_with(int(os.environ["OFFLINE_GRPO_GUARDIAN"]))
+        try:
+            gone = os.pidfd_open(int(os.environ["OFFLINE_GRPO_GUARDIAN"]))
+        except ProcessLookupError:
+            os.killpg(0, signal.SIGKILL)
+            return
+
+        def end_with_guardian() -> None:
+            select.select([gone], [], [])
+            os.killpg(0, signal.SIGKILL)
+
+        threading.Thread(target=end_with_guardian, name="ends with its guardian", daemon=True).start()
+
     if torch.cuda.is_available():
         from offline_grpo_scheduler import look_further_ahead
 
         look_further_ahead()
     else:
-        _keep_cpu_weights_plain()
-        _pack_cpu_experts_at_every_load()
-    if os.environ.get("OFFLINE_GRPO_NEEDS_RAY") == "1":
-        # vLLM 0.25 imports ray for CUDA IPC weight transfer, without using it in a server and without requiring it
-        try:
-            import ray  # type: ignore[import-not-found]  # noqa: F401
-        except ImportError:
-            sys.modules["ray"] = types.ModuleType("ray")
-    if "OFFLINE_GRPO_HAS_MEMORY" in os.environ:
-        _tell_when_memory_is_taken(os.environ["OFFLINE_GRPO_HAS_MEMORY"])
+        # On CPUs vLLM packs the weights of linear layers into a format of its own, which nobody else can read or write.
+        from vllm.model_executor.layers import utils
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+        def keep_plain(layer: nn.Module, remove_weight: bool = False) -> None:
+            layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]
 
-def _end_with(guardian: int) -> None:
-    """Kill the server's processes when its guardian is killed: the API's ends then, and vLLM's engine would stay for
-    ever.
-    """
-    try:
-        gone = os.pidfd_open(guardian)
-    except ProcessLookupError:
-        os.killpg(0, signal.SIGKILL)
-        return
+        utils.dispatch_cpu_unquantized_gemm = keep_plain
 
-    def wait() -> None:
-        select.select([gone], [], [])
-        os.killpg(0, signal.SIGKILL)
+        # There it also packs experts (0.32) when it makes their kernel, at the first load, and takes reloaded ones for
+        # packed. So each load makes the kernel anew.
+        process = UnquantizedFusedMoEMethod.process_weights_after_loading
 
-    threading.Thread(target=wait, name="ends with its guardian", daemon=True).start()
+        @functools.wraps(process)
+        def process_anew(method: Any, layer: nn.Module) -> None:
+            method.moe_kernel = None
+            process(method, layer)  # type: ignore[arg-type]
 
+        UnquantizedFusedMoEMethod.process_weights_after_loading = process_anew  # type: ignore[method-assign]
 
-def _tell_when_memory_is_taken(path: str) -> None:
-    """Make a file once vLLM has measured what is free on the GPUs and allocated its KV cache, in all processes of the
-    server.
-    """
-    from vllm.v1.worker.gpu_worker import Worker  # on a CPU too
+    # vLLM 0.25 imports ray for CUDA IPC weight transfer, without using it in a server and without requiring it.
+    if os.environ.get("OFFLINE_GRPO_NEEDS_RAY") == "1" and "ray" not in sys.modules and not find_spec("ray"):
+        sys.modules["ray"] = types.ModuleType("ray")
 
-    initialize = Worker.initialize_from_config
+    # A file says when vLLM has measured what is free on the GPUs and allocated its KV cache, in all processes of the
+    # server: trainers wait for it.
+    if (path := os.environ.get("OFFLINE_GRPO_HAS_MEMORY")) is not None:
+        from vllm.v1.worker.gpu_worker import Worker  # on a CPU too
 
-    @functools.wraps(initialize)
-    def initialize_and_tell(worker: Any, *args: Any, **options: Any) -> None:
-        initialize(worker, *args, **options)
-        files = [Path(f"{path}.{rank}") for rank in range(worker.parallel_config.world_size)]
-        files[worker.rank].touch()
-        if all(file.exists() for file in files):
-            Path(path).touch()
+        initialize = Worker.initialize_from_config
 
-    Worker.initialize_from_config = initialize_and_tell  # type: ignore[method-assign]
+        @functools.wraps(initialize)
+        def initialize_and_tell(worker: Any, *args: Any, **options: Any) -> None:
+            initialize(worker, *args, **options)
+            files = [Path(f"{path}.{rank}") for rank in range(worker.parallel_config.world_size)]
+            files[worker.rank].touch()
+            if all(file.exists() for file in files):
+                Path(path).touch()
 
-
-def _keep_cpu_weights_plain() -> None:
-    """On CPUs vLLM packs the weights of linear layers into a format of its own, which nobody else can read or write."""
-    from vllm.model_executor.layers import utils
-
-    def plain(layer: nn.Module, remove_weight: bool = False) -> None:
-        layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]
-
-    utils.dispatch_cpu_unquantized_gemm = plain
-
-
-def _pack_cpu_experts_at_every_load() -> None:
-    """On CPUs vLLM (0.32) packs experts when it makes their kernel, at the first load, and takes reloaded ones for
-    packed.
-    """
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-    process = UnquantizedFusedMoEMethod.process_weights_after_loading
-
-    @functools.wraps(process)
-    def process_anew(method: Any, layer: nn.Module) -> None:
-        method.moe_kernel = None
-        process(method, layer)  # type: ignore[arg-type]
-
-    UnquantizedFusedMoEMethod.process_weights_after_loading = process_anew  # type: ignore[method-assign]
+        Worker.initialize_from_config = initialize_and_tell  # type: ignore[method-assign]
 
 
 class WorkerExtension:
@@ -134,13 +115,19 @@ class WorkerExtension:
 
     def grpo_describe(self) -> dict[str, Any]:
         """Who and what this worker is, and why its weights cannot be shared, if so."""
-        device = next(_model(self).parameters()).device
+        device, num_workers = next(_model(self).parameters()).device, self.vllm_config.parallel_config.world_size
+        quantization, refusals = self.vllm_config.model_config.quantization, list(_rearranged(self.vllm_config))
+        if quantization is not None:
+            refusals.insert(0, f"the server quantises its weights ({quantization})")
+        if num_workers > 1:
+            what = f"the server spreads its weights over {num_workers} processes (tensor or pipeline parallel)"
+            refusals.insert(0, what)
         return {
             "pid": os.getpid(),
             "device": device.type,
             "gpu_uuid": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
-            "refusals": list(_refusals(self.vllm_config)),
-            "quantization": self.vllm_config.model_config.quantization,
+            "refusals": refusals,
+            "quantization": quantization,
             "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
         }
 
@@ -149,24 +136,51 @@ class WorkerExtension:
         return list(layout(_model(self)))
 
     def grpo_export(self) -> dict[str, Any]:
-        """Handles of every storage that holds parameters, and where in it each tensor lies.
-
-        On a GPU the storages stay where they are, because CUDA graphs hold their addresses. On the CPU they move into
-        anonymous shared memory, which has no name that could outlive the processes.
-        """
+        """Handles of every storage that holds parameters, and where in it each tensor lies."""
+        # On a GPU the storages stay where they are, because CUDA graphs hold their addresses. On the CPU they move into
+        # anonymous shared memory, which has no name that could outlive the processes.
         model = _model(self)
         if not hasattr(self, "_grpo_files"):
-            self._grpo_files = []
-            if next(model.parameters()).device.type == "cpu":
-                _move_to_shared_memory(model, self._grpo_files)
+            self._grpo_files, moved = [], dict[int, Any]()
+            for parameter in model.parameters() if next(model.parameters()).device.type == "cpu" else ():
+                old = parameter.data.untyped_storage()
+                if old.data_ptr() not in moved:
+                    self._grpo_files.append(os.memfd_create("offline-grpo-weights"))
+                    os.ftruncate(self._grpo_files[-1], max(old.nbytes(), 1))
+                    file = f"/proc/self/fd/{self._grpo_files[-1]}"
+                    new = torch.UntypedStorage.from_file(file, shared=True, nbytes=old.nbytes())
+                    new.copy_(old)
+                    moved[old.data_ptr()] = new
+            for parameter in model.parameters() if moved else ():
+                old = parameter.data
+                place = moved[old.untyped_storage().data_ptr()], old.storage_offset(), old.shape, old.stride()
+                parameter.data = torch.empty(0, dtype=old.dtype).set_(*place)
+
+        # One handle for each storage, which several tensors may be parts of.
         storages: dict[int, int] = {}
-        handles = []
+        handles: list[dict[str, Any]] = []
         tensors = []
         for name, parameter in model.named_parameters(remove_duplicate=False):
             storage = parameter.data.untyped_storage()
             if storage.data_ptr() not in storages:
                 storages[storage.data_ptr()] = len(handles)
-                handles.append(_handle(storage, self._grpo_files[len(handles)] if self._grpo_files else None))
+                if self._grpo_files:
+                    fd = self._grpo_files[len(handles)]
+                    handles.append({"kind": "file", "fd": fd, "num_bytes": storage.nbytes()})
+                else:
+                    _, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
+                    handles.append(
+                        {
+                            "kind": "cuda",
+                            "handle": base64.b64encode(handle).decode(),
+                            "num_bytes": size,
+                            "offset_bytes": offset,
+                            "counter_handle": base64.b64encode(counter).decode(),
+                            "counter_offset": counter_offset,
+                            "event_handle": base64.b64encode(event).decode(),
+                            "event_sync_required": sync,
+                        }
+                    )
             tensors.append(
                 {
                     "name": plain_name(name),
@@ -187,20 +201,20 @@ class WorkerExtension:
             torch.cuda.synchronize()
         self._grpo_tag = tag
         for owner, name in ((self.model_runner, "reload_weights"), (_model(self), "load_weights")):
-            if hasattr(owner, name) and name not in vars(owner):
-                setattr(owner, name, self._grpo_noting(getattr(owner, name)))
+            if not hasattr(owner, name) or name in vars(owner):
+                continue
+            load = getattr(owner, name)
+
+            @functools.wraps(load)
+            def loading(*args: Any, load: Callable[..., Any] = load, **kwargs: Any) -> Any:
+                self._grpo_tag = ""
+                return load(*args, **kwargs)
+
+            setattr(owner, name, loading)
 
     def grpo_tag(self) -> str | None:
         """What was noted last, None if nothing since the start, "" if anybody has loaded weights since then."""
         return self._grpo_tag
-
-    def _grpo_noting(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load)
-        def loading(*args: Any, **kwargs: Any) -> Any:
-            self._grpo_tag = ""
-            return load(*args, **kwargs)
-
-        return loading
 
     def grpo_state(self) -> dict[str, Any]:
         """The weights' dtype, and of each checkpoint parameter, or the part of it that this worker has in this dtype,
@@ -210,6 +224,7 @@ class WorkerExtension:
         not quantised (embeddings, norms, the head), and of bitsandbytes' 4 bits those of the dequantised numbers, which
         a trainer has too; none of one that several workers have.
         """
+        # Of a quantised model what is not quantised, but for bitsandbytes the dequantised numbers.
         config, quantization = self.vllm_config, self.vllm_config.model_config.quantization
         is_unknown = quantization is not None and config.parallel_config.world_size > 1
         parts = {} if is_unknown or any(_rearranged(config)) else self._grpo_parts()
@@ -312,16 +327,6 @@ def _model(worker: Any) -> nn.Module:
     return worker.model_runner.get_model() if hasattr(worker.model_runner, "get_model") else worker.model_runner.model
 
 
-def _refusals(config: Any) -> Iterator[str]:
-    """Why nobody else can have this server's weights."""
-    model, parallel = config.model_config, config.parallel_config
-    if parallel.world_size > 1:
-        yield f"the server spreads its weights over {parallel.world_size} processes (tensor or pipeline parallel)"
-    if model.quantization is not None:
-        yield f"the server quantises its weights ({model.quantization})"
-    yield from _rearranged(config)
-
-
 def _rearranged(config: Any) -> Iterator[str]:
     """Why this server has not the parameters of the checkpoint."""
     model = config.model_config
@@ -332,38 +337,6 @@ def _rearranged(config: Any) -> Iterator[str]:
     offload = getattr(config, "offload_config", None)
     if getattr(config.cache_config, "cpu_offload_gb", 0) or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0):
         yield "the server keeps part of its weights on the host (cpu_offload_gb)"
-
-
-def _move_to_shared_memory(model: nn.Module, files: list[int]) -> None:
-    moved: dict[int, Any] = {}
-    for parameter in model.parameters():
-        old = parameter.data.untyped_storage()
-        if old.data_ptr() not in moved:
-            files.append(os.memfd_create("offline-grpo-weights"))
-            os.ftruncate(files[-1], max(old.nbytes(), 1))
-            new = torch.UntypedStorage.from_file(f"/proc/self/fd/{files[-1]}", shared=True, nbytes=old.nbytes())
-            new.copy_(old)
-            moved[old.data_ptr()] = new
-    for parameter in model.parameters():
-        old = parameter.data
-        storage = moved[old.untyped_storage().data_ptr()]
-        parameter.data = torch.empty(0, dtype=old.dtype).set_(storage, old.storage_offset(), old.shape, old.stride())
-
-
-def _handle(storage: torch.UntypedStorage, file: int | None) -> dict[str, Any]:
-    if file is not None:
-        return {"kind": "file", "fd": file, "num_bytes": storage.nbytes()}
-    _, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
-    return {
-        "kind": "cuda",
-        "handle": base64.b64encode(handle).decode(),
-        "num_bytes": size,
-        "offset_bytes": offset,
-        "counter_handle": base64.b64encode(counter).decode(),
-        "counter_offset": counter_offset,
-        "event_handle": base64.b64encode(event).decode(),
-        "event_sync_required": sync,
-    }
 
 
 class TokenGate:
