@@ -22,7 +22,6 @@ from offline_grpo.types import Completion, SamplingParams
 
 PROMPTS = [[5, 6, 7], [9], list(range(2, 22)), [3, 3, 4, 8]]
 KERNEL = "offline_grpo.generation.decoding_graph.scaled_dot_product_attention"
-SHARES_HEADS = ["llama", "gemma3"]
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -50,24 +49,23 @@ def test_attention_is_that_of_each_head_by_itself(
     value = torch.randn(3, kv_heads, 11, 5)
     visible = torch.rand(3, 1, length, 11) < 0.6
     visible[..., 0] = True
-    given = {
-        "none": None,
-        "bool": visible,
-        "float": torch.randn(3, 1, length, 11),
-        "per_head": torch.randn(3, 6, length, 11),
-    }[mask]
+    floats, per_head = torch.randn(3, 1, length, 11), torch.randn(3, 6, length, 11)
+    given = {"none": None, "bool": visible, "float": floats, "per_head": per_head}[mask]
     module: object = type("Attention", (), {"num_key_value_groups": 6 // kv_heads, "is_causal": False})()
     grouped = []
-    monkeypatch.setattr(
-        KERNEL, lambda query, *rest, **how: (grouped.append(query.shape), attend(query, *rest, **how))[1]
-    )
+
+    def noted(query: Tensor, *rest: Tensor, **how: object) -> Tensor:
+        grouped.append(query.shape)
+        return attend(query, *rest, **how)
+
+    monkeypatch.setattr(KERNEL, noted)
     with shared_heads():
         found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, given, scaling=0.3, dropout=0.0)
     torch.testing.assert_close(found, written_out(query, key, value, given, 0.3), rtol=1e-5, atol=1e-6)
     assert grouped == ([(3, kv_heads, 6 // kv_heads, 8)] if length == 1 and kv_heads < 6 and mask != "per_head" else [])
 
 
-@pytest.mark.parametrize("name", SHARES_HEADS)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_the_same_tokens_are_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ZOO[name].build().eval()
     model.generation_config.eos_token_id = list(range(40, 45))
