@@ -102,14 +102,15 @@ class GroupReader:
             temperature = next((found for found in temperatures if found is not None), 1.0)
             # What a teacher says of the sampled tokens, at temperature 1 as servers give it, if it has all of them. Of
             # each position it was asked for k tokens, [N][k].
-            asked, told, teacher = own.get("distill_token_ids"), own.get("distill_logprobs"), None
+            asked, told = own.get("distill_token_ids"), own.get("distill_logprobs")
+            teacher: tuple[float, ...] | None = None
             if temperature == 1.0 and asked is not None and told is not None:
                 if not len(tokens) == len(asked) == len(told):
                     about = f"distill_* of {len(asked)} and {len(told)} positions, and {len(tokens)} tokens"
                     raise UnusableGroup("malformed", about)
                 known = [dict(zip(*each, strict=False)) for each in zip(asked, told, strict=True)]
                 taught = [known[i].get(token) if is_sampled[i] else 0.0 for i, token in enumerate(tokens)]
-                teacher = None if None in taught else tuple(taught)
+                teacher = None if None in taught else tuple(taught)  # type: ignore[arg-type]
             least = self.correct_threshold
             rollout = Rollout(
                 token_ids=tuple(tokens),
