@@ -13,6 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -35,9 +36,8 @@ log = logging.getLogger(__name__)
 
 def has_graphs(lm: Any) -> bool:
     """Whether decoding steps of this model can be recorded."""
-    is_able = lm._can_compile_fullgraph and not getattr(
-        lm.config, "alibi", False
-    )  # Falcon with ALiBi says so, and breaks
+    is_able = lm._can_compile_fullgraph
+    is_able &= not getattr(lm.config, "alibi", False)  # Falcon with it says that it can, and breaks
     is_able &= not any(module._forward_pre_hooks for module in lm.modules())  # such as those of FSDP2
     return is_able and lm.device.type == "cuda" and lm not in _not_recorded
 
@@ -68,52 +68,48 @@ def graphed_steps(lm: Any) -> Iterator[None]:
         del lm.get_compiled_call
 
 
+@dataclass(eq=False)
 class _StepGraph:
     """A forward pass for one token per row. The first call runs as usual, to load kernels; the second is recorded."""
 
-    def __init__(self, lm: Any) -> None:
-        self._lm = lm
-        self._is_warm = False
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: list[Tensor] = []
-        self._outputs: Any = None
+    lm: Any
+    is_warm: bool = False
+    graph: torch.cuda.CUDAGraph | None = None
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: Any = None
 
     def __call__(self, **inputs: Any) -> Any:
         # The second call is recorded; later ones copy their inputs to where the graph reads them.
-        if self._is_warm and self._graph is None and has_graphs(self._lm):
+        if self.is_warm and self.graph is None and has_graphs(self.lm):
             self._record(inputs)
-        if self._graph is None:
-            self._is_warm = True
-            return self._lm(**inputs)
-        for own, given in zip(self._inputs, _tensors(inputs), strict=True):
+        if self.graph is None:
+            self.is_warm = True
+            return self.lm(**inputs)
+        for own, given in zip(self.inputs, _tensors(inputs), strict=True):
             own.copy_(given)
-        self._graph.replay()
-        return self._outputs
+        self.graph.replay()
+        return self.outputs
 
     def _record(self, inputs: Mapping[str, Any]) -> None:
         graph, own = torch.cuda.CUDAGraph(), _copied(inputs)
-        stream = torch.cuda.Stream(self._lm.device)  # torch's own one stays on the GPU of the process's first graph
+        stream = torch.cuda.Stream(self.lm.device)  # torch's own one stays on the GPU of the process's first graph
         try:
             with torch.cuda.graph(graph, stream=stream):
-                self._outputs = self._lm(**own)
-        except torch.OutOfMemoryError:
-            raise
+                self.outputs = self.lm(**own)
         except RuntimeError as error:  # nothing has run yet
-            _not_recorded.add(self._lm)
-            log.warning("%s decodes without CUDA graphs, slower: %s", type(self._lm).__name__, reason_of(error))
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            _not_recorded.add(self.lm)
+            log.warning("%s decodes without CUDA graphs, slower: %s", type(self.lm).__name__, reason_of(error))
             return
-        self._graph, self._inputs = graph, list(_tensors(own))
+        self.graph, self.inputs = graph, list(_tensors(own))
 
 
-def _copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(value: Any) -> Any:
     """With tensors of its own; attention masks are in a dict by the kind of layer."""
-
-    def copy(value: Any) -> Any:
-        if isinstance(value, dict):
-            return _copied(value)
-        return value.clone() if isinstance(value, Tensor) else value
-
-    return {name: copy(value) for name, value in inputs.items()}
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _tensors(inputs: Mapping[str, Any]) -> Iterator[Tensor]:

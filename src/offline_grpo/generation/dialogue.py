@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -30,8 +30,7 @@ from offline_grpo.types import (
     Turn,
 )
 
-OVER = Reply(is_cut=True)
-"""The answer to whom asks for more than the limits allow: nothing, and that it is cut."""
+OVER = Reply(is_cut=True)  # the answer to whoever asks for more than the limits allow: nothing, and that it is cut
 _LONGEST_TOKEN = 64
 """Characters that a token has at most, on average: of longer texts nothing is encoded to find that they do not fit."""
 
@@ -70,6 +69,7 @@ class Ask:
         return self.request.prompt_ids + (self.completion.token_ids if self.completion is not None else ())
 
 
+@dataclass(eq=False)
 class Dialogue:
     """All that is asked in an episode, as a tree: messages that go on after a reply get that reply's ids and new ones
     behind them, and all others, such as a history that was rewritten, begin another sequence. What becomes a `Rollout`
@@ -81,19 +81,14 @@ class Dialogue:
         seed: of the episode's tokens. A prompt's depends on its ids, and on how often it was asked.
     """
 
-    def __init__(
-        self,
-        chat: ChatFormat,
-        sampling: SamplingParams,
-        rules: Rules,
-        first_ids: Sequence[int],
-        seed: int,
-    ) -> None:
-        self._chat, self._sampling, self._rules = chat, sampling, rules
-        self._first_ids, self._seed = tuple(first_ids), seed
-        self._answered: list[Ask] = []
-        self._num_asked: Counter[tuple[int, ...]] = Counter()
-        self._hit_limit = False
+    chat: ChatFormat
+    sampling: SamplingParams
+    rules: Rules
+    first_ids: Sequence[int]
+    seed: int
+    _answered: list[Ask] = field(default_factory=list, init=False)
+    _num_asked: Counter[tuple[int, ...]] = field(default_factory=Counter, init=False)
+    _hit_limit: bool = field(default=False, init=False)
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Schema], longest: int | None = None) -> Ask | None:
         """What is to be sampled for a conversation, at most `longest` tokens; None beyond the limits.
@@ -109,42 +104,42 @@ class Dialogue:
                 raise ValueError("roles and names must be text, and only a few lists and objects be within each other")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise RequestError(f"messages and tools must be as OpenAI's API has them ({error!r:.80})") from error
-        if named and self._chat.fault is not None:
-            raise RequestError(self._chat.fault)
+        if named and self.chat.fault is not None:
+            raise RequestError(self.chat.fault)
         # 2. The conversation goes on after the reply that it has the most of; without one it begins anew.
         begun = [ask for ask in self._answered if key[: len(ask.key)] == ask.key and len(key) > len(ask.key)]
         begun = [ask for ask in begun if list(ask.tools) == list(tools)]
         parent = max(begun, key=lambda ask: len(ask.key), default=None)
         # 3. No turn is left, or the text is so long that to encode it would tell nothing.
-        rules, path = self._rules, [] if parent is None else parent.path
+        rules, path = self.rules, [] if parent is None else parent.path
         new = messages if parent is None else messages[len(parent.key) :]
         num_sampled = 0 if parent is None else parent.num_sampled
-        most = len(self._first_ids) + rules.max_environment_tokens  # of what is not sampled
+        most = len(self.first_ids) + rules.max_environment_tokens  # of what is not sampled
         length = len(str([*new, *tools]))
         if len(path) >= rules.max_turns or (path and path[-1].reply.is_cut) or length > most * _LONGEST_TOKEN:
             self._hit_limit = True
             return None
         # 4. Ids so far are kept as they are; only what is new is encoded.
         if parent is None:
-            ids = tuple(self._chat.first(messages, tools))
+            ids = tuple(self.chat.first(messages, tools))
         else:
             ids = parent.token_ids
-            ids += tuple(self._chat.following(parent.reply, ids[-1], new, tools))
-        limit = min(rules.max_turn_tokens or inf, self._sampling.max_new_tokens - num_sampled)
+            ids += tuple(self.chat.following(parent.reply, ids[-1], new, tools))
+        limit = min(rules.max_turn_tokens or inf, self.sampling.max_new_tokens - num_sampled)
         if limit < 1 or len(ids) - num_sampled > most:
             self._hit_limit = True
             return None
         # 5. Equal prompts are drawn with other seeds each time.
-        seed = derive_seed(self._seed, hashlib.sha256(np.array(ids).tobytes()).hexdigest(), self._num_asked[ids])
+        seed = derive_seed(self.seed, hashlib.sha256(np.array(ids).tobytes()).hexdigest(), self._num_asked[ids])
         self._num_asked[ids] += 1
         limit = int(min(limit, max(longest, 1) if longest is not None else limit))
-        return Ask(SamplingRequest(ids, 1, seed, limit, self._seed), parent, tuple(messages), key, tuple(tools))
+        return Ask(SamplingRequest(ids, 1, seed, limit, self.seed), parent, tuple(messages), key, tuple(tools))
 
     def answer(self, ask: Ask, completion: Completion) -> Reply:
         """The policy's reply."""
         turn = 0 if ask.parent is None else len(ask.parent.path)
         ask.completion = completion
-        reply = self._chat.read(completion, self._sampling, ask.tools, turn)
+        reply = self.chat.read(completion, self.sampling, ask.tools, turn)
         sizes = len(ask.request.prompt_ids), len(completion.token_ids)
         ask.reply = replace(reply, num_prompt_tokens=sizes[0], num_tokens=sizes[1])
         ask.messages += (ask.reply.message,)
@@ -163,7 +158,7 @@ class Dialogue:
         """
         last = max(reversed(self._answered), key=lambda ask: ask.num_sampled, default=None)
         path = [] if last is None else last.path
-        ids = self._first_ids if last is None else last.token_ids
+        ids = self.first_ids if last is None else last.token_ids
         # All tokens of the path, of which those of its replies were sampled.
         is_sampled, logprobs, versions = [False] * len(ids), [0.0] * len(ids), [0] * len(ids)
         turns = []
@@ -174,7 +169,7 @@ class Dialogue:
             logprobs[start:end], versions[start:end] = ask.completion.logprobs, ask.completion.versions
             turns.append(Turn(start, end, ask.reward))
         # an agent may send a prompt of its own in place of the problem's, or with words before and behind it
-        own = Counter(self._first_ids) & Counter(path[0].request.prompt_ids if path else self._first_ids)
+        own = Counter(self.first_ids) & Counter(path[0].request.prompt_ids if path else self.first_ids)
         was_cut = self._hit_limit or (last is not None and last.reply.is_cut)
         num_drawn = sum(len(ask.token_ids) - len(ask.request.prompt_ids) for ask in self._answered)
         measured = {
@@ -190,7 +185,7 @@ class Dialogue:
             is_sampled=tuple(is_sampled),
             logprobs=tuple(logprobs),
             versions=tuple(versions),
-            temperature=self._sampling.temperature,
+            temperature=self.sampling.temperature,
             finish_reason=FinishReason.LENGTH if was_cut else FinishReason.STOP,
             text=transcript(conversation[len(path[0].messages) - 1 :] if path else ()),
             score=replace(score, measured={**score.measured, **measured}),

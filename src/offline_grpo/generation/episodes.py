@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -20,26 +21,30 @@ from offline_grpo.generation.judging import background_loop, checked, warn_once
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.seeding import derive_seed
-from offline_grpo.types import (
-    Message,
-    Problem,
-    Reply,
-    RolloutGroup,
-    SamplingParams,
-    SamplingRequest,
-    Schema,
-    Score,
-)
+from offline_grpo.types import Message, Problem, Reply, RolloutGroup, SamplingParams, SamplingRequest, Schema, Score
 
 if TYPE_CHECKING:
     from offline_grpo.generation.proxy import Proxy
 
-NUM_LIVE = 64
-"""Episodes at a time where they share the run's process (`scoring.workers=0`)."""
-LOOK_S = 0.05
-"""How often programs are waited for, so that signals are heard in between."""
-MUCH_DROPPED_FRAC = 0.1
-"""Of the tokens that a group sampled: beyond it, a line says that they are not trained on."""
+NUM_LIVE = 64  # episodes at a time where they share the run's process (`scoring.workers=0`)
+LOOK_S = 0.05  # how often programs are waited for, so that signals are heard in between
+MUCH_DROPPED_FRAC = 0.1  # of the tokens that a group sampled: beyond it, a line says that they are not trained on
+
+
+@dataclass(eq=False)
+class Question:
+    """What a program asks the policy."""
+
+    episode: Episode
+    messages: Sequence[Message]
+    tools: Sequence[Schema]
+    longest: int | None
+    reply: Future[Reply] = field(default_factory=Future)
+    ask: Ask = field(init=False)  # what is sampled for it
+
+    def answer(self, reply: Reply | RequestError) -> None:
+        with suppress(InvalidStateError):  # its program has been ended
+            self.reply.set_exception(reply) if isinstance(reply, RequestError) else self.reply.set_result(reply)
 
 
 @dataclass(eq=False)
@@ -49,7 +54,7 @@ class Episode:
     problem: Problem
     seed: int
     dialogue: Dialogue
-    events: SimpleQueue[_Question | Episode]  # it gets what is asked, and at the end the episode
+    events: SimpleQueue[Question | Episode]  # it gets what is asked, and at the end the episode
     number: int = 0
     proxy: Proxy | None = None  # of one whose program is a client of OpenAI's API
     score: Future[Score] = field(default_factory=Future)  # of its program, once that plays
@@ -57,26 +62,53 @@ class Episode:
     base_url: str = ""
     api_key: str = ""
     open: set[Future[Reply]] = field(default_factory=set)
-    is_cancelled: bool = False
+    is_over: bool = False
     failure: str = ""  # why it has no score, whatever its program returns
     _reply: Reply | None = None  # the last
     _replied_s: float = field(default_factory=time.monotonic)
 
+    def start(self, task: Any) -> None:
+        """Let the task's program play, in the background."""
+        # Its client may ask as soon as it plays, so its address comes first.
+        if self.proxy is not None:
+            self.base_url, self.api_key = self.proxy.open(self.ask)
+        if inspect.iscoroutinefunction(task.play):
+            self.score = asyncio.run_coroutine_threadsafe(task.play(self.problem, self), background_loop())
+        else:
+            self.score = in_background(lambda: task.play(self.problem, self))
+
+        def end(_: Future[Score]) -> None:
+            if self.proxy is not None:
+                self.proxy.end(self.api_key)
+            self.events.put(self)
+            self.cancel()
+
+        self.score.add_done_callback(end)
+
     def ask(self, messages: Sequence[Message], tools: Sequence[Schema], longest: int | None = None) -> Future[Reply]:
         """The reply, once it is there, of at most `longest` tokens."""
-        question = _Question(self, messages, tools, longest)
+        question = Question(self, messages, tools, longest)
+
+        def note(reply: Future[Reply]) -> None:
+            self._replied_s = time.monotonic()
+            self.open.discard(reply)
+            if not reply.cancelled() and reply.exception() is None:
+                self._reply = reply.result()
+
+        # From here on, another thread may answer or cancel it.
         self.open.add(question.reply)
-        question.reply.add_done_callback(self._replied)
+        question.reply.add_done_callback(note)
         self.events.put(question)
-        if self.is_cancelled:  # nobody reads the events any more
+        if self.is_over:  # nobody reads the events any more
             question.reply.cancel()
         return question.reply
 
-    def _replied(self, reply: Future[Reply]) -> None:
-        self._replied_s = time.monotonic()
-        self.open.discard(reply)
-        if not reply.cancelled() and reply.exception() is None:
-            self._reply = reply.result()
+    def say(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Reply:
+        """See `Chat`, for a program in the run's process."""
+        return self.ask(messages, tools).result()
+
+    def pay(self, reward: float) -> None:
+        self.dialogue.pay(reward)
 
     @property
     def working_s(self) -> float:
@@ -90,32 +122,12 @@ class Episode:
             return "before the policy's first reply"
         return f"after the policy's reply {transcript([self._reply.message])!r:.300}"
 
-    def say(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Reply:
-        """See `Chat`, for a program in the run's process."""
-        return self.ask(messages, tools).result()
-
-    def pay(self, reward: float) -> None:
-        self.dialogue.pay(reward)
-
-    def start(self, task: Any) -> None:
-        """Let the task's program play, in the background."""
-        if self.proxy is not None:
-            self.base_url, self.api_key = self.proxy.open(self.ask)
-        if inspect.iscoroutinefunction(task.play):
-            self.score = asyncio.run_coroutine_threadsafe(task.play(self.problem, self), background_loop())
-        else:
-            self.score = in_background(lambda: task.play(self.problem, self))
-        self.score.add_done_callback(self._over)
-
-    def _over(self, score: Future[Score]) -> None:
-        if self.proxy is not None:
-            self.proxy.end(self.api_key)
-        self.events.put(self)
-        self._cancel_questions()
-
-    def _cancel_questions(self) -> None:
-        for future in list(self.open):
-            future.cancel()
+    def cancel(self) -> None:
+        """End the program, as far as it can be ended, and what it asks."""
+        self.is_over = True
+        self.score.cancel()
+        for reply in list(self.open):
+            reply.cancel()
 
     def result(self) -> Score:
         """The score, which must be there. Raises ScoreError where the program failed in the run's process."""
@@ -123,31 +135,11 @@ class Episode:
             return Score.unscored(self.failure)
         try:
             return checked(self.score.result())
-        except ScoreError:
-            raise
         except (Exception, SystemExit) as error:  # whatever code of the user's own raises
+            if isinstance(error, ScoreError):
+                raise
             fix = "HYDRA_FULL_ERROR=1 shows the traceback"
             raise ScoreError(f"problem {self.problem.problem_id} cannot be played, {told(error)}; {fix}") from error
-
-    def cancel(self) -> None:
-        """End the program, as far as it can be ended."""
-        self.is_cancelled = True
-        self.score.cancel()
-        self._cancel_questions()
-
-
-@dataclass(eq=False)
-class _Question:
-    episode: Episode
-    messages: Sequence[Message]
-    tools: Sequence[Schema]
-    longest: int | None
-    reply: Future[Reply] = field(default_factory=Future)
-    ask: Ask = field(init=False)  # what is sampled for it
-
-    def answer(self, reply: Reply | RequestError) -> None:
-        with suppress(InvalidStateError):  # its program has been ended
-            self.reply.set_exception(reply) if isinstance(reply, RequestError) else self.reply.set_result(reply)
 
 
 def play_groups(
@@ -173,11 +165,11 @@ def play_groups(
     said: set[str] = getattr(task, "said", set())  # see `warn_once`
     num_all = len(draws) * group_size
     proxy: Proxy | None = None
-    events: SimpleQueue[_Question | Episode] = SimpleQueue()  # what programs ask, and episodes that are over
+    events: SimpleQueue[Question | Episode] = SimpleQueue()  # what programs ask, and episodes that are over
     episodes: list[Episode] = []  # that have begun: the members of the first draw's group, then those of the second's
     live: set[Episode] = set()  # those of them that are not over
-    ready: list[_Question] = []  # for the policy
-    sent: dict[int, _Question] = {}  # to the policy, by the number of the request
+    ready: list[Question] = []  # for the policy
+    sent: dict[int, Question] = {}  # to the policy, by the number of the request
     finished: list[int] = []  # draws whose episodes are all over
     answered_s = time.perf_counter()
 
@@ -219,7 +211,7 @@ def play_groups(
                 if not is_early:
                     yield None
                 continue
-            if isinstance(event, _Question):
+            if isinstance(event, Question):
                 # 4. A program asks: what is within its limits is for the policy, and beyond them its reply is empty.
                 try:
                     ask = event.episode.dialogue.ask(event.messages, event.tools, event.longest)
@@ -241,39 +233,38 @@ def play_groups(
                 if len(members) == group_size and live.isdisjoint(members):
                     finished.append(index)
 
-    def groups() -> Iterator[tuple[int, RolloutGroup]]:
-        """Those that have finished since the last time."""
-        while finished:
-            index = finished.pop()
-            problem, members = draws[index][0], episodes[index * group_size : (index + 1) * group_size]
-            rollouts = [episode.dialogue.rollout(episode.result()) for episode in members]
-            dropped = sum(rollout.score.measured["dropped_tokens"] for rollout in rollouts)
-            share = dropped / max(dropped + sum(rollout.num_sampled for rollout in rollouts), 1)
-            if share > MUCH_DROPPED_FRAC:
-                about = f"problem {problem.problem_id}: {share:.0%} of the tokens that its episodes sampled"
-                why = "because their program rewrote what the policy had said, or asked for several replies"
-                text = f"{about} are not trained on, {why} (measured/dropped_tokens counts them)"
-                warn_once(said, "dropped", text)
-            yield index, RolloutGroup(problem, tuple(rollouts))
-
     progress.report(0, num_all, "episodes")
     try:
         with closing(client.generate(requests(), sampling)) as answers:
-            for number, [completion] in answers:
-                answered_s = time.perf_counter()
-                question = sent.pop(number)
-                episode = question.episode
-                episode.num_asked -= 1
-                try:
-                    question.answer(episode.dialogue.answer(question.ask, completion))
-                except Exception as error:  # whatever reading calls raises at what the policy said
-                    reason = f"a reply of the policy cannot be read, {told(error)}"
-                    about = f"problem {episode.problem.problem_id}, {reason}"
-                    warn_once(said, "reply", f"{about}; its episode has no score (scoring.on_failure)")
-                    episode.failure = f"raised: {reason}"
-                    episode.cancel()
-                yield from groups()
-        yield from groups()
+            for answered in chain(answers, [None]):  # at last comes what is over since the last answer
+                if answered is not None:
+                    # The policy's reply goes to the program that asked.
+                    answered_s = time.perf_counter()
+                    number, [completion] = answered
+                    question = sent.pop(number)
+                    episode = question.episode
+                    episode.num_asked -= 1
+                    try:
+                        question.answer(episode.dialogue.answer(question.ask, completion))
+                    except Exception as error:  # whatever reading calls raises at what the policy said
+                        reason = f"a reply of the policy cannot be read, {told(error)}"
+                        about = f"problem {episode.problem.problem_id}, {reason}"
+                        warn_once(said, "reply", f"{about}; its episode has no score (scoring.on_failure)")
+                        episode.failure = f"raised: {reason}"
+                        episode.cancel()
+                # Groups whose episodes are all over by now.
+                while finished:
+                    index = finished.pop()
+                    problem, members = draws[index][0], episodes[index * group_size : (index + 1) * group_size]
+                    rollouts = tuple(each.dialogue.rollout(each.result()) for each in members)
+                    dropped = sum(rollout.score.measured["dropped_tokens"] for rollout in rollouts)
+                    share = dropped / max(dropped + sum(rollout.num_sampled for rollout in rollouts), 1)
+                    if share > MUCH_DROPPED_FRAC:
+                        about = f"problem {problem.problem_id}: {share:.0%} of the tokens that its episodes sampled"
+                        why = "because their program rewrote what the policy had said, or asked for several replies"
+                        text = f"{about} are not trained on, {why} (measured/dropped_tokens counts them)"
+                        warn_once(said, "dropped", text)
+                    yield index, RolloutGroup(problem, rollouts)
         on_scored(time.perf_counter() - answered_s)
     finally:
         for episode in live:

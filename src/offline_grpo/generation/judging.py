@@ -46,24 +46,18 @@ class Judgement:
         self._asked: list[str | tuple[str, ...]] = [*texts]
         self._asked += [tuple(texts)] if TaskFacts.of(task).rewards_groups else []
         self.futures: list[Future[Any]] = []
-        try:
-            for text in self._asked:
-                try:
-                    score = task.score(problem, text) if isinstance(text, str) else task.score_group(problem, text)
-                except (Exception, SystemExit) as error:  # whatever code of the user's own raises
-                    raise self._named(error, text) from error
-                if inspect.isawaitable(score):
-                    self.futures.append(asyncio.run_coroutine_threadsafe(_awaited(score), background_loop()))
-                else:
-                    self.futures.append(Future())
-                    self.futures[-1].set_result(score)
-        except BaseException:
-            self.cancel()
-            raise
-
-    @property
-    def is_done(self) -> bool:
-        return all(future.done() for future in self.futures)
+        # All are asked now: what is async runs while the task is called for the others.
+        for text in self._asked:
+            try:
+                score = task.score(problem, text) if isinstance(text, str) else task.score_group(problem, text)
+            except (Exception, SystemExit) as error:  # whatever code of the user's own raises
+                self.cancel()
+                raise self._named(error, text) from error
+            if inspect.isawaitable(score):
+                self.futures.append(asyncio.run_coroutine_threadsafe(_awaited(score), background_loop()))
+            else:
+                self.futures.append(Future())
+                self.futures[-1].set_result(score)
 
     def cancel(self) -> None:
         for future in self.futures:

@@ -27,6 +27,7 @@ from pydantic_core import from_json
 
 from offline_grpo.errors import RequestError
 from offline_grpo.generation.judging import warn_once
+from offline_grpo.model.tool_calls import arguments_of
 from offline_grpo.types import Message, Reply, Schema
 
 T = TypeVar("T")
@@ -57,8 +58,7 @@ REFUSED = {
     **dict.fromkeys(("ignore_eos", "min_tokens", "response_format", "structured_outputs"), OF_DRAWS),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), OF_DRAWS),
 }
-NO_TEXT = {"refusal", "audio", "images", "function_call"}
-"""Fields of a message."""
+NO_TEXT = {"refusal", "audio", "images", "function_call"}  # fields of a message
 
 OF_CLIENTS = (HttpProcessingError, web.RequestPayloadError, OSError)
 logging.getLogger("aiohttp.server").addFilter(  # that a client sends no HTTP, or hangs up, is no news
@@ -138,6 +138,7 @@ class Proxy(web.Server):
         read = partial(web.BaseRequest, loop=self._own_loop, client_max_size=LARGEST_BODY)
         how: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepalive_timeout": IDLE_S}
         super().__init__(self._answer, request_factory=read, loop=self._own_loop, **how)
+        # It listens from now on, so that episodes can be told its address before the thread serves.
         self._socket = socket.create_server(("127.0.0.1", 0))
 
         def run() -> None:
@@ -187,19 +188,18 @@ class Proxy(web.Server):
         self._keys.pop(handler, None)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
-        response = await self._respond(request)
-        if len(self._keys) > self._most_strangers:  # then none is kept alive
+        # Whoever knows no key gets no further.
+        key, _, place = request.path.strip("/").partition("/v1/")
+        if (ask := self._asks.get(key)) is None:
+            response = _refusal(404, "there is no such episode, or it is over")
+        else:
+            self._keys[request.protocol] = key
+            response = await self._respond(request, place, ask)
+        if ask is None or len(self._keys) > self._most_strangers:  # then none is kept alive
             response.force_close()
         return response
 
-    async def _respond(self, request: web.BaseRequest) -> web.Response:
-        # 1. Whoever knows no key gets no further.
-        key, _, place = request.path.strip("/").partition("/v1/")
-        if (ask := self._asks.get(key)) is None:
-            refusal = _refusal(404, "there is no such episode, or it is over")
-            refusal.force_close()
-            return refusal
-        self._keys[request.protocol] = key
+    async def _respond(self, request: web.BaseRequest, place: str, ask: Ask) -> web.Response:
         if place not in PLACES:
             return _refusal(404, f"there is no /v1/{place}; there are {', '.join(PLACES)}")
         if request.method not in PLACES[place]:
@@ -208,18 +208,18 @@ class Proxy(web.Server):
             models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "offline_grpo"}]
             return web.json_response({"object": "list", "data": models})
         try:
-            # 2. All that is heeded has its type.
+            # 1. All that is heeded has its type.
             async with asyncio.timeout(IDLE_S):
                 body = await request.read()
             asked = from_json(body)
             _Request.model_validate(asked)
-            # 3. What must not be ignored is not asked for; other wishes are.
+            # 2. What must not be ignored is not asked for; other wishes are.
             for name in asked.keys() & REFUSED.keys():
                 if asked[name] not in (*NOTHING, *self._allowed.get(name, ())):
                     raise RequestError(f"{name}: {REFUSED[name]}")
             if wishes := _names(name for name in asked.keys() - HEEDED if asked[name] is not None):
                 warn_once(self._said, wishes, f"an agent asks for {wishes} of its own; the run's settings count")
-            # 4. The policy replies, once it is its turn.
+            # 3. The policy replies, once it is its turn.
             messages = [self._message(message) for message in asked["messages"]]
             tools = [] if asked.get("tool_choice") == "none" else asked.get("tools") or []
             longest = asked.get("max_completion_tokens") or asked.get("max_tokens")
@@ -233,10 +233,7 @@ class Proxy(web.Server):
             return _refusal(400, str(error))
         except ValueError as error:
             return _refusal(400, f"the body is not JSON ({error})")
-        if not asked.get("stream"):
-            return web.json_response(_completion(reply))
-        with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
-        return web.Response(body=_events(_completion(reply), with_usage=with_usage), content_type="text/event-stream")
+        return _completion(reply, asked)
 
     def _message(self, message: Mapping[str, Any]) -> Message:
         """As chat templates know it, without fields that say nothing."""
@@ -250,7 +247,7 @@ class Proxy(web.Server):
         found["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
         found["role"] = "system" if message["role"] == "developer" else message["role"]
         if calls := message.get("tool_calls"):
-            found["tool_calls"] = _with_arguments(_arguments, calls)
+            found["tool_calls"] = _with_arguments(arguments_of, calls)
         return found
 
 
@@ -259,19 +256,9 @@ def _names(fields: Iterable[str]) -> str:
     return ", ".join(sorted({name if name.isidentifier() and len(name) < 40 else "..." for name in fields})[:8])
 
 
-def _with_arguments(convert: Callable[[Any], Any], calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    functions = [{**call["function"], "arguments": convert(call["function"].get("arguments"))} for call in calls]
-    return [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
-
-
-def _arguments(given: str | dict[str, Any] | None) -> str | dict[str, Any]:
-    """Of a call, from their JSON; text that is no object of JSON stays as it is."""
-    if isinstance(given, dict):
-        return given
-    with suppress(ValueError, RecursionError):
-        if isinstance(found := json.loads(given or "{}"), dict):
-            return found
-    return given or {}
+def _with_arguments(read: Callable[[Schema], object], calls: Iterable[Schema]) -> list[dict[str, object]]:
+    """The calls, whose arguments are those that `read` finds in the function."""
+    return [{**call, "function": {**call["function"], "arguments": read(call["function"])}} for call in calls]
 
 
 def _refusal(status: int, reason: str) -> web.Response:
@@ -279,32 +266,28 @@ def _refusal(status: int, reason: str) -> web.Response:
     return web.json_response({"error": error}, status=status)
 
 
-def _completion(reply: Reply) -> dict[str, Any]:
+def _completion(reply: Reply, asked: Mapping[str, Any]) -> web.Response:
+    """A reply as OpenAI's API has it, whole or as a stream of one piece."""
     message = dict(reply.message)
     if reply.calls:
-        message |= {"content": reply.content or None, "tool_calls": _with_arguments(json.dumps, message["tool_calls"])}
+        calls = _with_arguments(lambda function: json.dumps(function["arguments"]), message["tool_calls"])
+        message |= {"content": reply.content or None, "tool_calls": calls}
     end = "length" if reply.is_cut else "tool_calls" if reply.calls else "stop"
     prompt, sampled = reply.num_prompt_tokens, reply.num_tokens
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "object": "chat.completion",
-        "created": 0,
-        "model": MODEL,
-        "choices": [{"index": 0, "message": message, "finish_reason": end, "logprobs": None}],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
-    }
-
-
-def _events(whole: Mapping[str, Any], *, with_usage: bool) -> bytes:
-    """A completion as a stream of one piece."""
-    [choice], usage = whole["choices"], whole["usage"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{**call, "index": i} for i, call in enumerate(delta["tool_calls"])]
+    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": 0, "model": MODEL}
+    if not asked.get("stream"):
+        choice = {"index": 0, "message": message, "finish_reason": end, "logprobs": None}
+        return web.json_response(head | {"object": "chat.completion", "choices": [choice], "usage": usage})
+    # The message, its end, and the usage where that is asked for.
+    if reply.calls:
+        message["tool_calls"] = [{**call, "index": i} for i, call in enumerate(message["tool_calls"])]
     parts: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-        *([{"choices": [], "usage": usage}] if with_usage else []),
+        {"choices": [{"index": 0, "delta": message, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": end}]},
     ]
-    head = {name: whole[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    return b"".join(b"data: " + json.dumps(head | part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n"
+    if (asked.get("stream_options") or {}).get("include_usage"):
+        parts.append({"choices": [], "usage": usage})
+    head["object"] = "chat.completion.chunk"
+    body = b"".join(b"data: " + json.dumps(head | part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n"
+    return web.Response(body=body, content_type="text/event-stream")

@@ -66,7 +66,7 @@ def sample_groups(
                 progress.report(num_done, num_asked, "completions")
                 texts = [codec.judged(completion.token_ids, sampling) for completion in completions]
                 judgement = Judgement(task, draws[index][0], texts)
-                if judgement.is_done:
+                if all(future.done() for future in judgement.futures):
                     yield index, group(index, completions, texts, judgement)
                 else:
                     waiting.append((index, completions, texts, judgement))

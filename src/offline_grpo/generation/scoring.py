@@ -39,13 +39,11 @@ log = logging.getLogger(__name__)
 GRACE_S = 1.0
 """An async score has so much beyond its deadline, which its worker keeps: that may be busy with another one."""
 CLOSE_S = 15.0
-LONGEST_LINE = 2**31
-"""Bytes of what a worker says: an episode's program asks with its whole conversation."""
+LONGEST_LINE = 2**31  # bytes of what a worker says: an episode's program asks with its whole conversation
 LOOK_INTERVAL_S = 60.0
 """How often machines are looked for that have none of our actors: new ones, and lost ones, which Ray may still count
 for as long."""
-MAX_LOST = 3
-"""So many machines may be lost with a completion before it counts as one that kills them."""
+MAX_LOST = 3  # so many machines may be lost with a completion before it counts as one that kills them
 
 Asked = str | tuple[str, ...]
 """A completion's text, or the texts of a group of them."""
@@ -139,6 +137,7 @@ class Scorers:
         self._num_to_start = setup.num_workers
         self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None, or one that has ended: start another
         self._room_alone = asyncio.Semaphore(setup.num_workers)
+        # The process above all workers starts now, because it imports what they need; its settings come by a pipe.
         self._control, theirs = socket.socketpair()
         with theirs:
             run = f"from offline_grpo.generation.scoring_worker import main; main({theirs.fileno()})"
@@ -168,7 +167,7 @@ class Scorers:
         if worker is None or not worker.is_alive:
             try:
                 worker = await self._start(is_shared=True)
-            except BaseException:
+            except BaseException:  # it cannot be started, or the caller has given up
                 self._free.put_nowait(None)
                 raise
         answer = await self._ask(worker, problem, asked)
@@ -187,34 +186,29 @@ class Scorers:
     def close(self) -> None:
         """End all processes of it."""
         self._control.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._host.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._host.kill()  # its workers die with it
-            self._host.wait()
+        self._host.kill()  # its workers die with it
+        self._host.wait()
 
     async def _start(self, *, is_shared: bool) -> _Worker:
         ours, theirs = socket.socketpair()
         number = next(self._numbers)
-        with theirs:
-            try:
-                socket.send_fds(self._control, [number.to_bytes(MESSAGE_BYTES, "big")], [theirs.fileno()])
-            except OSError as error:
-                raise self._broken("the process that starts them has ended") from error
+        with theirs, suppress(OSError):  # the process that starts them has ended, and nobody answers
+            socket.send_fds(self._control, [number.to_bytes(MESSAGE_BYTES, "big")], [theirs.fileno()])
         worker = _Worker(number, *await asyncio.open_connection(sock=ours, limit=LONGEST_LINE), is_shared)
+        # It says first whether it can make the task: if not, no other one can.
         try:
             first = json.loads(await worker.reader.readline() or '{"broken": "one has died"}')
             if "broken" in first:
-                raise self._broken(first["broken"])
-        except BaseException:
-            self._end(worker)
-            raise
-        worker.listening = asyncio.create_task(self._listen(worker))
+                mib = self._setup.memory_bytes // 2**20
+                fix = f"scoring.memory_mib={mib} may be too little for what they import; scoring.workers=0 needs none"
+                raise ScoreError(f"the processes that score do not work ({fix}): {first['broken']}")
+            worker.listening = asyncio.create_task(self._listen(worker))
+        finally:
+            if worker.listening is None:
+                self._end(worker)
         return worker
-
-    def _broken(self, reason: str) -> ScoreError:
-        memory = f"scoring.memory_mib={self._setup.memory_bytes // 2**20} may be too little for what they import"
-        return ScoreError(f"the processes that score do not work ({memory}; scoring.workers=0 needs none): {reason}")
 
     async def _listen(self, worker: _Worker) -> None:
         """Hand each message to the request that it is about, until the worker ends."""
@@ -241,16 +235,16 @@ class Scorers:
         """The worker's answer; None where it ended while it had several requests."""
         number = next(self._numbers)
         inbox = worker.inboxes[number] = asyncio.Queue()
-        limit_s, is_awaited = self._setup.timeout_s, False
+        limit_s, is_awaited, is_answered, message = self._setup.timeout_s, False, False, None
         began = time.monotonic()
         deadline = began + limit_s
         episode = None if isinstance(asked, (str, tuple)) else asked
         opening = asked if isinstance(asked, (str, tuple)) else Opening(asked.seed, asked.base_url, asked.api_key)
         try:
             worker.writer.write(frame(problem, opening, number))
-            while True:
-                # How long its code may go on. An episode has a limit for what its program does between two replies of
-                # the policy, and one for all of it.
+            while not is_answered:
+                # 1. How long its code may go on. An episode has a limit for what its program does between two replies
+                # of the policy, and one for all of it.
                 left_s, limit, place = deadline - time.monotonic(), f"{limit_s:g} s (scoring.timeout_s)", ""
                 if episode is not None:
                     assert problem.rules is not None
@@ -261,10 +255,12 @@ class Scorers:
                         limit = f"{whole_s:g} s (task.episode_timeout_s)"
                 if left_s < 0:
                     self._end(worker, failed("timeout", f"took more than {limit}{place}"))
-                try:  # a worker that has ended has left its last message
+                # 2. The next message; a worker that has ended has left its last one.
+                try:
                     message = await asyncio.wait_for(inbox.get(), left_s if worker.is_alive else None)
                 except TimeoutError:
                     continue
+                # 3. What its code asks of the policy is passed on; all else is an answer.
                 if message is not None and "awaits" in message:
                     # The score is async: others may be begun in this worker meanwhile.
                     is_awaited, deadline = True, time.monotonic() + limit_s + GRACE_S
@@ -277,15 +273,13 @@ class Scorers:
                     assert episode is not None
                     episode.pay(message["pay"])
                 else:
-                    break
-            if message is not None and message.get("failure") == "memory":
-                self._end(worker)
+                    is_answered = True
             return message
-        except BaseException:  # the caller has given up
-            if not is_awaited:
-                self._end(worker)
-            raise
         finally:
+            # Code that needed too much memory, or whose caller has given up, may hold its worker.
+            is_full = is_answered and message is not None and message.get("failure") == "memory"
+            if is_full or not (is_answered or is_awaited):
+                self._end(worker)
             del worker.inboxes[number]
             if worker.is_shared and not is_awaited:
                 self._free.put_nowait(worker)

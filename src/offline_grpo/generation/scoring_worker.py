@@ -17,6 +17,7 @@ import json
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,6 @@ import psutil
 from offline_grpo.engine.spawn import adopt_orphans, end_with_parent
 from offline_grpo.errors import GrpoError, reason_of, told
 from offline_grpo.generation.judging import checked
-from offline_grpo.interfaces import Task
 from offline_grpo.types import Message, Problem, Reply, Schema
 
 MESSAGE_BYTES = 8
@@ -83,7 +83,6 @@ def main(control_fd: int) -> None:
     """Fork and end workers until the other side of the socket closes. Standard input has the pickled `Setup`."""
     setup: Setup = pickle.load(sys.stdin.buffer)
     control = socket.socket(fileno=control_fd)
-    control.settimeout(LOOK_S)
     adopt_orphans()  # processes that workers leave behind when they end become our children
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     for name in setup.preload:
@@ -91,12 +90,11 @@ def main(control_fd: int) -> None:
     # A number with a connection asks for a worker, a number alone ends that one.
     pids: dict[int, int] = {}
     while True:
-        try:
-            message, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
-        except TimeoutError:
+        if not select.select([control], [], [], LOOK_S)[0]:
             if setup.printed is not None and setup.printed.is_file() and setup.printed.stat().st_size > LARGEST_LOG:
                 os.truncate(setup.printed, LARGEST_LOG // 2)  # whoever prints appends, wherever it ends
             continue
+        message, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
         if not message:
             _kill_all_but(set())
             os._exit(0)
@@ -156,107 +154,109 @@ def _work(fd: int, setup: Setup) -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = setup.memory_bytes if hard == resource.RLIM_INFINITY else min(setup.memory_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    connection = socket.socket(fileno=3)
+    # It says whether it can make the task, and then answers requests.
+    connection, task = socket.socket(fileno=3), None
     try:
-        task = pickle.loads(setup.make_task)()
+        task, first = pickle.loads(setup.make_task)(), {"ready": True}
     except BaseException as error:  # whatever a user's module does
-        connection.sendall(_line({"broken": _details(error)}))
-        return
-    _Worker(task, setup.timeout_s).serve(connection)
+        first = {"broken": _failure(error)["details"]}
+    connection.sendall(json.dumps(first).encode() + b"\n")
+    if task is not None:
+        _Worker(task, setup.timeout_s).serve(connection)
 
 
+@dataclass(eq=False)
 class _Worker:
-    def __init__(self, task: Task, timeout_s: float) -> None:
-        self._task: Any = task
-        self._timeout_s = timeout_s
-        self._awaited: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
+    task: Any
+    timeout_s: float
+    pid: int = field(default_factory=os.getpid)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    awaited: set[asyncio.Task[None]] = field(default_factory=set)
+    reader: asyncio.StreamReader = field(init=False)
+    writer: asyncio.StreamWriter = field(init=False)
 
     def serve(self, connection: socket.socket) -> None:
         """Score requests until the other side closes the connection."""
-        self._reader, self._writer = self._result(asyncio.open_connection(sock=connection))
-        self._writer.write(_line({"ready": True}))
+        self.reader, self.writer = self._result(asyncio.open_connection(sock=connection))
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 self._answer(*self.receive())
 
     def receive(self) -> tuple[Any, ...]:
         """The next message of the run."""
-        size = int.from_bytes(self._result(self._reader.readexactly(8)), "big")
-        return pickle.loads(self._result(self._reader.readexactly(size)))
+        size = int.from_bytes(self._result(self.reader.readexactly(8)), "big")
+        return pickle.loads(self._result(self.reader.readexactly(size)))
+
+    def send(self, number: int, answer: Mapping[str, object]) -> None:
+        """JSON, because nothing that comes from a process with foreign code is unpickled."""
+        if os.getpid() != self.pid:
+            os._exit(0)  # the function forked, and this is the copy
+        self.writer.write(json.dumps({**answer, "number": number}).encode() + b"\n")
 
     def _result(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Its result; async scores run meanwhile, and at no other time: a score that is not async may run a loop."""
-        waiting = self._loop.create_task(coroutine)
+        waiting = self.loop.create_task(coroutine)
         while not waiting.done():
             # of a task that a score has made: asyncio leaves its loop, and all that it awaits
             with suppress(SystemExit, KeyboardInterrupt):
-                self._loop.run_until_complete(waiting)
+                self.loop.run_until_complete(waiting)
         return waiting.result()
 
-    def _answer(self, problem: Problem, text: str | tuple[str, ...] | Opening, number: int) -> None:
-        pid = os.getpid()
+    def _answer(self, problem: Problem, asked: str | tuple[str, ...] | Opening, number: int) -> None:
+        score: Any = None
         try:
-            if isinstance(text, Opening):
-                score = self._task.play(problem, _Chat(self, number, text, pid))
-            elif isinstance(text, str):
-                score = self._task.score(problem, text)
+            if isinstance(asked, Opening):
+                score = self.task.play(problem, _Chat(self, number, asked.seed, asked.base_url, asked.api_key))
+            elif isinstance(asked, str):
+                score = self.task.score(problem, asked)
             else:
-                score = self._task.score_group(problem, text)
-            if inspect.isawaitable(score):
-                self.send(number, {"awaits": True}, pid)
-                waiting = self._loop.create_task(self._await(number, score, pid))
-                self._awaited.add(waiting)
-                waiting.add_done_callback(self._awaited.discard)
-                return
-            answer = _answer(score)
+                score = self.task.score_group(problem, asked)
+            answer = {"awaits": True} if inspect.isawaitable(score) else _as_json(score)
         except BaseException as error:  # whatever a user's function raises, SystemExit too
             answer = _failure(error)
-        self.send(number, answer, pid)
+        self.send(number, answer)
+        # An async score is awaited while others begin: the run, which has just been told, sends them.
+        if "awaits" in answer:
+            waiting = self.loop.create_task(self._await(number, score))
+            self.awaited.add(waiting)
+            waiting.add_done_callback(self.awaited.discard)
 
-    async def _await(self, number: int, score: Awaitable[object], pid: int) -> None:
-        deadline = asyncio.timeout(self._timeout_s)
+    async def _await(self, number: int, score: Awaitable[object]) -> None:
+        deadline = asyncio.timeout(self.timeout_s)
         try:
             async with deadline:
-                answer = _answer(await score)
+                answer = _as_json(await score)
         except BaseException as error:  # see `_answer`
-            late = failed("timeout", f"took more than {self._timeout_s:g} s (scoring.timeout_s)")
+            late = failed("timeout", f"took more than {self.timeout_s:g} s (scoring.timeout_s)")
             answer = late if deadline.expired() else _failure(error)
-        self.send(number, answer, pid)
-
-    def send(self, number: int, answer: dict[str, Any], pid: int) -> None:
-        if os.getpid() != pid:
-            os._exit(0)  # the function forked, and this is the copy
-        self._writer.write(_line(answer | {"number": number}))
+        self.send(number, answer)
 
 
+@dataclass(eq=False)
 class _Chat:
     """A `Chat`, for a program in a worker."""
 
-    def __init__(self, worker: _Worker, number: int, opening: Opening, pid: int) -> None:
-        self._worker, self._number, self._pid = worker, number, pid
-        self.seed, self.base_url, self.api_key = opening.seed, opening.base_url, opening.api_key
+    worker: _Worker
+    number: int
+    seed: int
+    base_url: str
+    api_key: str
 
     def say(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Reply:
-        self._worker.send(self._number, {"say": [list(messages), list(tools)]}, self._pid)
-        [reply] = self._worker.receive()
+        self.worker.send(self.number, {"say": [list(messages), list(tools)]})
+        [reply] = self.worker.receive()
         if isinstance(reply, Exception):
             raise reply
         return reply
 
     def pay(self, reward: float) -> None:
-        self._worker.send(self._number, {"pay": float(reward)}, self._pid)
+        self.worker.send(self.number, {"pay": float(reward)})
 
 
-def _line(answer: Mapping[str, Any]) -> bytes:
-    """An answer on its way back. JSON, because nothing that comes from a process with foreign code is unpickled."""
-    return json.dumps(answer).encode() + b"\n"
-
-
-def _answer(score: object) -> dict[str, Any]:
+def _as_json(score: object) -> dict[str, Any]:
     """A score, or those of a group, as JSON types. Raises ScoreError where it is none."""
     if isinstance(score, list):
-        return {"scores": list(map(_answer, score))}
+        return {"scores": list(map(_as_json, score))}
     found = checked(score)
     if found.failure is not None:
         return failed(found.failure)
@@ -265,10 +265,8 @@ def _answer(score: object) -> dict[str, Any]:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    return failed("memory" if isinstance(error, MemoryError) else "raised", _details(error))
-
-
-def _details(error: BaseException) -> str:
+    """The answer where code has raised, with its traceback; our own errors, which name key and value, need none."""
     text = f"{told(error)}\n{''.join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]}"
-    text = reason_of(error) if isinstance(error, GrpoError) else text  # our own names key and value
-    return text.encode(errors="backslashreplace").decode()  # halves of characters
+    text = reason_of(error) if isinstance(error, GrpoError) else text
+    details = text.encode(errors="backslashreplace").decode()  # halves of characters
+    return failed("memory" if isinstance(error, MemoryError) else "raised", details)

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers import (
-    Cache,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
@@ -61,8 +59,7 @@ LOW_BITS = 2**64 - 1
 REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Not cuDNN's attention: on an H100 it rounds the same decoding step differently each time from 65 keys on."""
 
-CACHE_NAMES = {"cache", "past_key_values"}
-"""What models call the argument: the former since transformers 5.24."""
+CACHE_NAMES = {"cache", "past_key_values"}  # what models call the argument: the former since transformers 5.24
 
 STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
 """Of composites: tokens in whose place features of a tower come."""
@@ -86,35 +83,27 @@ class TransformersClient(LocalEngine):
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
     weights: ServedWeights = field(default_factory=ServedWeights, init=False)
+    _lm: Any = field(init=False)  # the transformers model, free of peft's wrapper; LoRA layers sit inside it
+    _cache_name: str = field(init=False)  # of its forward's argument
 
     def __post_init__(self) -> None:
+        self._lm = unwrapped(self.model)
+        self._cache_name = next(iter(CACHE_NAMES & inspect.signature(self._lm.forward).parameters.keys()), "")
         lacks = None if self._cache_name else "does not use a cache of keys and values"
         try:
-            self._new_cache().get_seq_length()
+            DynamicCache(config=self._lm.config.get_text_config(decoder=True)).get_seq_length()
         except ValueError:
             lacks = lacks or "has no layer with attention"
         if lacks is not None:
             fix = "so it cannot be sampled in process; use generation=vllm_server"
             raise ConfigError(f"generation=transformers: {type(self._lm).__name__} {lacks}, {fix}")
 
-    @property
-    def _lm(self) -> Any:
-        """The transformers model, free of peft's wrapper; LoRA layers sit inside it."""
-        return unwrapped(self.model)
-
-    def _new_cache(self) -> DynamicCache:
-        return DynamicCache(config=self._lm.config.get_text_config(decoder=True))
-
-    @cached_property
-    def _cache_name(self) -> str:
-        """What this model's forward calls its cache of keys and values; empty if it has none."""
-        return next(iter(CACHE_NAMES & inspect.signature(self._lm.forward).parameters.keys()), "")
-
     def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
         """See `RolloutClient.generate`. All requests that are there are taken at once; prompts of like length are
         decoded together.
         """
         coming, num_before, is_over = iter(requests), 0, False
+        context = context_length(self._lm.config)
         while not is_over:
             taken: list[SamplingRequest] = []
             for request in coming:
@@ -123,60 +112,56 @@ class TransformersClient(LocalEngine):
                 taken.append(request)
             else:
                 is_over = True
-            for index, completions in self._answer(taken, sampling):
-                yield num_before + index, completions
+            # 1. What does not fit into the model's context is refused before anything is computed.
+            for index, request in enumerate(taken):
+                prompt, limit = request.prompt_ids, request.max_new_tokens or sampling.max_new_tokens
+                if len(prompt) == 0:
+                    raise ConfigError(f"prompt {index} has no tokens; check the task's messages and the chat template")
+                if context is not None and len(prompt) + limit > context:
+                    has = f"prompt {index} has {len(prompt)} tokens and the model's context is {context}"
+                    fix = f"use {max(context - len(prompt), 0)} or less, or leave out problems with longer prompts"
+                    raise ConfigError(f"generation.max_new_tokens={limit}: {has}; {fix}")
+            # 2. Rows are (request, replicate), the short prompts first; a batch may have parts of several requests.
+            by_length = sorted(range(len(taken)), key=lambda index: len(taken[index].prompt_ids))
+            rows = [(index, replicate) for index in by_length for replicate in range(taken[index].num_completions)]
+            done: dict[int, list[Completion]] = defaultdict(list)
+            for start in range(0, len(rows), self.batch_size):
+                batch = rows[start : start + self.batch_size]
+                draws = self._decode(taken, batch, sampling)
+                if (bad := draws.first_non_finite()) is not None:
+                    where = f"token {bad[1]} after prompt {batch[bad[0]][0]}"
+                    raise EngineError(f"logits of {where} are not finite (weights version {self.weights.version})")
+                for (index, _), completion in zip(batch, draws.completions(self.weights.version), strict=True):
+                    done[index].append(completion)
+                    if len(done[index]) == taken[index].num_completions:
+                        yield num_before + index, done.pop(index)
             num_before += len(taken)
-
-    def _answer(self, requests: Sequence[SamplingRequest], sampling: SamplingParams) -> CompletionStream:
-        # 1. What does not fit into the model's context is refused before anything is computed.
-        context = context_length(self._lm.config)
-        for index, request in enumerate(requests):
-            prompt, limit = request.prompt_ids, request.max_new_tokens or sampling.max_new_tokens
-            if len(prompt) == 0:
-                raise ConfigError(f"prompt {index} has no tokens; check the task's messages and the chat template")
-            if context is not None and len(prompt) + limit > context:
-                has = f"prompt {index} has {len(prompt)} tokens and the model's context is {context}"
-                fix = f"use {max(context - len(prompt), 0)} or less, or leave out problems with longer prompts"
-                raise ConfigError(f"generation.max_new_tokens={limit}: {has}; {fix}")
-        # 2. Rows are (request, replicate), the short prompts first; a batch may have parts of several requests.
-        by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
-        rows = [(index, replicate) for index in by_length for replicate in range(requests[index].num_completions)]
-        done: dict[int, list[Completion]] = defaultdict(list)
-        for start in range(0, len(rows), self.batch_size):
-            batch = rows[start : start + self.batch_size]
-            draws = self._decode(requests, batch, sampling)
-            if (bad := draws.first_non_finite()) is not None:
-                where = f"token {bad[1]} after prompt {batch[bad[0]][0]}"
-                raise EngineError(f"logits of {where} are not finite (weights version {self.weights.version})")
-            for (index, _), completion in zip(batch, draws.completions(self.weights.version), strict=True):
-                done[index].append(completion)
-                if len(done[index]) == requests[index].num_completions:
-                    yield index, done.pop(index)
-
-    def close(self) -> None:
-        """The model is the trainer's."""
 
     @torch.no_grad()  # not inference_mode: tensors that the model caches while it samples must stay usable in training
     def _decode(
         self, requests: Sequence[SamplingRequest], batch: Sequence[tuple[int, int]], sampling: SamplingParams
     ) -> Draws:
         """Completions of U distinct prompts, in B >= U rows, each a (request, replicate)."""
-        lm, eos_ids = (
-            self._lm,
-            end_ids(self._lm.generation_config, self.tokenizer),
-        )  # before a neutral one takes its place
+        lm = self._lm
+        eos_ids = end_ids(lm.generation_config, self.tokenizer)  # before a neutral one takes its place
         place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
         limits = [requests[index].max_new_tokens or sampling.max_new_tokens for index, _ in batch]
         with sampling_state(lm), not_compiled(lm), sdpa_kernel(REPEATABLE), shared_heads():
             # 1. Rows of one prompt share the prefill, but for its last token, with which `generate` begins.
             rows = torch.tensor([place[index] for index, _ in batch], device=lm.device)  # [B]
-            token_ids, mask = left_pad([requests[index].prompt_ids for index in place], lm.device)  # [U, P]
-            cache = self._new_cache()
+            # They are padded at the left, each with its own first token: a repetition penalty sees none that it lacks.
+            prompts = [requests[index].prompt_ids for index in place]
+            width = max(map(len, prompts))
+            blanks = [width - len(prompt) for prompt in prompts]
+            padded = [[prompt[0]] * blank + [*prompt] for prompt, blank in zip(prompts, blanks, strict=True)]
+            masks = [[0] * blank + [1] * len(prompt) for prompt, blank in zip(prompts, blanks, strict=True)]
+            token_ids, mask = torch.tensor(padded, device=lm.device), torch.tensor(masks, device=lm.device)  # [U, P]
+            cache = DynamicCache(config=lm.config.get_text_config(decoder=True))
             if len(batch) > len(place) and token_ids.shape[1] > 1:
                 position_ids = (mask[:, :-1].cumsum(-1) - 1).clamp(min=0)
                 inputs = {"input_ids": token_ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": position_ids}
                 decoder_of(lm)(**inputs, use_cache=True, **{self._cache_name: cache})  # without logits
-                _keep_rows(cache, rows)
+                cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]  # a row may come several times
             cache = with_fixed_size(cache, lm, token_ids.shape[1] + max(limits)) if has_graphs(lm) else cache
             token_ids, mask = token_ids[rows], mask[rows]  # [B, P]
             # 2. The last logits processor draws the tokens, from random numbers of each row's own.
@@ -200,29 +185,12 @@ class TransformersClient(LocalEngine):
                         stopping_criteria=ends,
                         synced_gpus=False,  # of sharded weights this process has all while it samples
                     )  # [R, P + step]
-                kept = draws.keep_unended()  # [R']
+                kept = draws.goes_on().nonzero().squeeze(-1)  # [R'], positions in the former rows
+                draws.rows = draws.rows[kept]
                 if len(kept) == 0 or draws.num_steps_left == 0:
                     return draws
                 token_ids, mask = token_ids[kept], pad(mask[kept], (0, token_ids.shape[1] - mask.shape[1]), value=1)
-                _keep_rows(cache, kept)
-
-
-def _keep_rows(cache: Cache, rows: Tensor) -> None:
-    """Make these rows the cache's; a row may come several times."""
-    # states of convolutions lack `batch_select_indices`
-    cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]  # an int64 tensor by another name
-
-
-def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [B, P] and mask [B, P], int64. A row is padded with its own first token, so that a repetition penalty
-    sees no token that is not in the prompt.
-
-    Example: prompts 5 6 7 and 8 give 5 6 7 / 8 8 8 and 1 1 1 / 0 0 1.
-    """
-    width = max(map(len, prompts))
-    token_ids = [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(token_ids, device=device), torch.tensor(mask, device=device)
+                cache.reorder_cache(kept)  # pyright: ignore[reportArgumentType]  # an int64 tensor by another name
 
 
 @contextmanager
@@ -262,12 +230,6 @@ class Draws:
     @property
     def num_steps_left(self) -> int:
         return self.token_ids.shape[1] - self.step
-
-    def keep_unended(self) -> Tensor:
-        """Narrow `rows` to those that go on; their positions among the former ones."""
-        kept = self.goes_on().nonzero().squeeze(-1)  # [R']
-        self.rows = self.rows[kept]
-        return kept
 
     def goes_on(self) -> Tensor:
         """Whether each of `rows` [R] has neither ended nor reached a limit before that of the others."""
@@ -334,6 +296,7 @@ def uniforms(seeds: Sequence[int], length: int) -> Tensor:
     return torch.from_numpy(rows)
 
 
+@dataclass(eq=False)
 class SeededSampler(LogitsProcessor):
     """The last logits processor: picks each row's token, writes it into `draws`, and makes it the only choice.
 
@@ -341,17 +304,14 @@ class SeededSampler(LogitsProcessor):
     not depend on its batch or on torch's random state. With `uniforms` None the most probable token is picked.
     """
 
-    def __init__(self, draws: Draws, uniforms: Tensor | None) -> None:
-        self._draws = draws
-        self._uniforms = uniforms  # [B, N]
+    draws: Draws
+    uniforms: Tensor | None  # [B, N]
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        draws = self._draws
+        draws = self.draws
         probs = scores.softmax(-1)  # [R, V]
-        if self._uniforms is None:
-            tokens = probs.argmax(-1)  # [R]
-        else:
-            tokens = invert_cdf(probs, self._uniforms[draws.rows, draws.step])
+        noise = None if self.uniforms is None else self.uniforms[draws.rows, draws.step]
+        tokens = probs.argmax(-1) if noise is None else invert_cdf(probs, noise)  # [R]
         draws.token_ids[draws.rows, draws.step] = tokens
         draws.logprobs[draws.rows, draws.step] = probs.gather(1, tokens[:, None]).squeeze(1).log()
         draws.step += 1
@@ -394,13 +354,9 @@ class RowEnds(StoppingCriteria):
         draws.num_tokens[draws.rows] += goes_on
         ends = torch.isin(input_ids[:, -1], self._eos_ids)  # [R]
         if self._stop:
-            ends |= self._spells_stop()
+            newest = draws.token_ids[draws.rows, max(0, draws.step - self._window) : draws.step]  # [R, <= window]
+            texts = self._tokenizer.batch_decode(newest, skip_special_tokens=False)
+            ends |= torch.tensor([any(string in text for string in self._stop) for text in texts], device=ends.device)
         draws.ended[draws.rows] |= ends & goes_on
         over = ~draws.goes_on()
         return over | (2 * over.sum() >= len(over))  # type: ignore[return-value]
-
-    def _spells_stop(self) -> Tensor:
-        draws = self._draws
-        newest = draws.token_ids[draws.rows, max(0, draws.step - self._window) : draws.step]  # [R, <= window]
-        texts = self._tokenizer.batch_decode(newest, skip_special_tokens=False)
-        return torch.tensor([any(string in text for string in self._stop) for text in texts], device=newest.device)

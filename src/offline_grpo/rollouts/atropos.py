@@ -32,7 +32,7 @@ from pydantic_core import from_json
 
 from offline_grpo import progress
 from offline_grpo.disk import write_whole
-from offline_grpo.engine.http import is_loopback, owner_of
+from offline_grpo.engine.http import Refused, is_loopback, owner_of
 from offline_grpo.engine.spawn import Child, Scratch, without_launch_variables
 from offline_grpo.engine.vllm import SERVED_NAME
 from offline_grpo.errors import ConfigError, EngineError, GrpoError, require
@@ -44,33 +44,23 @@ from offline_grpo.types import Metrics, RolloutGroup, SamplingParams, UnusableGr
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 30.0
-"""Between two parts of an answer. The API does nothing else while it reads or writes a large group."""
+TIMEOUT_S = 30.0  # between two parts of an answer: the API does nothing else while it reads a large group
 BATCH_TIMEOUT_S = 300.0
-AWAY_STATUS = (429, 502, 503, 504)
-"""A proxy's answers for an API that is away."""
+AWAY_STATUS = (429, 502, 503, 504)  # a proxy's answers for an API that is away
 API_START_S = 120.0
 FIRST_PAUSE_S = 0.05
-HEALTH_INTERVAL_S = 2.0
-REPORT_INTERVAL_S = 10.0
-STUCK_S = 20.0
-"""How long groups may be in the queue and form no batch before their sizes are checked."""
+HEALTH_INTERVAL_S, REPORT_INTERVAL_S = 2.0, 10.0
+STUCK_S = 20.0  # how long groups may be in the queue and form no batch before their sizes are checked
 MAX_RESETS = 10
-SHORT_LIFE_S = 60.0
-MAX_SHORT_LIVES = 3
+SHORT_LIFE_S, MAX_SHORT_LIVES = 60.0, 3
 """A command that ends this often in a row, each time within `SHORT_LIFE_S` of its start, is not started again."""
 FOREVER = 10**9
-REASONS = ("malformed", "numbers", "vocabulary", "masks", "too_long", "too_many", "images")
-"""Of `UnusableGroup`."""
+REASONS = ("malformed", "numbers", "vocabulary", "masks", "too_long", "too_many", "images")  # of `UnusableGroup`
 QUEUE, POLLS = "perf/rollouts_queue", "perf/rollouts_polls"
 METRICS = (
     *(f"rollouts/num_dropped_{reason}" for reason in REASONS),
     *("rollouts/num_lost_batches", "time/rollouts_wait_s", POLLS, QUEUE),
 )
-
-
-class NotRegistered(EngineError):
-    """The API knows no trainer: it was started anew, or reset."""
 
 
 class Unreachable(EngineError):
@@ -83,10 +73,6 @@ class Owner(NamedTuple):
     group: str | None
     batch_size: int
     max_token_len: int
-
-    @property
-    def is_nobody(self) -> bool:
-        return self.group is None or self.batch_size < 0
 
 
 @dataclass(kw_only=True)
@@ -127,8 +113,7 @@ class Atropos(Source):
     rank: int
 
     _http: httpx.Client = field(init=False)
-    _api: Companion | None = field(default=None, init=False)
-    _environment: Companion | None = field(default=None, init=False)
+    _companions: list[Companion] = field(default_factory=list, init=False)  # the API, and the environment after it
     _ours: Owner = field(init=False)
     _registration: dict[str, Any] = field(init=False)  # what the API, and through it environments, are told
     _is_registered: bool = field(default=False, init=False)
@@ -148,6 +133,8 @@ class Atropos(Source):
         self.url = self.url.rstrip("/")
         limits = httpx.Limits(max_keepalive_connections=0)  # it closes a connection after an error
         self._http = httpx.Client(base_url=self.url, limits=limits, trust_env=False)
+        longest = min(self.max_token_len, self.context or self.max_token_len)
+        self._ours = Owner(None, self.problems_per_iteration * self.group_size, longest)
 
     @staticmethod
     def check(config: RunConfig) -> None:
@@ -172,10 +159,10 @@ class Atropos(Source):
         if self.client.is_local:
             fix = "generation samples in this process, so environments get no new weights; use generation=vllm_server"
             log.warning(fix)
-        # The name by which the run knows its own registration, also after a resume.
+        # 1. The name by which the run knows its own registration, also after a resume.
         folder = self.run_folder
         name = (state or {}).get("registration") or f"{folder.parent.name}-{folder.name}-{secrets.token_hex(4)}"[-128:]
-        self._ours = Owner(name, self._batch_size, min(self.max_token_len, self.context or self.max_token_len))
+        self._ours = self._ours._replace(group=name)
         self._registration = {
             "wandb_group": name,
             "wandb_project": self.wandb_project,
@@ -186,41 +173,55 @@ class Atropos(Source):
             "starting_step": iteration,
             "num_steps": self.num_steps,
         }
-        # An API on this machine is started where none answers.
+        # 2. An API on this machine is started where none answers.
         timeout_s = self.connect_timeout_s
         if self.start_api and is_loopback(urlsplit(self.url).hostname or "") and not self._answers():
-            self._api = run_api(self.url, folder)
-            self._api.start()
+            self._companions.append(run_api(self.url, folder))
+            self._companions[0].keep_running()
             timeout_s = max(timeout_s, API_START_S)
-        self._begin_to_wait()
         self._wait_for_api(timeout_s, "rollouts.connect_timeout_s")
         try:
             self._register(take_over=self.take_over)
             self._poll()
         except (EngineError, ValueError, LookupError) as error:
             raise ConfigError(f"rollouts.url={self.url}: no Atropos API that works ({error})") from error
-        # The environment comes last: it registers at its start.
+        # 3. The environment comes last: it registers at its start.
         if self.environment is not None:
             server: Any = self.client  # `check` requires one
             told = {"server_url": server.base_url, "server_key": server.api_key or "", "model": self.model_id}
             sizes = {"group_size": self.group_size, "max_token_length": self.sampling.max_new_tokens}
-            self._environment = environment_of(self.environment, self.url, folder, **told, sizes=sizes)
-            self._environment.start()
+            self._companions.append(environment_of(self.environment, self.url, folder, **told, sizes=sizes))
+            self._companions[-1].keep_running()
 
     def next(self, iteration: int) -> list[RolloutGroup]:
         """Waits for groups as long as it takes."""
         if self.rank != 0:
             return []
         self._found = defaultdict(float, {QUEUE: self._found[QUEUE]})
-        # Batches are read until there are enough sequences that something can be learnt from.
-        while sum(len(group.rollouts) for group in self._groups) < self._batch_size:
+        read = GroupReader(
+            decode=self.codec.decode,
+            vocab_size=self.vocab_size,
+            max_members=self._ours.batch_size,
+            max_token_len=self._ours.max_token_len,
+            correct_threshold=self.correct_threshold,
+        )
+        # 1. Batches are read until there are enough sequences that something can be learnt from.
+        while sum(len(group.rollouts) for group in self._groups) < self._ours.batch_size:
             began = time.perf_counter()
             self._wait_for_batch(iteration)
             self._found["time/rollouts_wait_s"] += time.perf_counter() - began
-            self._read(self._batches.popleft())
-        # Whole groups, oldest first; one that is too large for the rest waits for the next iteration.
+            for raw in self._batches.popleft():
+                try:
+                    self._groups.append(read(raw))
+                except UnusableGroup as error:
+                    counter = f"rollouts/num_dropped_{error.reason}"
+                    self._found[counter] += 1
+                    if error.reason not in self._warned:
+                        self._warned.add(error.reason)
+                        log.warning("dropped a group (%s counts, this is said once): %s", counter, error)
+        # 2. Whole groups, oldest first; one that is too large for the rest waits for the next iteration.
         chosen: list[RolloutGroup] = []
-        room = self._batch_size
+        room = self._ours.batch_size
         while self._groups and len(self._groups[0].rollouts) <= room:
             chosen.append(self._groups.popleft())
             room -= len(chosen[-1].rollouts)
@@ -234,49 +235,22 @@ class Atropos(Source):
 
     def close(self) -> None:
         """An API that the run found keeps the registration, for a run that resumes from its checkpoint."""
-        for child in (self._environment, self._api):
-            if child is not None:
-                child.stop()
-
-    @property
-    def _batch_size(self) -> int:
-        return self.problems_per_iteration * self.group_size
-
-    def _read(self, batch: list[Any]) -> None:
-        """Add the usable groups of a batch to those that are held."""
-        reader = GroupReader(
-            decode=self.codec.decode,
-            vocab_size=self.vocab_size,
-            max_members=self._batch_size,
-            max_token_len=self._ours.max_token_len,
-            correct_threshold=self.correct_threshold,
-        )
-        for raw in batch:
-            try:
-                self._groups.append(reader(raw))
-            except UnusableGroup as error:
-                counter = f"rollouts/num_dropped_{error.reason}"
-                self._found[counter] += 1
-                if error.reason not in self._warned:
-                    self._warned.add(error.reason)
-                    log.warning("dropped a group (%s counts, this is said once): %s", counter, error)
+        for companion in reversed(self._companions):
+            companion.stop()
 
     def _wait_for_batch(self, iteration: int) -> None:
         """Until a batch is there. Environments begin at step `iteration`, if the API has to be told again."""
-        self._begin_to_wait()
+        self._began_s = self._reported_s = self._checked_s = time.monotonic()
         self._registration["starting_step"] = iteration
+        # It is asked often at first: a batch may be there in a moment.
         pause_s = FIRST_PAUSE_S
         while not self._batches:
             try:
                 if not self._is_registered:
                     self._register(take_over=False)
                 self._poll()
-                if not self._batches:
+                if self._is_registered and not self._batches:
                     self._check_while_waiting()
-            except NotRegistered as error:
-                again = "it was started anew or reset; registering again. Environments that it knew must be restarted"
-                log.warning("%s any more: %s", error, again)
-                self._is_registered = False
             except Unreachable as error:
                 log.warning("%s Waiting for it for up to %g s", error, self.restart_timeout_s)
                 self._is_registered = False
@@ -285,85 +259,68 @@ class Atropos(Source):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, self.poll_s)
 
-    def _poll(self) -> None:
-        """Take the batches that are there. The count of those formed says how many are older than the first."""
-        if self._fetch():
-            newest = self._status()
-            for _ in range(newest - self._step - 1):
-                if not self._fetch():
-                    break
-            self._step = newest
-            self._check_owner()
-
-    def _fetch(self) -> bool:
-        """Ask for a batch. Returns whether there was one, even if the API lost it."""
-        self._found[POLLS] += 1
-        try:
-            answer = from_json(self._call("GET", "/batch", timeout_s=BATCH_TIMEOUT_S))
-        except Unreachable:
-            raise
-        except EngineError as error:
-            self._check_owner()
-            self._found["rollouts/num_lost_batches"] += 1
-            log.warning("lost a batch, and go on (rollouts/num_lost_batches): %s", error)
-            return True
-        if answer.get("status") == "error":
-            raise NotRegistered(f"{self.url}: no trainer is registered")
-        if answer["batch"]:
-            self._batches.appendleft(answer["batch"])
-        return bool(answer["batch"])
-
     def _register(self, *, take_over: bool) -> None:
         for _ in range(MAX_RESETS):
-            owner = self._owner()
-            if owner.is_nobody:
+            if not self._is_ours(take_over=take_over):
                 self._call("POST", "/register", self._registration)
-                owner = self._owner()
-            if owner == self._ours:
+            if self._is_ours(take_over=take_over):
                 self._is_registered, self._step = True, self._status()
                 log.info("registered with the Atropos API at %s as %s", self.url, self._ours.group)
                 return
-            if not owner.is_nobody and not take_over:
-                raise self._foreign(owner)
             # where it belongs to nobody, groups came first: it would ignore every registration
             self._call("GET", "/reset_data")
         raise EngineError(f"{self.url}: it does not keep a registration")
 
-    def _owner(self) -> Owner:
+    def _is_ours(self, *, take_over: bool = False) -> bool:
+        """Whether we are registered; not, if nobody is. Raises ConfigError if another trainer is, whose place the run
+        may not take over.
+        """
         group, info = from_json(self._call("GET", "/wandb_info"))["group"], from_json(self._call("GET", "/info"))
-        return Owner(group, info["batch_size"], info["max_token_len"])
-
-    def _foreign(self, owner: Owner) -> ConfigError:
+        owner = Owner(group, info["batch_size"], info["max_token_len"])
+        if owner == self._ours or owner.group is None or owner.batch_size < 0 or take_over:
+            return owner == self._ours
         fix = "use another API, restart run-api, or set rollouts.take_over=true if that trainer is gone"
         about = f"another trainer owns this API ({owner}; this run is {self._ours})"
-        return ConfigError(f"rollouts.url={self.url}: {about}; {fix}")
+        raise ConfigError(f"rollouts.url={self.url}: {about}; {fix}")
 
-    def _check_owner(self) -> None:
+    def _poll(self) -> None:
+        """Take the batches that are there, or find that nobody is registered any more."""
+        # The first that comes is the newest; how many were formed says how many older ones come after it.
+        newest = None
+        while newest is None or self._step < newest:
+            self._found[POLLS] += 1
+            try:
+                answer = from_json(self._call("GET", "/batch", timeout_s=BATCH_TIMEOUT_S))
+            except Refused as error:
+                self._check_registration()
+                if not self._is_registered:
+                    return
+                self._found["rollouts/num_lost_batches"] += 1
+                log.warning("lost a batch, and go on (rollouts/num_lost_batches): %s", error)
+            else:
+                if answer.get("status") == "error":
+                    self._check_registration()
+                    return
+                if not answer["batch"]:
+                    break
+                self._batches.appendleft(answer["batch"])
+            newest = self._status() if newest is None else newest
+            self._step += 1
+        if newest is not None:
+            self._check_registration()
+
+    def _check_registration(self) -> None:
         """An API that was reset, and got a group before the next poll, says "no batch yet" and never forms one."""
-        owner = self._owner()
-        if owner.is_nobody:
-            raise NotRegistered(f"{self.url}: no trainer is registered")
-        if owner != self._ours:
-            raise self._foreign(owner)
+        self._is_registered = self._is_ours()
+        if not self._is_registered:
+            again = "it was started anew or reset; registering again. Environments that it knew must be restarted"
+            log.warning("%s: no trainer is registered any more: %s", self.url, again)
 
     def _status(self) -> int:
         """How many batches the API has formed since it was started. Notes how many groups are in its queue."""
         found = from_json(self._call("GET", "/status"))
         self._found[QUEUE] = found["queue_size"]
         return found["current_step"]
-
-    def _begin_to_wait(self) -> None:
-        self._began_s = self._reported_s = self._checked_s = time.monotonic()
-
-    def _wait_for_api(self, timeout_s: float, key: str) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not self._answers():
-            if time.monotonic() >= deadline:
-                about = f"Atropos API not reachable for {timeout_s:g} s ({key})"
-                fix = "start it with run-api, or name the one that runs"
-                raise EngineError(f"rollouts.url={self.url}: {about}; {fix}")
-            self._check_processes()
-            time.sleep(min(self.poll_s, 0.5))
 
     def _check_while_waiting(self) -> None:
         """Report what is waited for; see that it can come."""
@@ -373,16 +330,17 @@ class Atropos(Source):
         progress.report(num_polls, 0, "polls")
         if not self._check_processes():
             return
-        self._check_owner()
+        self._check_registration()
         # Groups that never add up to a batch would be waited for without end.
         waited_s = time.monotonic() - self._began_s
         is_stuck = waited_s > STUCK_S and queue_size
         size = len(from_json(self._call("GET", "/latest_example"))["tokens"]) if is_stuck else 0
-        if size and self._batch_size % size != 0:
-            about = f"the queue of {self.url} has a group of {size} sequences, and no batch of {self._batch_size}"
+        if size and self._ours.batch_size % size != 0:
+            about = f"a group of {size} sequences, and no batch of {self._ours.batch_size}"
             fix = "make it a multiple of the environments' group_size, and restart run-api, whose queue keeps the group"
             sizes = "data.problems_per_iteration x data.rollouts_per_problem"
-            raise ConfigError(f"data.rollouts_per_problem: {about} ({sizes}) can be made of those; {fix}")
+            where = f"data.rollouts_per_problem: the queue of {self.url} has"
+            raise ConfigError(f"{where} {about} ({sizes}) can be made of those; {fix}")
         if time.monotonic() - self._reported_s > REPORT_INTERVAL_S:
             self._reported_s = time.monotonic()
             text = "waiting for rollouts from %s for %.0f s: %d groups in its queue, %d polls"
@@ -395,8 +353,21 @@ class Atropos(Source):
         self._checked_s = time.monotonic()
         if not self.client.is_local:
             self.client.check_healthy()  # type: ignore[attr-defined]  # of environments, which ask it
-        keep_running(self._api, self._environment)
+        # A new API does not know the environment, which is started anew with it.
+        is_new = False
+        for companion in self._companions:
+            is_new = companion.keep_running(anew=is_new)
         return True
+
+    def _wait_for_api(self, timeout_s: float, key: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            if time.monotonic() >= deadline:
+                about = f"Atropos API not reachable for {timeout_s:g} s ({key})"
+                fix = "start it with run-api, or name the one that runs"
+                raise EngineError(f"rollouts.url={self.url}: {about}; {fix}")
+            self._check_processes()
+            time.sleep(min(self.poll_s, 0.5))
 
     def _answers(self) -> bool:
         """Whether something answers at the API's address, whatever it says."""
@@ -407,7 +378,7 @@ class Atropos(Source):
         return True
 
     def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> bytes:
-        """The API's answer. Raises Unreachable, or EngineError for a status other than 200."""
+        """The API's answer. Raises Unreachable, or Refused for a status other than 200."""
         where = f"{self.url}{path}"
         try:
             answer = self._http.request(method, path, json=body, timeout=timeout_s)
@@ -416,7 +387,7 @@ class Atropos(Source):
         if answer.status_code in AWAY_STATUS:
             raise Unreachable(f"{where}: status {answer.status_code} from a proxy; is run-api running behind it?")
         if answer.status_code != 200:
-            raise EngineError(f"{where}: status {answer.status_code}: {answer.text[:300]}")
+            raise Refused(f"{where}: status {answer.status_code}: {answer.text[:300]}")
         return answer.content
 
 
@@ -443,8 +414,20 @@ class Companion:
     _num_short_lives: int = 0
     _started_s: float = 0.0
 
-    def start(self) -> None:
-        # This process's environment, without what a launcher of several sets. `python` is the run's interpreter.
+    def keep_running(self, *, anew: bool = False) -> bool:
+        """Start it where it does not run, or `anew`. Returns whether it did. Raises GrpoError if it keeps ending."""
+        # 1. One that has ended by itself is not started again and again.
+        if self._process is not None and not anew:
+            if (end := self._process.how_it_ended()) is None:
+                return False
+            lived_s = time.monotonic() - self._started_s
+            self._num_short_lives = self._num_short_lives + 1 if lived_s < SHORT_LIFE_S else 0
+            if self._num_short_lives >= MAX_SHORT_LIVES:
+                often = f"has ended {MAX_SHORT_LIVES} times in a row within {SHORT_LIFE_S:g} s of its start"
+                raise GrpoError(f"{self.name}: {often}; it {end}")
+            log.warning("%s %s Starting it again.", self.name, end)
+        self.stop()
+        # 2. It gets this process's environment, without what a launcher of several sets. `python` is the run's.
         path = os.pathsep.join(filter(None, (str(Path(sys.executable).parent), os.environ.get("PATH"))))
         env = {**without_launch_variables(os.environ), "PATH": path, "PYTHONUNBUFFERED": "1", **self.variables}
         scratch = None
@@ -453,22 +436,10 @@ class Companion:
             write_whole(scratch / "environment.yaml", json.dumps(self.config), is_private=True)  # JSON is YAML
             env["OFFLINE_GRPO_ENV_CONFIG"] = str(scratch / "environment.yaml")
         log_path = self.folder / (self.again.format(self._num_starts) if self._num_starts else self.log)
+        log.info("starting %s; its log: %s", self.name, log_path)
         self._process = Child(self.command, env=env, log_path=log_path, remove=scratch)
         self._num_starts += 1
         self._started_s = time.monotonic()
-
-    def revive(self) -> bool:
-        """Start it again if it has ended by itself. Returns whether it had; raises GrpoError if it keeps ending."""
-        if self._process is None or (end := self._process.how_it_ended()) is None:
-            return False
-        self.stop()
-        lived_s = time.monotonic() - self._started_s
-        self._num_short_lives = self._num_short_lives + 1 if lived_s < SHORT_LIFE_S else 0
-        if self._num_short_lives >= MAX_SHORT_LIVES:
-            often = f"has ended {MAX_SHORT_LIVES} times in a row within {SHORT_LIFE_S:g} s of its start"
-            raise GrpoError(f"{self.name}: {often}; it {end}")
-        log.warning("%s %s Starting it again.", self.name, end)
-        self.start()
         return True
 
     def stop(self) -> None:
@@ -488,7 +459,6 @@ def run_api(url: str, folder: Path) -> Companion:
     if (owner := owner_of(parts.port or 80)) is not None:
         fix = "stop that process, or choose another port"
         raise ConfigError(f"rollouts.url={url}: is taken by {owner}, which is no Atropos API; {fix}")
-    log.info("starting run-api at %s; its log: %s", url, folder / "api.log")
     address = ["--host", parts.hostname or "", "--port", str(parts.port or 80)]
     command = [sys.executable, "-m", "atroposlib.cli.run_api", *address]
     return Companion("the Atropos API (run-api)", command, folder, "api.log", "api_{}.log")
@@ -528,16 +498,5 @@ def environment_of(
     }
     # twice: of a single server, atroposlib may take the address in the environment's code, or those of a cluster
     config = {"env": env, "openai": [server, server]}
-    log.info("starting the environment %s; its log: %s", command, folder / "env_0.log")
     name = f"rollouts.environment={command}"
     return Companion(name, ["sh", "-c", command], folder, "env_0.log", "env_{}.log", variables, config)
-
-
-def keep_running(api: Companion | None, environment: Companion | None) -> None:
-    """Start again what has ended. A new API does not know the environment, which is started anew with it."""
-    is_new = api is not None and api.revive()
-    if environment is not None and is_new:
-        environment.stop()
-        environment.start()
-    elif environment is not None:
-        environment.revive()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from dialogues import BUY, CODEC, EOS, call_text, codec_of, ids
+from dialogues import BUY, CODEC, call_text, codec_of, ids
 
 from offline_grpo.errors import RequestError
 from offline_grpo.generation.dialogue import Ask, Dialogue
@@ -35,10 +35,9 @@ def answered(dialogue: Dialogue, codec: TokenizerCodec, messages: Sequence[Messa
 
 
 def as_text(message: Any, change: Callable[[Any], Any] = lambda arguments: arguments) -> Any:
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(change(call["function"]["arguments"]))}}
-        for call in message["tool_calls"]
-    ]
+    functions = [call["function"] for call in message["tool_calls"]]
+    functions = [{**each, "arguments": change(each["arguments"])} for each in functions]
+    calls = [{"id": "1", "function": {**each, "arguments": json.dumps(each["arguments"])}} for each in functions]
     return {**message, "tool_calls": calls}
 
 
@@ -48,13 +47,7 @@ CALLED: dict[str, Callable[[Any], Any]] = {
     "a float that is whole": lambda m: as_text(m, lambda arguments: {"price": 3.0, "name": arguments["name"]}),
     "other ids": lambda m: {**m, "tool_calls": [{**each, "id": "call_x"} for each in m["tool_calls"]]},
     "without thinking": lambda m: {name: value for name, value in m.items() if name != "reasoning_content"},
-    "fields of OpenAI's client": lambda m: {
-        **m,
-        "refusal": None,
-        "annotations": [],
-        "audio": None,
-        "function_call": None,
-    },
+    "fields of OpenAI's client": lambda m: {**m, **dict.fromkeys(("refusal", "annotations", "audio", "function_call"))},
 }
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "as it is": lambda m: m,
@@ -108,37 +101,32 @@ def called(call: Any) -> list[Any]:
     return [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_5_think", "nemotron_3_nano", "gemma4", "deepseekv3"])
-@pytest.mark.parametrize(
-    ("messages", "tools"),
-    [
-        (called({"function": {"arguments": {}}}), ()),
-        (called({"name": "buy"}), ()),
-        (called("buy"), ()),
-        (called({**CALL, "function": {"name": "buy", "arguments": {"a": DEEP}}}), ()),
-        (called({**CALL, "function": {"name": "buy", "arguments": json.dumps({"a": DEEP})}}), ()),
-        ([{"content": "?"}], ()),
-        (["?"], ()),
-        ([ASK, {"role": "assistant", "content": 5}], ()),
-        ([ASK], "buy"),
-        ([ASK], [5]),
-        ([ASK], [{"type": "web_search"}]),
-        ([ASK], [{"type": "function", "function": {"description": "no name"}}]),
-        ([ASK], [{"type": "function", "function": {"name": "buy", "parameters": {"a": DEEP}}}]),
-    ],
-)
-def test_a_request_that_cannot_be_answered_costs_itself(messages: Any, tools: Any, name: str) -> None:
+REFUSED: list[tuple[Any, Any]] = [
+    (called({"function": {"arguments": {}}}), ()),
+    (called({"name": "buy"}), ()),
+    (called("buy"), ()),
+    (called({**CALL, "function": {"name": "buy", "arguments": {"a": DEEP}}}), ()),
+    (called({**CALL, "function": {"name": "buy", "arguments": json.dumps({"a": DEEP})}}), ()),
+    ([{"content": "?"}], ()),
+    (["?"], ()),
+    ([ASK, {"role": "assistant", "content": 5}], ()),
+    ([ASK], "buy"),
+    ([ASK], [5]),
+    ([ASK], [{"type": "web_search"}]),
+    ([ASK], [{"type": "function", "function": {"description": "no name"}}]),
+    ([ASK], [{"type": "function", "function": {"name": "buy", "parameters": {"a": DEEP}}}]),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_5_think", "nemotron_3_nano", "gemma4", "deepseekv3", "phi3"])
+def test_a_request_that_cannot_be_answered_costs_itself(name: str) -> None:
     codec = codec_of(name)
     dialogue = dialogue_of(codec)
-    with pytest.raises(RequestError, match=r"^(the model's chat template|messages and tools must be as) .+\Z"):
-        dialogue.ask(messages, tools)
+    for messages, tools in [*REFUSED, *([([ASK], [BUY])] if name == "phi3" else [])]:  # phi3 writes no calls
+        with pytest.raises(RequestError, match=r"^(the model's chat template|messages and tools must be as) .+\Z"):
+            dialogue.ask(messages, tools)
     answered(dialogue, codec, [ASK], "Done.")
     assert dialogue.rollout(Score(0.0, False, {})).score.measured["turns"] == 1
-
-
-def test_tools_that_the_template_cannot_write_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"^the model's chat template cannot write calls of tools\Z"):
-        dialogue_of(codec_of("phi3")).ask([ASK], [BUY])
 
 
 def test_an_odd_history_is_recorded() -> None:
@@ -152,17 +140,6 @@ def test_an_odd_history_is_recorded() -> None:
     assert text.splitlines() == ["Well.", "-> buy(null)", "[tool] ", "Done."]
 
 
-def prompts(first: str, asked: str) -> dict[str, float]:
-    """Of an episode whose problem is `first`, and whose program asks `asked` and then "2+2="."""
-    dialogue = Dialogue(CODEC.chat, SAMPLING, RULES, ids(f"<bos>{first}"), 7)
-    start = [{"role": "user", "content": asked}]
-    for messages in (start, [*start, {"role": "assistant", "content": "7"}, {"role": "user", "content": "2+2="}]):
-        ask = dialogue.ask(messages, ())
-        assert ask is not None
-        dialogue.answer(ask, Completion((*ids("7"), EOS), (0.0,) * 2, FinishReason.STOP, (0,) * 2))
-    return dict(dialogue.rollout(Score(0.0, False, {})).score.measured)
-
-
 @pytest.mark.parametrize(
     ("first", "asked", "number"),
     [
@@ -173,7 +150,11 @@ def prompts(first: str, asked: str) -> dict[str, float]:
     ],
 )
 def test_tokens_of_the_environment(first: str, asked: str, number: int) -> None:
-    measured = prompts(first, asked)
+    """Of an episode whose problem is `first`, and whose program asks `asked` and then "2+2="."""
+    dialogue, start = Dialogue(CODEC.chat, SAMPLING, RULES, ids(f"<bos>{first}"), 7), {"role": "user", "content": asked}
+    for messages in ([start], [start, {"role": "assistant", "content": "7"}, {"role": "user", "content": "2+2="}]):
+        answered(dialogue, CODEC, messages, "7")
+    measured = dialogue.rollout(Score(0.0, False, {})).score.measured
     assert (measured["turns"], measured["environment_tokens"]) == (2.0, float(number))
 
 
@@ -190,9 +171,8 @@ def test_descriptions_of_tools_are_of_the_environment() -> None:
 def test_calls_that_cannot_be_read_are_measured() -> None:
     codec = codec_of("qwen3")
     dialogue = dialogue_of(codec)
-    first = answered(
-        dialogue, codec, [ASK], '<tool_call>\n{"name": buy}\n</tool_call>\n<tool_call>5</tool_call>', [BUY]
-    )
+    malformed = '<tool_call>\n{"name": buy}\n</tool_call>\n<tool_call>5</tool_call>'
+    first = answered(dialogue, codec, [ASK], malformed, [BUY])
     assert first.reply.calls == ()
     again = {"role": "user", "content": "That is no JSON."}
     answered(dialogue, codec, [ASK, first.reply.message, again], call_text(codec, 1) or "", [BUY])
@@ -205,13 +185,3 @@ def test_an_episode_may_have_thousands_of_turns() -> None:
     for _ in range(3000):
         last = Ask(last.request, last, (), (), ())
     assert (len(last.path), last.path[0], last.path[-1]) == (3001, ask, last)
-
-
-def test_tools_that_a_template_leaves_out_are_named_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    codec = codec_of("qwen2_5")
-    monkeypatch.setattr(codec.tokenizer, "chat_template", codec.tokenizer.chat_template.replace("if tools", "if false"))
-    for _ in range(2):
-        codec.chat.first([ASK], [BUY])
-    assert caplog.text.count("the model's chat template leaves tools out; name them in the prompt") == 1

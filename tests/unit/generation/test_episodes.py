@@ -66,14 +66,10 @@ def test_an_episode_is_a_rollout_of_several_turns() -> None:
 def test_the_same_tokens_whoever_samples_and_in_whatever_order() -> None:
     task = environment()
     problems = [problem_of(task, turns=turns) for turns in (3, 1, 2, 5)]
-    found = [sampled(client, task, problems) for client in (InProcess(), Server(), Server())]
+    here = InProcess()
+    found = [sampled(client, task, problems) for client in (here, Server(), Server())]
     assert found[0] == found[1] == found[2]
-
-
-def test_what_programs_ask_meanwhile_is_sampled_together() -> None:
-    task, client = environment(), InProcess()
-    sampled(client, task, [problem_of(task, turns=2)] * 10)
-    assert max(client.sizes) == 30
+    assert here.sizes[0] == 12, "what programs ask meanwhile is sampled together"
 
 
 class Answered:
@@ -123,7 +119,7 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def test_retries_and_rewritten_histories_are_other_sequences() -> None:
+def test_equal_prompts_are_drawn_with_other_seeds_and_a_rewritten_history_begins_anew() -> None:
     dialogue = Dialogue(CODEC.chat, SAMPLING, RULES, CODEC.encode([user("1+1=")]), 7)
 
     def say(messages: Sequence[Message]) -> tuple[SamplingRequest, Message]:
@@ -131,13 +127,10 @@ def test_retries_and_rewritten_histories_are_other_sequences() -> None:
         assert ask is not None
         return ask.request, dialogue.answer(ask, answer(ask.request)).message
 
-    start = [user("1+1=")]
-    first, one = say(start)
-    again, two = say(start)
+    (first, one), (again, two) = say([user("1+1=")]), say([user("1+1=")])
     assert first.prompt_ids == again.prompt_ids
     assert first.seed != again.seed
-    shuffled = {"tool_calls": None, "content": two["content"], "reasoning_content": "lost", "role": "assistant"}
-    more, _ = say([*start, shuffled, user("2+2=")])
+    more, _ = say([user("1+1="), two, user("2+2=")])
     assert more.prompt_ids == (*again.prompt_ids, *answer(again).token_ids, *ids("2+2="))
     other, _ = say([user("9+9="), one, user("2+2=")])
     assert other.prompt_ids == (*ids("<bos>9+9="), *ids(str(one["content"])), EOS, *ids("2+2="))
@@ -173,11 +166,8 @@ def test_a_program_that_asks_after_its_end_does_not_wait_for_ever() -> None:
     episode.score = Future()
     episode.cancel()
     assert episode.ask([user("1+1=")], ()).cancelled()
-
-
-def test_an_episode_without_a_turn_is_its_prompt() -> None:
-    rollout = Dialogue(CODEC.chat, SAMPLING, RULES, [1, 5], 7).rollout(Score(0.0, False, {}, "timeout"))
-    assert (rollout.token_ids, rollout.num_sampled, rollout.turns) == ((1, 5), 0, ())
+    rollout = dialogue.rollout(Score(0.0, False, {}, "timeout"))
+    assert (rollout.token_ids, rollout.num_sampled, rollout.turns) == ((1, 5), 0, ()), "its prompt alone"
 
 
 def test_a_program_that_fails_in_the_runs_process_ends_the_run() -> None:
@@ -186,25 +176,10 @@ def test_a_program_that_fails_in_the_runs_process_ends_the_run() -> None:
         sampled(InProcess(), task, [problem_of(task, turns=2, how="raise")])
 
 
-MISBEHAVE = {
-    "": None,
-    "hang": "timeout",
-    "sleep": "timeout",
-    "raise": "raised",
-    "exit": "raised",
-    "kill": "crashed",
-    "fork": None,
-    "child": None,
-    "print": None,
-    "bytes": None,
-    "long": None,
-    "recursion": "raised",
-    "memory": "memory",
-    "await": None,
-    "nan": "raised",
-    "none": None,  # no reward of the episode: those of its turns are all
-    "text": "raised",
-}
+FINE = dict.fromkeys(("", "fork", "child", "print", "bytes", "long", "await"))
+FINE["none"] = None  # no reward of the episode: those of its turns are all
+RAISE = dict.fromkeys(("raise", "exit", "recursion", "nan", "text"), "raised")
+MISBEHAVE = {**FINE, **RAISE, "hang": "timeout", "sleep": "timeout", "kill": "crashed", "memory": "memory"}
 
 
 @pytest.mark.slow
@@ -241,9 +216,8 @@ def test_an_episode_has_a_time_limit_of_its_own_and_ends_when_sampling_does() ->
         said = r"timeout: took more than 1 s \(task.episode_timeout_s\) after the policy's reply '\d+'"
         assert re.fullmatch(said, str(long.score.failure))
         assert 1 <= len(long.turns) <= 3
-        groups = sample_groups(
-            Slow(), task, CODEC, [(problem_of(make(), turns=n), 0) for n in (1, 8)], SAMPLING, group_size=1
-        )
+        draws = [(problem_of(make(), turns=n), 0) for n in (1, 8)]
+        groups = sample_groups(Slow(), task, CODEC, draws, SAMPLING, group_size=1)
         next(groups)
         began = time.monotonic()
         groups.close()  # type: ignore[attr-defined]

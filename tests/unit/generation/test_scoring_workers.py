@@ -62,12 +62,7 @@ def strays():
 
 def gone(processes):
     """Whether all end within a few seconds."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        if not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
-            return True
-        time.sleep(0.02)
-    return False
+    return wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes), 5)
 
 
 def test_misbehaviour_costs_one_reward(tmp_path, caplog):
@@ -156,25 +151,10 @@ def test_a_task_that_workers_cannot_make_ends_the_run():
         task.close()
 
 
-def with_scores(*scores):
-    group = make_group(*[("t", 0.0)] * len(scores))
-    return [replace(group, rollouts=tuple(replace(r, score=s) for r, s in zip(group.rollouts, scores, strict=True)))]
-
-
-def failures(*causes):
-    return with_scores(*(Score(0.0, False, {}, cause and f"{cause}: more: words") for cause in causes))
-
-
 def test_a_reward_over_the_group_that_misbehaves_costs_the_group_its_rewards():
     task = bad_rewards.in_workers(bad_rewards.OfGroups, timeout_s=1.0)
-    kinds = [
-        ("now", "fine"),
-        ("now", "raises"),
-        ("now", "hangs"),
-        ("later", "fine"),
-        ("later", "waits"),
-        ("now", "dies"),
-    ]
+    kinds = [("now", kind) for kind in ("fine", "raises", "hangs")]
+    kinds += [("later", "fine"), ("later", "waits"), ("now", "dies")]
     try:
         problems = [Problem(name, (), kind) for name, kind in kinds]
         found = [judgement.scores() for judgement in [Judgement(task, problem, ["a", "b"]) for problem in problems]]
@@ -186,22 +166,26 @@ def test_a_reward_over_the_group_that_misbehaves_costs_the_group_its_rewards():
     ] == [[1.0, 2.0], ["raised"] * 2, ["timeout"] * 2, [1.0, 2.0], ["timeout"] * 2, ["crashed"] * 2]
 
 
-def test_what_a_task_measures_comes_along_and_its_means_are_metrics():
+def test_what_a_task_measures_comes_along_and_failures_are_counted():
     task = bad_rewards.in_workers(bad_rewards.Measuring)
     try:
         score = judge(task, "fine").scores()[0]
     finally:
         task.close()
     assert score == bad_rewards.Measuring().score(None, "")
-    groups = with_scores(*(replace(score, measured=m) for m in ({"speed": 2.0}, {"speed": 4.0, "size": 1.0}, {})))
-    assert score_metrics(groups) == {"measured/size": 1.0, "measured/speed": 3.0, "scoring/num_failed": 0.0}
 
+    def groups(scores):
+        group = make_group(*[("t", 0.0)] * len(scores))
+        rollouts = [replace(rollout, score=score) for rollout, score in zip(group.rollouts, scores, strict=True)]
+        return [replace(group, rollouts=tuple(rollouts))]
 
-def test_failures_are_counted_and_too_many_end_the_run():
-    groups = failures("timeout", None, "raised", "raised")
+    measured = groups([replace(score, measured=m) for m in ({"speed": 2.0}, {"speed": 4.0, "size": 1.0}, {})])
+    assert score_metrics(measured) == {"measured/size": 1.0, "measured/speed": 3.0, "scoring/num_failed": 0.0}
+    causes = ("timeout: more: words", None, "raised: more", "raised")
+    failed = groups([Score(0.0, False, {}, cause) for cause in causes])
     counts = {"scoring/num_failed": 3.0, "scoring/num_failed_timeout": 1.0, "scoring/num_failed_raised": 2.0}
-    assert score_metrics(groups) == counts
-    check_scored(groups, 1.0)
-    check_scored(failures("raised", "raised"), None)
+    assert score_metrics(failed) == counts
+    check_scored(failed, 1.0)
+    check_scored(groups([Score(0.0, False, {}, "raised")] * 2), None)
     with pytest.raises(ScoreError, match=r"3 of 4 .*\(2 raised, 1 timeout\).*scoring.stop_at_failed_frac=0.7"):
-        check_scored(groups, 0.7)
+        check_scored(failed, 0.7)

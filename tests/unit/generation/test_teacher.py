@@ -23,6 +23,8 @@ TOKENIZER: Any = type(
 
 def script(changes: dict[str, Any]) -> Any:
     def answer(request: Request) -> Reply:
+        if "status" in changes:
+            return Reply({"detail": "Not Found"}, status=changes["status"])
         if request.path == "/v1/models":
             return Reply({"data": [{"id": "teacher", "max_model_len": changes.get("room", 64)}]})
         if request.path == "/detokenize":
@@ -56,21 +58,15 @@ def test_a_server_tells_the_models_own_logprobs(server: ScriptedServer) -> None:
         teacher.logprobs(hot)
 
 
-@pytest.mark.parametrize(
-    ("server", "expected"),
-    [
-        ({"words": lambda ids: TOKENIZER.decode(ids[::-1])}, "its tokens have other ids"),
-        ({"room": 20}, "takes 19 tokens, and prompt and completion may have 20"),
-        ({"is_silent": True}, "returns no prompt_logprobs"),
-    ],
-    indirect=["server"],
-)
+REFUSED = [
+    ({"words": lambda ids: TOKENIZER.decode(ids[::-1])}, "its tokens have other ids"),
+    ({"room": 20}, "takes 19 tokens, and prompt and completion may have 20"),
+    ({"is_silent": True}, "returns no prompt_logprobs"),
+    ({"status": 404}, ".*no vLLM server, or it has no tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("server", "expected"), REFUSED, indirect=["server"])
 def test_a_server_that_would_teach_something_else_is_refused(server: ScriptedServer, expected: str) -> None:
     with pytest.raises(ConfigError, match=f"^train.advantage.teacher=http://.*: {expected}"):
-        TeacherServer(server.base_url).check(TOKENIZER, 20)
-
-
-def test_what_is_no_vllm_server_is_refused() -> None:
-    lost = ScriptedServer(lambda _: Reply({"detail": "Not Found"}, status=404))
-    with lost as server, pytest.raises(ConfigError, match="no vLLM server, or it has no tokenizer"):
         TeacherServer(server.base_url).check(TOKENIZER, 20)
