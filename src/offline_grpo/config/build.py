@@ -24,6 +24,7 @@ _ADVANTAGE = "offline_grpo.train.advantage"
 MOVED = {
     "offline_grpo.generation.vllm_client.VllmClient": "offline_grpo.engine.vllm.VllmEngine",
     "offline_grpo.generation.sglang_client.SglangClient": "offline_grpo.engine.sglang.SglangEngine",
+    "offline_grpo.logger.json_logger.JsonLogger": "offline_grpo.logger.JsonLogger",
     "offline_grpo.task.agent.Agent": "offline_grpo.task.environment.Agent",
     f"{_ADVANTAGE}.maxrl.MaxRL": f"{_ADVANTAGE}.MaxRL",
     f"{_ADVANTAGE}.passk.PassK": f"{_ADVANTAGE}.PassK",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar
 
 from offline_grpo.settings import Range
 from offline_grpo.task.answers import last_number
-from offline_grpo.task.problems import Share, TaskSettings, hash_frac
+from offline_grpo.task.problems import BaseTask, Share, hash_frac
 from offline_grpo.types import Problem, Score, Split
 
 OPERATIONS = {"+": int.__add__, "-": int.__sub__}
@@ -18,7 +17,7 @@ FORMAT_WEIGHT = Range("must be at least 0 and below 1, the weight of a correct a
 
 
 @dataclass(frozen=True)
-class Arithmetic(TaskSettings):
+class Arithmetic(BaseTask):
     """All `a op b` with 0 <= a, b <= `max_operand`. Answers are integers; those of subtractions can be negative.
 
     A hash of the unordered operand pair decides the split, so `17+25`, `25+17` and `17-25` are all held out or all
@@ -51,10 +50,6 @@ class Arithmetic(TaskSettings):
         is_split = all(self.problems(split) for split in Split)
         self.check("eval_frac", is_split, "leaves a split without problems; raise task.max_operand")
 
-    def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of the split, shuffled by a fixed hash of their ids."""
-        return self._splits[split]
-
     def score(self, problem: Problem, text: str) -> Score:
         """Score the last number of the text, so that a chat model may explain first. `42.0` and `1,042` count as
         integers.
@@ -67,6 +62,7 @@ class Arithmetic(TaskSettings):
 
     @cached_property
     def _splits(self) -> dict[Split, tuple[Problem, ...]]:
+        """Shuffled by a fixed hash of their ids."""
         # Both orders and all signs of a pair are on one side; then each split has an order of its own.
         splits: dict[Split, list[Problem]] = {split: [] for split in Split}
         numbers = range(self.max_operand + 1)

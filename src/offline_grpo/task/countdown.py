@@ -7,7 +7,6 @@ import operator
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -16,7 +15,7 @@ from typing import Annotated, ClassVar
 from offline_grpo.errors import ConfigError
 from offline_grpo.settings import Range
 from offline_grpo.task.answers import last_tagged
-from offline_grpo.task.problems import Share, SystemPrompt, TaskSettings, asked, hash_frac
+from offline_grpo.task.problems import BaseTask, Share, SystemPrompt, asked, hash_frac
 from offline_grpo.types import Problem, Score, Split
 
 NUM_DRAWS = 12_000
@@ -27,7 +26,7 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Countdown(TaskSettings):
+class Countdown(BaseTask):
     """Numbers from 1 to `max_number` and a target that they reach, as in TinyZero. `Score.parts`:
 
         correct     1.0 if the expression uses every number exactly once and its value is the target
@@ -54,10 +53,6 @@ class Countdown(TaskSettings):
         for place in ("{numbers}", "{target}"):
             self.check("prompt_template", place in self.prompt_template, f"must contain {place}")
 
-    def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of a split, in the order in which they were drawn. `answer` is one solution of several."""
-        return self._splits[split]
-
     def score(self, problem: Problem, text: str) -> Score:
         block = last_tagged(text, "answer")
         result = None if block is None else evaluate(block.content.partition("=")[0])
@@ -69,6 +64,7 @@ class Countdown(TaskSettings):
 
     @cached_property
     def _splits(self) -> dict[Split, tuple[Problem, ...]]:
+        """In the order in which they were drawn. `answer` is one solution of several."""
         splits: dict[Split, dict[str, Problem]] = {split: {} for split in Split}
         rng = random.Random("countdown")
         for _ in range(NUM_DRAWS):

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar
 from offline_grpo.errors import ConfigError, ScoreError, reason_of
 from offline_grpo.interfaces import Chat
 from offline_grpo.settings import above, at_least
-from offline_grpo.task.problems import TaskSettings
+from offline_grpo.task.problems import BaseTask
 from offline_grpo.task.rewards import imported, reward_parts, total
 from offline_grpo.task.rows import Row, RowTask, messages_or_text
 from offline_grpo.types import Message, Problem, Rules, Schema, Score
@@ -29,7 +29,7 @@ OWN = ("reset", "respond", "get_reward", "get_turn_reward")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Episodes(TaskSettings):
+class Episodes(BaseTask):
     """Problems that are played in turns, and how far an episode may go."""
 
     max_turns: Annotated[int, at_least(1)]

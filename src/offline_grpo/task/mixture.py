@@ -11,7 +11,7 @@ from typing import Any
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Chat, Task, TaskFacts
-from offline_grpo.task.problems import MANY, LazyProblems, TaskSettings
+from offline_grpo.task.problems import MANY, BaseTask, LazyProblems
 from offline_grpo.types import TASK_MARK, Problem, Score, Split
 
 PERIOD = 1000
@@ -19,7 +19,7 @@ PERIOD = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture(TaskSettings):
+class Mixture(BaseTask):
     """Problems of several tasks; ids are those of the tasks after NAME::, by which `score` finds the task.
 
     The training split goes through the tasks by their weights, evenly, until each problem of each task was there; those

@@ -7,13 +7,13 @@ import hashlib
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, ClassVar
 
 from offline_grpo.settings import Group, Range
-from offline_grpo.types import Message, Problem
+from offline_grpo.types import Message, Problem, Split
 
 MANY = 10**9
 """How many problems a task says it has that makes them without end."""
@@ -52,10 +52,17 @@ Share = Annotated[float, Range("must lie strictly between 0 and 1", lambda value
 Weight = Annotated[float, Range("must be 0 or more, and finite", lambda value: 0 <= value < inf)]
 
 
-class TaskSettings(Group):
-    """A task that checks its settings, each against the range in its type."""
+class BaseTask(Group):
+    """Checks settings, each against the range in its type. A task either has all its problems in `_splits`, a
+    `cached_property`, or a method `problems` of its own.
+    """
 
     key: ClassVar[str] = "task"
+    _splits: Mapping[Split, Sequence[Problem]]
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """All problems of a split, in a fixed order."""
+        return self._splits[split]
 
 
 def prompt_key(problem: Problem) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, cast
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.settings import Range, at_least, one_of
 from offline_grpo.task.answers import last_number, last_tagged
-from offline_grpo.task.problems import LazyProblems, SystemPrompt, TaskSettings, Weight, asked
+from offline_grpo.task.problems import BaseTask, LazyProblems, SystemPrompt, Weight, asked
 from offline_grpo.types import Problem, Score, Split
 
 MAX_PROBLEMS = 1_000_000
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym(TaskSettings):
+class ReasoningGym(BaseTask):
     """Problems of one generator. The answer is what `answer_in` says of a completion. `Score.parts`:
 
         correct     what the generator's scorer says, from 0 to 1; below 1 the answer counts as wrong, also where it

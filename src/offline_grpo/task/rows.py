@@ -21,7 +21,7 @@ import numpy as np
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.hub import need_dataset
 from offline_grpo.settings import Range
-from offline_grpo.task.problems import HALF, Share, SystemPrompt, TaskSettings, is_whole
+from offline_grpo.task.problems import HALF, BaseTask, Share, SystemPrompt, is_whole
 from offline_grpo.types import Message, Problem, Schema, Split
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ def shown(value: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowTask(TaskSettings, ABC):
+class RowTask(BaseTask, ABC):
     """A task, less `score`, whose subclass says what problem a row is.
 
     Ids are `train-i` and `eval-i`, where i is the row's number in its split, from 0. The first call of `problems` reads
@@ -250,10 +250,6 @@ class RowTask(TaskSettings, ABC):
     def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
         """What the row itself says, without what settings add to it: these must not change which rows are held out."""
         return problem.messages if self.system_prompt is None else problem.messages[1:]
-
-    def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of a split, in the order of the data."""
-        return self._splits[split]
 
     def messages(self, row: Row, prompt: Sequence[Message]) -> tuple[Message, ...]:
         """The prompt, after the system message. Raises ConfigError if the prompt has one of its own."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from offline_grpo.settings import Range
 from offline_grpo.task.answers import last_tagged
-from offline_grpo.task.problems import MANY, LazyProblems, SystemPrompt, TaskSettings, asked
+from offline_grpo.task.problems import MANY, BaseTask, LazyProblems, SystemPrompt, asked
 from offline_grpo.types import Problem, Score, Split
 
 Clause = tuple[int, ...]
@@ -28,7 +28,7 @@ Clause = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAT(TaskSettings):
+class SAT(BaseTask):
     """Random 3-SAT with a dense format reward.
 
     Problem i of a split has seed i. The seed string is `str(i)` in the training split, as in grail, and `eval-i` in the

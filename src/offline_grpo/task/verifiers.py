@@ -92,9 +92,6 @@ class Verifiers(Episodes):
         super().__post_init__()
         _ = self._envs
 
-    def problems(self, split: Split) -> Sequence[Problem]:
-        return self._splits[split]
-
     @cached_property
     def _envs(self) -> Mapping[Split, vf.Env]:
         """One for both splits, unless the evaluation has settings of its own."""
