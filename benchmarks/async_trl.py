@@ -144,9 +144,7 @@ def run_arm(work: Path, args: argparse.Namespace, arm: str, cards: list[str]) ->
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("overrides", nargs="*", help="overrides of our arms")
+    parser = parser_of(__doc__, "async_trl", "--name")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--gpus", nargs="+", default=["0", "1"], help="two for each arm that runs at the same time")
     parser.add_argument("--shape", default="0.6b")
@@ -155,8 +153,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="sequences in a microbatch")
     parser.add_argument("--share", default="0.85", help="of the second card's memory, for vLLM")
     parser.add_argument("--timeout", type=float, default=420.0, help="seconds of an arm")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--name", default="async_trl")
     args = parser.parse_args()
     args.prompts, args.tokens = (4, 16) if args.small else (PROMPTS, TOKENS)
     if args.small:

@@ -26,7 +26,8 @@ from rich.table import Table
 from offline_grpo.interfaces import RolloutClient
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,12 @@ def alternate(
         for arm in list(arms) if index % 2 == 0 else reversed(list(arms)):
             if settle:
                 settle[arm]()
-            elapsed_s = _time(arms[arm])
+            wait_for_device()
+            start = time.perf_counter()
+            arms[arm]()
+            wait_for_device()
             if index >= 0:
-                seconds[arm].append(elapsed_s)
+                seconds[arm].append(time.perf_counter() - start)
     return Timings(seconds)
 
 
@@ -148,37 +152,20 @@ def write_result(
     ]
     if isinstance(settings, argparse.Namespace):
         settings = {key: str(value) for key, value in vars(settings).items()}
-    result = {
-        "name": name,
-        "claim": claim,
-        "targets": verdicts,
-        "measured": measured,
-        "settings": settings,
-        "details": details,
-    }
+    result = {"name": name, "claim": claim, "targets": verdicts, "measured": measured}
+    result |= {"settings": settings, "details": details}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result | {"machine": describe_machine()}, indent=2) + "\n")
 
     verdict_texts = {
-        target.metric: f"{target.relation} {target.bound:g}, {_verdict(target, measured)}" for target in targets
+        target.metric: f"{target.relation} {target.bound:g}, {'met' if target.is_met(measured) else 'MISSED'}"
+        for target in targets
     }
     table = Table("metric", "measured", "target", title=claim)
     for metric, value in measured.items():
         table.add_row(metric, f"{value:.4g}", verdict_texts.get(metric, ""))
     Console().print(table)
-
-
-def _verdict(target: Target, measured: Mapping[str, Any]) -> str:
-    return "met" if target.is_met(measured) else "MISSED"
-
-
-def _time(arm: Callable[[], object]) -> float:
-    wait_for_device()
-    start = time.perf_counter()
-    arm()
-    wait_for_device()
-    return time.perf_counter() - start
 
 
 def wait_for_device() -> None:
@@ -209,9 +196,31 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """Of a script with this docstring, which `--help` prints as it is."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(doc: str | None, name: str = "", option: str = "--out") -> argparse.ArgumentParser:
+    """Of a script with this docstring, which `--help` prints as it is. With the `name` of a result it is one of whole
+    runs: WORK, overrides, --small, and that name by `option`.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if name:
+        parser.add_argument("work", type=Path, help="a folder of the benchmark's own")
+        parser.add_argument("overrides", nargs="*", help="of all our arms")
+        parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
+        parser.add_argument(option, default=name, help="name of the result")
+    return parser
+
+
+def run_command(work: Path, args: argparse.Namespace, folder: Path, *words: str) -> list[str]:
+    """A run in `folder` of the model and problems of `make_model`, which neither evaluates nor saves; `args` has its
+    sizes, `words` are what it has of its own.
+    """
+    common = f"""
+        {ROOT}/run_grpo.py model=hf model.train_id={work}/model task=dataset task.path={work}/problems.jsonl
+        task.reward=random_model:sevens generation.max_new_tokens={args.tokens}
+        data.problems_per_iteration={args.prompts} data.rollouts_per_problem=8 train.batch_size=null
+        train.kl_coef=0 train.drop_zero_signal_groups=false train.iterations={args.iterations}
+        eval.enabled=false checkpoint.enabled=false hydra.run.dir={folder}
+    """
+    return [*common.split(), *words, *args.overrides]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -44,6 +44,7 @@ from typing import Any
 import psutil
 import torch
 from common import RESULTS, Target, Timings, complete_in_order, parser_of, write_result
+from shapes import save_model
 
 from offline_grpo.engine.vllm import STOCK, VllmEngine, VllmLauncher
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
@@ -63,14 +64,6 @@ OTHERS_BYTES = 7 * 2**30
 
 GROUP = 8
 PROMPT_TOKENS = 40
-SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 CPU_ARGS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -86,27 +79,6 @@ CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 Group = list[tuple[tuple[int, ...], tuple[float, ...]]]
 """Token ids and logprobs of each completion of one prompt."""
-
-
-def save_model(folder: Path, *, is_small: bool, shape: str = "0.6b") -> Path:
-    """A shape of shapes.py with random weights; a tokenizer of characters."""
-    import torch
-    from shapes import SIZES
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    from offline_grpo.model.tiny import build_char_tokenizer
-
-    torch.manual_seed(0)
-    config: Any = Qwen3Config(**SMALL) if is_small else SIZES[shape]
-    config.eos_token_id, dtype = 2, torch.float32 if is_small else torch.bfloat16
-    device = "cpu" if is_small else "cuda"
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.save_pretrained(str(folder))
-    build_char_tokenizer(4096).save_pretrained(str(folder))
-    del model
-    torch.cuda.empty_cache()  # the engines take their shares of what is free
-    return folder
 
 
 def requests(num_sequences: int, group: int = GROUP) -> list[SamplingRequest]:
@@ -430,7 +402,8 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        model = save_model(Path(folder) / "model", is_small=arguments.small, shape=arguments.shape)
+        shape = ("small", "float32") if arguments.small else (arguments.shape, "bfloat16")
+        model = save_model(Path(folder) / "model", *shape)
         compare = several_servers if arguments.servers else against_offline
         compare(arguments, model, args, stack, Path(folder))
 

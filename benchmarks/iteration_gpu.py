@@ -10,15 +10,11 @@ its process.
 reward, loss, optimizer and learning rate. Random weights hardly ever draw the end of a sequence, so both arms make the
 same number of tokens; the script compares that, and the ids of the prompts, before it compares times. Each arm runs in
 its own process, as its users start it, one after the other and --rounds times in turn, or at the same time with --gpus
-0 1, which gives each a card of its own. Times are medians over the iterations of all rounds but the first two of each,
-or means for the arm `async`, whose iterations may be long and short in turn.
+0 1, which gives each a card of its own. Times are medians over the iterations of all rounds but the first two of each.
 
     ours    run_grpo.py with weight_sync=shared_vllm: fp32 masters, weights shared with the server
-    async   the same with weight_sync=ipc and rollouts=async: the next completions are drawn during the update, on the
-            same card
     lora    the same with weight_sync=lora_hotswap and adapters of rank 16 on all linear layers
     distill the same as ours with train/advantage=distill and a teacher of the policy's size in the trainer's process
-    two     the same with weight_sync=ipc and two servers on the card, which have half of the memory each
     trl     vllm_mode=colocate with bf16 weights and optimizer, without recomputation, in microbatches of --trl-batch
             sequences
 """
@@ -33,74 +29,34 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import Target, environment, make_model, parser_of, print_ends, records_of, write_result
+from common import Target, environment, make_model, parser_of, print_ends, records_of, run_command, write_result
 from random_model import sevens
 
 from offline_grpo.engine.http import choose_port
 
-ROOT = Path(__file__).parents[1]
-OURS = ("ours", "lora", "distill", "async", "two")
+OURS = {
+    "ours": ["weight_sync=shared_vllm"],
+    "lora": ["weight_sync=lora_hotswap", "model/lora=default"],
+    "distill": ["weight_sync=shared_vllm", "train/advantage=distill", "train.advantage.teacher={work}/model"],
+}
+"""Our arms, and the overrides that tell one from the others."""
 ARMS = (*OURS, "trl")
 WARMUP = 2
 PROMPTS, GROUP, TOKENS = 32, 8, 512
 LR = 1e-5
 
 
-def of_arm(work: Path, args: argparse.Namespace, arm: str) -> tuple[str, ...]:
-    """The overrides that tell one of our arms from the others."""
-    between = "weight_sync=reload" if args.small else "weight_sync=ipc"  # to several servers, or while requests run
-    half = f"engine.args.gpu_memory_utilization={0.1 if args.small else float(args.share) / 2}"
-    servers = () if args.small else ("placement.engine_devices=[0,0]",)
-    return {
-        "ours": ("weight_sync=shared_vllm",),
-        "lora": ("weight_sync=lora_hotswap", "model/lora=default"),
-        "distill": (
-            "weight_sync=shared_vllm",
-            "train/advantage=distill",
-            f"train.advantage.teacher={work}/model",
-        ),
-        "async": (
-            between,
-            "rollouts=async",
-            f"generation.batch_size={args.prompts}",
-        ),  # one iteration in the server at a time
-        "two": (between, "placement.num_engines=2", half, *servers),
-    }[arm]
-
-
-def our_command(work: Path, args: argparse.Namespace, arm: str, words: tuple[str, ...]) -> list[str]:
+def our_command(work: Path, args: argparse.Namespace, arm: str, words: Sequence[str]) -> list[str]:
     on_gpu = ("train.precision=bf16", "train.tokens_per_microbatch=16384", "engine.args.max_model_len=1024")
     on_gpu += (f"engine.args.gpu_memory_utilization={args.share}",)
     on_cpu = ("train.precision=fp32", "train.tokens_per_microbatch=2048", "model.device=cpu")
     on_cpu += ("engine.args.enforce_eager=true", "engine.args.gpu_memory_utilization=0.1")
-    return [
-        sys.executable,
-        str(ROOT / "run_grpo.py"),
-        "model=hf",
-        f"model.train_id={work}/model",
-        "task=dataset",
-        f"task.path={work}/problems.jsonl",
-        "task.reward=random_model:sevens",
-        "generation=vllm_server",
-        f"generation.max_new_tokens={args.tokens}",
-        f"data.problems_per_iteration={args.prompts}",
-        f"data.rollouts_per_problem={GROUP}",
-        "data.shuffle=false",
-        "train.batch_size=null",
-        f"train.lr={LR}",
-        "train.kl_coef=0",
-        "train.drop_zero_signal_groups=false",
-        f"train.iterations={args.iterations}",
-        "eval.enabled=false",
-        "checkpoint.enabled=false",
-        f"hydra.run.dir={work}/{arm}",
-        *(on_cpu if args.small else on_gpu),
-        *words,
-        *args.overrides,
-    ]
+    own = ("generation=vllm_server", "data.shuffle=false", f"train.lr={LR}", *(on_cpu if args.small else on_gpu))
+    return [sys.executable, *run_command(work, args, work / arm, *own, *words)]
 
 
 def our_result(folders: Sequence[Path]) -> dict[str, Any]:
@@ -119,73 +75,52 @@ def our_result(folders: Sequence[Path]) -> dict[str, Any]:
 
 def train_with_trl(work: Path, args: argparse.Namespace) -> None:
     """The other arm, in this process; writes trl.json where it was started."""
+    import torch
     from transformers import AutoTokenizer, TrainerCallback
-    from trl_arm import MethodTimes, make_trainer
+    from trl_arm import IN_PROCESS, MethodTimes, make_trainer
+
+    ended: list[float] = []
 
     class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.times: list[float] = []
-
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.times.append(time.perf_counter())
+            ended.append(time.perf_counter())
 
     def reward(completions: Any, **_: Any) -> list[float | None]:
         return [sevens(completion[0]["content"]) for completion in completions]
 
-    on_gpu: dict[str, Any] = {
-        "use_cpu": False,
-        "bf16": True,
-        "model_init_kwargs": {"dtype": "bfloat16"},
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": float(args.share),
-        "vllm_max_model_length": 1024,
-    }
+    on_gpu = {**IN_PROCESS, "vllm_gpu_memory_utilization": float(args.share), "vllm_max_model_length": 1024}
+    on_gpu |= {"model_init_kwargs": {"dtype": "bfloat16"}}
     problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()]
     rows = [{"prompt": [{"role": "user", "content": problem["prompt"]}]} for problem in problems]
     tokenizer: Any = AutoTokenizer.from_pretrained(str(work / "model"))
-    clock = Clock()
     trainer = make_trainer(
         str(work / "model"),
         tokenizer,
         rows,
         reward,
-        [clock],
+        [Clock()],
         per_device_train_batch_size=args.trl_batch,
         gradient_accumulation_steps=args.prompts * GROUP // args.trl_batch,
         num_generations=GROUP,
         max_completion_length=args.tokens,
-        temperature=1.0,
-        beta=0.0,
-        loss_type="grpo",
         learning_rate=LR,
-        max_grad_norm=1.0,
         logging_steps=1,
         max_steps=args.iterations,
         **({} if args.small else on_gpu),
     )
     times = MethodTimes(trainer, ("_generate", "compute_loss"))
     trainer.train()
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     rows_logged = [row for row in trainer.state.log_history if "completions/mean_length" in row]
     result = {
-        "seconds": [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)][WARMUP - 1 :],
+        "seconds": [b - a for a, b in pairwise(ended)][WARMUP - 1 :],
         "tokens": [row["completions/mean_length"] * args.prompts * GROUP for row in rows_logged][WARMUP:],
         "phases_s": {"generate": statistics.median(times.seconds["_generate"][WARMUP:])},
-        "card_gb": gpu_memory_gb(),
+        "card_gb": (total - free) / 1e9,  # by all processes
         "prompts": trainer._tokenize_prompts([row["prompt"] for row in rows[: args.prompts]])[0],
         "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
     }
     Path("trl.json").write_text(json.dumps(result))
-
-
-def gpu_memory_gb() -> float:
-    """In use on the card, by all processes."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0.0
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 1e9
 
 
 def check_same_work(work: Path, found: Mapping[str, Mapping[str, Any]], *, tolerance: float) -> None:
@@ -207,9 +142,7 @@ def check_same_work(work: Path, found: Mapping[str, Mapping[str, Any]], *, toler
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("overrides", nargs="*", help="overrides of our arm")
+    parser = parser_of(__doc__, "iteration_gpu")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--shape", default="0.6b", help="of the model, a name of shapes.py")
     parser.add_argument("--rounds", type=int, default=1, help="of all arms, in turn")
@@ -219,8 +152,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trl-batch", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", default="iteration_gpu")
     parser.add_argument("--inside-trl", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.small:
@@ -236,7 +167,7 @@ def main() -> None:
         return
     make_model(work, args.shape, small=args.small)
     trl = [sys.executable, str(Path(__file__).resolve()), str(work), *sys.argv[2:], "--inside-trl"]
-    folders: dict[str, list[Path]] = {arm: [work / f"{arm}_{i}" for i in range(args.rounds)] for arm in args.arms}
+    folders = {arm: [work / f"{arm}_{number}" for number in range(args.rounds)] for arm in args.arms}
     failed = []
     for number in range(args.rounds):
         processes = {}
@@ -244,29 +175,27 @@ def main() -> None:
             env = environment(MASTER_PORT=str(choose_port("127.0.0.1", None, key="MASTER_PORT")))  # TRL opens it
             env |= {"CUDA_VISIBLE_DEVICES": args.gpus[i]} if args.gpus else {}
             folder = folders[arm][number]
-            folder.mkdir(parents=True, exist_ok=True)
-            own = (*of_arm(work, args, arm), f"hydra.run.dir={folder}") if arm in OURS else ()
-            command = our_command(work, args, arm, own) if arm in OURS else trl
+            folder.mkdir(exist_ok=True)
+            words = [word.format(work=work) for word in OURS.get(arm, ())]
+            command = our_command(work, args, folder.name, words) if arm in OURS else trl
             with (work / f"{folder.name}.log").open("w") as log:
-                processes[arm] = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+                processes[folder.name] = subprocess.Popen(
+                    command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=folder
+                )
             if not args.gpus:
-                processes[arm].wait()
-        failed += [f"{arm}_{number}" for arm, process in processes.items() if process.wait() != 0]
+                processes[folder.name].wait()
+        failed += [name for name, process in processes.items() if process.wait() != 0]
     print_ends(work, failed)
-    found = {arm: our_result(own) for arm, own in folders.items() if arm in OURS}
-    found = {arm: result for arm, result in found.items() if result["seconds"]}
-    if results := [
-        json.loads((own / "trl.json").read_text()) for own in folders.get("trl", []) if (own / "trl.json").exists()
-    ]:
+    found = {
+        arm: our_result(own) for arm, own in folders.items() if any(len(records_of(each)) > WARMUP for each in own)
+    }
+    if results := [json.loads(path.read_text()) for path in sorted(work.glob("trl_*/trl.json"))]:
         found["trl"] = results[0] | {
             key: [each for own in results for each in own[key]] for key in ("seconds", "tokens")
         }
     if not found:
         sys.exit(1)
-    measured = {
-        f"{arm}_s": (statistics.fmean if arm == "async" else statistics.median)(result["seconds"])
-        for arm, result in found.items()
-    }
+    measured = {f"{arm}_s": statistics.median(result["seconds"]) for arm, result in found.items()}
     targets = [Target(f"{arm}_s", "<=", 6.5) for arm in OURS if arm in found]
     if "distill" in found:
         measured["teacher_share"] = found["distill"]["phases_s"]["time/teacher_s"] / measured["distill_s"]

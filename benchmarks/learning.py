@@ -40,25 +40,18 @@ from typing import Any
 
 import learning_tasks
 import numpy as np
-from common import Target, parser_of, write_result
+from common import ROOT, Target, parser_of, write_result
 
 from offline_grpo.engine.http import choose_port
 from offline_grpo.eval.statistics import mean_interval, t_975
 from offline_grpo.report.runs import load_run
 
-ROOT = Path(__file__).parents[1]
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 LR, UPDATES = 1e-5, 2
 KV_BYTES = 2 << 30
 EXTRAS: Mapping[str, tuple[str, Sequence[str]]] = {
     "terse": ("sums", ["train.lr=3e-5", "task.reward=learning_tasks:terse", "train.kl_coef=0.001"]),
     "lr_1e-4": ("sums", ["train.lr=1e-4", "train.kl_coef=0.001"]),
-    "lr_3e-5": ("sums", ["train.lr=3e-5"]),
-    "lr_3e-6": ("sums", ["train.lr=3e-6"]),
-    "kl_0.05": ("sums", ["train.kl_coef=0.05"]),
-    "resample": ("longer_sums", ["train/loss=dapo", "data.resample_zero_signal=true"]),
-    "group_16": ("longer_sums", ["data.problems_per_iteration=16", "data.rollouts_per_problem=16"]),
-    "four_updates": ("sums", ["train.updates_per_iteration=4"]),
     "lora": ("sums", ["model/lora=default", "train.lr=1e-4"]),
     "nf4": ("sums", ["model/lora=default", "train.lr=1e-4", "model.quantization=nf4"]),
     "fp8": ("sums", []),
@@ -111,9 +104,8 @@ class Worker:
     card: str
     number: int
     cores: Sequence[int] = ()
-    servers: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], str]] = field(
-        default_factory=dict
-    )  # by their options
+    servers: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], str]] = field(default_factory=dict)
+    """By their options."""
 
     def start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         words = ["taskset", "-c", ",".join(map(str, self.cores)), *command] if self.cores else command
@@ -369,9 +361,8 @@ def apart(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     """Difference of the means and half of its 95% interval (Welch)."""
     parts = [float(np.var(each, ddof=1)) / len(each) for each in (a, b)]
     total = sum(parts)
-    freedom = (
-        total**2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (a, b), strict=True)) if total else 1
-    )
+    spreads = (part**2 / (len(each) - 1) for part, each in zip(parts, (a, b), strict=True))
+    freedom = total**2 / sum(spreads) if total else 1
     return float(np.mean(a) - np.mean(b)), t_975(max(1, math.floor(freedom))) * math.sqrt(total)
 
 
@@ -380,9 +371,8 @@ def seconds_to(level: float, curves: Sequence[Mapping[str, Any]]) -> float:
     means, seconds = (np.mean([curve[key] for curve in curves], axis=0) for key in ("pass@1", "seconds"))
     for i in range(1, len(means)):
         if means[i] >= level > means[i - 1]:
-            return float(
-                seconds[i - 1] + (seconds[i] - seconds[i - 1]) * (level - means[i - 1]) / (means[i] - means[i - 1])
-            )
+            share = (level - means[i - 1]) / (means[i] - means[i - 1])
+            return float(seconds[i - 1] + (seconds[i] - seconds[i - 1]) * share)
     return math.inf
 
 
@@ -412,9 +402,8 @@ def collect(args: argparse.Namespace) -> None:
                 measured |= {f"{task}/{arm}/low": float(low[0]), f"{task}/{arm}/high": float(high[0])}
             if alone := [run for run in found if run["alone"]]:
                 measured[f"{task}/{arm}/alone_iteration_s"] = float(np.median(alone[0]["iteration_s"][1:]))
-            measured[f"{task}/{arm}/iteration_s"] = float(
-                np.median([s for run in found for s in run["iteration_s"][1:]])
-            )
+            every = [s for run in found for s in run["iteration_s"][1:]]
+            measured[f"{task}/{arm}/iteration_s"] = float(np.median(every))
         exact, rounded_base = (arms.get(arm, []) for arm in IN_PROCESS)
         if len(exact) > 1 and len(rounded_base) > 1:
             pair = [[run["pass@1"][-1] for run in found] for found in (rounded_base, exact)]
@@ -435,11 +424,8 @@ def collect(args: argparse.Namespace) -> None:
             targets.append(Target(f"{task}/evaluations_within_frac", ">=", 0.8))
             level = min(np.mean(pair_arm) for pair_arm in pairs[-1])
             times = seconds_to(float(level), ours), seconds_to(float(level), theirs)
-            measured |= {
-                f"{task}/level": float(level),
-                f"{task}/ours_to_level_s": times[0],
-                f"{task}/trl_to_level_s": times[1],
-            }
+            measured |= {f"{task}/level": float(level), f"{task}/ours_to_level_s": times[0]}
+            measured[f"{task}/trl_to_level_s"] = times[1]
     write_result(
         args.out,
         claim="A small real model learns with five losses, and with grpo as with TRL, within the intervals over seeds",
@@ -453,9 +439,7 @@ def collect(args: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("overrides", nargs="*", help="overrides of all runs but TRL's")
+    parser = parser_of(__doc__, "learning")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--minutes", type=float, default=18.0)
     parser.add_argument("--gpus", nargs="+", default=None, help="cards (default: all that are visible)")
@@ -468,9 +452,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=None, help="longest completion (default: the task's)")
     parser.add_argument("--least-s", type=float, default=60.0, help="no job begins with less time left")
     parser.add_argument("--no-alone", action="store_true", help="no run has a card to itself")
-    parser.add_argument("--small", action="store_true")
     parser.add_argument("--collect", action="store_true")
-    parser.add_argument("--out", default="learning")
     args = parser.parse_args()
     if args.small:
         args.iterations, args.prompts, args.group, args.tokens = 2, 4, 2, 8

@@ -18,7 +18,7 @@ from typing import Any
 
 import learning_tasks
 from transformers import AutoTokenizer, TrainerCallback
-from trl_arm import make_trainer
+from trl_arm import IN_PROCESS, make_trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +99,8 @@ def main() -> None:
     def reward(completions: Any, answer: Any, **_: Any) -> list[float | None]:
         return [score(completion[0]["content"], each) for completion, each in zip(completions, answer, strict=True)]
 
-    on_gpu: dict[str, Any] = {
-        "use_cpu": False,
-        "bf16": True,
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": 0.05,
-        "vllm_max_model_length": 512,
-        "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_clip_max": 2.0,
-    }
+    on_gpu = {**IN_PROCESS, "vllm_gpu_memory_utilization": 0.05, "vllm_max_model_length": 512}
+    on_gpu |= {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
     if not settings.on_cpu:
         with_kv_cache(settings.kv_bytes)
     tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
@@ -125,11 +117,7 @@ def main() -> None:
         steps_per_generation=num_sequences // settings.microbatch,
         num_generations=settings.group,
         max_completion_length=settings.tokens,
-        temperature=1.0,
-        beta=0.0,
-        loss_type="grpo",
         learning_rate=settings.lr,
-        max_grad_norm=1.0,
         logging_steps=settings.updates,
         max_steps=settings.iterations * settings.updates,
         shuffle_dataset=True,

@@ -1,5 +1,4 @@
-"""Time and memory of the loss head (forward and backward) against materialised logits, TRL's fused head and the bare
-matrix products.
+"""Time and memory of the loss head (forward and backward) against materialised logits and TRL's fused head.
 
     python benchmarks/loss_head.py                      # the claim: CPU, float32, V=32000, H=256, 1536 tokens
     python benchmarks/loss_head.py --device cuda --dtype bfloat16 --vocab 151936 --hidden 4096 --tokens 8192 --name
@@ -14,8 +13,6 @@ Arms. All compute the logprob of a target and the entropy, both with gradient, f
     entropy_as_metric  the same, with an entropy that carries no gradient; on a GPU in bfloat16 it keeps its tiles
                        (lm_head.KeptHead)
     trl_fused     trl.kernels.ChunkedLogProbFunction with the tile width that TRL uses
-    three_gemms   only the products for logits, hidden gradient and weight gradient: a lower bound for methods of this
-                  kind
 
 Before the timing, values and gradients of the arms are compared. The arms are interleaved in one process; time_ratio is
 the median over rounds of the ratio within a round. Other work on the machine slows the fused arms most, because their
@@ -103,18 +100,8 @@ def tiled_entropy_as_metric(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def trl_fused(inputs: Inputs) -> tuple[Tensor, Tensor]:
     from trl.kernels import ChunkedLogProbFunction
 
-    arguments = (
-        inputs.hidden,
-        inputs.weight,
-        None,
-        inputs.targets,
-        inputs.temperature,
-        TRL_TILE_WIDTH,
-        None,
-        1.0,
-        ("entropy",),
-    )
-    logprobs, entropy, *_ = ChunkedLogProbFunction.apply(*arguments)
+    of_inputs = (inputs.hidden, inputs.weight, None, inputs.targets, inputs.temperature)
+    logprobs, entropy, *_ = ChunkedLogProbFunction.apply(*of_inputs, TRL_TILE_WIDTH, None, 1.0, ("entropy",))
     return logprobs, entropy
 
 
@@ -135,30 +122,13 @@ def backward(head: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs) ->
     return logprobs.detach(), entropy.detach()
 
 
-def three_gemms(inputs: Inputs) -> Callable[[], None]:
-    hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
-    logits = torch.empty(len(hidden), len(weight), device=hidden.device, dtype=hidden.dtype)  # [N, V]
-    grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
-
-    def run() -> None:
-        torch.mm(hidden, weight.T, out=logits)
-        torch.mm(logits, weight, out=grad_hidden)
-        torch.mm(logits.T, hidden, out=grad_weight)
-
-    return run
-
-
 def largest_differences(inputs: Inputs) -> dict[str, float]:
     """Errors of the tiled head against materialised logits; those of gradients are relative to the largest gradient."""
     results = {}
     for name in (BASELINE, "tiled"):
         logprobs, entropy = backward(HEADS[name], inputs)
-        results[name] = {
-            "logprobs": logprobs,
-            "entropy": entropy,
-            "hidden": inputs.hidden.grad,
-            "weight": inputs.weight.grad,
-        }
+        gradients = {"hidden": inputs.hidden.grad, "weight": inputs.weight.grad}
+        results[name] = {"logprobs": logprobs, "entropy": entropy, **gradients}
     differences = {}
     for key, expected in results[BASELINE].items():
         scale = expected.abs().max() if key in ("hidden", "weight") else 1.0
@@ -224,7 +194,7 @@ def main() -> None:
     arms: dict[str, Callable[[], object]] = {
         name: lambda head=head: backward(head, inputs) for name, head in heads.items()
     }
-    timings = alternate(arms | {"three_gemms": three_gemms(inputs)}, rounds=args.rounds)
+    timings = alternate(arms, rounds=args.rounds)
     peak_bytes = {name: measure_peak_in_child(name) for name in heads}
     against_trl = {}
     if not args.without_trl:
@@ -242,7 +212,6 @@ def main() -> None:
     measured = {
         **against_logits,
         **against_trl,
-        "time_ratio_to_three_gemms": timings.ratio("tiled", "three_gemms"),
         "entropy_as_metric_time_s": timings.median_s("entropy_as_metric"),
         "entropy_as_metric_peak_gib": peak_bytes["entropy_as_metric"] / 2**30,
         **{f"largest_difference_{key}": value for key, value in differences.items()},

@@ -35,11 +35,10 @@ from typing import Any
 import psutil
 import torch
 from common import Target, expect_made_up_logprobs, parser_of, write_result
-from hydra import compose, initialize_config_dir
 from shapes import SIZES
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from offline_grpo.config.compose import register, typed
+from offline_grpo.config.compose import composed, register, typed
 from offline_grpo.config.parts import Plan, make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.layouts import layouts_for
@@ -55,31 +54,20 @@ from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
 
-CONF = Path(__file__).parents[1] / "conf"
 ARMS = {"full": (), "offload": ("train.optimizer.offload=true",), "lora": ("model/lora=default",)}
 ROUNDS = 2
 
 
 def plan_of(folder: Path, args: argparse.Namespace, overrides: Sequence[str]) -> Plan:
     """The configuration of an arm: 32 sequences in one update."""
-    base = [
-        "model=hf",
-        f"model.train_id={folder}",
-        f"model.device={args.device}",
-        f"generation.max_new_tokens={args.completion_tokens}",
-        "generation.batch_size=1",
-        "eval.enabled=false",
-        "data.problems_per_iteration=4",
-        "data.rollouts_per_problem=8",
-        "train.precision=bf16",
-        "train.batch_size=null",
-        f"train.tokens_per_microbatch={args.tokens_per_microbatch}",
-        "train.gradient_checkpointing=false",
-        "train.kl_coef=0",
-    ]
+    base = f"""
+        model=hf model.train_id={folder} model.device={args.device} generation.max_new_tokens={args.completion_tokens}
+        generation.batch_size=1 eval.enabled=false data.problems_per_iteration=4 data.rollouts_per_problem=8
+        train.precision=bf16 train.batch_size=null train.tokens_per_microbatch={args.tokens_per_microbatch}
+        train.gradient_checkpointing=false train.kl_coef=0
+    """
     register()
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return make_plan(typed(compose("config", overrides=[*base, *overrides])))
+    return make_plan(typed(composed([*base.split(), *overrides])))
 
 
 def random_batch(args: argparse.Namespace, num_sequences: int, vocab_size: int) -> TokenBatch:

@@ -23,8 +23,8 @@ def sevens(completion: str) -> float:
 
 def save(folder: Path, shape: str, dtype: str) -> None:
     """Write `folder`/model and `folder`/problems.jsonl."""
+    from shapes import SIZES, save_model
     from tokenizers.models import WordLevel
-    from weight_sync import config_of, save_model
 
     from offline_grpo.model.load import load_tokenizer
 
@@ -32,7 +32,7 @@ def save(folder: Path, shape: str, dtype: str) -> None:
     model = save_model(folder / "model", shape, dtype)
     tokenizer: Any = load_tokenizer(str(model))  # of characters, fewer than the model has tokens
     characters = tokenizer.get_vocab()
-    words = {f" {i}": i for i in range(len(characters), config_of(shape).vocab_size)}
+    words = {f" {i}": i for i in range(len(characters), SIZES[shape].vocab_size)}
     tokenizer.backend_tokenizer.model = WordLevel(characters | words, unk_token="<unk>")
     tokenizer.save_pretrained(str(model))
     rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100) for b in range(10)]
@@ -41,11 +41,10 @@ def save(folder: Path, shape: str, dtype: str) -> None:
 
 def main() -> None:
     from shapes import SIZES
-    from weight_sync import SHAPES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=[*SHAPES, *SIZES], default="qwen2_5_0_5b")
+    parser.add_argument("--shape", choices=list(SIZES), default="qwen2_5_0_5b")
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
     save(arguments.folder, arguments.shape, arguments.dtype)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from offline_grpo.model.tiny import build_char_tokenizer
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
@@ -20,7 +24,15 @@ def qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> Qwen3Confi
     return Qwen3Config(**QWEN3, **blocks, hidden_size=hidden, intermediate_size=intermediate)
 
 
+def qwen2(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, positions: int) -> Qwen2Config:
+    blocks: dict[str, Any] = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 2}
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate}
+    return Qwen2Config(**sizes, **blocks, max_position_embeddings=positions, tie_word_embeddings=True, eos_token_id=2)
+
+
 SIZES: dict[str, PretrainedConfig] = {
+    "small": qwen2(128, 128, 256, 2, 4, 4096),
+    "qwen2_5_0_5b": qwen2(151936, 896, 4864, 24, 14, 4096),
     "tiny": LlamaConfig(
         vocab_size=2000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4
     ),
@@ -77,4 +89,18 @@ SIZES: dict[str, PretrainedConfig] = {
         tie_word_embeddings=False,
     ),
 }
-"""Two small ones, SmolLM2-135M, Qwen3-0.6B, TinyLlama-1.1B, Qwen3-1.7B, Qwen3-4B and Llama-3.1-8B."""
+"""Three small ones, SmolLM2-135M, Qwen2.5-0.5B, Qwen3-0.6B, -1.7B, -4B, TinyLlama-1.1B and Llama-3.1-8B."""
+
+
+def save_model(folder: Path, shape: str, dtype: str) -> Path:
+    """Random weights, made on the GPU if there is one; token 2 ends a sequence. A tokenizer of characters."""
+    torch.manual_seed(0)
+    config: Any = SIZES[shape]
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.generation_config.eos_token_id = model.config.eos_token_id = 2
+    model.save_pretrained(str(folder))
+    build_char_tokenizer(config.max_position_embeddings).save_pretrained(str(folder))
+    del model
+    torch.cuda.empty_cache()  # servers take their shares of what is free
+    return folder

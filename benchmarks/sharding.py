@@ -7,8 +7,7 @@ one GPU it reaches.
 
 Random weights, bf16 with fp32 masters, AdamW. Every process gets `--sequences` sequences of `--length` tokens, 512 of
 them the prompt, one to a microbatch, with every block recomputed. An update is timed: forward, backward, step. First
-all numbers of processes make one update of the same batch, and must have the same gradient norm. The arms: `plain`, and
-`compiled` with torch.compile for the blocks.
+all numbers of processes make one update of the same batch, and must have the same gradient norm. Blocks are compiled.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ from common import Target, environment, expect_made_up_logprobs, parser_of, writ
 
 GATE = 0.02  # of gradient norms, relative: bf16's rounding
 SKEWED = [min(16384, 200 + int(random.Random(i).expovariate(1 / 2000))) for i in range(256)]
-ARMS = ("plain", "compiled")
 
 
 def measure(args: argparse.Namespace) -> None:
-    """One process of a group, for one arm; the first one writes `args.inside`."""
+    """One process of a group; the first one writes `args.inside`."""
     import torch
     from our_trainer import make_updater
     from shapes import SIZES
@@ -61,17 +59,13 @@ def measure(args: argparse.Namespace) -> None:
         Scoring(model, layouts_for(None, device, dtype)[0], TiledHead(tile_width=None)), build_char_tokenizer(40960)
     )
     started = time.monotonic()
-    if args.arm == "compiled":
-        settle_compile(policy.scoring, True, device)
+    settle_compile(policy.scoring, True, device)
     compile_s = time.monotonic() - started
     sharding = FullyShardedPolicy(ranks)
     sharding.prepare(policy)
-    settings = {
-        "precision": "bf16" if on_gpu else "fp32",
-        "tokens_per_microbatch": args.length,
-        "max_new_tokens": args.length,
-    }
-    updater = make_updater(policy, **settings, lr=1e-6, clip_high=0.28, checkpointing=True, sharding=sharding)
+    lengths = {"tokens_per_microbatch": args.length, "max_new_tokens": args.length}
+    how: dict[str, Any] = {"precision": "bf16" if on_gpu else "fp32", "checkpointing": True, **lengths}
+    updater = make_updater(policy, **how, lr=1e-6, clip_high=0.28, sharding=sharding)
     prompt = min(512, args.length // 8)
     batch = make_batch([args.length - prompt] * max(args.processes), prompt=prompt, vocab_size=model.config.vocab_size)
     norm = updater.run(batch, iteration=0)["grad_norm"]
@@ -92,21 +86,17 @@ def measure(args: argparse.Namespace) -> None:
     slowest = max(ranks.gather([statistics.median(seconds[1:])]))
     peaks = ranks.gather([peak])
     if ranks.is_main:
-        found = {
-            "s": slowest,
-            "tok_s": num_sequences * args.length / slowest,
-            "peak_gib": max(peaks),
-            "compile_s": compile_s,
-        }
+        found = {"s": slowest, "tok_s": num_sequences * args.length / slowest, "peak_gib": max(peaks)}
+        found["compile_s"] = compile_s
         Path(args.inside).write_text(json.dumps(found | {"grad_norm": norm, "rounds_s": seconds}))
 
 
-def run_group(number: int, arm: str) -> dict[str, Any]:
+def run_group(number: int) -> dict[str, Any]:
     """This script in a group of processes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-        command = [*launch, __file__, *sys.argv[1:], "--arm", arm, "--inside", str(path)]
+        command = [*launch, __file__, *sys.argv[1:], "--inside", str(path)]
         subprocess.run(command, check=True, env=environment())
         return json.loads(path.read_text())
 
@@ -130,9 +120,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--sequences", type=int, default=4, help="of each process, in an update")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--out", default="sharding")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device == "cpu":
@@ -140,30 +128,24 @@ def main() -> None:
     if args.inside:
         measure(args)
         return
+    found = {number: run_group(number) for number in args.processes}
+    norms = [result["grad_norm"] for result in found.values()]
+    assert max(norms) / min(norms) - 1 <= GATE, f"gradient norms of {args.processes} processes differ: {norms}"
     measured: dict[str, float] = {}
-    details: dict[str, Any] = {}
-    for arm in args.arms:
-        found = {number: run_group(number, arm) for number in args.processes}
-        details[arm] = found
-        norms = [result["grad_norm"] for result in found.values()]
-        assert max(norms) / min(norms) - 1 <= GATE, (
-            f"{arm}: gradient norms of {args.processes} processes differ: {norms}"
-        )
-        for number, result in found.items():
-            measured |= {f"{arm}_{number}_{key}": result[key] for key in ("tok_s", "peak_gib", "compile_s")}
-            first = min(args.processes)
-            measured[f"{arm}_{number}_efficiency"] = result["tok_s"] * first / (found[first]["tok_s"] * number)
+    first, last = min(args.processes), max(args.processes)
+    for number, result in found.items():
+        measured |= {f"compiled_{number}_{key}": result[key] for key in ("tok_s", "peak_gib", "compile_s")}
+        measured[f"compiled_{number}_efficiency"] = result["tok_s"] * first / (found[first]["tok_s"] * number)
     measured |= {f"most_loaded_{number}": most_loaded(number) for number in args.processes}
-    last = max(args.processes)
-    targets = [Target(f"{args.arms[-1]}_{last}_efficiency", ">=", 0.9), Target(f"most_loaded_{last}", "<=", 1.1)]
+    targets = [Target(f"compiled_{last}_efficiency", ">=", 0.9), Target(f"most_loaded_{last}", "<=", 1.1)]
     write_result(
         args.out,
         claim="FSDP2 on N GPUs trains at least 0.9 N times the tokens per second of one GPU, and shares skewed "
         "lengths out evenly",
         targets=targets,
-        settings={key: value for key, value in vars(args).items() if key not in ("arm", "inside")},
+        settings={key: value for key, value in vars(args).items() if key != "inside"},
         measured=measured,
-        details=details,
+        details={"compiled": found},
     )
 
 

@@ -30,9 +30,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from common import Target, environment, make_model, parser_of, print_ends, records_of, write_result
+from common import Target, environment, make_model, parser_of, print_ends, records_of, run_command, write_result
 
-ROOT = Path(__file__).parents[1]
 CAPS_GIB = {"nf4_server": 22.0, "nf4": 16.0}
 ARMS = ("nf4_server", "nf4", "lora_server", "lora")
 CONTEXT_GIB = 0.75  # of a process on the GPU, beside what torch allocates
@@ -52,14 +51,8 @@ def command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
     card_gib: float = args.card_gib
     trainer_gib = CAPS_GIB.get(arm, card_gib) - CONTEXT_GIB - has_server * (args.server_gib + CONTEXT_GIB)
     share = args.server_gib if arm in CAPS_GIB else args.server_gib + 12  # 16 bits take 10 GiB more
-    words = f"""
-        model=hf model.train_id={work}/model model/lora=default task=dataset task.path={work}/problems.jsonl
-        task.reward=random_model:sevens generation.max_new_tokens={args.tokens}
-        data.problems_per_iteration={args.prompts} data.rollouts_per_problem=8 data.shuffle=false
-        train.batch_size=null train.tokens_per_microbatch={args.microbatch} train.gradient_checkpointing=true
-        train.kl_coef=0 train.drop_zero_signal_groups=false train.iterations={args.iterations}
-        eval.enabled=false checkpoint.enabled=false hydra.run.dir={work}/{arm}
-    """.split()
+    words = [f"train.tokens_per_microbatch={args.microbatch}", "train.gradient_checkpointing=true"]
+    words += ["model/lora=default", "data.shuffle=false", "train.precision=bf16"]
     words += ["model.quantization=nf4"] if arm.startswith("nf4") else []
     if has_server:
         words += ["generation=vllm_server", "weight_sync=lora_hotswap", "engine.args.max_model_len=1024"]
@@ -68,9 +61,9 @@ def command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
         words += ["+engine.args.max_num_batched_tokens=2048"]  # what the server's largest step takes is not KV cache
     else:
         words += ["generation.batch_size=64"]
-    words += ["model.device=cpu", "train.precision=bf16"] if args.small else ["train.precision=bf16"]
+    words += ["model.device=cpu"] if args.small else []
     fraction = min(1.0, trainer_gib / card_gib) if arm in CAPS_GIB and not args.small else 1.0
-    return [sys.executable, "-c", CAPPED, str(fraction), str(ROOT / "run_grpo.py"), *words, *args.overrides]
+    return [sys.executable, "-c", CAPPED, str(fraction), *run_command(work, args, work / arm, *words)]
 
 
 def used_gib(card: str) -> float:
@@ -108,13 +101,8 @@ def result_of(work: Path, arm: str) -> dict[str, Any]:
     records = records_of(work / arm)
     plan = re.findall(r"predicted to hold ([\d.]+) GiB", (work / arm / "run.log").read_text())
     names = ("perf/tokens_per_s", "perf/generate_tokens_per_s", "perf/train_tokens_per_s", "time/iteration_s")
-    names += (
-        "sync/probe_diff_abs_mean",
-        "sync/num_tensors_proven",
-        "time/sync_s",
-        "mismatch/ess_frac",
-        "alignment/diff_abs_mean",
-    )
+    names += ("sync/probe_diff_abs_mean", "sync/num_tensors_proven", "time/sync_s", "mismatch/ess_frac")
+    names += ("alignment/diff_abs_mean",)
     found = {
         name.rpartition("/")[2]: statistics.median(record[name] for record in records[WARMUP:])
         for name in names
@@ -127,9 +115,7 @@ def result_of(work: Path, arm: str) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("overrides", nargs="*", help="overrides of all arms")
+    parser = parser_of(__doc__, "small_card")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--iterations", type=int, default=4)
@@ -138,8 +124,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatch", type=int, default=4096, help="tokens")
     parser.add_argument("--server-gib", type=float, default=10.0, help="of the server with 4 bits, KV cache included")
     parser.add_argument("--kv-gib", type=float, default=2.0)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", default="small_card")
     args = parser.parse_args()
     if args.small:
         args.shape, args.prompts, args.tokens, args.iterations, args.kv_gib = "small", 2, 8, 3, 0.0625

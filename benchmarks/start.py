@@ -43,13 +43,9 @@ def times(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("overrides", nargs="*")
+    parser = parser_of(__doc__, "start", "--name")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--shape", default="0.6b")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--name", default="start")
     args = parser.parse_args()
     sizes = ("small", 2, 16) if args.small else (args.shape, PROMPTS, TOKENS)
     args.shape, args.prompts, args.tokens = sizes

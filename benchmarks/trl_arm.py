@@ -15,6 +15,9 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+IN_PROCESS: dict[str, Any] = {"use_cpu": False, "bf16": True, "use_vllm": True, "vllm_mode": "colocate"}
+"""Settings for a GPU, with vLLM in the trainer's process."""
+
 
 class MethodTimes:
     """Wall-clock seconds of each call to the given methods of an object. The methods may call each other."""
@@ -50,12 +53,17 @@ def make_trainer(
         rows: rows of the dataset, visited in this order, each with a "prompt".
         settings: GRPOConfig settings that override those chosen here.
     """
-    _silence()
-    _do_without_hashes()
-    from datasets import Dataset
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    warnings.filterwarnings("ignore", module="trl|transformers|torch|accelerate")
+    for name in ("trl", "transformers", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from datasets import Dataset, fingerprint
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
+    # `datasets` names what it caches by hashes of pickled objects, which some versions of dill cannot pickle. Here it
+    # caches nothing.
+    fingerprint.Hasher.hash = classmethod(lambda cls, value: uuid.uuid4().hex[:16])  # type: ignore[method-assign]
     chosen: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(prefix="trl-"),
         "use_cpu": True,
@@ -70,6 +78,10 @@ def make_trainer(
         "dataloader_pin_memory": False,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
+        "loss_type": "grpo",
+        "temperature": 1.0,
+        "beta": 0.0,
+        "max_grad_norm": 1.0,
     }
     config = GRPOConfig(**chosen | settings)
     trainer = GRPOTrainer(
@@ -82,19 +94,3 @@ def make_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _do_without_hashes() -> None:
-    """`datasets` names what it caches by hashes of pickled objects, and some versions of dill cannot pickle all.
-    Nothing is cached here.
-    """
-    from datasets import fingerprint
-
-    fingerprint.Hasher.hash = classmethod(lambda cls, value: uuid.uuid4().hex[:16])  # type: ignore[method-assign]
-
-
-def _silence() -> None:
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    warnings.filterwarnings("ignore", module="trl|transformers|torch|accelerate")
-    for name in ("trl", "transformers", "accelerate"):
-        logging.getLogger(name).setLevel(logging.ERROR)

@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from common import Target, alternate, parser_of, wait_for_device, write_result
 from omegaconf import OmegaConf
-from shapes import SIZES as LARGER
+from shapes import SIZES, save_model
 from torch import distributed, multiprocessing
 from torch.multiprocessing.spawn import spawn
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain, composed, register
@@ -47,7 +47,6 @@ from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.load import load_tokenizer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
-from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import LoraConfig
 from offline_grpo.train.fsdp2 import FullyShardedPolicy
@@ -56,18 +55,6 @@ from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 from offline_grpo.weight_sync import proof
 from offline_grpo.weight_sync.deployment import Deployment
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
-SHAPES = {
-    "qwen2_5_0_5b": dict(zip(SIZES, (151936, 896, 4864, 24, 14, 4096), strict=True)),
-    "small": dict(zip(SIZES, (128, 128, 256, 2, 4, 512), strict=True)),
-}
 TARGETS = {
     "shared_vllm": [Target("push_s", "<=", 0.05), Target("bytes_copied", "<=", 0)],
     "lora_hotswap": [Target("push_s", "<=", 0.15)],
@@ -351,23 +338,6 @@ def configuration(*overrides: str) -> Any:
     return composed(overrides)
 
 
-def config_of(shape: str) -> PretrainedConfig:
-    if shape in SHAPES:
-        return Qwen2Config(**SHAPES[shape], num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2)
-    return LARGER[shape]
-
-
-def save_model(folder: Path, shape: str, dtype: str) -> Path:
-    torch.manual_seed(0)
-    config: Any = config_of(shape)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.generation_config.eos_token_id = model.config.eos_token_id = 2
-    model.save_pretrained(str(folder))
-    build_char_tokenizer(config.max_position_embeddings).save_pretrained(str(folder))
-    return folder
-
-
 def load(folder: Path, arguments: argparse.Namespace, ranks: Ranks, *, shared: bool, lora: bool) -> Policy:
     device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=getattr(torch, arguments.dtype))
@@ -387,7 +357,7 @@ def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("strategies", nargs="*")
     parser.add_argument("--with-stock", action="store_true")
-    parser.add_argument("--shape", choices=[*SHAPES, *LARGER], default="qwen2_5_0_5b")
+    parser.add_argument("--shape", choices=list(SIZES), default="qwen2_5_0_5b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--pushes", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)

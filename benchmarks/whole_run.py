@@ -17,49 +17,30 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import Target, environment, make_model, parser_of, records_of, write_result
-from iteration_gpu import ROOT
+from common import Target, environment, make_model, parser_of, records_of, run_command, write_result
 
 WARMUP = 2
 SHOWN = ("time/generate_s", "time/sampling_s", "time/train_s", "time/sync_push_s", "time/sync_proof_s")
-SHOWN += (
-    "time/sync_paused_s",
-    "time/sync_s",
-    "time/rollouts_wait_s",
-    "time/async_idle_s",
-    "async/age_mean",
-    "mismatch/ess_frac",
-)
+SHOWN += ("time/sync_paused_s", "time/sync_s", "time/rollouts_wait_s", "time/async_idle_s", "async/age_mean")
+SHOWN += ("mismatch/ess_frac",)
 SHOWN += ("sync/num_tensors", "sync/num_tensors_proven", "perf/gpu_memory_gb", "num_completion_tokens")
 
 
 def command(work: Path, args: argparse.Namespace) -> list[str]:
-    words = f"""
-        -m torch.distributed.run --standalone --nproc_per_node {args.trainers}
-        {ROOT}/run_grpo.py model=hf model.train_id={work}/model task=dataset task.path={work}/problems.jsonl
-        task.reward=random_model:sevens generation=vllm_server mode=async placement.num_engines={args.servers}
-        train.sharding=fsdp2 generation.max_new_tokens={args.tokens} data.problems_per_iteration={args.prompts}
-        data.rollouts_per_problem=8 train.batch_size=null train.lr=1e-6 train.kl_coef=0
-        train.drop_zero_signal_groups=false train.iterations={args.iterations} eval.enabled=false
-        checkpoint.enabled=false hydra.run.dir={work}/run
-    """.split()
-    engines = [*range(args.trainers, args.trainers + args.servers)]
-    on_gpu = f"""
-        weight_sync=nccl train.precision=bf16 train.tokens_per_microbatch={args.microbatch}
-        engine.args.max_model_len={args.tokens + 512} engine.args.gpu_memory_utilization=0.85
-    """
-    on_cpu = """
-        weight_sync=reload train.precision=fp32 train.tokens_per_microbatch=2048 model.device=cpu
-        engine.args.enforce_eager=true
-    """
-    words += on_cpu.split() if args.small else [*on_gpu.split(), f"placement.engine_devices={engines}"]
-    return [sys.executable, *words, *args.overrides]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.trainers)]
+    words = ["generation=vllm_server", "mode=async", f"placement.num_engines={args.servers}", "train.sharding=fsdp2"]
+    if args.small:
+        words += ["weight_sync=reload", "train.precision=fp32", "train.tokens_per_microbatch=2048", "model.device=cpu"]
+        words += ["engine.args.enforce_eager=true"]
+    else:
+        words += ["weight_sync=nccl", "train.precision=bf16", f"train.tokens_per_microbatch={args.microbatch}"]
+        words += [f"engine.args.max_model_len={args.tokens + 512}", "engine.args.gpu_memory_utilization=0.85"]
+        words += [f"placement.engine_devices={[*range(args.trainers, args.trainers + args.servers)]}"]
+    return [sys.executable, *launch, *run_command(work, args, work / "run", "train.lr=1e-6", *words)]
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("overrides", nargs="*")
+    parser = parser_of(__doc__, "whole_run")
     parser.add_argument("--shape", default="4b")
     parser.add_argument("--trainers", type=int, default=4)
     parser.add_argument("--servers", type=int, default=4)
@@ -68,8 +49,6 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=16384, help="tokens")
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=240.0)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", default="whole_run")
     args = parser.parse_args()
     work = args.work.resolve()
     if args.small:

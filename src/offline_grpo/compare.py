@@ -33,7 +33,7 @@ from offline_grpo.history.records import this_start
 from offline_grpo.history.signals import StopSignal
 from offline_grpo.logger import output_console
 from offline_grpo.redaction import redacted_text
-from offline_grpo.report.comparison import DONE, print_comparison, save_comparison
+from offline_grpo.report.sweep import DONE, print_comparison, save_comparison
 from offline_grpo.report.tables import say
 
 COMMON = ("eval.enabled=false", "checkpoint.save_interval=0")

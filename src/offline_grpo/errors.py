@@ -28,7 +28,9 @@ class ConfigError(GrpoError):
     exit_code = 2
 
     def __init__(self, key: str, value: object = None, fix: str | None = None) -> None:
-        super().__init__(key if fix is None else f"{key}={value}: {fix}")
+        # a blank text, and half of a character, would not be seen
+        shown = repr(value) if isinstance(value, str) and not (value.strip() and value.isprintable()) else value
+        super().__init__(key if fix is None else f"{key}={shown}: {fix}")
 
 
 class EngineError(GrpoError):

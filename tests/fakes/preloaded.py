@@ -11,7 +11,6 @@ from factories import compose_with_hydra
 
 import offline_grpo.generation.transformers_client
 import offline_grpo.logger.console
-import offline_grpo.logger.json_logger
 import offline_grpo.model.tiny
 import offline_grpo.report.plots
 import offline_grpo.report.tables

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.task.agent import Agent
-from offline_grpo.task.environment import Environment
+from offline_grpo.task.environment import Agent, Environment
 
 act: Any = None
 """An agent, which a test puts here."""

@@ -11,7 +11,7 @@ from engines import preloaded_python, processes_naming, save_model
 from runs import five, own_server
 
 from offline_grpo import compare
-from offline_grpo.report.comparison import DONE
+from offline_grpo.report.sweep import DONE
 
 FAKES = Path(__file__).parents[1] / "fakes"
 

@@ -49,7 +49,7 @@ def test_two_processes_follow_the_trajectory_of_one(cache: str, tmp_path: Path) 
 def test_the_signal_of_one_process_is_that_of_all(cache: str, tmp_path: Path) -> None:
     """A launcher hands on the exit code of the first that ends, and a Ctrl-C may come to one of them late."""
     run = tmp_path / "run"
-    first_alone = Kill("offline_grpo.logger.json_logger:JsonLogger.log", 2, number=signal.SIGINT)
+    first_alone = Kill("offline_grpo.logger:JsonLogger.log", 2, number=signal.SIGINT)
     assert run_in_children(2, run, *SMALL, cache, kill=first_alone) == [130, 130], printed(run)
     assert printed(run).count("stopped by SIGINT; go on with") == 1
 

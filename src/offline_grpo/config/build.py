@@ -26,6 +26,8 @@ MOVED = {
     "offline_grpo.generation.sglang_client.SglangClient": "offline_grpo.engine.sglang.SglangEngine",
     f"{_ADVANTAGE}.distill.Distill": f"{_ADVANTAGE}.Distill",
     f"{_ADVANTAGE}.gdpo.GDPO": f"{_ADVANTAGE}.GDPO",
+    "offline_grpo.logger.json_logger.JsonLogger": "offline_grpo.logger.JsonLogger",
+    "offline_grpo.task.agent.Agent": "offline_grpo.task.environment.Agent",
     f"{_ADVANTAGE}.maxrl.MaxRL": f"{_ADVANTAGE}.MaxRL",
     f"{_ADVANTAGE}.passk.PassK": f"{_ADVANTAGE}.PassK",
     f"{_ADVANTAGE}.per_token.PerToken": f"{_ADVANTAGE}.PerToken",

@@ -1,14 +1,43 @@
-"""Listeners that write the metrics of a run. The JSON files are the primary record."""
+"""Listeners that write the metrics of a run. The JSON files are the record: plots, summaries and sweep tables are made
+only from them.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
 import rich
 from rich.console import Console
 from rich.table import Table
 
+from offline_grpo.disk import write_whole
+from offline_grpo.errors import GrpoError
+from offline_grpo.interfaces import RunListener
 from offline_grpo.types import Metrics
+
+
+@dataclass(frozen=True)
+class JsonLogger(RunListener):
+    """Writes `metrics/train_iter_000.json`, `metrics/eval_iter_000.json`, ... and `metrics/eval_init.json`.
+
+    A file is complete or absent. Keys are sorted, so equal metrics give equal bytes.
+    """
+
+    output_dir: Path
+
+    def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
+        """Write one file. Raises GrpoError for NaN and infinity, which JSON cannot represent."""
+        suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
+        for key, value in metrics.items():
+            if not math.isfinite(value):
+                raise GrpoError(f"{name} metric {key} is {value} ({suffix}); metrics must be finite numbers")
+        path = self.output_dir / "metrics" / f"{name}_{suffix}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(dict(metrics), indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def output_console() -> Console:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from offline_grpo.errors import require
+from offline_grpo.settings import one_of
 from offline_grpo.types import Metrics
 
-CHOICES = ("default", "atropos")
+Names = Annotated[str, one_of("default", "atropos")]
 _SAME = (
     *("alignment/diff_mean", "alignment/diff_abs_mean", "alignment/diff_max", "logprobs/inference_mean"),
     *("logprobs/inference_std", "logprobs/training_mean", "logprobs/training_std"),
@@ -48,10 +48,6 @@ SECTIONS = sorted({name.partition("/")[0] for names in NAMES.values() for name i
 RULE = "=" * 70
 
 
-def check_choice(key: str, value: str) -> None:
-    require(value in CHOICES, key, value, f"must be one of {', '.join(CHOICES)}")
-
-
 def renamed(metrics: Metrics) -> tuple[dict[str, float], dict[str, float]]:
     """Training metrics by their names there, and those that have none."""
     found = {name: value for key, value in metrics.items() for name in NAMES.get(key, ())}
@@ -79,32 +75,24 @@ class Benchmark:
     records: list[Metrics] = field(default_factory=list)
 
     @property
-    def num_steps(self) -> int:
-        return len(self.records)
-
-    @property
     def num_syncs(self) -> int:
         return sum(each.get("time/sync_push_s", 0.0) > 0 and "sync/frozen" not in each for each in self.records)
 
     def total(self, key: str) -> float:
         return sum(each.get(key, 0.0) for each in self.records)
 
-    def total_s(self, name: str = "iteration") -> float:
-        """Seconds of a phase, or of whole iterations."""
-        return self.total(f"time/{name}_s")
-
     def step_s(self, name: str = "iteration") -> float:
-        """Its mean over the iterations; 0 without any."""
-        return self.total_s(name) / max(self.num_steps, 1)
+        """Mean seconds of a phase, or of whole iterations, over the iterations; 0 without any."""
+        return self.total(f"time/{name}_s") / max(len(self.records), 1)
 
     def sync_s(self) -> float:
         """Mean of all syncs over those that pushed."""
-        return self.total_s("sync") / max(self.num_syncs, 1)
+        return self.total("time/sync_s") / max(self.num_syncs, 1)
 
     def tokens_per_s(self, name: str) -> float:
         """Of sampling ("generate"), training ("train") or everything ("iteration"); 0 where it never ran."""
         tokens = self.total("num_tokens_trained" if name == "train" else "num_completion_tokens")
-        seconds = self.total_s("sampling" if name == "generate" else name)
+        seconds = self.total(f"time/{'sampling' if name == 'generate' else name}_s")
         return tokens / seconds if seconds else 0.0
 
     @property
@@ -117,16 +105,18 @@ class Benchmark:
     def summary(self, mode: str) -> list[str]:
         """The block of lines."""
         peak, mean = (f"{gb:.2f} GB" for gb in self.gpu_gb) if self.gpu_gb else ("-", "-")
+        phases = ("iteration", "train", "sync", "generate")
+        total_s, train_s, sync_s, fetch_s = (self.total(f"time/{phase}_s") for phase in phases)
         rows = {
-            "  Total training time": f"{self.total_s():.2f}s ({self.total_s() / 60:.2f} min)",
-            "  Total steps": str(self.num_steps),
+            "  Total training time": f"{total_s:.2f}s ({total_s / 60:.2f} min)",
+            "  Total steps": str(len(self.records)),
             "  TIMING BREAKDOWN": "",
             "    Avg step time": f"{self.step_s('train'):.2f}s",
-            "    Total step time": f"{self.total_s('train'):.2f}s",
+            "    Total step time": f"{train_s:.2f}s",
             "    Avg sync time": f"{self.sync_s():.2f}s (x{self.num_syncs} syncs)",
-            "    Total sync time": f"{self.total_s('sync'):.2f}s",
+            "    Total sync time": f"{sync_s:.2f}s",
             "    Avg data fetch time": f"{self.step_s('generate'):.2f}s",
-            "    Total data fetch time": f"{self.total_s('generate'):.2f}s",
+            "    Total data fetch time": f"{fetch_s:.2f}s",
             "  MEMORY": "",
             "    Peak GPU memory": peak,
             "    Avg GPU memory": mean,
@@ -136,10 +126,11 @@ class Benchmark:
 
     def as_metrics(self) -> dict[str, float]:
         """`benchmark/NAME` -> number, as that trainer logs them."""
+        total_s = self.total("time/iteration_s")
         found = {
-            "benchmark/total_time_seconds": self.total_s(),
-            "benchmark/total_time_minutes": self.total_s() / 60,
-            "benchmark/total_steps": float(self.num_steps),
+            "benchmark/total_time_seconds": total_s,
+            "benchmark/total_time_minutes": total_s / 60,
+            "benchmark/total_steps": float(len(self.records)),
             "benchmark/avg_step_time_seconds": self.step_s("train"),
         }
         names = ("benchmark/peak_gpu_memory_gb", "benchmark/avg_gpu_memory_gb")

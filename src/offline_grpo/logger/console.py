@@ -8,10 +8,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Group as Stack
+from rich.console import RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -19,10 +20,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from offline_grpo import progress
-from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
-from offline_grpo.logger.atropos import check_choice, console_lines
+from offline_grpo.logger.atropos import Names, console_lines
+from offline_grpo.settings import Group, above
 from offline_grpo.types import Metrics
 
 ITERATIONS_IN_ESTIMATE = 10  # the remaining time is estimated from the last 10 iterations
@@ -47,17 +48,18 @@ messages = logging.getLogger(__name__)
 
 
 @dataclass
-class ConsoleLogger(RunListener):
+class ConsoleLogger(RunListener, Group):
     """Shows iteration, phase and how far it is, metrics, last evaluation and remaining time: live on a terminal,
     otherwise a line a record, and in long phases one every 30 s.
     """
 
-    refresh_per_s: float
-    names: str
+    key: ClassVar[str] = "logger.console"
+
+    refresh_per_s: Annotated[float, above(0)]
+    names: Names
 
     def __post_init__(self) -> None:
-        check_choice("logger.console.names", self.names)
-        require(self.refresh_per_s > 0, "logger.console.refresh_per_s", self.refresh_per_s, "must be above 0")
+        super().__post_init__()
         self.console = output_console()
         self._live: Live | None = None
         self._ends: threading.Event | None = None  # set when no more lines about silent phases are wanted
@@ -182,7 +184,7 @@ class ConsoleLogger(RunListener):
             iteration, metrics = self._eval
             when = "eval before training" if iteration == -1 else f"eval after {iteration + 1}"
             rows += [Text(line) for line in folded(when, eval_cells(metrics), width=self.console.width)]
-        return Group(*rows)
+        return Stack(*rows)
 
 
 def train_cells(metrics: Metrics) -> list[tuple[str, str]]:

@@ -13,16 +13,16 @@ from itertools import compress, groupby, pairwise
 from math import inf
 from pathlib import Path
 from textwrap import indent, wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from offline_grpo.disk import significant, utf8, write_whole
-from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console
+from offline_grpo.settings import Group, Range, at_least
 from offline_grpo.types import Message, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ Decode = Callable[[Sequence[int]], str]
 """The text of token ids, with special tokens."""
 
 POLICY = "policy"
+_NUMBER = Range("a number, 0 for none, or all", lambda n: n == "all" or (isinstance(n, int) and n >= 0))
 _SHOWN_CHARS = 400
 _WIDTH = 76
 
@@ -43,19 +44,19 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Samples(RunListener):
+class Samples(RunListener, Group):
     """Writes `samples/iter_000.jsonl`, ... and, for evaluations, `samples/eval_init.jsonl`,
     `samples/eval_iter_009.jsonl`, ...
     """
 
+    key: ClassVar[str] = "samples"
+
     output_dir: Path
-    per_iteration: int | str
-    on_console: int
+    per_iteration: Annotated[int | str, _NUMBER]
+    on_console: Annotated[int, at_least(0)]
 
     def __post_init__(self) -> None:
-        is_known = self.per_iteration == "all" or (isinstance(self.per_iteration, int) and self.per_iteration >= 0)
-        require(is_known, "samples.per_iteration", self.per_iteration, "a number, 0 for none, or all")
-        require(self.on_console >= 0, "samples.on_console", self.on_console, "must be 0 or more")
+        super().__post_init__()
         self._decode: Decode | None = None
 
     def loaded(self, decode: Decode) -> None:

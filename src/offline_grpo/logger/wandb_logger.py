@@ -7,52 +7,51 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import yaml
 
 from offline_grpo.disk import utf8
-from offline_grpo.errors import require
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, tagged
-from offline_grpo.logger.atropos import SECTIONS, Benchmark, check_choice, mode_of, renamed
+from offline_grpo.logger.atropos import SECTIONS, Benchmark, Names, mode_of, renamed
 from offline_grpo.logger.samples import Advantages, chosen
 from offline_grpo.redaction import redacted, redacted_text
+from offline_grpo.settings import Group, Range, one_of
 from offline_grpo.types import Metrics, RolloutGroup
 
-MODES = ("online", "offline", "disabled")
 STEP_METRIC = "iteration"
 HIGHEST = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "train/success_rate")
 """W&B's table of runs shows the highest value beside the last one."""
 
 
 @dataclass
-class WandbLogger(RunListener):
+class WandbLogger(RunListener, Group):
     """Logs `train/...` and `eval/...`; the x axis is completed iterations. A resumed run continues its wandb run."""
 
+    key: ClassVar[str] = "logger.wandb"
+
     output_dir: Path
-    mode: str
-    project: str | None
+    mode: Annotated[str, one_of("online", "offline", "disabled")]
+    project: Annotated[str, Range("set the project, for example offline-grpo", bool)]
     entity: str | None
     group: str | None
     name: str | None
     notes: str | None
-    names: str
+    names: Names
     tags: list[str]
     samples: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._run: Any = None
         self._mode = ""  # of the benchmark
         self._benchmark = Benchmark()
-        require(self.mode in MODES, "logger.wandb.mode", self.mode, f"must be one of {', '.join(MODES)}")
-        check_choice("logger.wandb.names", self.names)
-        require(bool(self.project), "logger.wandb.project", self.project, "set the project, for example offline-grpo")
         if self.mode == "online":
             import wandb  # slow to import (a second), and most runs do not need it
 
             fix = "there is no API key; run `wandb login`, set WANDB_API_KEY, or use offline and `wandb sync` later"
-            require(wandb.login(prompt=False), "logger.wandb.mode", self.mode, fix)
+            self.check("mode", wandb.login(prompt=False), fix)
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
         import wandb
@@ -70,7 +69,7 @@ class WandbLogger(RunListener):
         try:
             self._run = wandb.init(
                 dir=self.output_dir,
-                mode=self.mode,  # pyright: ignore[reportArgumentType]  # one of MODES
+                mode=self.mode,  # pyright: ignore[reportArgumentType]
                 project=self.project,
                 entity=self.entity,
                 group=sweep if self.group == "auto" else self.group,

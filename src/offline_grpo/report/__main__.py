@@ -25,38 +25,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "of a run, print the BENCHMARK SUMMARY of the Atropos trainer instead"
     parser.add_argument("--benchmark", action="store_true", help=text)
     options = parser.parse_intermixed_args(arguments)
+    from offline_grpo.report import plots, sweep, tables  # matplotlib
+    from offline_grpo.report.page import save_page
+    from offline_grpo.report.runs import load_run
+
+    out: Path | None = options.out
+    folder, console = options.folders[0], output_console()
     try:
         with ending_with_reader():
-            _show(options.folders, options.out, only_benchmark=options.benchmark)
+            if out is not None and (out.is_dir() or not out.parent.is_dir()):
+                raise ConfigError(f"--out={out}: name a file to write, in a folder that exists")
+            # A comparison of modes has a file that says so; a run has metrics or settings; all else are sweeps.
+            is_run = (folder / ".hydra").is_dir() or (folder / "metrics").is_dir()
+            if len(options.folders) == 1 and (folder / sweep.FILE).is_file():
+                sweep.print_comparison(folder, console)
+            elif len(options.folders) > 1 or not is_run:
+                sweep.print_sweep(options.folders, console, out)
+            else:
+                run = load_run(folder)
+                if not run.train and not run.evals:
+                    raise ConfigError(f"{folder}: has no metrics yet; try again after an iteration")
+                if options.benchmark:
+                    tables.say(console, Benchmark([*run.train.values()]).summary(mode_of(run.config)))
+                    return 0
+                tables.print_summary(run, console)
+                tables.say(console, [tables.labelled("report", plots.save_report(run))])
+                tables.say(console, [tables.labelled("page", save_page([folder], out or folder / "report.html"))])
     except GrpoError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def _show(folders: list[Path], out: Path | None, *, only_benchmark: bool) -> None:
-    from offline_grpo.report import comparison, plots, sweep, tables  # matplotlib
-    from offline_grpo.report.page import save_page
-    from offline_grpo.report.runs import load_run
-
-    folder, console = folders[0], output_console()
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise ConfigError(f"--out={out}: name a file to write, in a folder that exists")
-    # A comparison of modes has a file that says so; a run has metrics or settings; all else are sweeps.
-    if len(folders) == 1 and (folder / comparison.FILE).is_file():
-        comparison.print_comparison(folder, console)
-    elif len(folders) == 1 and ((folder / ".hydra").is_dir() or (folder / "metrics").is_dir()):
-        run = load_run(folder)
-        if not run.train and not run.evals:
-            raise ConfigError(f"{folder}: has no metrics yet; try again after an iteration")
-        if only_benchmark:
-            tables.say(console, Benchmark([*run.train.values()]).summary(mode_of(run.config)))
-            return
-        tables.print_summary(run, console)
-        tables.say(console, [tables.labelled("report", plots.save_report(run))])
-        tables.say(console, [tables.labelled("page", save_page([folder], out or folder / "report.html"))])
-    else:
-        sweep.print_sweep(folders, console, out)
 
 
 if __name__ == "__main__":

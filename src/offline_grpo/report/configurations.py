@@ -81,25 +81,8 @@ def configurations(runs: Sequence[Run]) -> list[Configuration]:
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in sorted(runs, key=lambda run: by_number(run.name)):
         groups.setdefault(tuple(sorted(_compared(run.settings).items())), []).append(run)
-    names = _names([chosen[0] for chosen in groups.values()])
-    found = [Configuration(name, tuple(chosen)) for name, chosen in zip(names, groups.values(), strict=True)]
-    evaluations = [each.evaluation for each in found]
-
-    def rank(each: Configuration) -> tuple[int, bool, bool, float]:
-        score = each.mean("reward") if each.pass_at_1 is None else each.pass_at_1
-        is_unfinished = not any(run.is_done for run in each.runs)
-        return evaluations.index(each.evaluation), each.pass_at_1 is None, is_unfinished, -(score or 0.0)
-
-    return sorted(found, key=rank)
-
-
-def _compared(settings: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in settings.items() if key.lstrip("+~").split(".")[0] not in NOT_COMPARED}
-
-
-def _names(runs: Sequence[Run]) -> list[str]:
-    """A name for the configuration of each of these runs: its overrides, without those that all have in common."""
-    own = [_compared(run.overrides) for run in runs]
+    # The name of each: the overrides of its first run, without those that all have in common.
+    own = [_compared(chosen[0].overrides) for chosen in groups.values()]
     common = set.intersection(*(set(each.items()) for each in own)) if len(own) > 1 else set()
     differing = [{key: value for key, value in each.items() if (key, value) not in common} for each in own]
     # Keys are shortened to their last part, `lr` of `train.lr`, where that is one key's alone.
@@ -113,9 +96,22 @@ def _names(runs: Sequence[Run]) -> list[str]:
         words = (f"{leaf[key] if shared[leaf[key]] == 1 else key}={value}" for key, value in values.items())
         names.append(", ".join(words) or "all alike")
     # A name that two would share gets the run's.
-    return [
-        f"{name} (as run {run.name})" if names.count(name) > 1 else name for name, run in zip(names, runs, strict=True)
+    found = [
+        Configuration(f"{name} (as run {chosen[0].name})" if names.count(name) > 1 else name, tuple(chosen))
+        for name, chosen in zip(names, groups.values(), strict=True)
     ]
+    evaluations = [each.evaluation for each in found]
+
+    def rank(each: Configuration) -> tuple[int, bool, bool, float]:
+        score = each.mean("reward") if each.pass_at_1 is None else each.pass_at_1
+        is_unfinished = not any(run.is_done for run in each.runs)
+        return evaluations.index(each.evaluation), each.pass_at_1 is None, is_unfinished, -(score or 0.0)
+
+    return sorted(found, key=rank)
+
+
+def _compared(settings: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in settings.items() if key.lstrip("+~").split(".")[0] not in NOT_COMPARED}
 
 
 def have_own_seeds(runs: Sequence[Run]) -> bool:

@@ -53,6 +53,21 @@ def model_card(
     # Settings without secrets, and without the folders of this machine.
     config, data = _public(redacted(state["config"])), state["config"]["data"]
     beside = "" if config["model"].get("quantization") is None else ", beside base weights in 4 bits (NF4)"
+    # A table of the evaluations before training and at this checkpoint.
+    evals, evaluation = {} if run is None else run.evals, "This checkpoint was not evaluated by its run."
+    points = (("before training", -1), ("this checkpoint", state["iteration"]))
+    if run is not None and (measured := {name: evals[i] for name, i in points if i in evals}):
+        keys = [*(f"pass@{k}" for k in run.eval_ks()), "reward_mean_all", "completion_tokens_mean"]
+        rows = [
+            [key, *(with_interval(m.get(key), (m.get(f"{key}_low"), m.get(f"{key}_high"))) for m in measured.values())]
+            for key in keys
+        ]
+        some = next(iter(measured.values()))
+        evaluation = (
+            f"{some['tasks']:.0f} held-out problems, {some['replicates']:.0f} completions each at temperature "
+            f"{config['eval']['temperature']:g}; in brackets 95% intervals over problems.\n\n"
+            f"{Table(['', *measured], rows).markdown()}"
+        ).rstrip()
     model = f"`{_public(base)}`" if base is not None else "a small model, built and warm-started by the run itself"
     return head + "\n\n".join(
         [
@@ -64,7 +79,7 @@ def model_card(
             f"Task `{config['task']['_target_'].rpartition('.')[2]}`, {data['problems_per_iteration']} problems per "
             f"iteration with {data['rollouts_per_problem']} completions each:\n\n{_yaml(config['task'])}",
             "## Evaluation",
-            _evaluation(run, state["iteration"], config),
+            evaluation,
             *([] if picture is None else [f"![Metrics of the run over its iterations]({picture})"]),
             "## Licence",
             "Not stated yet: add `license:` to the header. The terms of the base model and of the data apply.",
@@ -76,25 +91,6 @@ def model_card(
 
 def _yaml(content: Mapping[str, Any]) -> str:
     return f"```yaml\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True).rstrip()}\n```"
-
-
-def _evaluation(run: Run | None, iteration: int, config: Mapping[str, Any]) -> str:
-    """A table of the evaluations before training and at this checkpoint."""
-    evals = {} if run is None else run.evals
-    measured = {name: evals[i] for name, i in (("before training", -1), ("this checkpoint", iteration)) if i in evals}
-    if run is None or not measured:
-        return "This checkpoint was not evaluated by its run."
-    keys = [*(f"pass@{k}" for k in run.eval_ks()), "reward_mean_all", "completion_tokens_mean"]
-    rows = [
-        [key, *(with_interval(m.get(key), (m.get(f"{key}_low"), m.get(f"{key}_high"))) for m in measured.values())]
-        for key in keys
-    ]
-    some = next(iter(measured.values()))
-    head = (
-        f"{some['tasks']:.0f} held-out problems, {some['replicates']:.0f} completions each at temperature "
-        f"{config['eval']['temperature']:g}; in brackets 95% intervals over problems."
-    )
-    return f"{head}\n\n{Table(['', *measured], rows).markdown()}".rstrip()
 
 
 def _public(value: Any) -> Any:

@@ -68,7 +68,8 @@ class Run:
                 return Series(np.empty(0), np.empty(0))
             return Series(silent.steps, silent.values / np.maximum(groups.values, 1))
         phase, key = metric.split("/", 1)
-        points = [(completed_iterations(phase, i), found[key]) for i, found in self._of(phase).items() if key in found]
+        records = self.evals if phase == "eval" else self.train
+        points = [(completed_iterations(phase, i), found[key]) for i, found in records.items() if key in found]
         table = np.array(points, dtype=np.float64).reshape(-1, 2)  # [R, 2]
         return Series(table[:, 0], table[:, 1])
 
@@ -87,10 +88,7 @@ class Run:
 
     def keys(self, phase: str) -> set[str]:
         """All metrics of "train" or "eval"."""
-        return {key for metrics in self._of(phase).values() for key in metrics}
-
-    def _of(self, phase: str) -> Mapping[int, Metrics]:
-        return self.evals if phase == "eval" else self.train
+        return {key for metrics in (self.evals if phase == "eval" else self.train).values() for key in metrics}
 
     def eval_ks(self) -> list[int]:
         """The values of k for which pass@k was measured, ascending."""

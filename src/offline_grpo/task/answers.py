@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -43,27 +42,23 @@ class TaggedBlock:
     is_only_block: bool  # True if the text has no other opening or closing tag of this name
 
 
-def _tags(text: str, tag: str) -> list[re.Match[str]]:
-    return list(re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE | re.ASCII))
-
-
 def last_tagged(text: str, tag: str) -> TaggedBlock | None:
     """The last `<tag>...</tag>` of a text, ignoring letter case, or None. Runs in linear time."""
-    tags = _tags(text, tag)
+    # The last closing tag, and the last opening one before it.
+    tags = list(re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE | re.ASCII))
     closing = next((match for match in reversed(tags) if match[1]), None)
-    if closing is None:
+    end = -1 if closing is None else closing.start()
+    opening = next((match for match in reversed(tags) if not match[1] and match.end() <= end), None)
+    if closing is None or opening is None:
         return None
-    opening = next((match for match in reversed(tags) if not match[1] and match.end() <= closing.start()), None)
-    if opening is None:
-        return None
-    return TaggedBlock(text[opening.end() : closing.start()], len(text) - closing.end(), len(tags) == 2)
+    return TaggedBlock(text[opening.end() : end], len(text) - closing.end(), len(tags) == 2)
 
 
 def tagged_blocks(text: str, tag: str) -> list[str]:
     """The content of each `<tag>...</tag>` of a text, from an opening tag to the next closing one, ignoring case."""
     blocks: list[str] = []
     start: int | None = None
-    for match in _tags(text, tag):
+    for match in re.finditer(rf"<(/?){re.escape(tag)}>", text, re.IGNORECASE | re.ASCII):
         if not match[1]:
             start = match.end() if start is None else start
         elif start is not None:
@@ -124,72 +119,68 @@ def marked_answer(text: str) -> str | None:
     return tail.strip() if marker else None
 
 
-def stated_answer(text: str) -> str | None:
-    """What a completion without a mark says its answer is: the formula in `$...$` or the sentence that follows the last
-    `answer is` or `answer:`, otherwise the last formula. None where a number comes after it, or there is neither.
-    """
-    asked = re.match(r"(?is).*\banswer\**(?: is|:)[:*\s]*(.*)", text)
-    rest = text if asked is None else asked[1]
-    follows = re.match(_FORMULA, rest, re.DOTALL) if asked else None
-    if found := follows or re.match(rf".*{_FORMULA}", rest, re.DOTALL):
-        answer, end = found[found.lastindex or 0], found.end()
-    else:
-        answer = re.split(r"\.?\s*(?:\n|\Z)|\.\s", rest, maxsplit=1)[0] if asked else ""
-        end = len(answer)
-    return answer if answer and (follows or last_number(rest[end:]) is None) else None
-
-
-def is_answer(reference: str, text: str, is_same: Callable[[str, str], bool]) -> bool:
+def is_answer(reference: str, text: str, *, any_latex: bool = False) -> bool:
     """Whether a completion has the reference as its answer: what it marks or states, or all of it; where none of these
-    is a formula, its last number, or date.
+    is a formula, its last number, or date. `any_latex`: see `is_same_value`.
     """
     marked = marked_answer(text)
     if marked is not None:
-        return is_same(reference, marked)
-    found = [text.strip(), *filter(None, [stated_answer(text)])]
+        return is_same_value(reference, marked, any_latex=any_latex)
+    # What it states: the formula or the sentence that follows the last `answer is` or `answer:`, otherwise the last
+    # formula; nothing where a number comes after that.
+    asked = re.match(r"(?is).*\banswer\**(?: is|:)[:*\s]*(.*)", text)
+    rest = text if asked is None else asked[1]
+    follows = re.match(_FORMULA, rest, re.DOTALL) if asked else None
+    if formula := follows or re.match(rf".*{_FORMULA}", rest, re.DOTALL):
+        stated, end = formula[formula.lastindex or 0], formula.end()
+    else:
+        stated = re.split(r"\.?\s*(?:\n|\Z)|\.\s", rest, maxsplit=1)[0] if asked else ""
+        end = len(stated)
+    found = [text.strip(), *([stated] if stated and (follows or last_number(rest[end:]) is None) else [])]
+    # A sentence is no LaTeX: its words would be products of letters.
     for each in found:
         has_words = re.search(r"(?<![\\A-Za-z{])[A-Za-z]{3}", each) is not None
-        if (is_same_value if has_words else is_same)(reference, each):
+        if is_same_value(reference, each, any_latex=any_latex and not has_words):
             return True
+    # A formula that is another one is wrong, whatever number it ends with.
     if any(_short_formula(each) and not _is_text(each) for each in found) or "\\" in "".join(found[1:]):
         return False
     ends = [last_number(text), *re.findall(_JOINED_DIGITS, text)[-1:]]
     return any(end is not None and is_same_value(reference, end) for end in ends)
 
 
-def is_same_latex(reference: str, answer: str) -> bool:
-    r"""True if `is_same_value` finds two answers equal, or math-verify does, as LaTeX of any kind and length.
-
-    It may take for ever, or all memory: to be called where the process can be killed.
-    """
-    if is_same_value(reference, answer) or _is_text(reference):
-        return is_same_value(reference, answer)
-    return _is_equal(reference, answer, "first_match")
-
-
-def is_same_value(reference: str, answer: str) -> bool:
+def is_same_value(reference: str, answer: str, *, any_latex: bool = False) -> bool:
     r"""True if two answers are equal in value, as `0.5` and `\frac{1}{2}` or `x^2-1` and `(x-1)(x+1)`, or are the same
     words.
 
     Words may differ in letter case, blanks, `$` around them and `\text{}`; numbers in currency and per cent signs and
     units. Dates, scores, telephone numbers and words are compared as text. A few characters can make math-verify hang,
     such as a tower of powers, and its timeout works only in the main thread: so it gets short formulas alone.
+
+    Args:
+        any_latex: it gets LaTeX of any kind and length too. That may take for ever, or all memory: to be used where the
+            process can be killed.
     """
     if _words(reference) == _words(answer):
         return True
     if _is_text(reference):
         return False
     plain = _short_formula(reference), _short_formula(answer)
+    attempts: list[tuple[str, str, str]] = []
     if all(re.fullmatch(_DECIMAL, each) for each in plain) and not all("." in each for each in plain):
-        return Fraction(plain[0].replace(",", "")) == Fraction(plain[1].replace(",", ""))
-    return all(plain) and _is_equal(*plain, "no_fallback")
+        if Fraction(plain[0].replace(",", "")) == Fraction(plain[1].replace(",", "")):
+            return True
+    elif all(plain):
+        attempts.append((*plain, "no_fallback"))
+    if any_latex:
+        attempts.append((reference, answer, "first_match"))
+    for *both, fallback_mode in attempts:
+        import math_verify  # which takes a second
 
-
-def _is_equal(reference: str, answer: str, fallback_mode: str) -> bool:
-    import math_verify
-
-    one, other = (_parse(rf"\boxed{{{each}}}", fallback_mode) for each in (reference, answer))
-    return math_verify.verify(one, other, timeout_seconds=None)  # its timeout needs signals
+        one, other = (_parse(rf"\boxed{{{each}}}", fallback_mode) for each in both)
+        if math_verify.verify(one, other, timeout_seconds=None):  # its timeout needs signals
+            return True
+    return False
 
 
 def _is_text(answer: str) -> bool:
@@ -231,11 +222,13 @@ def _short_formula(answer: str) -> str:
     """
     if len(answer) > 4 * MAX_ANSWER_CHARS:
         return ""
+    # Without signs of currency and the like, blanks between digits, `x =`, and units.
     plain = re.sub(r"\\?[$€£%]|\^? *\{? *\\(?:circ|degree) *\}?", "", _plain(answer))
     plain = re.sub(r"(?<=[0-9]) +(?=[0-9]{3}(?![0-9]))", "", plain)  # 1 234 -> 1234
     plain = re.sub(r"^(?:[A-Za-z]\w*)? *(?:=|\\in(?![A-Za-z]))", "", plain.strip())
     units = r"(?<=[0-9}).]) *(?:[A-Za-z]{2}[A-Za-z .]*| [A-Za-z])(?:\^\{?[0-9]\}?)?$"
     plain = re.sub(units, "", plain).strip().rstrip(".").strip()
+    # What is left must be of the signs, commands and single letters that math-verify is quick with.
     symbol = r"[+\-*/()\[\]{}^=&]|\\[{}\\]|\\(?:begin|end)\{[bp]matrix\}"
     symbol += r"|\\(?:frac|sqrt|pi|infty|cup|pm|times|cdot|div|approx|leq?|geq?)(?![A-Za-z])"
     is_formula = re.fullmatch(rf"(?:[0-9., ]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|{symbol})+", plain) is not None

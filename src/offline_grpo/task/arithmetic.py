@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from offline_grpo.errors import require
+from offline_grpo.settings import Range
 from offline_grpo.task.answers import last_number
-from offline_grpo.task.problems import hash_frac
+from offline_grpo.task.problems import BaseTask, Share, hash_frac
 from offline_grpo.types import Problem, Score, Split
 
 OPERATIONS = {"+": int.__add__, "-": int.__sub__}
-MAX_OPERAND_LIMIT = 999  # every pair is enumerated: 10^6 of them here
+FORMAT_WEIGHT = Range("must be at least 0 and below 1, the weight of a correct answer", lambda value: 0 <= value < 1)
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(BaseTask):
     """All `a op b` with 0 <= a, b <= `max_operand`. Answers are integers; those of subtractions can be negative.
 
     A hash of the unordered operand pair decides the split, so `17+25`, `25+17` and `17-25` are all held out or all
@@ -27,35 +26,29 @@ class Arithmetic:
     Reward: 1 if the last number of the text is the answer, plus `format_weight` if the text is exactly one integer.
     """
 
-    max_operand: int
+    # every pair is enumerated: at most 10^6
+    max_operand: Annotated[int, Range("must be from 1 to 999", lambda value: 1 <= value <= 999)]
     operations: list[str]
-    eval_frac: float
+    eval_frac: Share
     prompt_template: str
-    format_weight: float
+    format_weight: Annotated[float, FORMAT_WEIGHT]
 
     scores_safely: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        limit = f"must be from 1 to {MAX_OPERAND_LIMIT}"
+        super().__post_init__()
         is_known = 0 < len(self.operations) == len(set(self.operations) & set(OPERATIONS))
-        weight = "must be at least 0 and below 1, the weight of a correct answer"
-        require(1 <= self.max_operand <= MAX_OPERAND_LIMIT, "task.max_operand", self.max_operand, limit)
-        require(is_known, "task.operations", self.operations, f"give one or more of {[*OPERATIONS]}, each once")
-        require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
-        require(0 <= self.format_weight < 1, "task.format_weight", self.format_weight, weight)
-        cases = [(a, operation, b) for a in (0, 1) for operation in self.operations for b in (0, 1)]
+        self.check("operations", is_known, f"give one or more of {[*OPERATIONS]}, each once")
+        # The prompt is written with every number and sign; otherwise different problems look alike.
+        cases = [{"a": a, "op": operation, "b": b} for a in (0, 1) for operation in self.operations for b in (0, 1)]
         try:
-            has_all = len({self._prompt(*case) for case in cases}) == len(cases)
+            has_all = len({self.prompt_template.format(**case) for case in cases}) == len(cases)
         except (KeyError, IndexError, ValueError, AttributeError):
             has_all = False
         fix = "different problems look alike, or cannot be written; use {a}, {op} and {b}"
-        require(has_all, "task.prompt_template", repr(self.prompt_template), fix)
+        self.check("prompt_template", has_all, fix)
         is_split = all(self.problems(split) for split in Split)
-        require(is_split, "task.eval_frac", self.eval_frac, "leaves a split without problems; raise task.max_operand")
-
-    def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of the split, shuffled by a fixed hash of their ids."""
-        return self._splits[split]
+        self.check("eval_frac", is_split, "leaves a split without problems; raise task.max_operand")
 
     def score(self, problem: Problem, text: str) -> Score:
         """Score the last number of the text, so that a chat model may explain first. `42.0` and `1,042` count as
@@ -69,6 +62,8 @@ class Arithmetic:
 
     @cached_property
     def _splits(self) -> dict[Split, tuple[Problem, ...]]:
+        """Shuffled by a fixed hash of their ids."""
+        # Both orders and all signs of a pair are on one side; then each split has an order of its own.
         splits: dict[Split, list[Problem]] = {split: [] for split in Split}
         numbers = range(self.max_operand + 1)
         for low in numbers:
@@ -76,12 +71,9 @@ class Arithmetic:
                 split = Split.EVAL if hash_frac(f"split {low} {high}") < self.eval_frac else Split.TRAIN
                 for a, b in {(low, high), (high, low)}:
                     for op in self.operations:
-                        messages = ({"role": "user", "content": self._prompt(a, op, b)},)
+                        messages = ({"role": "user", "content": self.prompt_template.format(a=a, op=op, b=b)},)
                         splits[split].append(Problem(f"{a}{op}{b}", messages, str(OPERATIONS[op](a, b))))
         return {
             split: tuple(sorted(problems, key=lambda p: hash_frac(f"order {p.problem_id}")))
             for split, problems in splits.items()
         }
-
-    def _prompt(self, a: int, operation: str, b: int) -> str:
-        return self.prompt_template.format(a=a, op=operation, b=b)

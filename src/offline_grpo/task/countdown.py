@@ -7,15 +7,15 @@ import operator
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError
+from offline_grpo.settings import Range
 from offline_grpo.task.answers import last_tagged
-from offline_grpo.task.problems import asked, check_system_prompt, hash_frac
+from offline_grpo.task.problems import BaseTask, Share, SystemPrompt, asked, hash_frac
 from offline_grpo.types import Problem, Score, Split
 
 NUM_DRAWS = 12_000
@@ -26,7 +26,7 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Countdown:
+class Countdown(BaseTask):
     """Numbers from 1 to `max_number` and a target that they reach, as in TinyZero. `Score.parts`:
 
         correct     1.0 if the expression uses every number exactly once and its value is the target
@@ -36,32 +36,22 @@ class Countdown:
     the numbers decides the split, so that problems with the same numbers are all held out or all trained on.
     """
 
-    min_count: int
+    min_count: Annotated[int, Range("must be from 2 to 6", lambda value: 2 <= value <= 6)]
     max_count: int
-    max_number: int
-    max_target: int
-    eval_frac: float
-    system_prompt: str | None
+    max_number: Annotated[int, Range("must be from 10 to 1000", lambda value: 10 <= value <= 1000)]
+    max_target: Annotated[int, Range("must be from 10 to 10000", lambda value: 10 <= value <= 10_000)]
+    eval_frac: Share
+    system_prompt: SystemPrompt
     prompt_template: str
-    format_weight: float
+    format_weight: Annotated[float, Range("must be in [0, 1)", lambda value: 0 <= value < 1)]
 
     scores_safely: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        fewest, most, template = self.min_count, self.max_count, self.prompt_template
-        require(2 <= fewest <= 6, "task.min_count", fewest, "must be from 2 to 6")
-        require(fewest <= most <= 6, "task.max_count", most, "must be from task.min_count to 6")
-        require(10 <= self.max_number <= 1000, "task.max_number", self.max_number, "must be from 10 to 1000")
-        require(10 <= self.max_target <= 10_000, "task.max_target", self.max_target, "must be from 10 to 10000")
-        require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
-        require(0 <= self.format_weight < 1, "task.format_weight", self.format_weight, "must be in [0, 1)")
-        check_system_prompt(self.system_prompt)
+        super().__post_init__()
+        self.check("max_count", self.min_count <= self.max_count <= 6, "must be from task.min_count to 6")
         for place in ("{numbers}", "{target}"):
-            require(place in template, "task.prompt_template", repr(template), f"must contain {place}")
-
-    def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of a split, in the order in which they were drawn. `answer` is one solution of several."""
-        return self._splits[split]
+            self.check("prompt_template", place in self.prompt_template, f"must contain {place}")
 
     def score(self, problem: Problem, text: str) -> Score:
         block = last_tagged(text, "answer")
@@ -74,6 +64,7 @@ class Countdown:
 
     @cached_property
     def _splits(self) -> dict[Split, tuple[Problem, ...]]:
+        """In the order in which they were drawn. `answer` is one solution of several."""
         splits: dict[Split, dict[str, Problem]] = {split: {} for split in Split}
         rng = random.Random("countdown")
         for _ in range(NUM_DRAWS):
@@ -88,6 +79,7 @@ class Countdown:
             target, solution = values[0][0], values[0][1][1:-1]
             if not 10 <= target <= self.max_target:
                 continue
+            # A problem that was drawn before counts once; its numbers decide the split.
             numbers.sort()
             prompt = self.prompt_template.replace("{numbers}", ", ".join(map(str, numbers)))
             messages = asked(prompt.replace("{target}", str(target)), self.system_prompt)
@@ -106,6 +98,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
 
     Example: "(1 + 2) / 6" -> 1/2, [1, 2, 6].
     """
+    # Signs as models write them; then limits, which no text gets past that would take long.
     signs = {"\\times": "*", "\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-"}
     plain = expression.strip()
     for sign, operation in signs.items():

@@ -6,24 +6,16 @@ import re
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, isfinite
-from typing import Any, ClassVar
+from math import isfinite
+from typing import Annotated, Any, ClassVar
 
-from offline_grpo.errors import ConfigError, require
-from offline_grpo.task.answers import (
-    is_answer,
-    is_same_latex,
-    is_same_value,
-    last_boxed,
-    marked_answer,
-    reference_answer,
-)
-from offline_grpo.task.problems import HALF, is_whole
+from offline_grpo.errors import ConfigError
+from offline_grpo.settings import Range, one_of
+from offline_grpo.task.answers import is_answer, last_boxed, marked_answer, reference_answer
+from offline_grpo.task.problems import HALF, Weight, is_whole
 from offline_grpo.task.rewards import GIVEN, Rewards, load_rewards
 from offline_grpo.task.rows import Row, RowTask, messages_or_text, shown, text_field, tools_of
 from offline_grpo.types import Message, Problem, Score
-
-ANSWER_KINDS = ("auto", "math", "text", "regex")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,28 +28,22 @@ class Dataset(RowTask):
 
     prompt_field: str
     answer_field: str | None
-    prompt_template: str | None
-    answer_kind: str
-    format_weight: float
+    prompt_template: Annotated[str | None, Range(HALF, is_whole)]
+    answer_kind: Annotated[str, one_of("auto", "math", "text", "regex")]
+    format_weight: Weight
     reward: Any
     group_reward: Any
-    correct_threshold: float
+    correct_threshold: Annotated[float, Range("must be a finite number", isfinite)]
 
     worker_imports: ClassVar[tuple[str, ...]] = ("math_verify",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        place = f"{{{self.prompt_field}}}"
-        template, kinds = self.prompt_template, f"must be one of {', '.join(ANSWER_KINDS)}"
+        place, template = f"{{{self.prompt_field}}}", self.prompt_template
         fix = f"must contain {place}, which is replaced by the field {self.prompt_field} (task.prompt_field)"
-        require(template is None or place in template, "task.prompt_template", repr(template), fix)
-        require(is_whole(template), "task.prompt_template", repr(template), HALF)
-        require(self.answer_kind in ANSWER_KINDS, "task.answer_kind", self.answer_kind, kinds)
-        require(0 <= self.format_weight < inf, "task.format_weight", self.format_weight, "must be 0 or more")
-        threshold = self.correct_threshold
-        require(isfinite(threshold), "task.correct_threshold", threshold, "must be a finite number")
+        self.check("prompt_template", template is None or place in template, fix)
         has_answer = bool(self._rewards) or self.answer_field is not None
-        require(has_answer, "task.answer_field", None, "name the field with the answer, or set task.reward")
+        self.check("answer_field", has_answer, "name the field with the answer, or set task.reward")
 
     @cached_property
     def _rewards(self) -> Mapping[str, Rewards]:
@@ -95,8 +81,21 @@ class Dataset(RowTask):
         # The prompt and the answer too, unless reward functions are given them under these names anyway.
         given = {self.prompt_field, self.answer_field} & {*GIVEN}
         fields = {str(key): value for key, value in row.value.items() if key not in given}
+        # The answer: reward functions get it as it is, if there is one; otherwise it is what completions must have.
+        answer, name, has_reward = "", self.answer_field, "reward" in self._rewards
+        if name is not None and not (has_reward and row.value.get(name) is None):
+            answer = text_field(row, name, "task.answer_field")
+        if name is not None and not has_reward:
+            place = f"in the field {name!r} (task.answer_field): {shown(answer)}"
+            answer = reference_answer(answer) if self.answer_kind in ("auto", "math") else answer.strip()
+            if not answer:
+                raise ConfigError(f"{row.where} has no final answer {place}")
+            try:
+                re.compile(answer if self.answer_kind == "regex" else "")
+            except re.error as error:
+                raise ConfigError(f"{row.where} has no regular expression ({error}) {place}") from error
         messages, tools = self.messages(row, prompt), tools_of(row)
-        problem = Problem(problem_id, messages, self._answer(row), fields, tools=tools)
+        problem = Problem(problem_id, messages, answer, fields, tools=tools)
         for rewards in self._rewards.values():
             rewards.check(problem)
         return problem
@@ -104,24 +103,6 @@ class Dataset(RowTask):
     def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
         prompt = messages_or_text(row, self.prompt_field, "task.prompt_field")
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-    def _answer(self, row: Row) -> str:
-        has_reward = "reward" in self._rewards
-        if self.answer_field is None or (has_reward and row.value.get(self.answer_field) is None):
-            return ""
-        text = text_field(row, self.answer_field, "task.answer_field")
-        if has_reward:
-            return text
-        answer = reference_answer(text) if self.answer_kind in ("auto", "math") else text.strip()
-        place = f"in the field {self.answer_field!r} (task.answer_field): {shown(text)}"
-        if not answer:
-            raise ConfigError(f"{row.where} has no final answer {place}")
-        if self.answer_kind == "regex":
-            try:
-                re.compile(answer)
-            except re.error as error:
-                raise ConfigError(f"{row.where} has no regular expression ({error}) {place}") from error
-        return answer
 
 
 def is_right(kind: str, reference: str, text: str) -> bool:
@@ -133,4 +114,4 @@ def is_right(kind: str, reference: str, text: str) -> bool:
     if kind == "text":
         found, own = (marked_answer(each) or each for each in (text, reference))
         return text.strip() == reference or found.strip() == own.strip()
-    return is_answer(reference, text, is_same_latex if kind == "math" else is_same_value)
+    return is_answer(reference, text, any_latex=kind == "math")

@@ -1,4 +1,6 @@
-"""Environments of the user's own: a class whose methods are tools, played in turns."""
+"""Environments and agents of the user's own: a class whose methods are tools, played in turns, and any function that
+talks to the policy as a client of OpenAI's API does.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +11,34 @@ import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import FunctionType, MethodType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from offline_grpo.errors import ConfigError, ScoreError, reason_of, require
+from offline_grpo.errors import ConfigError, ScoreError, reason_of
 from offline_grpo.interfaces import Chat
+from offline_grpo.settings import above, at_least
+from offline_grpo.task.problems import BaseTask
 from offline_grpo.task.rewards import imported, reward_parts, total
 from offline_grpo.task.rows import Row, RowTask, messages_or_text
-from offline_grpo.types import Call, Message, Problem, Rules, Schema, Score
+from offline_grpo.types import Message, Problem, Rules, Schema, Score
 
 OWN = ("reset", "respond", "get_reward", "get_turn_reward")
 """Methods that are no tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Episodes:
+class Episodes(BaseTask):
     """Problems that are played in turns, and how far an episode may go."""
 
-    max_turns: int
-    max_turn_tokens: int | None
-    max_environment_tokens: int
-    episode_timeout_s: float
+    max_turns: Annotated[int, at_least(1)]
+    max_turn_tokens: Annotated[int | None, at_least(1)]
+    max_environment_tokens: Annotated[int, at_least(1)]
+    episode_timeout_s: Annotated[float, above(0, " and finite")]
     correct_threshold: float
 
     has_address: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_turn_tokens", "max_environment_tokens"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"task.{name}", value, "must be at least 1")
-        seconds = self.episode_timeout_s
-        require(0 < seconds < math.inf, "task.episode_timeout_s", seconds, "must be above 0 and finite")
 
     @property
     def tools(self) -> tuple[Schema, ...]:
@@ -66,10 +63,6 @@ class EpisodeTask(Episodes, RowTask):
 
     worker_imports: ClassVar[tuple[str, ...]] = ("numpy",)  # so that `seed_globally` finds it
 
-    def __post_init__(self) -> None:
-        Episodes.__post_init__(self)
-        RowTask.__post_init__(self)
-
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         """Every field of the row is one of the problem."""
         if not isinstance(row.value, Mapping):
@@ -90,12 +83,7 @@ class EpisodeTask(Episodes, RowTask):
 class ToolEpisodes(Episodes):
     """Episodes that objects play, of which `played` asks what `Environment` says."""
 
-    max_result_chars: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        chars = self.max_result_chars
-        require(chars > 1, "task.max_result_chars", chars, "must be at least 2")
+    max_result_chars: Annotated[int, at_least(2)]
 
     def call(self, world: Any, name: str, arguments: Mapping[str, Any]) -> Any:
         """What a tool returns. It may raise whatever it likes."""
@@ -103,7 +91,7 @@ class ToolEpisodes(Episodes):
 
     def played(self, world: Any, problem: Problem, chat: Chat) -> Score:
         """One episode, which `world` plays."""
-        # What `reset` returns goes behind the user's message.
+        # What `reset` returns goes behind the user's message; messages are copied, because this one changes.
         rules = problem.rules
         tools = () if rules is None else rules.tools
         messages = [dict(message) for message in problem.messages]
@@ -119,33 +107,31 @@ class ToolEpisodes(Episodes):
             # 2. Its calls are answered by the tools, and a reply without any by the environment itself.
             results = []
             for call in reply.calls:
-                content, has_failed = self._called(world, call)
-                errors += has_failed
+                try:
+                    content = self._text(self.call(world, call.name, call.arguments))
+                except Exception as error:  # whatever the tool raises at arguments that the policy made up
+                    if isinstance(error, (MemoryError, ScoreError)):
+                        raise
+                    content, errors = self._text({"error": str(error)}), errors + 1
                 results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
             if not reply.is_cut and not results and hasattr(world, "respond"):
                 answer = awaited(world.respond(reply.content))
                 results += [] if answer is None else [{"role": "user", "content": self._text(answer)}]
             # 3. The turn may have earned something by itself.
             if hasattr(world, "get_turn_reward"):
-                earned.append(_reward(world, "get_turn_reward", "turns"))
+                said = awaited(world.get_turn_reward())
+                earned.append(reward_parts(said, "turns", "get_turn_reward() of the environment"))
                 chat.pay(sum(earned[-1].values()))
             # 4. The episode ends at a limit, where nobody answers, or where the environment says so.
             is_done = getattr(world, "is_done", False)
             if reply.is_cut or not results or (is_done and not callable(is_done)):  # a method is a tool
                 break
             messages += results
-        earned.append(_reward(world, "get_reward", "episode") if hasattr(world, "get_reward") else {"episode": 0.0})
+        # Its own reward, and those of the turns, by their names.
+        said = awaited(world.get_reward()) if hasattr(world, "get_reward") else 0.0
+        earned.append(reward_parts(said, "episode", "get_reward() of the environment"))
         parts = {name: math.fsum(own.get(name, 0.0) for own in earned) for each in earned for name in each}
         return total(parts, self.correct_threshold, {"tool_errors": float(errors)})
-
-    def _called(self, world: Any, call: Call) -> tuple[str, bool]:
-        """What a call returns, and whether it failed."""
-        try:
-            return self._text(self.call(world, call.name, call.arguments)), False
-        except (MemoryError, ScoreError):
-            raise
-        except Exception as error:  # whatever the tool raises at arguments that the policy made up
-            return self._text({"error": str(error)}), True
 
     def _text(self, result: Any) -> str:
         text = str(result)
@@ -171,11 +157,14 @@ class Environment(ToolEpisodes, EpisodeTask):
 
     environment: str
 
+    _idle: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Objects that have played, and can play again."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         fix = "needs a method reset(self, **row), and get_reward(self) or get_turn_reward(self)"
         has_all = "reset" in self._methods and not {"get_reward", "get_turn_reward"}.isdisjoint(self._methods)
-        require(has_all, "task.environment", self.environment, fix)
+        self.check("environment", has_all, fix)
 
     @cached_property
     def _factory(self) -> Any:
@@ -204,11 +193,7 @@ class Environment(ToolEpisodes, EpisodeTask):
                 continue
             try:
                 found.append(get_json_schema(function))
-            except (
-                DocstringParsingException,
-                TypeHintParsingException,
-                NameError,
-            ) as error:  # a type that is not there
+            except (DocstringParsingException, TypeHintParsingException, NameError) as error:  # or a type is not there
                 about = f"task.environment={self.environment}: the tool {name} has no schema, {reason_of(error)}"
                 fix = "give it types, and a docstring with a line for each argument below Args:"
                 raise ConfigError(f"{about}; {fix}. A method that is no tool begins with _") from error
@@ -222,18 +207,34 @@ class Environment(ToolEpisodes, EpisodeTask):
         self._idle.append(world)
         return score
 
-    @cached_property
-    def _idle(self) -> list[Any]:
-        return []
-
     def call(self, world: Any, name: str, arguments: Mapping[str, Any]) -> Any:
         if name in OWN or name not in self._methods:
             raise ValueError(f"Tool {name} not found.")
         return awaited(getattr(world, name)(**arguments))
 
 
-def _reward(world: Any, method: str, part: str) -> dict[str, float]:
-    return reward_parts(awaited(getattr(world, method)()), part, f"{method}() of the environment")
+@dataclass(frozen=True, kw_only=True)
+class Agent(EpisodeTask):
+    """Episodes of a function `solve(row, base_url, api_key)`, sync or async, which returns the reward, see
+    `reward_parts`.
+    """
+
+    agent: str
+
+    has_address: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self._function
+
+    @cached_property
+    def _function(self) -> Any:
+        return imported(self.agent, "task.agent", "function")
+
+    def play(self, problem: Problem, chat: Chat) -> Score:
+        seed_globally(chat.seed)
+        reward = awaited(self._function(row=dict(problem.fields), base_url=chat.base_url, api_key=chat.api_key))
+        return total(reward_parts(reward, "episode", f"task.agent={self.agent}"), self.correct_threshold)
 
 
 def seed_globally(seed: int) -> None:

@@ -18,13 +18,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, validate_call
 
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError
 from offline_grpo.task.answers import tagged_blocks
+from offline_grpo.task.problems import Weight
 from offline_grpo.task.rows import Row, RowTask, field, shown, text_field
 from offline_grpo.types import Problem, Score
 
@@ -58,22 +58,6 @@ def response_language(text: str, language: Text) -> bool:
     return any(char.isalpha() for char in text) and py3langid.classify(text.lower())[0] == language
 
 
-def _num_sentences(text: str) -> int:
-    """A full stop ends no sentence after an abbreviation or the number of a list, or before a lower-case letter."""
-    words = re.sub(f"([{_WIDE_ENDS}])", r"\1 ", text).split()
-    num_sentences, is_open = 0, False
-    for word, following in pairwise([*words, ""]):
-        bare = word.strip(_AROUND)
-        is_number = bare[:-1].isdigit() and not is_open
-        goes_on = following != "" and (
-            is_number or following[0].islower() or _ABBREVIATION.fullmatch(bare[:-1]) is not None
-        )
-        is_end = bare.endswith((*"!?…", *_WIDE_ENDS)) or (bare.endswith(".") and not goes_on)
-        num_sentences += is_end
-        is_open = not is_end
-    return num_sentences + is_open
-
-
 def existence(text: str, keywords: Texts) -> bool:
     return all(re.search(re.escape(keyword), text, re.IGNORECASE) for keyword in keywords)
 
@@ -91,7 +75,18 @@ def letter_frequency(text: str, letter: Letter, let_frequency: Count, let_relati
 
 
 def number_sentences(text: str, num_sentences: Count, relation: Relation) -> bool:
-    return _holds(_num_sentences(text), relation, num_sentences)
+    """A full stop ends no sentence after an abbreviation or the number of a list, or before a lower-case letter."""
+    words = re.sub(f"([{_WIDE_ENDS}])", r"\1 ", text).split()
+    num_found, is_open = 0, False
+    for word, following in pairwise([*words, ""]):
+        bare = word.strip(_AROUND)
+        is_number = bare[:-1].isdigit() and not is_open
+        is_short = _ABBREVIATION.fullmatch(bare[:-1]) is not None
+        goes_on = following != "" and (is_number or is_short or following[0].islower())
+        is_end = bare.endswith((*"!?…", *_WIDE_ENDS)) or (bare.endswith(".") and not goes_on)
+        num_found += is_end
+        is_open = not is_end
+    return _holds(num_found + is_open, relation, num_sentences)
 
 
 def number_paragraphs(text: str, num_paragraphs: Count) -> bool:
@@ -222,28 +217,9 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
 _VALIDATING: Mapping[str, Callable[..., bool]] = {name: validate_call(check) for name, check in CHECKS.items()}
 
 
-def problem_with(instruction_id: str, arguments: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of an instruction of `CHECKS`; "" if nothing is."""
-    try:
-        _VALIDATING[instruction_id]("", **arguments)
-    except ValidationError as error:
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
-    return ""
-
-
 def follows(text: str, instruction_id: str, arguments: Mapping[str, Any]) -> bool:
     """Whether a text follows an instruction. A blank one follows none."""
     return bool(text.strip()) and CHECKS[instruction_id](text, **arguments)
-
-
-def variants(text: str) -> list[str]:
-    """The text, and what the loose measure also lets pass: without its first line, its last one or both, each also
-    without asterisks.
-    """
-    lines = text.split("\n")
-    shortened = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return [*shortened, *(variant.replace("*", "") for variant in shortened)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +229,8 @@ class IFEval(RowTask):
 
         prompt_strict       1 if the response follows all instructions; such a completion counts as correct
         instruction_strict  the share of the instructions that it follows
-        prompt_loose        as prompt_strict; an instruction counts as followed if one of the response's `variants`
-                            follows it
+        prompt_loose        as prompt_strict; an instruction counts as followed if the response follows it without its
+                            first line, its last one or both, each also without asterisks
         instruction_loose   the share of these
         answer, think       `answer_bonus` and `think_bonus`, if there is exactly one block of this tag
     """
@@ -262,18 +238,12 @@ class IFEval(RowTask):
     scores_safely: ClassVar[bool] = True
 
     answer_tag: str | None
-    prompt_strict_weight: float
-    instruction_strict_weight: float
-    prompt_loose_weight: float
-    instruction_loose_weight: float
-    answer_bonus: float
-    think_bonus: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in (*(f"{measure}_weight" for measure in MEASURES), "answer_bonus", "think_bonus"):
-            value = getattr(self, name)
-            require(isfinite(value) and value >= 0, f"task.{name}", value, "must be 0 or more")
+    prompt_strict_weight: Weight
+    instruction_strict_weight: Weight
+    prompt_loose_weight: Weight
+    instruction_loose_weight: Weight
+    answer_bonus: Weight
+    think_bonus: Weight
 
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         """The answer is a JSON list of instructions and their arguments."""
@@ -288,19 +258,27 @@ class IFEval(RowTask):
                 raise ConfigError(f"{row.where} unknown instruction {shown(name)}; known are {', '.join(CHECKS)}")
             # Tables have a column for every argument.
             given = {key: value for key, value in (values or {}).items() if value is not None}
-            if wrong := problem_with(name, given):
-                raise ConfigError(f"{row.where} instruction {name}, {wrong}: {shown(given)}")
+            try:
+                _VALIDATING[name]("", **given)
+            except ValidationError as error:
+                first = error.errors()[0]
+                wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+                raise ConfigError(f"{row.where} instruction {name}, {wrong}: {shown(given)}") from error
             instructions.append((name, given))
         messages = self.messages(row, [{"role": "user", "content": prompt}])
         return Problem(problem_id, messages, json.dumps(instructions))
 
     def score(self, problem: Problem, text: str) -> Score:
+        # The response: all of the text, or the first block of its tag.
         instructions = json.loads(problem.answer)
         blocks = {tag: tagged_blocks(text, tag) for tag in ("think", self.answer_tag or "answer")}
         answers = blocks[self.answer_tag or "answer"]
         response = text if self.answer_tag is None else next(iter(answers), "")
         strict = [follows(response, *instruction) for instruction in instructions]
-        readings = variants(response)
+        # The same where the response may also be read without its outer lines and without asterisks.
+        lines = response.split("\n")
+        shortened = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+        readings = [*shortened, *(reading.replace("*", "") for reading in shortened)]
         loose = [any(follows(reading, *instruction) for reading in readings) for instruction in instructions]
         shares = (float(all(strict)), sum(strict) / len(strict), float(all(loose)), sum(loose) / len(loose))
         parts = {name: getattr(self, f"{name}_weight") * share for name, share in zip(MEASURES, shares, strict=True)}

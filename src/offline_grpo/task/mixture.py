@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import isclose
 from typing import Any
 
-from offline_grpo.errors import ConfigError, require
+from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Chat, Task, TaskFacts
-from offline_grpo.task.problems import MANY, LazyProblems
+from offline_grpo.task.problems import MANY, BaseTask, LazyProblems
 from offline_grpo.types import TASK_MARK, Problem, Score, Split
 
 PERIOD = 1000
@@ -20,7 +19,7 @@ PERIOD = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class Mixture(BaseTask):
     """Problems of several tasks; ids are those of the tasks after NAME::, by which `score` finds the task.
 
     The training split goes through the tasks by their weights, evenly, until each problem of each task was there; those
@@ -32,29 +31,31 @@ class Mixture:
     weights: Mapping[str, float] | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         example = "name what to mix, for example +task@task.tasks.easy=arithmetic +task@task.tasks.hard=sat"
-        require(bool(self.tasks), "task.tasks", dict(self.tasks), example)
+        self.check("tasks", bool(self.tasks), example)
         for name in self.tasks:
-            is_good = name and TASK_MARK not in name and "/" not in name
-            require(bool(is_good), "task.tasks", repr(name), f"a name may have neither {TASK_MARK} nor /")
+            is_good = bool(name) and TASK_MARK not in name and "/" not in name
+            self.check("tasks", is_good, f"the name {name!r} may have neither {TASK_MARK} nor /")
         if self.weights is None:
             return
-        require(isinstance(self.weights, Mapping), "task.weights", self.weights, "must be null or {NAME: SHARE}")
-        weights, fix = dict(self.weights), f"must name exactly the tasks {', '.join(self.tasks)}"
-        require(weights.keys() == self.tasks.keys(), "task.weights", weights, fix)
-        are_numbers = all(isinstance(each, (int, float)) and each >= 1 / PERIOD for each in weights.values())
+        self.check("weights", isinstance(self.weights, Mapping), "must be null or {NAME: SHARE}")
+        is_whole = self.weights.keys() == self.tasks.keys()
+        self.check("weights", is_whole, f"must name exactly the tasks {', '.join(self.tasks)}")
+        are_numbers = all(isinstance(each, (int, float)) and each >= 1 / PERIOD for each in self.weights.values())
         fix = f"must be numbers of at least {1 / PERIOD} that add up to 1, or null for equal shares"
-        require(are_numbers and isclose(sum(weights.values()), 1, abs_tol=1e-6), "task.weights", weights, fix)
+        self.check("weights", are_numbers and isclose(sum(self.weights.values()), 1, abs_tol=1e-6), fix)
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """Lazy; what the tasks read is read here."""
         lengths = {name: len(problems) for name, problems in self._problems[split].items()}
         if split is Split.EVAL:
-            return LazyProblems(self._eval_problem, range(min(sum(lengths.values()), MANY)))
-        # It ends with the last problem of the task that takes longest.
-        places = {name: divmod(length - 1, self._counts[name]) for name, length in lengths.items()}
-        last = max(period * PERIOD + self._order.index((name, before)) for name, (period, before) in places.items())
-        return LazyProblems(self._train_problem, range(min(1 + last, MANY)))
+            return LazyProblems(partial(self._problem, split), range(min(sum(lengths.values()), MANY)))
+        # Training ends with the last problem of the task that takes longest.
+        order, counts = self._period
+        places = {name: divmod(length - 1, counts[name]) for name, length in lengths.items()}
+        last = max(period * PERIOD + order.index((name, before)) for name, (period, before) in places.items())
+        return LazyProblems(partial(self._problem, split), range(min(1 + last, MANY)))
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         task, own = self._own(problem)
@@ -85,8 +86,10 @@ class Mixture:
         return found
 
     @cached_property
-    def _order(self) -> Sequence[tuple[str, int]]:
-        """For each position of a period the task that is furthest behind, and how many problems of it came before."""
+    def _period(self) -> tuple[Sequence[tuple[str, int]], Mapping[str, int]]:
+        """For each position of a period the task that is furthest behind, and how many problems of it came before; and
+        how many come in all.
+        """
         weights = self.weights or dict.fromkeys(self.tasks, 1 / len(self.tasks))
         counts = dict.fromkeys(weights, 0)
         order: list[tuple[str, int]] = []
@@ -94,29 +97,26 @@ class Mixture:
             name = max(weights, key=lambda each: weights[each] * (position + 1) - counts[each])
             order.append((name, counts[name]))
             counts[name] += 1
-        return order
+        return order, counts
 
-    @cached_property
-    def _counts(self) -> Mapping[str, int]:
-        return Counter(name for name, _ in self._order)
-
-    def _train_problem(self, position: int) -> Problem:
-        period, offset = divmod(position, PERIOD)
-        name, before = self._order[offset]
-        problems = self._problems[Split.TRAIN][name]
-        return _named(name, problems[(period * self._counts[name] + before) % len(problems)])
-
-    def _eval_problem(self, position: int) -> Problem:
-        problems = self._problems[Split.EVAL]
-        start = 0  # problems of each task that lie behind
-        for length in sorted({len(own) for own in problems.values()}):
-            left = [name for name, own in problems.items() if len(own) > start]
-            if position < (length - start) * len(left):
-                name = left[position % len(left)]
-                return _named(name, problems[name][start + position // len(left)])
-            position -= (length - start) * len(left)
-            start = length
-        raise IndexError(position)
+    def _problem(self, split: Split, position: int) -> Problem:
+        problems = self._problems[split]
+        if split is Split.TRAIN:
+            period, offset = divmod(position, PERIOD)
+            (name, before), counts = self._period[0][offset], self._period[1]
+            index = (period * counts[name] + before) % len(problems[name])
+        else:
+            # In turn, by stretches between the ends of two tasks: those that are longer are left in each.
+            start = 0  # problems of each task that lie behind
+            ends = iter(sorted({len(own) for own in problems.values()}))
+            left, end = list(problems), next(ends)
+            while position >= (end - start) * len(left):
+                position -= (end - start) * len(left)
+                start, end = end, next(ends)
+                left = [name for name, own in problems.items() if len(own) > start]
+            name, index = left[position % len(left)], start + position // len(left)
+        found = problems[name][index]
+        return replace(found, problem_id=f"{name}{TASK_MARK}{found.problem_id}")
 
 
 @contextmanager
@@ -126,7 +126,3 @@ def of_task(name: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"task.tasks.{name}: {error}") from error
-
-
-def _named(name: str, problem: Problem) -> Problem:
-    return replace(problem, problem_id=f"{name}{TASK_MARK}{problem.problem_id}")

@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from offline_grpo.errors import ConfigError, ScoreError, reason_of, require
 from offline_grpo.interfaces import Chat
+from offline_grpo.settings import Range
 from offline_grpo.task.environment import ToolEpisodes
-from offline_grpo.task.problems import LazyProblems, asked, check_system_prompt
+from offline_grpo.task.problems import LazyProblems, SystemPrompt, asked
 from offline_grpo.types import Problem, Schema, Score, Split
 
 FIRST_SEED = {Split.TRAIN: 0, Split.EVAL: 1_000_000}
+NUMBER = Range(f"must be from 1 to {FIRST_SEED[Split.EVAL]:,}", lambda value: 0 < value <= FIRST_SEED[Split.EVAL])
 ACTION = "take_action"
 """The one tool of an environment that is none of MCP."""
 LARGEST_MESSAGE = 2**27
@@ -34,16 +36,12 @@ class OpenEnv(ToolEpisodes):
 
     openenv: Mapping[str, Any]
     prompt: str
-    system_prompt: str | None
-    num_train: int
-    num_eval: int
+    system_prompt: SystemPrompt
+    num_train: Annotated[int, NUMBER]
+    num_eval: Annotated[int, NUMBER]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = FIRST_SEED[Split.EVAL]
-        for name in ("num_train", "num_eval"):
-            require(0 < getattr(self, name) <= most, f"task.{name}", getattr(self, name), f"must be from 1 to {most:,}")
-        check_system_prompt(self.system_prompt)
         url = self.openenv["url"]
         require(url.startswith(("http://", "https://")), "task.openenv.url", url, "must begin with http:// or https://")
 
@@ -59,6 +57,7 @@ class OpenEnv(ToolEpisodes):
     def tools(self) -> tuple[Schema, ...]:
         import httpx
 
+        # Ask it for its tools, and for what an action is: that it answers is known now, before a model is loaded.
         url, field = self.openenv["url"].rstrip("/"), self.openenv["text_field"]
         try:
             with closing(_Session(self.openenv)) as session:
@@ -160,15 +159,11 @@ class _Session:
         self._earned += float(answer.get("reward") or 0.0) if kind == "step" else 0.0
         if isinstance(error := observation.get("error"), Mapping):  # of a tool of MCP
             raise ValueError(error.get("message"))
-        return shown(observation)
-
-
-def shown(observation: Mapping[str, Any]) -> str:
-    """The text of a tool's result, a text where there is nothing else, or JSON; metadata where that is all there is."""
-    hidden = ("metadata", "tool_name")
-    found: Any = {k: v for k, v in observation.items() if k not in hidden and v not in (None, "", [], {})}
-    found = found or observation.get("metadata") or {}
-    [value, *others] = found.values() or [""]
-    if not others and isinstance(value, Mapping) and isinstance(value.get("content"), list):  # of a tool of MCP
-        return "\n".join(part.get("text", "") for part in value["content"])
-    return value if not others and isinstance(value, str) else json.dumps(found, ensure_ascii=False)
+        # The text of a tool's result, a text where there is nothing else, or JSON; metadata where that is all there is.
+        hidden = ("metadata", "tool_name")
+        found: Any = {k: v for k, v in observation.items() if k not in hidden and v not in (None, "", [], {})}
+        found = found or observation.get("metadata") or {}
+        [value, *others] = found.values() or [""]
+        if not others and isinstance(value, Mapping) and isinstance(value.get("content"), list):  # of a tool of MCP
+            return "\n".join(part.get("text", "") for part in value["content"])
+        return value if not others and isinstance(value, str) else json.dumps(found, ensure_ascii=False)

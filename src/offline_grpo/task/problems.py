@@ -7,12 +7,13 @@ import hashlib
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Annotated, Any, ClassVar
 
-from offline_grpo.errors import require
-from offline_grpo.types import Message, Problem
+from offline_grpo.settings import Group, Range
+from offline_grpo.types import Message, Problem, Split
 
 MANY = 10**9
 """How many problems a task says it has that makes them without end."""
@@ -36,17 +37,32 @@ class LazyProblems(Sequence[Problem]):
         return LazyProblems(self.make, chosen) if isinstance(chosen, range) else self.make(chosen)
 
 
-def check_system_prompt(system_prompt: str | None) -> None:
-    """Raise ConfigError for one that says nothing."""
-    fix = "is blank; set it to null to send no system message"
-    require(system_prompt is None or bool(system_prompt.strip()), "task.system_prompt", repr(system_prompt), fix)
-    require(is_whole(system_prompt), "task.system_prompt", repr(system_prompt), HALF)
-
-
 def is_whole(value: object) -> bool:
     """Whether texts, also in lists and dicts, have no half of a surrogate pair, which no tokenizer takes."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text.encode(errors="ignore").decode() == text
+
+
+SystemPrompt = Annotated[
+    str | None,
+    Range("is blank; set it to null to send no system message", lambda text: bool(text.strip())),
+    Range(HALF, is_whole),
+]
+Share = Annotated[float, Range("must lie strictly between 0 and 1", lambda value: 0 < value < 1)]
+Weight = Annotated[float, Range("must be 0 or more, and finite", lambda value: 0 <= value < inf)]
+
+
+class BaseTask(Group):
+    """Checks settings, each against the range in its type. A task either has all its problems in `_splits`, a
+    `cached_property`, or a method `problems` of its own.
+    """
+
+    key: ClassVar[str] = "task"
+    _splits: Mapping[Split, Sequence[Problem]]
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """All problems of a split, in a fixed order."""
+        return self._splits[split]
 
 
 def prompt_key(problem: Problem) -> str:

@@ -7,18 +7,21 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cached_property, partial
-from math import inf
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import Annotated, Any, ClassVar, cast
 
-from offline_grpo.errors import ConfigError, ScoreError, require
+from offline_grpo.errors import ConfigError, ScoreError
+from offline_grpo.settings import Range, at_least, one_of
 from offline_grpo.task.answers import last_number, last_tagged
-from offline_grpo.task.problems import LazyProblems, asked, check_system_prompt
+from offline_grpo.task.problems import BaseTask, LazyProblems, SystemPrompt, Weight, asked
 from offline_grpo.types import Problem, Score, Split
 
 MAX_PROBLEMS = 1_000_000
+NUMBER = Range(f"must be from 1 to {MAX_PROBLEMS:,}", lambda value: 0 < value <= MAX_PROBLEMS)
+LEVELS = Range("must be numbers from 0 on such as [0,1,2]", lambda levels: min(levels, default=-1) >= 0)
+SEED = Range("must be from 0 to 2147483647", lambda value: 0 <= value < 2**31)
 SEED_OF_SPLIT = {Split.TRAIN: 0, Split.EVAL: MAX_PROBLEMS}
 """The library seeds item i with seed + i, so that the splits' seeds must lie further apart than their items."""
 
@@ -35,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym:
+class ReasoningGym(BaseTask):
     """Problems of one generator. The answer is what `answer_in` says of a completion. `Score.parts`:
 
         correct     what the generator's scorer says, from 0 to 1; below 1 the answer counts as wrong, also where it
@@ -48,33 +51,25 @@ class ReasoningGym:
 
     name: str
     settings: Mapping[str, Any] | None
-    levels: Sequence[int] | None
-    problems_per_level: int
-    num_train: int
-    num_eval: int
-    seed: int
-    system_prompt: str | None
-    format_weight: float
-    answer_in: str
+    levels: Annotated[Sequence[int] | None, LEVELS]
+    problems_per_level: Annotated[int, at_least(1)]
+    num_train: Annotated[int, NUMBER]
+    num_eval: Annotated[int, NUMBER]
+    seed: Annotated[int, SEED]
+    system_prompt: SystemPrompt
+    format_weight: Weight
+    answer_in: Annotated[str, one_of(*ANSWERS)]
+
+    _made: dict[tuple[Split, int | None], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     worker_imports: ClassVar[tuple[str, ...]] = ("reasoning_gym",)
 
     def __post_init__(self) -> None:
-        name, weight, per_level = self.name, self.format_weight, self.problems_per_level
-        require(bool(name), "task.name", repr(name), "name a generator of Reasoning Gym, such as leg_counting")
-        require(name != "composite", "task.name", name, "use task=mixture, which mixes generators and other tasks")
-        for key in ("num_train", "num_eval"):
-            num = getattr(self, key)
-            require(0 < num <= MAX_PROBLEMS, f"task.{key}", num, f"must be from 1 to {MAX_PROBLEMS:,}")
-        require(per_level > 0, "task.problems_per_level", per_level, "must be at least 1")
-        require(0 <= self.seed < 2**31, "task.seed", self.seed, "must be from 0 to 2147483647")
-        require(0 <= weight < inf, "task.format_weight", weight, "must be at least 0")
-        require(self.answer_in in ANSWERS, "task.answer_in", self.answer_in, f"must be one of {', '.join(ANSWERS)}")
-        check_system_prompt(self.system_prompt)
-        levels = self.levels is None or (len(self.levels) > 0 and min(self.levels) >= 0)
-        require(levels, "task.levels", self.levels, "must be null, or numbers from 0 on such as [0,1,2]")
-        own = sorted({"seed", "size"} & (self.settings or {}).keys())
-        require(not own, "task.settings", own, "is set by task.seed, task.num_train and task.num_eval")
+        super().__post_init__()
+        self.check("name", bool(self.name), "name a generator of Reasoning Gym, such as leg_counting")
+        self.check("name", self.name != "composite", "use task=mixture, which mixes generators and other tasks")
+        is_free = {"seed", "size"}.isdisjoint(self.settings or {})
+        self.check("settings", is_free, "seed and size are task.seed, task.num_train and task.num_eval")
 
     @property
     def is_ordered(self) -> bool:
@@ -82,7 +77,7 @@ class ReasoningGym:
 
     def problems(self, split: Split) -> LazyProblems:
         self._items(split, self._level(split, 0))  # what cannot be made is said now
-        return LazyProblems(partial(self._problem, split), range(self._num(split)))
+        return LazyProblems(partial(self._problem, split), range(getattr(self, f"num_{split}")))
 
     def score(self, problem: Problem, text: str) -> Score:
         """The generator makes the problem again, because its scorer wants to see it."""
@@ -112,19 +107,12 @@ class ReasoningGym:
         messages = asked(item["question"], self.system_prompt)
         return Problem(f"{split}-{index}", messages, "" if answer is None else str(answer), fields)
 
-    def _num(self, split: Split) -> int:
-        return self.num_train if split is Split.TRAIN else self.num_eval
-
     def _level(self, split: Split, index: int) -> int | None:
         if self.levels is None:
             return None
         if split is Split.EVAL:
             return self.levels[index % len(self.levels)]
         return self.levels[min(index // self.problems_per_level, len(self.levels) - 1)]
-
-    @cached_property
-    def _made(self) -> dict[tuple[Split, int | None], Any]:
-        return {}
 
     def _items(self, split: Split, level: int | None) -> Any:
         """The generator's data set, of which item i has the same question for the same seed."""
@@ -134,6 +122,7 @@ class ReasoningGym:
             from reasoning_gym.factory import CURRICULA, DATASETS
         except ImportError as error:
             raise ConfigError(f"task=reasoning_gym: needs uv sync --extra reasoning-gym ({error})") from error
+        # The generator, and its settings: those of a level, or its own ones, with what the task changes.
         if self.name not in DATASETS:
             near = get_close_matches(self.name, DATASETS, n=3, cutoff=0)
             raise ConfigError(f"task.name={self.name}: Reasoning Gym has no such generator; near are {', '.join(near)}")
@@ -141,7 +130,7 @@ class ReasoningGym:
         curricula = cast(Mapping[str, Any], CURRICULA)  # classes, whatever their annotation says
         if level is not None and self.name not in curricula:
             raise ConfigError(f"task.levels={self.levels}: {self.name} has no curriculum; set task.levels=null")
-        own = {"seed": self.seed + SEED_OF_SPLIT[split], "size": self._num(split)}
+        own = {"seed": self.seed + SEED_OF_SPLIT[split], "size": getattr(self, f"num_{split}")}
         try:
             if level is None:
                 settings = settings_class()

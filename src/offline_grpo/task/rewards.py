@@ -70,18 +70,15 @@ class RewardFunction:
 
     key: str  # the setting that names it, `task.reward` or `task.group_reward`
     path: str
+    name: str  # what its part of the reward is called, or, of a dict, what begins the names of its parts
     weight: float
     function: Callable[..., Any]
     required: tuple[str, ...]  # parameters without a default
     accepted: tuple[str, ...] | None  # all parameters; None with **fields
 
-    @property
-    def name(self) -> str:
-        """What its part of the reward is called, or, of a dict, what begins the names of its parts."""
-        return self.path.rpartition(":")[2]
-
     def __call__(self, problem: Problem, text: str | Sequence[str]) -> Any:
         """What the function returns for a completion, or for those of a group, to be awaited where it is async."""
+        # By these names in the singular for a completion, in the plural for a group, of which each has an item.
         plural = "" if isinstance(text, str) else "s"
         prompt = problem.messages[-1]["content"] if problem.messages else ""
         own = {f"prompt{plural}": prompt, f"problem_id{plural}": problem.problem_id}
@@ -141,11 +138,9 @@ class Rewards:
         return self._finished([function(problem, texts) for function in self.functions], sums)
 
     def _finished(self, values: Sequence[Any], finish: Callable[[Sequence[Any]], T]) -> T | Awaitable[T]:
-        async def value_of(value: Any) -> Any:
-            return await value if inspect.isawaitable(value) else value
-
         async def gathered() -> T:
-            return finish(await asyncio.gather(*map(value_of, values)))
+            found = iter(await asyncio.gather(*filter(inspect.isawaitable, values)))
+            return finish([next(found) if inspect.isawaitable(value) else value for value in values])
 
         return gathered() if any(map(inspect.isawaitable, values)) else finish(values)
 
@@ -180,7 +175,8 @@ def load_rewards(setting: Any, threshold: float, key: str = REWARD) -> Rewards:
         required = tuple(p.name for p in named if p.default is p.empty)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         accepted = None if takes_all else tuple(p.name for p in named)
-        functions.append(RewardFunction(key, path, float(weight), function, required, accepted))
+        name = path.rpartition(":")[2]
+        functions.append(RewardFunction(key, path, name, float(weight), function, required, accepted))
     names = [function.name for function in functions]
     require(bool(functions), key, "[]", "name a function, my_module:my_function, or set it to null")
     fix = "two functions have the same name, and each is a part of the reward"

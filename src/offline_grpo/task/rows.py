@@ -14,13 +14,14 @@ from decimal import Decimal
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.hub import need_dataset
-from offline_grpo.task.problems import HALF, check_system_prompt, is_whole
+from offline_grpo.settings import Range
+from offline_grpo.task.problems import HALF, BaseTask, Share, SystemPrompt, is_whole
 from offline_grpo.types import Message, Problem, Schema, Split
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,10 @@ HELD_OUT_SPLITS = ("test", "validation")
 """Names of splits that are not for training, in the order in which they are looked for."""
 
 _SPLIT_SPEC = re.compile(r"(?P<name>\w[\w.-]*)(?:\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\])?", re.ASCII)
+_SPLIT = Range(
+    "must be a split, such as train, or a slice of it, such as train[:-500]",
+    lambda spec: _SPLIT_SPEC.fullmatch(spec) is not None,
+)
 _SHOWN_CHARS = 120
 _LARGEST = 1e38  # of float32
 
@@ -56,6 +61,7 @@ def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
     """
     match = _SPLIT_SPEC.fullmatch(spec)
     assert match is not None  # see `RowTask`
+    # All rows of the split, each with its place: from the Hub, from a file, or from a folder's files.
     source, split = _local_source(path), match["name"]
     if source is None:
         values = _from_hub(path, name, f"{key}={split}", lambda hub: hub.load_dataset(path, name, split=split))
@@ -77,16 +83,6 @@ def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
     if not rows:
         raise ConfigError(f"{key}={spec} selects none of the {len(found)} rows of task.path={path}")
     return rows
-
-
-def held_out_split(path: str, name: str | None) -> str | None:
-    """The data set's split for evaluation, None if it has no such split."""
-    source = _local_source(path)
-    if source is None:
-        names = _from_hub(path, name, "splits", lambda hub: hub.get_dataset_split_names(path, name))
-    else:
-        names = [] if source.is_file() else [split for split in HELD_OUT_SPLITS if _files_of(source, name, split)]
-    return next((split for split in HELD_OUT_SPLITS if split in names), None)
 
 
 def _local_source(path: str) -> Path | None:
@@ -232,7 +228,7 @@ def shown(value: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowTask(ABC):
+class RowTask(BaseTask, ABC):
     """A task, less `score`, whose subclass says what problem a row is.
 
     Ids are `train-i` and `eval-i`, where i is the row's number in its split, from 0. The first call of `problems` reads
@@ -240,21 +236,12 @@ class RowTask(ABC):
     fixed hash, each prompt once.
     """
 
-    path: str
+    path: Annotated[str, Range("set it to a local file or folder, or to a Hub id", lambda path: bool(path.strip()))]
     name: str | None
-    train_split: str
-    eval_split: str | None
-    eval_frac: float
-    system_prompt: str | None
-
-    def __post_init__(self) -> None:
-        has_path = bool(self.path.strip())
-        require(has_path, "task.path", repr(self.path), "set it to a local file or folder, or to a Hub id")
-        for key, spec in (("task.train_split", self.train_split), ("task.eval_split", self.eval_split)):
-            fix = "must be a split, such as train, or a slice of it, such as train[:-500]"
-            require(spec is None or _SPLIT_SPEC.fullmatch(spec) is not None, key, repr(spec), fix)
-        require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
-        check_system_prompt(self.system_prompt)
+    train_split: Annotated[str, _SPLIT]
+    eval_split: Annotated[str | None, _SPLIT]
+    eval_frac: Share
+    system_prompt: SystemPrompt
 
     @abstractmethod
     def problem_of(self, problem_id: str, row: Row) -> Problem:
@@ -263,10 +250,6 @@ class RowTask(ABC):
     def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
         """What the row itself says, without what settings add to it: these must not change which rows are held out."""
         return problem.messages if self.system_prompt is None else problem.messages[1:]
-
-    def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of a split, in the order of the data."""
-        return self._splits[split]
 
     def messages(self, row: Row, prompt: Sequence[Message]) -> tuple[Message, ...]:
         """The prompt, after the system message. Raises ConfigError if the prompt has one of its own."""
@@ -280,7 +263,15 @@ class RowTask(ABC):
     @cached_property
     def _splits(self) -> Mapping[Split, Sequence[Problem]]:
         rows, train = self._load(self.train_split, Split.TRAIN)
-        spec = self.eval_split or held_out_split(self.path, self.name)
+        # Without a setting the data set's own split for evaluation, if it has one; otherwise a part of these rows.
+        spec, path, name = self.eval_split, self.path, self.name
+        if spec is None:
+            source = _local_source(path)
+            if source is None:
+                names = _from_hub(path, name, "splits", lambda hub: hub.get_dataset_split_names(path, name))
+            else:
+                names = [] if source.is_file() else [each for each in HELD_OUT_SPLITS if _files_of(source, name, each)]
+            spec = next((each for each in HELD_OUT_SPLITS if each in names), None)
         if spec is not None:
             return {Split.TRAIN: train, Split.EVAL: self._load(spec, Split.EVAL)[1]}
         asked = [self.asked_by(row, problem) for row, problem in zip(rows, train, strict=True)]
@@ -303,10 +294,11 @@ def hold_out(
     contents = ("\0".join("\0".join(map(str, each.values())) for each in messages) for messages in asked)
     hashes = [hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest() for content in contents]
     different = sorted(set(hashes))
+    # The first prompts in the order of their hashes, each once: copies would count as independent answers.
     fix = f"the data has {len(different)} different prompts; it needs 2 or more"
     require(len(different) > 1, "task.eval_frac", eval_frac, fix)
     chosen = set(different[: max(1, round(eval_frac * len(different)))])
-    held_out: dict[str, Problem] = {}  # each prompt once: copies would count as independent answers
+    held_out: dict[str, Problem] = {}
     left: list[Problem] = []
     for key, problem in zip(hashes, problems, strict=True):
         if key in chosen:

@@ -13,14 +13,14 @@ import random
 import re
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offline_grpo.errors import require
+from offline_grpo.settings import Range
 from offline_grpo.task.answers import last_tagged
-from offline_grpo.task.problems import MANY, LazyProblems, asked, check_system_prompt
+from offline_grpo.task.problems import MANY, BaseTask, LazyProblems, SystemPrompt, asked
 from offline_grpo.types import Problem, Score, Split
 
 Clause = tuple[int, ...]
@@ -28,7 +28,7 @@ Clause = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAT:
+class SAT(BaseTask):
     """Random 3-SAT with a dense format reward.
 
     Problem i of a split has seed i. The seed string is `str(i)` in the training split, as in grail, and `eval-i` in the
@@ -55,20 +55,19 @@ class SAT:
     solutions remain. So problems are always solvable, but may be longer than `size_range` says.
     """
 
-    difficulty: float | None
+    difficulty: Annotated[
+        float | None, Range("must lie in [0, 1]; null takes it from each problem's seed", lambda value: 0 <= value <= 1)
+    ]
     max_solution_frac: float | None
-    system_prompt: str | None
+    system_prompt: SystemPrompt
 
     scores_safely: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        difficulty, frac = self.difficulty, self.max_solution_frac
-        in_range = difficulty is None or 0 <= difficulty <= 1
-        require(in_range, "task.difficulty", difficulty, "must lie in [0, 1]; null takes it from each problem's seed")
-        check_system_prompt(self.system_prompt)
-        least = 2 ** -size_range(self._difficulty(0))[0][0]
+        super().__post_init__()
+        frac, least = self.max_solution_frac, 2 ** -size_range(self._difficulty(0))[0][0]
         fix = f"must lie in [{least}, 1), at least one of all assignments; raise it or task.difficulty"
-        require(frac is None or least <= frac < 1, "task.max_solution_frac", frac, fix)
+        self.check("max_solution_frac", frac is None or least <= frac < 1, fix)
 
     def problems(self, split: Split) -> LazyProblems:
         """The first 10^9 problems of a split, generated when indexed; ids are `sat-i` and `sat-eval-i`."""
@@ -91,6 +90,7 @@ class SAT:
         return Problem(f"sat-{prefix}{index}", asked(prompt, self.system_prompt), "\n".join(dimacs))
 
     def score(self, problem: Problem, text: str) -> Score:
+        # Without a block there is nothing to pay for; all other terms are of the last one.
         block = last_tagged(text, "SOLUTION")
         if block is None:
             names = ("strict_format", "soft_format", "shape", "no_trailing", "charset")
@@ -126,6 +126,7 @@ def draw_formula(seed: str, difficulty: float, max_solution_frac: float | None) 
     """Number of variables and clauses of a seed. The same arguments give the same formula on every machine and Python
     version. With `max_solution_frac`, at least one assignment and at most this fraction of all satisfies it.
     """
+    # Sizes first: their order, and that of all draws, is what gives grail's formulas.
     rng = random.Random(hashlib.sha256(seed.encode()).digest())
     num_variables, num_clauses = (rng.randint(*bounds) for bounds in size_range(difficulty))
 

@@ -10,11 +10,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from offline_grpo.errors import ConfigError, ScoreError, require
+from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.interfaces import Chat
+from offline_grpo.settings import at_least
 from offline_grpo.task.environment import Episodes, seed_globally
+from offline_grpo.task.problems import Share
 from offline_grpo.task.rewards import total
 from offline_grpo.task.rows import hold_out
 from offline_grpo.types import Message, Problem, Score, Split
@@ -22,7 +24,7 @@ from offline_grpo.types import Message, Problem, Score, Split
 try:
     import verifiers.v1 as vf
     from openai import APIStatusError, AsyncOpenAI
-    from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
+    from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
     from verifiers.v1.types import content_text
@@ -79,66 +81,60 @@ class Verifiers(Episodes):
 
     verifiers: Mapping[str, Any]
     eval_verifiers: Mapping[str, Any] | None
-    eval_frac: float
+    eval_frac: Share
     env: Mapping[str, Any]
-    max_tasks: int
+    max_tasks: Annotated[int, at_least(1)]
 
     has_address: ClassVar[bool] = True
     worker_imports: ClassVar[tuple[str, ...]] = (__name__,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.eval_frac < 1, "task.eval_frac", self.eval_frac, "must lie strictly between 0 and 1")
-        require(self.max_tasks > 0, "task.max_tasks", self.max_tasks, "must be at least 1")
         _ = self._envs
-
-    def problems(self, split: Split) -> Sequence[Problem]:
-        return self._splits[split]
 
     @cached_property
     def _envs(self) -> Mapping[Split, vf.Env]:
-        train = self._env(self.verifiers)
-        changes = self.eval_verifiers
-        return {Split.TRAIN: train, Split.EVAL: train if changes is None else self._env({**self.verifiers, **changes})}
-
-    def _env(self, settings: Mapping[str, Any]) -> vf.Env:
-        try:
-            config = vf.resolve_env_config({**self.env, "taskset": dict(settings)})
-            agents = {name: self._local(each, settings["id"]) for name, each in agent_config_fields(config).items()}
-            env = vf.load_environment(config.model_copy(update=agents))
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            about = " ".join(str(error).split())
-            raise ConfigError(f"task.verifiers={dict(settings)}: cannot be loaded: {about}") from error
-        policies = [name for name, each in agents.items() if each.client is None]
-        fix = "needs exactly one agent without a client of its own, which is the policy"
-        require(len(policies) == 1, "task.env", dict(self.env), f"{fix}; it has {', '.join(policies) or 'none'}")
-        return env
-
-    def _local(self, agent: AgentConfig, taskset_id: str) -> AgentConfig:
-        # Without settings of its own an agent runs here, and chats.
-        changes: dict[str, Any] = {}
-        if "runtime" not in agent.model_fields_set:
-            changes["runtime"] = vf.SubprocessConfig()
-        if agent.harness is None and vf.default_harness_id(taskset_id) == "bash":
-            changes["harness"] = vf.HarnessConfig.model_validate({"id": HARNESS})
-        return agent.model_copy(update=changes)
+        """One for both splits, unless the evaluation has settings of its own."""
+        found: dict[Split, vf.Env] = {}
+        for split, changes in ((Split.TRAIN, {}), (Split.EVAL, self.eval_verifiers)):
+            if changes is None:
+                found[split] = found[Split.TRAIN]
+                continue
+            settings, agents = {**self.verifiers, **changes}, {}
+            try:
+                config = vf.resolve_env_config({**self.env, "taskset": settings})
+                # Without settings of its own an agent runs here, and chats.
+                for name, agent in agent_config_fields(config).items():
+                    own: dict[str, Any] = {}
+                    if "runtime" not in agent.model_fields_set:
+                        own["runtime"] = vf.SubprocessConfig()
+                    if agent.harness is None and vf.default_harness_id(settings["id"]) == "bash":
+                        own["harness"] = vf.HarnessConfig.model_validate({"id": HARNESS})
+                    agents[name] = agent.model_copy(update=own)
+                found[split] = vf.load_environment(config.model_copy(update=agents))
+            except (ImportError, AttributeError, TypeError, ValueError) as error:
+                about = " ".join(str(error).split())
+                raise ConfigError(f"task.verifiers={settings}: cannot be loaded: {about}") from error
+            policies = [name for name, each in agents.items() if each.client is None]
+            fix = "needs exactly one agent without a client of its own, which is the policy"
+            self.check("env", len(policies) == 1, f"{fix}; it has {', '.join(policies) or 'none'}")
+        return found
 
     @cached_property
     def _splits(self) -> Mapping[Split, Sequence[Problem]]:
-        train = self._problems(Split.TRAIN)
+        # A part of the tasks is held out, unless the evaluation has settings of its own.
+        splits: dict[Split, list[Problem]] = {}
+        for split in Split if self.eval_verifiers is not None else (Split.TRAIN,):
+            splits[split] = []
+            for index, task in enumerate(islice(self._envs[split].taskset, self.max_tasks)):
+                turns = opening(task.data)
+                messages: list[Message] = [{"role": t.role, "content": content_text(t.content) or ""} for t in turns]
+                fields = {"split": split, "data": task.data.model_dump(mode="json")}
+                splits[split].append(Problem(f"{split}-{index}", tuple(messages), "", fields, self.rules))
         if self.eval_verifiers is not None:
-            return {Split.TRAIN: train, Split.EVAL: self._problems(Split.EVAL)}
+            return splits
+        train = splits[Split.TRAIN]
         return hold_out(train, [problem.messages for problem in train], self.eval_frac)
-
-    def _problems(self, split: Split) -> list[Problem]:
-        found = []
-        for index, task in enumerate(islice(self._envs[split].taskset, self.max_tasks)):
-            messages: list[Message] = [
-                {"role": each.role, "content": content_text(each.content) or ""} for each in opening(task.data)
-            ]
-            fields = {"split": split, "data": task.data.model_dump(mode="json")}
-            found.append(Problem(f"{split}-{index}", tuple(messages), "", fields, self.rules))
-        return found
 
     def play(self, problem: Problem, chat: Chat) -> Score:
         seed_globally(chat.seed)

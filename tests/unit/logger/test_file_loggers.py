@@ -17,7 +17,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from offline_grpo.errors import GrpoError
 from offline_grpo.interfaces import RunListener
-from offline_grpo.logger.json_logger import JsonLogger
+from offline_grpo.logger import JsonLogger
 from offline_grpo.logger.profiler import Profiler
 from offline_grpo.logger.tensorboard import TensorBoardLogger
 

@@ -9,7 +9,7 @@ import rich
 from rich.console import Console
 
 from offline_grpo.report.__main__ import main
-from offline_grpo.report.comparison import MEASURES, save_comparison
+from offline_grpo.report.sweep import MEASURES, save_comparison
 
 
 def record(folder: Path, mode: str, *, steps: int = 2, sync_s: float = 8.0) -> None:
