@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,34 +77,27 @@ NASTY_TEXTS = [
 ]
 # fmt: on
 
-INSTRUCTIONS = {
-    "instruction_id_list": [
-        "language:response_language",
-        "detectable_format:json_format",
-        "length_constraints:number_sentences",
-    ],
-    "kwargs": [{"language": "en"}, {}, {"relation": "at least", "num_sentences": 2}],
-}
+KINDS = ["language:response_language", "detectable_format:json_format", "length_constraints:number_sentences"]
+ARGUMENTS: list[dict[str, Any]] = [{"language": "en"}, {}, {"relation": "at least", "num_sentences": 2}]
+INSTRUCTIONS = {"instruction_id_list": KINDS, "kwargs": ARGUMENTS}
 
 
-@pytest.fixture(
-    params=[name for name in options("task") if name not in ("agent", "environment", "openenv", "verifiers")]
-)  # which score no texts
+SCORE_NO_TEXTS = {"agent", "environment", "openenv", "verifiers"}
+WITH_OTHER_ROWS = {"dataset", "ifeval_sample", "math_sample"}
+"""What another option is, apart from the rows, which are made here."""
+
+
+@pytest.fixture(params=[name for name in options("task") if name not in SCORE_NO_TEXTS | WITH_OTHER_ROWS])
 def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Task]:
     """A task, built twice."""
     overrides = []
-    if request.param in ("gsm8k", "dataset", "ifeval", "ifeval_sample", "math", "math_sample"):
+    if request.param in ("gsm8k", "ifeval", "math"):
         for split, first in (("train", 0), ("test", 500)):
-            rows = [
-                {"question": f"What is {i} and 1?", "answer": f"{i} and 1 is {i + 1}.\n#### {i + 1}"}
-                for i in range(first, first + 250)
-            ]
-            rows = [row | {"prompt": row["question"], **INSTRUCTIONS} for row in rows]
+            texts = ((f"What is {i} and 1?", f"{i} and 1 is {i + 1}.\n#### {i + 1}") for i in range(first, first + 250))
+            rows = [{"prompt": ask, "question": ask, "answer": told, **INSTRUCTIONS} for ask, told in texts]
             (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        fields = (
-            [] if request.param.startswith("ifeval") else ["task.prompt_field=question", "task.answer_field=answer"]
-        )
-        overrides = [f"task.path={tmp_path}", *fields]
+        overrides = [f"task.path={tmp_path}"]
+        overrides += [] if request.param == "ifeval" else ["task.prompt_field=question", "task.answer_field=answer"]
     if request.param == "mixture":
         overrides = ["+task@task.tasks.sums=arithmetic", "+task@task.tasks.logic=sat"]
     first, second = (build_task(typed(compose_config(f"task={request.param}", *overrides)).task) for _ in range(2))
@@ -113,27 +105,22 @@ def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Ta
     return first, second
 
 
-@pytest.mark.parametrize("split", Split)
-def test_task_problems_are_there_and_stable(task_twins: tuple[Task, Task], split: Split) -> None:
-    first, second = ([task.problems(split)[i] for i in range(200)] for task in task_twins)
-    assert first == second
-    assert len({problem.problem_id for problem in first}) == 200
-    for problem in first:
-        assert problem.messages[-1]["role"] == "user"
-        assert {type(value) for message in problem.messages for value in message.values()} == {str}
-        assert all(message["content"].strip() for message in problem.messages)
-        assert problem.answer
+def test_a_task(task_twins: tuple[Task, Task]) -> None:
+    """Its problems are there and stable, its splits share no prompt, and it scores whatever the model wrote."""
+    prompts = []
+    for split in Split:
+        problems, again = ([task.problems(split)[i] for i in range(200)] for task in task_twins)
+        assert problems == again
+        assert len({problem.problem_id for problem in problems}) == 200
+        for problem in problems:
+            assert problem.messages[-1]["role"] == "user"
+            assert {type(value) for message in problem.messages for value in message.values()} == {str}
+            assert all(message["content"].strip() for message in problem.messages)
+            assert problem.answer
+        prompts.append({str(problem.messages) for problem in problems})
+    assert min(map(len, prompts)) > 100
+    assert prompts[0].isdisjoint(prompts[1])
 
-
-def test_task_splits_share_no_prompt(task_twins: tuple[Task, Task]) -> None:
-    train, held_out = (
-        {str(problem.messages) for problem in islice(task_twins[0].problems(split), 200)} for split in Split
-    )
-    assert len(train) > 100
-    assert train.isdisjoint(held_out)
-
-
-def test_task_scores_whatever_the_model_wrote(task_twins: tuple[Task, Task]) -> None:
     first, second = task_twins
     problem = first.problems(Split.TRAIN)[0]
     texts = [*NASTY_TEXTS, problem.answer, problem.messages[-1]["content"]]
@@ -179,12 +166,8 @@ def part_of(stats: TokenStats, batch: TokenBatch, sequences: list[int]) -> tuple
     return TokenStats(stats.logprobs[tokens], stats.entropy[tokens]), batch.select(sequences)
 
 
-@pytest.fixture(params=options("train/loss"))
-def loss_option(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def test_loss_shares_add_up(loss_option: str) -> None:
+@pytest.mark.parametrize("loss_option", options("train/loss"))
+def test_loss_shares_add_up_and_what_has_no_weight_pulls_nowhere(loss_option: str) -> None:
     loss = make("train/loss", loss_option, "train.kl_coef=0.2", "train.entropy_coef=0.1", protocol=Loss)
     stats, batch, totals = random_batch()
     whole = loss(stats, batch, totals)
@@ -199,11 +182,9 @@ def test_loss_shares_add_up(loss_option: str) -> None:
         assert value.shape == ()
         assert not value.requires_grad
 
-
-def test_loss_without_advantage_and_kl_pulls_nowhere_and_needs_no_reference(loss_option: str) -> None:
+    # without KL it needs no reference, and without advantages either no token has a gradient
     loss = make("train/loss", loss_option, "train.kl_coef=0", protocol=Loss)
     assert (loss.kl_coef, loss.entropy_coef) == (0, 0)
-    stats, batch, totals = random_batch()
     without = loss(stats, replace(batch, ref_logprobs=None), totals)
     assert torch.equal(without.loss, loss(stats, batch, totals).loss)
     assert without.loss != 0
@@ -241,7 +222,9 @@ def test_optimizer_goes_down_a_quadratic(option: str) -> None:
 
 @pytest.mark.parametrize("option", options("logger"))
 def test_logger_takes_a_run(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B without its own process, which takes seconds to start: test_cli.py has it in a whole run."""
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
     logger = make("logger", option, protocol=RunListener, output_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []  # nothing is written for a run that is refused
     logger.start({"train": {"lr": 0.1, "ids": [1], "none": None}}, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from architectures import SERVED, ZOO, save_composite, save_served, with_names_of_the_hub
+from architectures import SERVED, ZOO, save_served
 from engines import preloaded_python
 from factories import compose_config
 from runs import draw_nothing, five, metrics_of, own_server
@@ -23,18 +23,12 @@ def saved(name: str, folder: Path) -> Path:
     """A tiny model that vLLM's kernels on CPUs take."""
     if name in SERVED:
         return save_served(name, folder)
-    if name == "qwen2_audio":
-        save_composite(name, folder, text={"hidden_size": 128}, tower={"d_model": 64})
-        return with_names_of_the_hub(name, folder)
     ZOO[name].build(**SIZES).save_pretrained(folder)
     build_char_tokenizer(512).save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [("qwen2_5_vl", "lora_restart"), ("qwen2_audio", "restart"), ("gpt_oss", "restart")],
-)
+@pytest.mark.parametrize(("name", "option"), [("qwen2_5_vl", "lora_restart"), ("gpt_oss", "restart")])
 def test_a_restarted_server_has_what_was_trained(
     name: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,7 +38,6 @@ def test_a_restarted_server_has_what_was_trained(
     words += ["weight_sync.tolerance_nats=1e-5", "train.iterations=1", "eval.enabled=false"]
     words += ["generation.max_new_tokens=8", "train.entropy_coef=0.1"]  # some random models write one text alone
     words += ["model/lora=default", "model.lora.use_rslora=true"] if option == "lora_restart" else []
-    words += ["+engine.args.language_model_only=true"] if name == "qwen2_audio" else []
     train(compose_config(*words, f"cache_dir={tmp_path}/cache"), tmp_path / "run")
     found = metrics_of(tmp_path / "run")["train_iter_000.json"]
     assert found["sync/version"] == found["num_updates"] == 2

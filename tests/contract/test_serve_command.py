@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 import torch
-from engines import CPU, CPU_ENV, forking_python, processes_naming
-from runs import run
+from engines import CPU, CPU_ENV, preloaded_python, processes_naming
+from runs import at, run
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.http import choose_port
@@ -29,18 +29,11 @@ pytestmark = [
 
 KEY = "open-sesame"
 FAST = (
-    "--enforce-eager",
-    "--distributed-executor-backend",
-    "uni",
-    "--kv-cache-memory-bytes",
-    "67108864",
-    "--dtype",
-    "float32",
+    *("--enforce-eager", "--distributed-executor-backend", "uni", "--kv-cache-memory-bytes", "67108864"),
+    *("--dtype", "float32", "--max-num-batched-tokens=32768", "--enable-lora"),
 )
 LORA = (
-    "model/lora=default",
-    "model.lora.target_modules=[all-linear]",
-    "model.lora.r=8",
+    *("model/lora=default", "model.lora.target_modules=[all-linear]", "model.lora.r=8"),
     "weight_sync.server_args.max_lora_rank=16",
 )
 
@@ -53,24 +46,25 @@ def serve(*words: str) -> list[str]:
 def command(
     where: object, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The running command, and the URL that it printed."""
+    """The running command, and the URL that it printed. At the end a Ctrl-C ends it and its children."""
     folder = tmp_path_factory.mktemp("serve")
     (folder / "key").write_text(f"{KEY}\n")
-    own = (
-        "--port",
-        str(choose_port("127.0.0.1", None, key="-")),
-        "--api-key-file",
-        "key",
-        "--python",
-        forking_python(folder),
-    )
-    words = serve(str(model_folder), *own, *FAST, "--max-num-batched-tokens=32768", "--enable-lora")
+    own = ("--port", str(choose_port("127.0.0.1", None, key="-")), "--api-key-file", "key")
+    words = serve(str(model_folder), *own, "--python", preloaded_python(folder), *FAST)
     env = {**os.environ, **CPU_ENV}
     with subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             first = process.stdout.readline()
-            yield process, first.removeprefix(f"{model_folder} is served at ").strip()
+            url = first.removeprefix(f"{model_folder} is served at ").strip()
+            yield process, url
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert len(children) > 1
+            assert KEY not in " ".join(word for child in children for word in child.cmdline())
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+            assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+            assert not processes_naming(f"--port {url.rpartition(':')[2]}")
         finally:
             process.kill()
 
@@ -84,17 +78,9 @@ def test_a_trainer_uses_it(
     overrides: tuple[str, ...], command: tuple[object, str], model_folder: Path, tmp_path: Path
 ) -> None:
     _, url = command
-    if (
-        "lora" in overrides[0]
-    ):  # adapters are on top of the weights that training starts from, and others were pushed before
+    if "lora" in overrides[0]:  # adapters are on top of the first weights, and others were pushed before
         restore(url, model_folder)
-    found = (
-        f"generation.base_url={url}",
-        f"generation.api_key={KEY}",
-        "generation=vllm_server",
-        "train.iterations=2",
-        "eval.interval=2",
-    )
+    found = (*at(url), f"generation.api_key={KEY}", "train.iterations=2", "eval.interval=2")
     metrics = run(tmp_path / "run", model_folder, *found, *overrides)
     assert metrics["train_iter_001.json"]["alignment/diff_abs_mean"] < 1e-4
     restore(url, model_folder)
@@ -103,12 +89,8 @@ def test_a_trainer_uses_it(
 def restore(url: str, model: Path) -> None:
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
     headers = {"Authorization": f"Bearer {KEY}"}
-    for path, content in (
-        ("/pause", None),
-        ("/collective_rpc", body),
-        ("/reset_prefix_cache", None),
-        ("/resume", None),
-    ):
+    steps: dict[str, Any] = {"/pause": None, "/collective_rpc": body, "/reset_prefix_cache": None, "/resume": None}
+    for path, content in steps.items():
         httpx.post(f"{url}{path}", json=content, headers=headers, timeout=60).raise_for_status()
 
 
@@ -147,14 +129,3 @@ def test_a_taken_port_names_its_owner(command: tuple[object, str]) -> None:
     second = subprocess.run(serve("m", "--port", url.rpartition(":")[2]), capture_output=True, text=True)
     assert second.returncode == 2
     assert f"error: --port={url.rpartition(':')[2]}: is taken by" in second.stderr
-
-
-def test_ctrl_c_ends_it_and_its_children(command: tuple[subprocess.Popen[str], str], model_folder: Path) -> None:
-    process, url = command
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) > 1
-    assert KEY not in " ".join(word for child in children for word in child.cmdline())
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    assert not processes_naming(f"--port {url.rpartition(':')[2]}")

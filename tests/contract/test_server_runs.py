@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,24 @@ from engines import (
     serve_again,
 )
 from factories import prompt_of, sampled
-from runs import assert_same, at, five, metrics_of, own_server, printed, run, run_in_children, wait_until
+from runs import assert_same, at, five, metrics_of, own_server, printed, run, run_in_children
 from scripted_server import Reply, Request, ScriptedServer
 
 from offline_grpo import evaluate
-from offline_grpo.engine.streaming import in_background
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError
 from offline_grpo.model import load as loading
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.types import Completion, FinishReason, Rollout
 
+Found = dict[str, dict[str, dict[str, float]]]
+"""Strategy -> metrics of its run."""
 LORA = ("model/lora=default", "train.lr=1e-2")
 
 pytestmark = pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], indirect=True, scope="session")
+
+
+THREE = ("train.iterations=3", "eval.interval=3")
 
 
 @pytest.fixture
@@ -44,34 +49,40 @@ def server(full_server: VllmEngine, model_folder: Path) -> VllmEngine:
     return full_server
 
 
-def test_strategies_follow_one_trajectory(server: VllmEngine, model_folder: Path, tmp_path: Path) -> None:
-    three = ("train.iterations=3", "eval.interval=3")
-    results = {}
+@pytest.fixture(scope="module")
+def undisturbed(full_server: VllmEngine, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The metrics of three iterations with each of two strategies."""
+    found = {}
     for option in ("reload", "shared_vllm"):
-        serve_again(server, model_folder, CPU)
-        results[option] = run(tmp_path / option, model_folder, *at(server), f"weight_sync={option}", *three)
-    reload, shared = results["reload"], results["shared_vllm"]
+        serve_again(full_server, model_folder, CPU)
+        words = (*at(full_server), f"weight_sync={option}", *THREE)
+        found[option] = run(tmp_path_factory.mktemp(option) / "run", model_folder, *words)
+    return found
+
+
+def test_strategies_follow_one_trajectory(undisturbed: Found) -> None:
+    reload, shared = undisturbed["reload"], undisturbed["shared_vllm"]
     assert len(reload) == 5  # three iterations, two evaluations
     assert_same(reload, shared)
-    rewards = [reload[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(3)]
-    assert len(set(rewards)) > 1
-    assert [reload[f"train_iter_{i:03d}.json"]["sync/version"] for i in range(3)] == [2.0, 4.0, 6.0]
-    assert all(found["alignment/diff_abs_mean"] < 1e-4 for name, found in reload.items() if name.startswith("train"))
+    trained = [reload[f"train_iter_{i:03d}.json"] for i in range(3)]
+    assert len({metrics["reward_mean"] for metrics in trained}) > 1
+    assert [metrics["sync/version"] for metrics in trained] == [2.0, 4.0, 6.0]
+    assert all(metrics["alignment/diff_abs_mean"] < 1e-4 for metrics in trained)
 
 
-@pytest.mark.slow  # three starts of a server
+@pytest.mark.slow  # two starts of a server
 def test_restarted_servers_follow_it_too(lora_server: VllmEngine, model_folder: Path, tmp_path: Path) -> None:
     serve_again(lora_server, model_folder, CPU)
-    words = ("train.iterations=2", "eval.interval=2", *LORA)
-    undisturbed = run(tmp_path / "quick", model_folder, *at(lora_server), "weight_sync=lora_hotswap", *words)
+    words = ("train.iterations=1", "eval.interval=1", *LORA)
+    hotswap = run(tmp_path / "quick", model_folder, *at(lora_server), "weight_sync=lora_hotswap", *words)
     own = own_server(preloaded_python(tmp_path))
     restarted = run(tmp_path / "restarting", model_folder, *own, "weight_sync=lora_restart", *words)
-    assert len({undisturbed[f"train_iter_{i:03d}.json"]["reward_mean"] for i in range(2)}) > 1
-    assert_same(undisturbed, restarted)
+    assert hotswap["eval_init.json"] != hotswap["eval_iter_000.json"]  # what is served after the iteration is another
+    assert_same(hotswap, restarted)
 
 
 def test_a_found_server_that_is_started_anew_gets_the_weights_again(
-    server: VllmEngine, model_folder: Path, tmp_path: Path
+    undisturbed: Found, server: VllmEngine, model_folder: Path, tmp_path: Path
 ) -> None:
     """Between a push and the sampling after it: what it samples from its own weights is not trained on."""
 
@@ -79,11 +90,9 @@ def test_a_found_server_that_is_started_anew_gets_the_weights_again(
         serve_again(server, model_folder, CPU)
         make_client(server).call_workers("grpo_set_tag", tag=None)
 
-    two = (*at(server), "weight_sync=shared_vllm", "train.iterations=2")
-    undisturbed = run(tmp_path / "undisturbed", model_folder, *two)
-    serve_again(server, model_folder, CPU)
-    disturbed = run(tmp_path / "disturbed", model_folder, *two, mishaps={("generate", 1): start_anew})
-    assert_same(disturbed, undisturbed)
+    words, mishaps = (*at(server), "weight_sync=shared_vllm", *THREE), {("generate", 1): start_anew}
+    disturbed = run(tmp_path / "disturbed", model_folder, *words, mishaps=mishaps)
+    assert_same(disturbed, undisturbed["shared_vllm"])
     assert disturbed["train_iter_001.json"]["sync/num_recoveries"] == 1
     assert disturbed["train_iter_001.json"]["alignment/diff_abs_mean"] < 1e-4
     assert "was started anew" in (tmp_path / "disturbed" / "run.log").read_text()
@@ -177,35 +186,34 @@ def distance_of(policy: Any, rollouts: list[Rollout]) -> float:
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_server_and_its_recovery(server: VllmEngine, model_folder: Path, tmp_path: Path) -> None:
+def test_two_processes_share_a_server_and_its_recovery(undisturbed: Found, model_folder: Path, tmp_path: Path) -> None:
     """The engine is killed in the run; the second process did not start it and learns of its death too."""
-    words, folder = ("weight_sync=shared_vllm", "train.iterations=4", "eval.interval=4"), tmp_path / "together"
-    alone = run(tmp_path / "alone", model_folder, *at(server), *words)
-    own = own_server(preloaded_python(tmp_path))
-    together = in_background(lambda: run_in_children(2, folder, *five(model_folder), *own, *words))
-    wait_until(lambda: together.done() or (folder / "metrics" / "train_iter_000.json").exists())
-    kill_engine(folder)
-    assert together.result() == [0, 0], printed(folder)
+    words, folder = (*own_server(preloaded_python(tmp_path)), "weight_sync=shared_vllm", *THREE), tmp_path / "together"
+    mishaps = {("generate", 1): partial(kill_engine, folder)}
+    codes = run_in_children(2, folder, *five(model_folder), *words, mishaps=mishaps)
+    assert codes == [0, 0], printed(folder)
     found = metrics_of(folder)
-    assert found["train_iter_003.json"]["sync/num_recoveries"] == 1
-    assert_same(alone, found)
+    assert found["train_iter_002.json"]["sync/num_recoveries"] == 1
+    assert_same(undisturbed["shared_vllm"], found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode", [("weight_sync.interval=2",), ("mode=async", "rollouts.max_staleness=0")], ids=["interval", "async"]
-)
+@pytest.mark.parametrize("mode", ["weight_sync.interval=2", "mode=async rollouts.max_staleness=0"])
 def test_four_that_have_a_part_of_each_weight_are_one(
-    mode: tuple[str, ...], server: VllmEngine, model_folder: Path, tmp_path: Path
+    mode: str,
+    undisturbed: Found,
+    server: VllmEngine,
+    model_folder: Path,
+    tmp_path: Path,
 ) -> None:
     """Served weights older than the policy's, which four processes keep in parts, and sampling in a thread beside
-    collectives. Every push is proven by logprobs, which all compute.
+    collectives, which changes nothing. Every push is proven by logprobs, which all compute.
     """
-    words, four = (*at(server), "weight_sync=reload", "train.iterations=4", *mode), tmp_path / "four"
-    alone = run(tmp_path / "alone", model_folder, *words)
+    words, four = (*at(server), "weight_sync=reload", *THREE, *mode.split()), tmp_path / "four"
+    alone = undisturbed["reload"] if "async" in mode else run(tmp_path / "alone", model_folder, *words)
     serve_again(server, model_folder, CPU)
     assert run_in_children(4, four, *five(model_folder), *words, "train.sharding=fsdp2") == [0] * 4, printed(four)
-    assert alone["train_iter_003.json"]["grad_norm"] > 0
+    assert alone["train_iter_002.json"]["grad_norm"] > 0
     found = metrics_of(four)
     for name, expected in alone.items():
         for key, value in expected.items():

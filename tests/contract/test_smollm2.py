@@ -18,8 +18,9 @@ from offline_grpo.run import train
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 SMALL = (
-    *("train.iterations=1", "data.problems_per_iteration=2", "data.rollouts_per_problem=2", "data.num_train_seeds=8"),
+    *("train.iterations=1", "data.problems_per_iteration=1", "data.rollouts_per_problem=2", "data.num_train_seeds=8"),
     *("generation.max_new_tokens=8", "train.drop_zero_signal_groups=false", "eval.enabled=false"),
+    *("train.kl_coef=0", "train.entropy_coef=0.1", "train.gradient_checkpointing=false"),
     *("checkpoint.enabled=false", "model.device=cpu", "num_threads=1", "engine.args.max_model_len=512"),
 )
 
@@ -41,5 +42,5 @@ def test_smollm2_is_trained_on_what_a_server_samples(tmp_path: Path, monkeypatch
     assert 0 < found["sync/probe_diff_abs_mean"] < 1e-4, "of the weights that were trained"
     [folder] = models.iterdir()
     rows = pq.read_table(tmp_path / "run" / "rollouts" / "iter_000.parquet").to_pylist()
-    assert len(rows) == 4
+    assert len(rows) == 2
     assert all(AutoTokenizer.from_pretrained(folder).decode(row["prompt_ids"]).startswith(SYSTEM) for row in rows)

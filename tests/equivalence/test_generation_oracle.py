@@ -1,5 +1,5 @@
-"""In-process sampling against a slow oracle: a full forward pass per token, no cache, no padding, no batch, filters
-written out.
+"""In-process sampling against an oracle: a forward pass over each whole sequence, no cache, no padding, no batch,
+filters written out.
 """
 
 from __future__ import annotations
@@ -41,9 +41,16 @@ def sample(model: PreTrainedModel, sampling: SamplingParams, *, group_size: int,
 
 
 @torch.no_grad()
-def next_logprobs(model: PreTrainedModel, sequence: list[int], sampling: SamplingParams) -> Tensor:
-    """Log-probabilities [V] of the token after `sequence` under the sampling distribution, float64."""
-    logits = model(torch.tensor([sequence]), use_cache=False).logits[0, -1].double()
+def next_logprobs(model: PreTrainedModel, sequence: list[int], sampling: SamplingParams, first: int = 0) -> Tensor:
+    """Log-probabilities [N, V] of the tokens after `sequence[: first + 1]`, `sequence[: first + 2]` and so on, under
+    the sampling distribution, float64.
+    """
+    logits = model(torch.tensor([sequence]), use_cache=False).logits[0].double()
+    return torch.stack([filtered(logits[i], sequence[: i + 1], sampling) for i in range(first, len(sequence))])
+
+
+def filtered(logits: Tensor, sequence: list[int], sampling: SamplingParams) -> Tensor:
+    """Log-probabilities [V] after `sequence`, of the model's logits."""
     for token in set(sequence):
         logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
     if sampling.temperature == 0:
@@ -63,11 +70,12 @@ def next_logprobs(model: PreTrainedModel, sequence: list[int], sampling: Samplin
 
 
 def check(model: PreTrainedModel, prompt: list[int], completion: Completion, sampling: SamplingParams) -> None:
-    for t, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-        expected = next_logprobs(model, [*prompt, *completion.token_ids[:t]], sampling)
-        assert logprob == pytest.approx(expected[token].item(), abs=1e-5)
+    before = [*prompt, *completion.token_ids[:-1]]
+    expected = next_logprobs(model, before, sampling, len(prompt) - 1)
+    for token, logprob, own in zip(completion.token_ids, completion.logprobs, expected, strict=True):
+        assert logprob == pytest.approx(own[token].item(), abs=1e-5)
         if sampling.temperature == 0:
-            assert token == expected.argmax()
+            assert token == own.argmax()
 
 
 @pytest.mark.parametrize(
@@ -105,12 +113,12 @@ def test_tokens_come_with_their_probabilities(model: PreTrainedModel) -> None:
     prompt, sampling = PROMPTS[2], SamplingParams(2, temperature=1.3, top_p=0.9, top_k=15)
     (group,) = sample(model, sampling, group_size=6000, prompts=[prompt], batch_size=3000)
     first = torch.tensor([completion.token_ids[0] for completion in group])
-    assert_distributed(first, next_logprobs(model, prompt, sampling).exp())
+    assert_distributed(first, next_logprobs(model, prompt, sampling)[-1].exp())
     frequencies = torch.bincount(first, minlength=VOCAB)
     frequencies[EOS] = 0
     common = int(frequencies.argmax())
     second = torch.tensor([completion.token_ids[1] for completion in group if completion.token_ids[0] == common])
-    assert_distributed(second, next_logprobs(model, [*prompt, common], sampling).exp())
+    assert_distributed(second, next_logprobs(model, [*prompt, common], sampling)[-1].exp())
 
 
 def assert_distributed(tokens: Tensor, probs: Tensor) -> None:

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from factories import make_rollout
+from factories import make_llama, make_rollout
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
-    LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -138,11 +137,6 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     ),
 }
 """Text, tower, and tokens that stand for images."""
-HUB = {
-    "gemma3": ("vision_tower.", "vision_tower.vision_model."),
-    "qwen2_audio": ("language_model.model.model.", "language_model.model."),
-}
-"""A part of names of tensors, and how it is called on the Hub."""
 
 
 def save_served(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -169,13 +163,8 @@ def save_served(model_type: str, folder: Path, dtype: torch.dtype = torch.float3
         images = Gemma3ImageProcessor(size={"height": 16, "width": 16})
         processor = Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=4)
     processor.save_pretrained(folder)
-    return with_names_of_the_hub(model_type, folder)
-
-
-def with_names_of_the_hub(model_type: str, folder: Path) -> Path:
-    """Those that servers know: transformers gives a model other ones that was not loaded from files."""
-    if model_type in HUB:
-        file, names = folder / "model.safetensors", HUB[model_type]
+    if model_type == "gemma3":  # as on the Hub: transformers gives other names if it was not loaded from files
+        file, names = folder / "model.safetensors", ("vision_tower.", "vision_tower.vision_model.")
         save_file({name.replace(*names): p for name, p in load_file(file).items()}, file, {"format": "pt"})
     return folder
 
@@ -238,13 +227,10 @@ def write_gguf(file: Path, pre: str = "smollm") -> tuple[LlamaForCausalLM, PreTr
     from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize  # which tests on a GPU have not
 
     tokenizer = smollm_tokenizer()
-    torch.manual_seed(0)
-    shape: Any = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    shape: Any = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 64}
+    shape |= {"num_attention_heads": HEADS, "max_position_embeddings": 256, "initializer_range": 0.02}
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), **shape, **special, tie_word_embeddings=True, max_position_embeddings=256
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = make_llama(seed=0, **shape, **special, tie_word_embeddings=True)
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(256)
     writer.add_embedding_length(64)
@@ -255,7 +241,7 @@ def write_gguf(file: Path, pre: str = "smollm") -> tuple[LlamaForCausalLM, PreTr
     writer.add_vocab_size(len(tokenizer))
     writer.add_rope_dimension_count(64 // HEADS)
     writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
     state = tokenizer.backend_tokenizer
     merges = [" ".join(pair) for pair in json.loads(state.to_str())["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")

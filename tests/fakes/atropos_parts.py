@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +17,12 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 import torch
-from runs import child_process
+from factories import make_llama
+from runs import child_process, wait_until
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from offline_grpo.engine.http import choose_port
 from offline_grpo.interfaces import RunListener
@@ -55,10 +55,7 @@ class RunApi:
     def start(self) -> None:
         self._process = child_process(serve, self.port, daemon=True)
         self._process.start()
-        deadline = time.monotonic() + TIMEOUT_S
-        while not self._answers():
-            assert time.monotonic() < deadline, "run-api did not come up"
-            time.sleep(0.05)
+        wait_until(self._answers, TIMEOUT_S, lambda: "run-api did not come up")
 
     def kill(self) -> None:
         self._process.kill()
@@ -197,20 +194,10 @@ def guessing_model(folder: Path) -> Path:
         model_max_length=CONTEXT,
         chat_template="{{ bos_token }} {% for m in messages %}{{ m['content'] }} {% endfor %}",
     )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # vLLM on a CPU wants heads of 32
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
+    shape = {"vocab_size": len(vocabulary), "hidden_size": 64, "intermediate_size": 128}
+    shape |= {"num_attention_heads": 2, "max_position_embeddings": CONTEXT}  # vLLM on a CPU wants heads of 32
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = make_llama(seed=0, **shape, **special, tie_word_embeddings=True, initializer_range=0.02)
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99))
     for _ in range(60):

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 from bad_rewards import scoring_config, setup_of
-from factories import make_completion
+from factories import make_completion, make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AddedToken, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AddedToken, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from offline_grpo.engine.streaming import Streaming
 from offline_grpo.generation.sample import sample_in_order
@@ -102,27 +102,19 @@ def codec_of(name: str) -> TokenizerCodec:
 
 def model_of(codec: TokenizerCodec, *, context: int = 2048) -> LlamaForCausalLM:
     """A random Llama that often ends a reply."""
-    config = LlamaConfig(
-        vocab_size=len(codec.tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-        tie_word_embeddings=False,
-    )
+    shape = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 0.02}
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        model.lm_head = torch.nn.Linear(32, config.vocab_size)
+        model = make_llama(
+            seed=0, vocab_size=len(codec.tokenizer), max_position_embeddings=context, num_key_value_heads=2, **shape
+        )
+        model.lm_head = torch.nn.Linear(32, model.config.vocab_size)
         torch.nn.init.normal_(model.model.embed_tokens.weight)
         torch.nn.init.normal_(model.lm_head.weight, std=0.3)
         torch.nn.init.zeros_(model.lm_head.bias)
     with torch.no_grad():
         model.lm_head.bias[list(codec.end_ids)] = 4.5
     model.generation_config = GenerationConfig(eos_token_id=list(codec.end_ids), pad_token_id=0)
-    return model.eval()
+    return model
 
 
 def nasty_text(rng: random.Random, codec: TokenizerCodec) -> str:

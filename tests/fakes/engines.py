@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -19,10 +20,10 @@ from typing import Any
 import psutil
 import torch
 import yaml
-from factories import generate, make_policy, make_rollout
+from factories import generate, make_llama, make_policy, make_rollout
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.vllm import VllmEngine, VllmLauncher
 from offline_grpo.errors import EngineDied
@@ -199,34 +200,15 @@ def deploy(sync: Any, *engines: Any, sampling: SamplingParams = SamplingParams(1
     return Deployment(engines, sync, full_weights)
 
 
-def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
+def save_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, **changes: int) -> Path:
     """A random Llama with everything that a name map can stumble over: grouped queries, biases, tied embeddings, a
     vocabulary of 100 that vLLM pads to 128, and llama3's rope scaling."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=128,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=tied,
-        attention_bias=True,
-        initializer_range=0.15,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128,
-        },
-    )
-    model = LlamaForCausalLM(config)
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, "original_max_position_embeddings": 128}
+    rope |= {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    shape = {"vocab_size": 100, "hidden_size": 128, "intermediate_size": 160, "num_key_value_heads": 2}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    more = {"tie_word_embeddings": tied, "attention_bias": True, "initializer_range": 0.15, "rope_parameters": rope}
+    model = make_llama(seed=0, **{**shape, **special, **more, "max_position_embeddings": CONTEXT, **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -378,6 +360,13 @@ def stall(folder: Path, seconds: float) -> None:
     for process in processes:
         process.suspend()
     threading.Timer(seconds, lambda: [process.resume() for process in processes]).start()
+
+
+def serve_and_wait(folder: Path) -> None:
+    """Start a server as a run does, say so by the file `up`, and wait: for a process that is killed."""
+    make_server(CPU, folder, python=forking_python(folder)).start(str(save_model(folder / "model")), {})
+    (folder / "up").touch()
+    signal.pause()
 
 
 @contextmanager

@@ -49,39 +49,21 @@ CONF = Path(__file__).parents[2] / "conf"
 VOCAB = 40
 
 
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.3}
+
+
 def make_qwen2(**settings) -> PreTrainedModel:
     """A random Qwen2 with grouped-query attention and tied embeddings."""
     torch.manual_seed(0)
-    config = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.3,
-        **settings,
-    }
-    return Qwen2ForCausalLM(Qwen2Config(**config)).eval()
+    config = Qwen2Config(**{**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": True, **settings})
+    return Qwen2ForCausalLM(config).eval()
 
 
-def make_llama() -> PreTrainedModel:
+def make_llama(*, seed: int = 1, **settings) -> LlamaForCausalLM:
     """A random Llama with an output head of its own."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": False, **settings})).eval()
 
 
 def make_scoring(model, layout=None) -> Scoring:

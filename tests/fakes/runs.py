@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
@@ -59,6 +59,10 @@ SMALL = (
 """Four iterations of everything in a few seconds; the model has learnt to write integers sometimes, so that rewards
 differ.
 """
+
+
+Mishap = Mapping[tuple[str, int], Callable[[], Any]]
+"""What happens at the beginning of a phase of an iteration, such as `("sync", 3)`."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def start_in_child(
     output_dir: Path,
     *overrides: str,
     kill: Kill | None = None,
-    mishaps: Mapping[tuple[str, int], Callable[[], Any]] | None = None,
+    mishaps: Mishap | None = None,
     fresh: bool = False,
     draws: bool = False,
 ) -> BaseProcess:
@@ -159,13 +163,16 @@ def run_in_child(output_dir: Path, *overrides: str, timeout_s: float = 300, **ho
     return process.exitcode
 
 
-def run_in_children(count: int, output_dir: Path, *overrides: str, kill: Kill | None = None) -> list[int]:
+def run_in_children(
+    count: int, output_dir: Path, *overrides: str, kill: Kill | None = None, mishaps: Mishap | None = None
+) -> list[int]:
     """`app.run` in several processes of one group, as `accelerate launch` starts them. Returns their exit codes.
 
     Args:
         kill: of each process that makes the call.
+        mishaps: see `start_in_child`; they happen in the first process.
     """
-    return in_group(count, _child, str(output_dir), list(overrides), kill, {}, False)
+    return in_group(count, _child, str(output_dir), list(overrides), kill, dict(mishaps or {}), False)
 
 
 def in_group(count: int, target: Callable[..., None], *args: Any) -> list[int]:
@@ -344,13 +351,13 @@ def assert_alike(run: Path, expected: Path) -> None:
         assert ours[name] == pytest.approx(theirs[name], abs=5e-6, rel=1e-5), name
 
 
-def alone_and_together(folder: Path, *overrides: str) -> tuple[Path, Path]:
-    """A run of one process and one of two, which must be alike."""
-    alone, together = folder / "alone", folder / "together"
-    assert run_in_child(alone, *overrides) == 0, printed(alone)
-    assert run_in_children(2, together, *overrides) == [0, 0], printed(together)
-    assert_alike(together, alone)
-    return alone, together
+def alone_and_together(folder: Path, *overrides: str, together: Sequence[str] = ()) -> tuple[Path, Path]:
+    """A run of one process and one of two, which must be alike; `together` are further overrides of the second."""
+    one, two = folder / "alone", folder / "together"
+    assert run_in_child(one, *overrides) == 0, printed(one)
+    assert run_in_children(2, two, *overrides, *together) == [0, 0], printed(two)
+    assert_alike(two, one)
+    return one, two
 
 
 def own_server(python: str) -> tuple[str, ...]:
@@ -412,9 +419,7 @@ def at(server: VllmEngine | str) -> tuple[str, str]:
     return "generation=vllm_server", f"generation.base_url={server if isinstance(server, str) else server.base_url}"
 
 
-def run(
-    folder: Path, model: Path, *overrides: str, mishaps: Mapping[tuple[str, int], Callable[[], Any]] | None = None
-) -> dict[str, dict[str, float]]:
+def run(folder: Path, model: Path, *overrides: str, mishaps: Mishap | None = None) -> dict[str, dict[str, float]]:
     """A run in this process; its metrics. `mishaps`: see `start_in_child`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mishaps, "planned", dict(mishaps or {}))

@@ -1,5 +1,5 @@
-"""Whole runs with masters and optimizer state in the host's memory: as those without, killed and resumed, and of two
-processes.
+"""Whole runs with masters and optimizer state in the host's memory: as those without, killed and resumed;
+test_processes.py has two processes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import SMALL, Kill, alone_and_together, metrics_of, printed, run_in_child, weights_of
+from runs import SMALL, Kill, metrics_of, printed, run_in_child, weights_of
 
 RUN = (*SMALL, "train.precision=bf16", "train.grad_clip=0.05")
 OFFLOAD = "train.optimizer.offload=true"
@@ -28,8 +28,3 @@ def test_a_killed_and_resumed_run_with_offload_ends_as_one_without(tmp_path: Pat
         assert run_in_child(tmp_path / "fresh", f"resume={run}", *RUN, *more) == 0, printed(tmp_path / "fresh")
         assert metrics_of(run) == metrics_of(resident)
         assert weights_of(run) == weights_of(resident)
-
-
-@pytest.mark.slow
-def test_two_processes_with_offload_follow_one(tmp_path: Path) -> None:
-    alone_and_together(tmp_path, *SMALL, OFFLOAD, f"cache_dir={tmp_path}/cache", "model/lora=default")

@@ -17,6 +17,7 @@ from runs import SMALL, metrics_of, printed, run_in_child
 from websockets.sync.client import connect
 from worlds import environment
 
+from offline_grpo.engine.http import choose_port
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.rollouts.rows import group_rows, groups_of
@@ -61,36 +62,6 @@ def row(task: Any, **fields: Any) -> Problem:
     return task.problem_of("train-0", Row("row 1", 0, fields))
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs of one iteration with a random model; returns the rollouts of their records."""
-    folder = tmp_path_factory.mktemp("others")
-    model = model_of(CODEC, context=8192)
-    with torch.no_grad():  # replies end often, without a bias, which Llama's file format has not
-        model.lm_head.bias = None
-        model.model.embed_tokens.weight[:, 0] = 6.0
-        model.lm_head.weight[:, 0] = 0.0
-        model.lm_head.weight[list(CODEC.end_ids), 0] = 1.2
-    model.save_pretrained(folder / "model")
-    CODEC.tokenizer.save_pretrained(folder / "model")
-
-    def run(name: str, *overrides: str) -> list[tuple[Problem | None, Rollout]]:
-        model = (f"model.train_id={folder / 'model'}", "model.device=cpu", "checkpoint.enabled=false")
-        brief = ("train.iterations=1", "data.num_train_seeds=null", "generation.max_new_tokens=60", "scoring.workers=2")
-        brief += ("data.problems_per_iteration=4", "data.rollouts_per_problem=2", "eval.enabled=false")
-        own = ("task.max_turn_tokens=20", "task.max_environment_tokens=4000") if name != "mixed" else ()
-        words = [each for each in SMALL if not each.startswith(("model.", "task."))]
-        assert run_in_child(folder / name, *words, *model, *brief, *own, *overrides) == 0, printed(folder / name)
-        metrics = metrics_of(folder / name)
-        assert all(each.get("scoring/num_failed", 0) == 0 for each in metrics.values()), printed(folder / name)
-        assert abs(metrics["train_iter_000.json"]["mismatch/kl_k1"]) < 1e-5  # every trained token is one that was drawn
-        tables = map(pq.read_table, sorted((folder / name / "rollouts").glob("iter_*.parquet")))
-        groups = [group for table in tables for group in groups_of(table, group_rows(table).values())]
-        return [(group.problem, rollout) for group in groups for rollout in group.rollouts]
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("game", "seed", "replies", "reward"),
     [
@@ -115,23 +86,6 @@ def test_the_environments_of_aviary_and_skyrl_do() -> None:
     assert [played(task, row(task, answer="7"), text).score.reward for text in ("#### 7", "#### 8")] == [1, 0]
 
 
-def test_all_of_them_in_one_run_that_reaches_no_other_machine(run: Any, tmp_path: Path) -> None:
-    games = ("GuessTheNumber-v0", "FrozenLake-v0", "TowerOfHanoi-v0")
-    rows = [{"prompt": "Play. ", "game": game, "seed": seed} for game in games for seed in range(8)]
-    tasks = {"TextArena": rows, "Aviary": [{"n": n} for n in range(9)], "SkyRL": [{"answer": n} for n in "123456789"]}
-    words = ["task=mixture"]
-    for name, own in tasks.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
-        settings = {"environment": f"gyms:{name}", "path": tmp_path / f"{name}.jsonl"}
-        settings |= {"max_environment_tokens": 4000, "max_turn_tokens": 20}
-        words += [f"+task@task.tasks.{name}=environment"]
-        words += [f"task.tasks.{name}.{key}={value}" for key, value in settings.items()]
-    found = run("mixed", *words, "data.problems_per_iteration=6")
-    assert len(found) == 6 * 2
-    assert {problem.task for problem, _ in found} == set(tasks)
-    assert max(len(rollout.turns) for _, rollout in found) > 1
-
-
 VERIFIERS: dict[str, Any] = {"eval_verifiers": {"seed": 1}, "eval_frac": 0.1, "env": {}, "max_tasks": 20, **LIMITS}
 
 
@@ -148,25 +102,14 @@ def test_a_taskset_of_verifiers_with_a_tool(monkeypatch: pytest.MonkeyPatch) -> 
     assert rollout.score.measured["replies"] == rollout.score.measured["turns"] == 3
 
 
-def test_a_run_with_verifiers_earns_its_rewards(run: Any) -> None:
-    found = run("verifiers", "task=verifiers", "task.verifiers.id=sums-taskset")
-    assert len(found) == 4 * 2
-    for problem, rollout in found:
-        reply, data = rollout.conversation[-1]["content"], problem.fields["data"]
-        right = 0.5 * (str(data["a"] + data["b"]) in reply)
-        assert rollout.score.parts == {"right": right, "short": pytest.approx(1 / (1 + len(reply.strip())))}
-        assert rollout.score.measured["replies"] == 1
-        assert sum(rollout.is_sampled) == rollout.turns[0].end - rollout.turns[0].start
-
-
 def test_a_taskset_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task\.verifiers=.*no-such.*cannot be loaded: taskset 'no-such' not found"):
         Verifiers(verifiers={"id": "no-such"}, **VERIFIERS)
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """Two, in an environment of their own: openenv wants another mcp than verifiers."""
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The URLs of two, in an environment of their own: openenv wants another mcp than verifiers."""
     folder = tmp_path_factory.mktemp("openenv")
     python = folder / "env" / "bin" / "python"
     subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(folder / "env")], check=True)
@@ -174,7 +117,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     command = [str(python), str(FAKES / "openenv_servers.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield process, [f"http://127.0.0.1:{port}" for port in process.stdout.readline().split()]
+        yield [f"http://127.0.0.1:{port}" for port in process.stdout.readline().split()]
         process.kill()
 
 
@@ -184,9 +127,9 @@ def openenv(url: str, text_field: str | None = None, **reset: Any) -> OpenEnv:
     return OpenEnv(openenv=settings, max_result_chars=1000, **own, **LIMITS)
 
 
-def test_tools_of_an_mcp_environment(servers: Any) -> None:
+def test_tools_of_an_mcp_environment(servers: list[str]) -> None:
     """The sum of its steps' rewards; done after two calls, of which one may be a mistake."""
-    task = openenv(servers[1][0])
+    task = openenv(servers[0])
     problem = task.problems(Split.TRAIN)[5]
     assert [tool["function"]["name"] for tool in task.tools] == ["echo_message"]
     rollout = played(
@@ -202,45 +145,91 @@ def test_tools_of_an_mcp_environment(servers: Any) -> None:
     assert played(task, problem, "no call").score.reward == 0
 
 
-def test_actions_of_another_environment(servers: Any) -> None:
+def test_actions_of_another_environment(servers: list[str]) -> None:
     """As calls, and as texts; what its step raises is an answer."""
     number = 4  # random.Random(3).randint(1, 9)
-    task = openenv(servers[1][1])
+    task = openenv(servers[1])
     problem = task.problems(Split.TRAIN)[3]
     rollout = played(task, problem, call("take_action", number="9"), call("take_action", number=str(number)), "never")
     assert [round(turn.reward, 3) for turn in rollout.turns] == [-0.1, 0.9]
     assert "lower" in rollout.text
-    task = openenv(servers[1][1], "number", most=20)
+    task = openenv(servers[1], "number", most=20)
     rollout = played(task, task.problems(Split.EVAL)[0], "what?", "1", "2", "never")
     assert len(rollout.turns) == 3
     assert "[user] invalid literal for int() with base 10: 'what?'" in rollout.text
     assert rollout.conversation[0]["content"] == "Go. A number from 1 to 20?"
     assert task.problems(Split.EVAL)[0].fields == {"most": 20, "seed": 1_000_000}
     with pytest.raises(ConfigError, match=r"task\.openenv\.text_field=text: an action has number"):
-        openenv(servers[1][1], "text").problems(Split.TRAIN)
+        openenv(servers[1], "text").problems(Split.TRAIN)
 
 
-def test_a_run_beside_a_server_with_two_sessions(run: Any, servers: Any) -> None:
-    words = (f"task.openenv.url={servers[1][1]}", "task.openenv.text_field=number", "scoring.episodes=2")
-    found = run("openenv", "task=openenv", *words)
-    assert len(found) == 4 * 2
-    assert max(len(rollout.turns) for _, rollout in found) > 1
-    for _, rollout in found:
-        guesses = [each["content"] for each in rollout.conversation if each["role"] == "assistant"]
-        assert rollout.score.reward >= -0.1 * len(guesses)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random one whose replies end often, without a bias, which Llama's file format has not."""
+    folder = tmp_path_factory.mktemp("model")
+    model = model_of(CODEC, context=8192)
+    with torch.no_grad():
+        model.lm_head.bias = None
+        model.model.embed_tokens.weight[:, 0] = 6.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[list(CODEC.end_ids), 0] = 1.2
+    model.save_pretrained(folder)
+    CODEC.tokenizer.save_pretrained(folder)
+    return folder
 
 
-def test_a_server_without_room_or_that_is_gone(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_them_in_one_run_that_reaches_no_other_machine(servers: list[str], model: Path, tmp_path: Path) -> None:
+    """Beside a server with two sessions."""
+    games = ("GuessTheNumber-v0", "FrozenLake-v0", "TowerOfHanoi-v0")
+    rows = [{"prompt": "Play. ", "game": game, "seed": seed} for game in games for seed in range(8)]
+    tasks = {"TextArena": rows, "Aviary": [{"n": n} for n in range(9)], "SkyRL": [{"answer": n} for n in "123456789"]}
+    settings = {"verifiers.verifiers.id": "sums-taskset"}
+    settings |= {"openenv.openenv.url": servers[1], "openenv.openenv.text_field": "number", "openenv.prompt": "Go. "}
+    for name, own in tasks.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
+        settings |= {f"{name}.environment": f"gyms:{name}", f"{name}.path": tmp_path / f"{name}.jsonl"}
+    kinds = dict.fromkeys(tasks, "environment") | {"verifiers": "verifiers", "openenv": "openenv"}
+    for name in kinds:
+        settings |= {f"{name}.max_environment_tokens": 4000, f"{name}.max_turn_tokens": 20}
+    words = [each for each in SMALL if not each.startswith(("model.", "task."))]
+    words += ["task=mixture", *(f"+task@task.tasks.{name}={kind}" for name, kind in kinds.items())]
+    words += [f"task.tasks.{key}={value}" for key, value in settings.items()]
+    words += [f"model.train_id={model}", "model.device=cpu", "checkpoint.enabled=false", "eval.enabled=false"]
+    words += ["train.iterations=1", "data.num_train_seeds=null", "generation.max_new_tokens=60", "scoring.workers=2"]
+    words += ["scoring.episodes=2", "data.problems_per_iteration=10", "data.rollouts_per_problem=2"]
+    run = tmp_path / "run"
+    assert run_in_child(run, *words) == 0, printed(run)
+    metrics = metrics_of(run)["train_iter_000.json"]
+    assert metrics.get("scoring/num_failed", 0) == 0, printed(run)
+    assert abs(metrics["mismatch/kl_k1"]) < 1e-5  # every trained token is one that was drawn
+
+    table = pq.read_table(run / "rollouts" / "iter_000.parquet")
+    found: dict[str, list[tuple[Problem, Rollout]]] = {name: [] for name in kinds}
+    for group in groups_of(table, group_rows(table).values()):
+        assert group.problem is not None
+        found[group.problem.task] += [(group.problem, rollout) for rollout in group.rollouts]
+    assert {name: len(each) for name, each in found.items()} == dict.fromkeys(kinds, 4)
+    for names in (tasks, ["openenv"]):
+        assert max(len(rollout.turns) for name in names for _, rollout in found[name]) > 1
+    for problem, rollout in found["verifiers"]:
+        reply, data = rollout.conversation[-1]["content"], problem.fields["data"]
+        right = 0.5 * (str(data["a"] + data["b"]) in reply)
+        assert rollout.score.parts == {"right": right, "short": pytest.approx(1 / (1 + len(reply.strip())))}
+        assert rollout.score.measured["replies"] == 1
+        assert sum(rollout.is_sampled) == rollout.turns[0].end - rollout.turns[0].start
+    for _, rollout in found["openenv"]:
+        assert rollout.score.reward >= -0.1 * len(rollout.turns)
+
+
+def test_a_server_without_room_or_that_is_gone(servers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offline_grpo.task.openenv.ROOM_S", 0.3)
-    process, [_, url] = servers
+    url, gone = servers[1], f"http://127.0.0.1:{choose_port('127.0.0.1', None, key='-')}"
     task = openenv(url, "number")
     problem = task.problems(Split.TRAIN)[3]
     place = f"{url.replace('http', 'ws')}/ws"
     with connect(place), connect(place), pytest.raises(ScoreError, match=r"no room.*2/2.*set scoring\.episodes"):
         played(task, problem, "1")
-    process.kill()
-    process.wait()
     with pytest.raises(ScoreError, match="the OpenEnv server does not answer"):
-        played(task, problem, "1")
+        played(openenv(gone, "number"), problem, "1")
     with pytest.raises(ConfigError, match=r"task\.openenv\.url=.*is no OpenEnv server that answers"):
-        openenv(url).problems(Split.TRAIN)
+        openenv(gone).problems(Split.TRAIN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from runs import (
     in_group,
     metrics_of,
     printed,
+    run_command,
     run_in_children,
     weights_of,
 )
@@ -32,8 +32,9 @@ def test_an_error_of_one_process_is_raised_on_all(tmp_path: Path) -> None:
 
 
 def test_two_processes_follow_the_trajectory_of_one(cache: str, tmp_path: Path) -> None:
+    """They keep their state in the host's memory, which on CPUs changes nothing else."""
     overrides = [*SMALL, cache, "data.problems_per_iteration=5", "train.updates_per_iteration=3", "train.epochs=2"]
-    alone, together = alone_and_together(tmp_path, *overrides)
+    alone, together = alone_and_together(tmp_path, *overrides, together=("train.optimizer.offload=true",))
     assert printed(together).count("run folder:") == 1
     assert metrics_of(alone)["train_iter_003.json"]["grad_norm"] > 0
     assert weights_of(together).keys() == weights_of(alone).keys()
@@ -54,12 +55,18 @@ def test_the_signal_of_one_process_is_that_of_all(cache: str, tmp_path: Path) ->
     assert printed(run).count("stopped by SIGINT; go on with") == 1
 
 
+def test_a_process_does_not_wait_for_one_that_has_died(cache: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first_alone = Kill("offline_grpo.logger.json_logger:JsonLogger.log", 2)
+    assert run_in_children(2, run, *SMALL, cache, kill=first_alone) == [-signal.SIGKILL, 1], printed(run)
+    assert "error: another process of the run has ended, so this one ends too" in printed(run)
+
+
 @pytest.mark.slow
 def test_the_readmes_command_starts_two_processes(tmp_path: Path) -> None:
     """Through accelerate and torchrun."""
-    accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "2"]
-    command = [*accelerate, str(ROOT / "run_grpo.py"), "train.lr=1e-5", "--cfg", "job"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    accelerate, launch = Path(sys.executable).with_name("accelerate"), ("launch", "--num_processes", "2")
+    done = run_command(tmp_path, accelerate, *launch, str(ROOT / "run_grpo.py"), "train.lr=1e-5", "--cfg", "job")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n  lr: 1.0e-05\n") == 2
     assert list(tmp_path.iterdir()) == []

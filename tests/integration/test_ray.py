@@ -1,29 +1,86 @@
-"""Servers on the machines of a Ray cluster: two on this one, which Ray takes for machines. One of them is lost in the
-middle of a run.
+"""Whole runs that sample from two vLLM servers at once, also while one is lost in the middle: processes of the run,
+found ones, and those on the machines of a Ray cluster, which this machine is, twice.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import CPU, engine, preloaded_python, processes_naming, save_model
-from runs import assert_same, drawn, metrics_of, own_server, run, wait_until
+from engines import CPU, engine, engine_core, preloaded_python, processes_naming, save_model, writers
+from fake_vllm import FakeVllm
+from runs import assert_same, at, drawn, metrics_of, own_server, run, wait_until
+from scripted_server import ScriptedServer
 
 from offline_grpo.engine.ray_actor import ServerActor
 from offline_grpo.errors import ConfigError
 
-TWO = ("weight_sync=reload", "placement.num_engines=2")
-THREE = "train.iterations=3"
+SYNC = ("weight_sync=reload", "train.iterations=3")
+TWO = (*SYNC, "placement.num_engines=2")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with one server."""
+    folder = tmp_path_factory.mktemp("one")
+    run(folder / "run", model, *own_server(preloaded_python(folder)), *SYNC)
+    return folder / "run"
+
+
+def assert_same_run(folder: Path, expected: Path) -> list[dict[str, float]]:
+    """Equal, apart from logprobs, up to rounding: seeds belong to the requests. Returns the metrics of training."""
+    found = metrics_of(folder)
+    others = {name: {k: v for k, v in of.items() if not k.startswith("engines/")} for name, of in found.items()}
+    assert_same(others, metrics_of(expected))
+    assert len(drawn(expected)) == 3
+    assert drawn(folder) == drawn(expected)
+    trained = [found[f"train_iter_{i:03d}.json"] for i in range(3)]
+    assert {(metrics["engines/num_serving"], metrics["sync/num_recoveries"]) for metrics in trained} == {(2, 0)}
+    return trained
+
+
+@pytest.mark.slow
+def test_a_list_of_servers(model: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        fakes = [stack.enter_context(closing(FakeVllm(model))) for _ in range(3)]
+        alone, *two = [stack.enter_context(ScriptedServer(fake)).base_url for fake in fakes]
+        run(tmp_path / "one", model, *at(alone), *SYNC)
+        run(tmp_path / "run", model, *at(f"[{','.join(two)}]"), *SYNC)
+    trained = assert_same_run(tmp_path / "run", tmp_path / "one")
+    assert all(1 <= metrics["engines/imbalance"] < 2 for metrics in trained)
+
+
+def kill_one_that_samples(folder: Path) -> None:
+    """Stop the second engine, so that what it is asked stays open, and kill it soon."""
+    victim = engine_core(folder / "server_1.log")
+    victim.suspend()
+    threading.Timer(1.0, victim.kill).start()
+
+
+@pytest.mark.slow  # three starts of a server
+def test_a_death_while_sampling(model: Path, one: Path, tmp_path: Path) -> None:
+    """The other one answers what was open, and the next push starts the dead one again."""
+    folder = tmp_path / "run"
+    mishaps = {("generate", 1): partial(kill_one_that_samples, folder)}
+    run(folder, model, *own_server(preloaded_python(tmp_path)), *TWO, mishaps=mishaps)
+    assert [metrics["engines/num_restarts"] for metrics in assert_same_run(folder, one)] == [0, 1, 1]
+    log = (folder / "run.log").read_text()
+    assert log.count("sampling continues with 1 of the servers") == 1
+    assert [log.count(f"[OK] version {version}:") for version in (0, 2, 4, 6)] == [2] * 4
+    assert sorted(path.name for path in folder.glob("server_*.log")) == ["server_0.log", "server_1.log", "server_2.log"]
+    assert not processes_naming(str(tmp_path))
+    assert not [process for log in folder.glob("server_*.log") for process in writers(log)]
 
 
 def in_cluster(cluster: Any, folder: Path) -> tuple[str, ...]:
@@ -43,27 +100,21 @@ def lose_a_machine(cluster: Any, folder: Path) -> None:
     cluster.machines.append(cluster.add_node(num_cpus=1))
 
 
-@pytest.mark.slow  # four starts of a server, and of a cluster
-def test_a_machine_is_lost_and_another_one_is_found(cluster: Any, model: Path, tmp_path: Path) -> None:
+@pytest.mark.slow  # three starts of a server, and of a cluster
+def test_a_machine_is_lost_and_another_one_is_found(
+    cluster: Any, model: Path, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next push starts the lost server elsewhere; the run draws what it draws without Ray, and leaves nothing."""
     import ray
 
-    expected, folder = tmp_path / "expected", tmp_path / "run"
-    run(expected, model, *own_server(preloaded_python(tmp_path)), "weight_sync=reload", THREE)
+    folder = tmp_path / "run"
     mishaps = {("generate", 1): partial(lose_a_machine, cluster, folder)}
-    run(folder, model, *in_cluster(cluster, tmp_path), THREE, mishaps=mishaps)
-    found = metrics_of(folder)
-    trained = [found[f"train_iter_{i:03d}.json"] for i in range(3)]
-    assert [metrics["engines/num_serving"] for metrics in trained] == [2] * 3
-    assert {metrics["sync/num_recoveries"] for metrics in trained} == {0}
-    assert_same(
-        {name: {k: v for k, v in of.items() if not k.startswith("engines/")} for name, of in found.items()},
-        metrics_of(expected),
-    )
-    assert drawn(folder) == drawn(expected)
+    run(folder, model, *in_cluster(cluster, tmp_path), mishaps=mishaps)
+    assert_same_run(folder, one)
     assert not processes_naming(str(tmp_path))
     assert not list(folder.glob(".weights-*"))
 
+    monkeypatch.setattr("offline_grpo.engine.ray_actor.SETTLE_S", 1.0)
     too_many = ("placement.num_engines=3", "train.iterations=1")
     with pytest.raises(
         ConfigError, match=r"^placement.num_engines=3: each needs a CPU core .* has room for 2 \(.*: 0 GPUs and 1 CPU,"
@@ -75,18 +126,10 @@ def test_a_machine_is_lost_and_another_one_is_found(cluster: Any, model: Path, t
     ray.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["placement.address=127.0.0.1:1"], r"^placement.address=127.0.0.1:1: no Ray cluster .*refused\); start one"),
-    ],
-)
-def test_a_cluster_that_is_not_there_is_refused_in_time(
-    words: list[str], message: str, model: Path, tmp_path: Path
-) -> None:
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match=message):
-        run(tmp_path / "run", model, *own_server(sys.executable), *TWO, "placement=ray", *words)
+def test_a_cluster_that_is_not_there_is_refused_in_time(model: Path, tmp_path: Path) -> None:
+    began, words = time.monotonic(), (*own_server(sys.executable), *TWO, "placement=ray")
+    with pytest.raises(ConfigError, match=r"^placement.address=127.0.0.1:1: no Ray cluster .*refused\); start one"):
+        run(tmp_path / "run", model, *words, "placement.address=127.0.0.1:1")
     assert time.monotonic() - began < 60  # Ray itself would try for minutes
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of other tasks than sums: instructions, mixtures, and rewards in workers of several processes."""
+"""Whole runs of other tasks than sums: instructions, and mixtures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from statistics import fmean
 import pyarrow.parquet as pq
 import pytest
 from factories import compose_config, make_qwen2
-from runs import (
-    SMALL,
-    alone_and_together,
-    metrics_of,
-    weights_of,
-)
+from runs import SMALL, metrics_of, weights_of
 
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.run import train
@@ -82,18 +77,3 @@ def test_a_mixture_is_resumed_to_the_bit(cache: str, tmp_path: Path) -> None:
     assert fmean(each.startswith("addition::") for each in ids) == pytest.approx(0.75, abs=0.2)
     evaluations = [own for name, own in metrics_of(tmp_path / "halves").items() if name.startswith("eval")]
     assert all("task/subtraction/pass@1" in own for own in evaluations)
-
-
-@pytest.mark.slow
-def test_two_processes_with_workers_that_score_follow_the_trajectory_of_one(model: str, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": f"{i + 1}"}) + "\n" for i in range(1, 5)))
-    task = ("task=dataset", f"task.path={rows}", "task.eval_frac=0.5", "task.reward=bad_rewards:vowels")
-    words = (*BRIEF, "model=hf", model, *task, "task.correct_threshold=0.2", "scoring.workers=2")
-    words += ("data.problems_per_iteration=2", "eval.num_ids=2")
-    alone, together = alone_and_together(tmp_path, *words)
-    assert not any(found["scoring/num_failed"] for found in metrics_of(alone).values())
-    assert metrics_of(alone)["train_iter_001.json"]["reward_std"] > 0
-    files = [run / "rollouts" / "iter_001.parquet" for run in (alone, together)]
-    rewards = [pq.read_table(file, columns=["text", "reward"]) for file in files]
-    assert rewards[0] == rewards[1]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engines import forking_python, preloaded_python, processes_naming, save_model, writers
-from runs import five, own_server, wait_until
+from engines import preloaded_python, processes_naming, save_model, serve_and_wait, writers
+from runs import child_process, five, own_server, wait_until
 
 ROOT = Path(__file__).parents[2]
 UNFINISHED = ("*.unfinished", ".writing_*", ".tiny-*", "*.tmp", ".lock")
@@ -25,42 +25,22 @@ def unfinished(folder: Path) -> list[Path]:
     return [path for pattern in UNFINISHED for path in folder.rglob(pattern)]
 
 
-# Beside a server
-
-
-def first_forking(folder: Path) -> str:
-    """`forking_python` for the first server of a run, `preloaded_python` for those after it."""
-    script = folder / "first_forking"
-    first, others = (f'exec {python(folder)} "$@"\n' for python in (forking_python, preloaded_python))
-    script.write_text(f"#!/bin/sh\nmkdir {folder}/first 2> /dev/null && {first}{others}")
-    script.chmod(0o755)
-    return str(script)
-
-
-def start(folder: Path, python: str, *overrides: str) -> subprocess.Popen[bytes]:
-    """A run as a user starts it, with a temporary folder of its own. `python`: that of the server."""
+def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    """A run as a user starts it, beside a server, with a temporary folder of its own."""
     (folder / "tmp").mkdir()
-    paths = os.pathsep.join(str(ROOT / "tests" / name) for name in ("fakes", "robustness"))
-    command = [
-        sys.executable,
-        str(ROOT / "run_grpo.py"),
-        f"hydra.run.dir={folder / 'run'}",
-        *five(save_model(folder / "model")),
-    ]
-    command += [*own_server(python), "checkpoint.enabled=true", "checkpoint.save_interval=1", *overrides]
+    command = [sys.executable, str(ROOT / "run_grpo.py"), f"hydra.run.dir={folder / 'run'}"]
+    command += [*five(save_model(folder / "model")), *own_server(preloaded_python(folder))]
+    command += ["checkpoint.enabled=true", "checkpoint.save_interval=1", *overrides]
     with (folder / "out.txt").open("wb") as output:
-        env = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+        env = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT / "tests" / "fakes")}
         return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def server_of(folder: Path) -> psutil.Process:
-    """The server itself, below its guardian."""
-    [port] = re.findall(r"--port (\d+)", (folder / "run" / "server_0.log").read_text().splitlines()[0])
-    [server] = [
-        p
-        for pid in processes_naming(f"--port {port}")
-        if "offline-grpo-guardian" not in " ".join((p := psutil.Process(pid)).cmdline())
-    ]
+def server_of(log: Path) -> psutil.Process:
+    """The server with this log itself, below its guardian."""
+    [port] = re.findall(r"--port (\d+)", log.read_text().splitlines()[0])
+    found = map(psutil.Process, processes_naming(f"--port {port}"))
+    [server] = [process for process in found if "offline-grpo-guardian" not in process.cmdline()]
     return server
 
 
@@ -81,10 +61,10 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     """
     before, printed = shared_memory(), (tmp_path / "out.txt").read_text
     loggers = ("+logger=[tensorboard,wandb]", "logger.wandb.mode=offline")
-    process = start(tmp_path, first_forking(tmp_path), "train.iterations=500", *loggers)
+    process = start(tmp_path, "train.iterations=500", *loggers)
     try:
         wait_until((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, 400, printed)
-        server = server_of(tmp_path)
+        server = server_of(tmp_path / "run" / "server_0.log")
         environment = server.environ()
         key, scratch = environment["OFFLINE_GRPO_API_KEY"], environment["TMPDIR"]
         found = {*server.children(recursive=True), *writers(tmp_path / "run" / "server_0.log")}
@@ -109,15 +89,16 @@ def test_nothing_is_left(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_engine_is_left_where_run_and_guardian_are_killed_at_once(tmp_path: Path) -> None:
     """As after `pkill -9 python`, which does not find the engine: that has a title of its own."""
-    process = start(tmp_path, forking_python(tmp_path), "train.iterations=500")
+    process = child_process(serve_and_wait, tmp_path)
+    process.start()
     try:
-        wait_until((tmp_path / "run" / "metrics" / "train_iter_000.json").exists, 400, (tmp_path / "out.txt").read_text)
-        server = server_of(tmp_path)
+        wait_until(lambda: (tmp_path / "up").exists() or not process.is_alive(), 400)
+        server = server_of(tmp_path / "server_0.log")
         everything = [server.pid, *(p.pid for p in server.children(recursive=True))]
         assert len(everything) > 1
         for pid in (process.pid, server.ppid()):
             os.kill(pid, signal.SIGKILL)
-        process.wait(60)
+        process.join(60)
     finally:
         process.kill()
     wait_until(lambda: not any(map(psutil.pid_exists, everything)), 30)

@@ -15,7 +15,7 @@ PLAYED = (
     *("task=environment", "task.environment=worlds:Sums", "task.max_environment_tokens=40", "scoring.episodes=4"),
     *("generation.max_new_tokens=18", "eval.max_new_tokens=18", "task.max_turn_tokens=6"),
 )
-QUICK, ALL = 1, 3
+QUICK, ALL = 1, 2
 
 
 @pytest.fixture(scope="module", params=["answered", pytest.param("played", marks=pytest.mark.slow)])

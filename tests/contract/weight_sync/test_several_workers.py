@@ -73,17 +73,18 @@ def test_every_part_arrives_and_is_proven(
             policy = load(model_folder, where)
             sync._strategy.attach(sync.engines[0], sync._snapshot(policy))
             policy.make_masters()
-            for version in range(3):
+            for version in range(2):
                 train(policy, seed=version + (option == "reload") * 10)
                 report = sync.push(policy, version=version)
                 assert report.alignment["sync/num_tensors_proven"] == NUM_TENSORS == report.num_tensors
                 assert distance(policy, sample(client)) < where.tolerance_nats
+            # a part of each kind: of the input, of the output, of the vocabulary
             for name in ("layers.0.mlp.down_proj", "layers.1.self_attn.k_proj", "embed_tokens"):
                 parameter = policy.causal_lm.get_parameter(f"model.{name}.weight")
                 before, parameter.data = parameter.data, parameter.data.clone()
                 parameter.data[-1, -1] += 1  # in the part of the second worker
                 with pytest.raises(EngineError, match=rf"others are not what was pushed: model.{name}.weight$"):
-                    sync._strategy.verify(sync.engines, sync._snapshot(policy), 2)
+                    sync._strategy.verify(sync.engines, sync._snapshot(policy), 1)
                 parameter.data = before
             sync._strategy.detach(sync.engines[0])
-    assert received == [False, True, True]
+    assert received == [False, True]
