@@ -57,7 +57,7 @@ def test_the_signal_of_one_process_is_that_of_all(cache: str, tmp_path: Path) ->
 
 def test_a_process_does_not_wait_for_one_that_has_died(cache: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first_alone = Kill("offline_grpo.logger.json_logger:JsonLogger.log", 2)
+    first_alone = Kill("offline_grpo.logger:JsonLogger.log", 2)
     assert run_in_children(2, run, *SMALL, cache, kill=first_alone) == [-signal.SIGKILL, 1], printed(run)
     assert "error: another process of the run has ended, so this one ends too" in printed(run)
 
