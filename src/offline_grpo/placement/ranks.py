@@ -24,27 +24,14 @@ PATIENCE = timedelta(hours=4)
 
 
 class Ranks:
-    """This process among the others. Rank 0 alone writes files."""
+    """This process among the others. Rank 0 alone writes files (`is_main`)."""
 
     def __init__(self, *, use_cpu: bool) -> None:
         self._accelerator = Accelerator(cpu=use_cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
-        atexit.register(_leave_group)
-
-    @property
-    def rank(self) -> int:
-        return self._accelerator.process_index
-
-    @property
-    def local_rank(self) -> int:
-        return self._accelerator.local_process_index
-
-    @property
-    def world_size(self) -> int:
-        return self._accelerator.num_processes
-
-    @property
-    def is_main(self) -> bool:
-        return self._accelerator.is_main_process
+        self.rank, self.local_rank = self._accelerator.process_index, self._accelerator.local_process_index
+        self.world_size, self.is_main = self._accelerator.num_processes, self._accelerator.is_main_process
+        # A process that ends in the group may abort: its threads still wait for messages of the others.
+        atexit.register(lambda: distributed.destroy_process_group() if distributed.is_initialized() else None)
 
     def gather(self, share: Sequence[T]) -> list[T]:
         """The items of all processes, rank 0's first. Items must pickle."""
@@ -56,6 +43,7 @@ class Ranks:
         """The results of `action` on all processes, rank 0's first. A GrpoError of one process is raised on all: none
         waits for ever.
         """
+        # An error travels as a value, so that all processes come to the end of this exchange.
         outcomes = self.gather([_attempt(action)])
         errors = [error for _, error in outcomes if error is not None]
         if errors:
@@ -71,7 +59,8 @@ class Ranks:
         """Add up `tensors` over all processes, in place and as one message."""
         if self.world_size == 1 or not tensors:
             return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._accelerator.device)  # where it can add
+        # Where the group can add: on the GPU for NCCL.
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._accelerator.device)
         flat = self._accelerator.reduce(flat, reduction="sum")
         assert isinstance(flat, Tensor)
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -98,8 +87,8 @@ class Ranks:
 
 
 @contextmanager
-def told_if_abandoned() -> Iterator[None]:
-    """One line where a message of another process does not come, because that has ended."""
+def raise_on_peer_exit() -> Iterator[None]:
+    """A GrpoError, in one line, where a message of another process does not come because that has ended."""
     try:
         yield
     except RuntimeError as error:  # what gloo raises has no class of its own
@@ -109,12 +98,6 @@ def told_if_abandoned() -> Iterator[None]:
             "another process of the run has ended, so this one ends too; its output says why; "
             "continue with resume=auto, which takes any number of processes"
         ) from error
-
-
-def _leave_group() -> None:
-    """A process that ends in the group may abort: its threads still wait for messages of the others."""
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, GrpoError | None]:

@@ -38,7 +38,7 @@ from offline_grpo.model.load import (
     read_model_config,
 )
 from offline_grpo.model.quantization import SERVER_BYTES, TRAINER_BYTES, quantized_sizes
-from offline_grpo.placement.devices import reference_gpu, server_gpus, trainer_gpus
+from offline_grpo.placement.devices import Devices
 from offline_grpo.train.advantage import is_url
 from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit, is_offloaded
 
@@ -114,6 +114,7 @@ class MemoryRequest:
         self.quantized = quantized_sizes(bare) if config.model.quantization is not None else []  # of layers in 4 bits
         with torch.device("meta"):
             model: Any = prepare(bare, config.model, config.train.train_layer_indices)
+        # All weights, those that are trained, and those of each block.
         self.num_weights = sum(p.numel() for p in model.parameters())
         self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         try:
@@ -139,26 +140,20 @@ class MemoryRequest:
         return (self.num_weights - num_quantized) * itemsize + int(num_quantized * bytes_of_quantized)
 
 
-def needs_reference_copy(plan: Plan) -> bool:
-    """Whether a KL term compares with a model of its own: without LoRA, or with another `model.ref_id`."""
-    return plan.loss.kl_coef > 0 and not is_adapted_policy(plan.config.model)
-
-
-def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], num_processes: int) -> float:
+def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], devices: Devices) -> float:
     """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
 
     Returns the share of the blocks that are recomputed (`train.gradient_checkpointing`); on the CPU, `auto` recomputes
     none. `prompt_tokens`: of the shortest and of the longest prompt.
     """
-    model, devices = plan.config.model, plan.devices(num_processes)
-    trainers = trainer_gpus(model.device, num_processes)
-    wanted, checks = plan.config.train.gradient_checkpointing, plan.config.placement.check_memory
-    if not trainers or not (checks or wanted == "auto"):
+    model, checks = plan.config.model, plan.config.placement.check_memory
+    wanted = plan.config.train.gradient_checkpointing
+    if not devices.trainers or not (checks or wanted == "auto"):
         return float(wanted is True)
     with progress.phase("memory plan"):
         # Which models are on which GPUs.
         trust, reference = {"trust_remote_code": model.trust_remote_code}, None
-        if needs_reference_copy(plan):
+        if plan.loss.kl_coef > 0 and not is_adapted_policy(model):  # else there is none, or it is the policy's base
             reference = read_model_config(model.ref_id or model_id, "model.ref_id", **trust)
         teacher = plan.advantage.teacher
         request = MemoryRequest(
@@ -166,10 +161,10 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], n
             read_model_config(model_id, "model.train_id", **trust),
             reference,
             prompt_tokens=prompt_tokens,
-            trainers=trainers,
-            engine_gpus=[gpu for gpus in server_gpus(devices) for gpu in gpus or ()],
+            trainers=devices.trainers,
+            engine_gpus=[gpu for gpus in devices.servers for gpu in gpus or ()],
             total_bytes=[torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())],
-            reference_gpu=reference_gpu(devices),
+            reference_gpu=devices.reference,
             teacher_config=None if teacher is None or is_url(teacher) else read_model_config(teacher, KEY, **trust),
         )
 
@@ -275,8 +270,15 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
         devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))
     if offload:
         num_processes = len(request.trainers) + (2 * plan.engine.num_managed if request.engine_gpus else 0)
-        processes = Part("processes", HOST_PROCESS_BYTES * num_processes)
-        devices.append(DevicePlan(None, _available_bytes(), (*optimizer * len(request.trainers), processes), ()))
+        parts = *optimizer * len(request.trainers), Part("processes", HOST_PROCESS_BYTES * num_processes)
+        # What the host can give without swapping: the machine, or its control group (a container) if that has less.
+        available, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
+        if limit.exists() and (most := limit.read_text().strip()) != "max":
+            stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+            reclaimable = int(stat["inactive_file"])
+            used = int((CGROUP / "memory.current").read_text()) - reclaimable
+            available = max(0, min(available, int(most) - used))
+        devices.append(DevicePlan(None, available, parts, ()))
     return devices
 
 
@@ -298,6 +300,7 @@ def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
         num_sequences = min(num_sequences, (train.batch_size or 1) * train.grad_accum_steps)
     elif train.updates_per_iteration is not None:
         num_sequences = ceil(num_sequences / train.updates_per_iteration)
+    # One process's share, in microbatches of so many sequences, or of so many tokens.
     of_process = ceil(num_sequences / len(request.trainers))
     rows, limit = min(of_process, train.batch_size or of_process), train.tokens_per_microbatch
     if limit is None or rows * sequence_tokens <= limit:
@@ -385,6 +388,7 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     """Of all servers on the GPU, whose shares add up: weights, what their share leaves for KV cache and the rest (below
     0 if too little), and CUDA contexts, which the share excludes.
     """
+    # The weights, in the format that the server has them in.
     args, dtype = request.plan.server_args, request.plan.server_args.get("dtype")
     served = torch_dtype(dtype) if dtype in TORCH_NAMES else request.dtype  # auto is the model's own
     weights_bytes = _num_weights(request.model_config) * served.itemsize
@@ -393,21 +397,13 @@ def _server_parts(request: MemoryRequest, total_bytes: int, num_servers: int) ->
     if "fp8" in (args.get("quantization") or ""):
         weights_bytes -= sum(request.block_weights) * (served.itemsize - 1)
     weights = num_servers * (weights_bytes // num_shards(args))
+
+    # Its share of the GPU is for weights and KV cache; the context comes on top.
     key = next((key for key in SHARE_KEYS if key in args), SHARE_KEYS[0])
     share_bytes = int(num_servers * total_bytes * (args.get(key) or DEFAULT_SHARE))
     who = "server" if num_servers == 1 else f"{num_servers} servers"
     rest = Part(f"{who}: KV cache and the rest", share_bytes - weights)
     return Part(f"{who}: weights", weights), rest, Part(f"{who}: CUDA context", num_servers * CONTEXT_BYTES)
-
-
-def _available_bytes() -> int:
-    """Of the host without swapping: of the machine, or its control group (a container) if that has less."""
-    available, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        used = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])  # given back if needed
-        available = min(available, int(most) - used)
-    return max(available, 0)
 
 
 def describe(devices: Sequence[DevicePlan]) -> list[str]:

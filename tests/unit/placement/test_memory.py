@@ -7,6 +7,7 @@ import statistics
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from factories import compose_config
@@ -23,7 +24,6 @@ from offline_grpo.start.memory import (
     Part,
     check,
     largest_microbatch,
-    needs_reference_copy,
     predict,
 )
 
@@ -52,11 +52,15 @@ def plan_of(*overrides):
     return make_plan(typed(compose_config(*overrides)))
 
 
+def has_reference(plan):
+    return plan.loss.kl_coef > 0 and plan.config.model.lora is None
+
+
 def request_of(
     *overrides, prompt_tokens=(56, 56), trainers=(0,), ref_gpu=None, engine_gpus=(0,), total=GIB * 16, num_gpus=2
 ):
     plan = plan_of(*overrides)
-    reference = MODEL if needs_reference_copy(plan) else None
+    reference = MODEL if has_reference(plan) else None
     servers = engine_gpus if plan.engine.needs_server else ()
     return MemoryRequest(plan, MODEL, reference, prompt_tokens, trainers, servers, [total] * num_gpus, ref_gpu)
 
@@ -76,7 +80,7 @@ def about(num_bytes):
 def predicted_total(config, recompute, prompt_tokens, *overrides):
     """GiB in tensors of a training process: what `torch.cuda.max_memory_allocated` measures."""
     plan = plan_of("model=hf", "model.train_id=none", "train.batch_size=null", "train.kl_coef=0", *overrides)
-    reference = config if needs_reference_copy(plan) else None
+    reference = config if has_reference(plan) else None
     request = MemoryRequest(plan, config, reference, (prompt_tokens,) * 2, [0], (), [80 * GIB])
     [device, *_] = predict(request, recompute)
     return sum(part.num_bytes for part in device.trainer if part.name != "CUDA context") / GIB
@@ -166,7 +170,8 @@ def test_shared_weights_are_the_servers():
 
 
 def test_the_host_holds_what_is_offloaded(monkeypatch):
-    monkeypatch.setattr(gpu_memory, "_available_bytes", lambda: GIB * 30)
+    monkeypatch.setattr(gpu_memory, "CGROUP", Path("/nowhere"))
+    monkeypatch.setattr(gpu_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=GIB * 30))
     settings = (*SERVED, "weight_sync=shared_vllm", "train.optimizer.offload=true")
     gpu, second, host = predicted(*settings, trainers=[0, 1])
     resident, _ = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1])

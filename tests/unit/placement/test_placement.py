@@ -10,18 +10,17 @@ from transformers import Qwen2Config
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
-from offline_grpo.placement.devices import Devices, check_devices, reference_gpu, server_gpus
+from offline_grpo.placement.devices import place
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.start.memory import check_memory
 
 
-def devices_of(monkeypatch, *, num_gpus, trainer="cuda", rule="any", strategy="x", needs_gpu=False, **others):
+def devices_of(monkeypatch, *, num_gpus, **about):
     """Of a machine that seems to have so many GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     defaults = {"reference": None, "num_processes": 1, "num_servers": 1, "gpus_per_server": 1, "engine_devices": None}
-    about = {"trainer": trainer, "rule": rule, "strategy": strategy, "needs_gpu": needs_gpu}
-    return Devices(**about, **defaults | others)
+    return place(**{"trainer": "cuda", "rule": "any", "strategy": "x", "needs_gpu": False, **defaults, **about})
 
 
 @pytest.mark.parametrize(
@@ -46,12 +45,11 @@ def test_the_server_gets_the_gpus_that_its_strategy_needs(
     monkeypatch, rule, trainer, num_processes, configured, num_gpus, expected
 ):
     about = {"num_gpus": num_gpus, "trainer": trainer, "rule": rule, "num_processes": num_processes}
-    devices = devices_of(monkeypatch, **about, engine_devices=configured)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=f"^placement.engine_devices={expected}"):
-            server_gpus(devices)
+            devices_of(monkeypatch, **about, engine_devices=configured)
     else:
-        assert server_gpus(devices) == [expected]
+        assert devices_of(monkeypatch, **about, engine_devices=configured).servers == [expected]
 
 
 @pytest.mark.parametrize(
@@ -69,12 +67,11 @@ def test_gpus_are_shared_out_among_servers(
     monkeypatch, rule, trainer, num_servers, each, configured, num_gpus, expected
 ):
     about = {"num_servers": num_servers, "gpus_per_server": each, "engine_devices": configured, "rule": rule}
-    devices = devices_of(monkeypatch, num_gpus=num_gpus, trainer=trainer, **about)
     if expected is None:
         with pytest.raises(ConfigError, match=r"^placement.engine_devices="):
-            server_gpus(devices)
+            devices_of(monkeypatch, num_gpus=num_gpus, trainer=trainer, **about)
     else:
-        assert server_gpus(devices) == expected
+        assert devices_of(monkeypatch, num_gpus=num_gpus, trainer=trainer, **about).servers == expected
 
 
 @pytest.mark.parametrize(
@@ -87,12 +84,12 @@ def test_gpus_are_shared_out_among_servers(
     ],
 )
 def test_the_reference_may_have_a_gpu_of_its_own(reference, num_processes, expected, monkeypatch):
-    devices = devices_of(monkeypatch, num_gpus=2, reference=reference, num_processes=num_processes)
+    about = {"num_gpus": 2, "reference": reference, "num_processes": num_processes}
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=f"^model.ref_device={reference}: {expected}"):
-            check_devices(devices)
+            devices_of(monkeypatch, **about)
     else:
-        assert reference_gpu(devices) == expected
+        assert devices_of(monkeypatch, **about).reference == expected
 
 
 @pytest.fixture
@@ -122,8 +119,7 @@ def model_folder(tmp_path_factory):
 
 def checked(folder, *overrides):
     plan = make_plan(typed(compose_config("model=hf", f"model.train_id={folder}", "train.precision=bf16", *overrides)))
-    check_devices(plan.devices(1))
-    return check_memory(plan, folder, prompt_tokens=(20, 20), num_processes=1)
+    return check_memory(plan, folder, prompt_tokens=(20, 20), devices=plan.devices(1))
 
 
 def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(two_small_gpus, model_folder):
@@ -154,7 +150,7 @@ def test_auto_recomputes_no_more_than_it_must_and_says_so(two_small_gpus, model_
 def test_what_travels_between_gpus_needs_one():
     plan = make_plan(typed(compose_config("generation=vllm_server", "weight_sync=nccl", "model.device=cpu")))
     with pytest.raises(ConfigError, match=r"^model\.device=cpu: weight_sync=nccl moves weights from GPU to GPU, "):
-        check_devices(plan.devices(1))
+        plan.devices(1)
 
 
 def test_what_processes_worked_on_in_turns_is_put_in_order_again(monkeypatch):
