@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from traceback import print_exception
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
@@ -24,6 +24,9 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrid
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
+
+if TYPE_CHECKING:
+    from offline_grpo.history.signals import StopSignal
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +68,8 @@ class SideBySideLauncher(Launcher):
             raise
 
     @abstractmethod
-    def _run(self, jobs: Mapping[int, list[str]], stop: Any) -> list[JobReturn]:
-        """What each job returned, by its number and overrides. `stop`: a StopSignal, which is held."""
+    def _run(self, jobs: Mapping[int, list[str]], stop: StopSignal) -> list[JobReturn]:
+        """What each job returned, by its number and overrides. `stop` is held."""
 
 
 class LocalLauncher(SideBySideLauncher):
@@ -78,7 +81,7 @@ class LocalLauncher(SideBySideLauncher):
     def __init__(self, n_jobs: int = -1, **_of_joblib: Any) -> None:
         self._limit = n_jobs if n_jobs > 0 else max(1, (os.cpu_count() or 1) + 1 + n_jobs)
 
-    def _run(self, jobs: Mapping[int, list[str]], stop: Any) -> list[JobReturn]:
+    def _run(self, jobs: Mapping[int, list[str]], stop: StopSignal) -> list[JobReturn]:
         # forked: this process has neither threads nor torch, and its handlers of signals are there from the start
         fork = multiprocessing.get_context("fork")
         waiting, running, results = list(jobs), dict[Connection, tuple[int, Any]](), dict[int, JobReturn]()
@@ -129,7 +132,7 @@ class RayLauncher(SideBySideLauncher):
         self._address, self._settings = address, dict(ray_init)
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
 
-    def _run(self, jobs: Mapping[int, list[str]], stop: Any) -> list[JobReturn]:
+    def _run(self, jobs: Mapping[int, list[str]], stop: StopSignal) -> list[JobReturn]:
         from offline_grpo.engine.ray_actor import connect, room_for, shown
         from offline_grpo.errors import reason_of, require
 

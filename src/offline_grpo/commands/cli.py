@@ -8,6 +8,7 @@ import argparse
 import gc
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -21,7 +22,7 @@ from offline_grpo.config import compose
 from offline_grpo.config.help import empty_group, no_such_key
 from offline_grpo.disk import is_full
 from offline_grpo.errors import ConfigError, DiskFull, GrpoError, StopRequested, ending_with_reader, reason_of
-from offline_grpo.history.signals import StopSignal, ignore_from_now_on, is_main
+from offline_grpo.history.signals import HANDLED, StopSignal, is_main
 
 SHOWS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """Whether the user has asked for them, before `exit_with` sets the variable for Hydra."""
@@ -45,9 +46,11 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
     except EXPECTED as error:
         leave(error)
     finally:
+        # From here on a signal shall not change the exit code. Without the last garbage collection, a process that has
+        # imported torch ends in a third of the time.
         os.environ.pop("HYDRA_FULL_ERROR")
-        ignore_from_now_on()
-        # without the last garbage collection, a process that has imported torch ends in a third of the time
+        for number in HANDLED:
+            signal.signal(number, signal.SIG_IGN)
         gc.freeze()
 
 
@@ -79,6 +82,7 @@ def leave(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         say("interrupted")
         sys.exit(130)
+    # Of several processes the first says it, unless it does not know.
     if isinstance(error, GrpoError) and error.of_one_process and not is_main():
         print(f"error in process {os.environ['RANK']}: {error}", file=sys.stderr)
     elif not is_main():
@@ -97,14 +101,30 @@ def say(line: str) -> None:
 
 def explain(error: BaseException) -> str:
     """An error of Hydra or OmegaConf about the command line as one line, with a hint where there is one."""
+    # Of Hydra: a word that is no override, an option that a group does not have, several values without --multirun.
     if isinstance(error, OverrideParseException):
         return f"{error.override}: is not an override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE"
     if isinstance(error, MissingConfigException):
-        return _no_such_option(error)
+        name, known = str(error.missing_cfg_file), compose.groups(compose.folder())
+        group, _, option = name.rpartition("/")
+        if name.startswith("model/") and name.count("/") > 1:
+            model = name.removeprefix("model/")
+            hub = f"model=hf model.train_id={model}"
+            return f"model={model}: no such option; for a model of the Hugging Face Hub, {hub}"
+        if group in known:
+            own = [f"{group}={each}" for each in known[group] if each.startswith(option)]
+            elsewhere = [f"{other}={option}" for other, options in known.items() if option in {*options} - {"default"}]
+            meant = f"choose one of {', '.join(known[group])}"
+            if elsewhere:
+                meant = f"did you mean {' or '.join(own or elsewhere)}?"
+            return f"{group}={option}: no such option; {meant}"
+        return " ".join(str(error).split())
     if several := re.match("Ambiguous value for argument '(.*)'\n", str(error)):
         key, _, value = several[1].partition("=")
         text = f'"{key}={compose.quoted(value)}"'
         return f"{several[1]}: add --multirun for a run with each value; a list is {key}=[{value}], one text {text}"
+
+    # Of OmegaConf: a key that does not exist, or a value of another type.
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
@@ -116,20 +136,3 @@ def explain(error: BaseException) -> str:
         shown = f"{key}={value}" if value is not None else key
         return f"{shown}: {str(cause).splitlines()[0]}{compose.sweep_hint(str(key), value)}"
     return " ".join(str(error).split())
-
-
-def _no_such_option(error: MissingConfigException) -> str:
-    name = str(error.missing_cfg_file)
-    if name.startswith("model/") and name.count("/") > 1:
-        model = name.removeprefix("model/")
-        return f"model={model}: no such option; for a model of the Hugging Face Hub, model=hf model.train_id={model}"
-    group, _, option = name.rpartition("/")
-    known = compose.groups(compose.folder())
-    if group not in known:
-        return " ".join(str(error).split())
-    elsewhere = [f"{other}={option}" for other, options in known.items() if option in {*options} - {"default"}]
-    own = [f"{group}={each}" for each in known[group] if each.startswith(option)]
-    meant = (
-        f"did you mean {' or '.join(own or elsewhere)}?" if elsewhere else f"choose one of {', '.join(known[group])}"
-    )
-    return f"{group}={option}: no such option; {meant}"

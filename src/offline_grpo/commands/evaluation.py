@@ -6,8 +6,8 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -25,7 +25,7 @@ from offline_grpo.checkpoint.pretrained import KEY, ModelSource, export_model, f
 from offline_grpo.config import compose as conf
 from offline_grpo.config.compose import key_of, quoted
 from offline_grpo.config.engine_spec import EngineSpec, training_engine
-from offline_grpo.config.parts import NOT_OF_CLIENT, evaluation_sampling
+from offline_grpo.config.parts import sampling_of
 from offline_grpo.config.problems import build_task, held_out_problems, isolated
 from offline_grpo.disk import OwnFolder
 from offline_grpo.engine.inside_vllm.offline_grpo_weights import fingerprints, sums
@@ -35,12 +35,11 @@ from offline_grpo.eval.statistics import PairedResult, compare
 from offline_grpo.history.folder import discard_fresh
 from offline_grpo.history.records import hide_progress_bars
 from offline_grpo.history.resume import LOCAL, search_path
-from offline_grpo.interfaces import RolloutClient, Task
+from offline_grpo.interfaces import Task
 from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.logger.samples import FirstLook
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import generation_config_of, read_model_config
-from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.runs import read_yaml
 from offline_grpo.report.tables import evaluation_lines
@@ -81,11 +80,6 @@ class Results:
     comparisons: dict[tuple[str, str], PairedResult] = field(default_factory=dict)
     is_complete: bool = False
 
-    def as_plain(self) -> dict[str, Any]:
-        compared = [{"model": m, "set": name, **asdict(result)} for (m, name), result in self.comparisons.items()]
-        metrics = [{"model": model, "set": name, **found} for (model, name), found in self.metrics.items()]
-        return {"is_complete": self.is_complete, "metrics": metrics, "compared_with_the_first": compared}
-
 
 def evaluate_and_print(
     names: Mapping[str, str], words: Sequence[str], out: Path, console: Console, *, trust: bool
@@ -109,12 +103,23 @@ def evaluate_and_print(
             progress.tell([display])
             evaluate(models, sets, spec, out, results)
     finally:
+        # The record, unless no problem was asked.
         named = {letter: str(source.checkpoint or source.name) for letter, source in models.items()}
-        plain = {each.name: each.plain for each in sets}
-        record = {"models": named, "overrides": [*base, *words], "sets": plain, **results.as_plain()}
+        record = {
+            "models": named,
+            "overrides": [*base, *words],
+            "sets": {each.name: each.plain for each in sets},
+            "is_complete": results.is_complete,
+            "metrics": [{"model": m, "set": name, **found} for (m, name), found in results.metrics.items()],
+            "compared_with_the_first": [
+                {"model": m, "set": name, **asdict(found)} for (m, name), found in results.comparisons.items()
+            ],
+        }
         if any(out.iterdir()):
             (out / "results.json").write_text(json.dumps(redacted(record), indent=1) + "\n")
-        discard_fresh(out)  # if no problem was asked
+        discard_fresh(out)
+
+        # The table.
         lines: list[str] = []
         if results.metrics:
             has_other_seeds = run_folder is not None and sets[0].config.eval.do_sample
@@ -131,6 +136,7 @@ def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
     the folders in which they were found. Its relative paths are absolute."""
     if run_folder is None or not (run_folder / ".hydra" / "overrides.yaml").exists():
         return []
+    # Another `generation` brings its own engine; otherwise the run's words choose it.
     groups = _options(words)
     served = ("engine", "weight_sync") if "generation" in groups else ()
     is_left_out = re.compile(rf"({'|'.join([*OF_TRAINING_ALONE, *OF_RUN, *groups, *served])})([.@]|$)").match
@@ -164,25 +170,23 @@ def evaluation_sets(base: Sequence[str], words: Sequence[str]) -> list[Evaluatio
             raise ConfigError(f"{word}: sets of problems can differ in task and eval alone; give one value")
         values = list(override.sweep_string_iterator())
         choices.append([(f"{key}={value}", value if key == "task" else f"{key}={value}") for value in values])
-    return [
-        _evaluation_set(base, [word for word, _ in each], " ".join(name for _, name in each if name))
-        for each in product(*choices)
-    ]
-
-
-def _evaluation_set(base: Sequence[str], words: Sequence[str], name: str) -> EvaluationSet:
-    cfg = conf.composed([*base, *words])
-    if (option := _options(words).get("task")) is not None:
-        # an `experiment` of the run may have settings of its own task, which the one that `words` choose lacks
-        of_option = conf.composed([*_search_path([*base, *words]), f"task={option}"]).task
-        own = {*of_option, *(key.split(".")[1] for key in map(key_of, words) if key.startswith("task."))}
-        with open_dict(cfg.task):
-            for other in {*cfg.task} - own:
-                del cfg.task[other]
-    config = conf.typed(cfg)
-    task = build_task(config.task)
-    problems, sampling = held_out_problems(task, config), evaluation_sampling(config)
-    return EvaluationSet(name or type(task).__name__.lower(), config, conf.as_plain(cfg), task, problems, sampling)
+    found = []
+    for chosen in product(*choices):
+        own_words, name = [word for word, _ in chosen], " ".join(name for _, name in chosen if name)
+        cfg = conf.composed([*base, *own_words])
+        if (option := _options(own_words).get("task")) is not None:
+            # an `experiment` of the run may have settings of its own task, which the one that `words` choose lacks
+            of_option = conf.composed([*_search_path([*base, *own_words]), f"task={option}"]).task
+            own = {*of_option, *(key.split(".")[1] for key in map(key_of, own_words) if key.startswith("task."))}
+            with open_dict(cfg.task):
+                for other in {*cfg.task} - own:
+                    del cfg.task[other]
+        config = conf.typed(cfg)
+        task = build_task(config.task)
+        problems, sampling = held_out_problems(task, config), sampling_of(config, "eval")
+        name = name or type(task).__name__.lower()
+        found.append(EvaluationSet(name, config, conf.as_plain(cfg), task, problems, sampling))
+    return found
 
 
 def _search_path(words: Sequence[str]) -> list[str]:
@@ -199,7 +203,8 @@ def engine_spec(config: RunConfig, models: Collection[ModelSource]) -> EngineSpe
     """What samples: the group `generation`, without the settings that say how training samples. Raises ConfigError for
     a server that is not installed, or one that is running for several models or an adapter.
     """
-    spec = training_engine(config, {key: value for key, value in config.generation.items() if key not in NOT_OF_CLIENT})
+    spec = training_engine(config)
+    # A server that is running has one whole model.
     if spec.base_urls:
         fix = ""
         if len(spec.base_urls) > 1:
@@ -222,18 +227,41 @@ def evaluate(
     """Ask every model, by its short name, every problem. Fills `results` as it goes, so that they are there after an
     interruption too. The folder `out` gets the records and a server's log.
     """
-    first = next(iter(models))
+    first, config = next(iter(models)), sets[0].config
     for letter, source in models.items():
         with ExitStack() as of_model:
+            # What samples from this model: this process, or a server that is started with it.
             with progress.phase(f"load {letter}"):
-                client, codec = of_model.enter_context(_served(source, sets[0], spec, out))
+                tokenizer = source.tokenizer(config.model.chat_template)
+                codec = codec_of(config, tokenizer, generation_config_of(source.weights))
+                runtime: dict[str, Any] = {"tokenizer": tokenizer, "eos_ids": codec.end_ids, "vocab_size": None}
+                place = source.weights
+                if spec.needs_server:
+                    if source.adapter is not None:
+                        place = str(of_model.enter_context(OwnFolder(out, ".merged_")) / "model")
+                        export_model(source, Path(place), merge=True, dtype=None, card="")
+                    how: Any = {"trust_remote_code": source.trust_remote_code}
+                    model_config = read_model_config(source.weights, "MODEL", **how)
+                    runtime["vocab_size"] = model_config.get_text_config().vocab_size
+                else:
+                    dtype = source.trained_dtype or torch_dtype(config.train.precision)
+                    how = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
+                    runtime["model"] = source.load(device=resolve_device(config.model.device), **how)
+                engine = spec.engine(sampling=sets[0].sampling, is_corrected=True, log_dir=out, **runtime)
+                of_model.callback(engine.stop)
+                engine.start(place, {})
+                if spec.base_urls:
+                    check_served_model(source, engine)
+
+            # Every model is asked the same, so the first one's tokens say which problems are too long.
             look = FirstLook(codec.tokenizer, codec.end_ids, shows=letter == first)
-            if letter == first:  # every model is asked the same
+            if letter == first:
                 sets = [
                     replace(each, problems=without_long(each.problems, codec, each.config.data, "held-out"))
                     for each in sets
                 ]
             check_episodes(codec, [problem for each in sets for problem in each.problems])
+
             for number, chosen in enumerate(sets, 1):
                 settings = chosen.config.eval
                 asked = f"{len(chosen.problems)} problems, {settings.replicates} completions each"
@@ -253,7 +281,7 @@ def evaluate(
                         rank=0,
                         world_size=1,
                     )
-                    for index, group in evaluator.groups(client, cycle=CYCLE):
+                    for index, group in evaluator.groups(engine, cycle=CYCLE):
                         found[index] = group
                         record(index, group)
 
@@ -269,39 +297,11 @@ def evaluate(
     results.is_complete = True
 
 
-@contextmanager
-def _served(
-    source: ModelSource, chosen: EvaluationSet, spec: EngineSpec, out: Path
-) -> Iterator[tuple[RolloutClient, TokenizerCodec]]:
-    """A client that samples from the model: in this process, or from a server that is started with it."""
-    config = chosen.config
-    tokenizer = source.tokenizer(config.model.chat_template)
-    codec = codec_of(config, tokenizer, generation_config_of(source.weights))
-    with ExitStack() as stack:
-        runtime: dict[str, Any] = {"tokenizer": tokenizer, "eos_ids": codec.end_ids, "vocab_size": None}
-        place = source.weights
-        if spec.needs_server:
-            if source.adapter is not None:
-                place = str(stack.enter_context(OwnFolder(out, ".merged_")) / "model")
-                export_model(source, Path(place), merge=True, dtype=None, card="")
-            model_config = read_model_config(source.weights, "MODEL", trust_remote_code=source.trust_remote_code)
-            runtime["vocab_size"] = model_config.get_text_config().vocab_size
-        else:
-            dtype = source.trained_dtype or torch_dtype(config.train.precision)
-            how = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
-            runtime["model"] = source.load(device=resolve_device(config.model.device), **how)
-        engine = spec.engine(sampling=chosen.sampling, is_corrected=True, log_dir=out, **runtime)
-        stack.callback(engine.stop)
-        engine.start(place, {})
-        if spec.base_urls:
-            check_served_model(source, engine)
-        yield engine, codec
-
-
 def check_served_model(source: ModelSource, engine: Any) -> None:
     """Compare the server's weights with the model's files, tensor by tensor, where both can be read. Rows and columns
     may be swapped. Raises ConfigError if some differ.
     """
+    # Fingerprints of the files, in the format that the server has.
     url = engine.base_url
     others: dict[str, str] = {}
     num_compared = 0
@@ -315,6 +315,7 @@ def check_served_model(source: ModelSource, engine: Any) -> None:
                     cast = [file.get_tensor(name).to(torch_dtype(served.dtype))]
                     if fingerprints(cast) != [served.fingerprints[name]]:
                         others |= zip([name], sums(cast), strict=True)
+
     if unequal := engine.other_numbers(others):
         about = f"the server has another model than {KEY}={source.name}"
         differ = f"{len(unequal)} of {num_compared} tensors differ, {', '.join(unequal[:3])}"

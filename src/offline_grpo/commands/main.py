@@ -19,14 +19,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from offline_grpo.checkpoint.files import latest_checkpoint
+from offline_grpo.checkpoint.files import latest_checkpoint, latest_state
 from offline_grpo.commands import cli
 from offline_grpo.config import compose
 from offline_grpo.config.help import check_options, empty_group
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
 from offline_grpo.history import resume, sweeps
-from offline_grpo.history.folder import discard_fresh
+from offline_grpo.history.folder import RunDir, discard_fresh
 from offline_grpo.history.signals import StopSignal, is_main
+from offline_grpo.report.runs import load_run
 
 OVERRIDE = re.compile(r"~|\+*[^-=]+=")
 """How a word of the command line begins that is an override and not an option."""
@@ -63,6 +64,7 @@ def start(words: Sequence[str]) -> None:
         elif (Path(place) / sweeps.RECORD).is_file() if is_sweep else resume.run_of(Path(place)) is not None:
             named = place
     path = None if named in (None, "auto") else Path(named).expanduser().resolve()
+
     if path is not None and (path / sweeps.RECORD).is_file():
         if is_main():
             print(f"going on with the sweep in {path}; leave resume out to start another one", flush=True)
@@ -70,39 +72,34 @@ def start(words: Sequence[str]) -> None:
     elif path is not None and is_sweep:
         fix = "is one run, whose folder all jobs of --multirun would share; leave it out"
         raise ConfigError("resume", named, fix)
-    elif path is not None and go_on(path, str(named), typed, options):
-        return
+    elif path is not None:
+        # A run goes on with the configuration that it stored, and begins again if it has no checkpoint yet. A
+        # checkpoint that stands alone has none: it goes on with what is typed, as a new run would.
+        run = resume.run_of(path)
+        if run is None and resume.was_cut_short(path):
+            run = path
+            if is_main():
+                about = f"resume={named}: has no checkpoint yet"
+                print(f"{about}; it starts from the beginning, in that folder", flush=True)
+        if run is None or not path.exists():
+            raise ConfigError("resume", named, resume.NO_CHECKPOINT)
+        if (run / ".hydra" / "config.yaml").exists():
+            cfg, overrides = resume.resumed_configuration(run, typed)
+            cfg.resume, folder = named, run
+            if "--cfg" in options:
+                print(OmegaConf.to_yaml(cfg))
+                return
+            if path not in (run, latest_checkpoint(run / "checkpoints")):  # an older checkpoint: a new run
+                fresh = datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S-%f")
+                folder = Path(resume.value_of("hydra.run.dir", typed) or fresh) if is_main() else Path()
+            _run(cfg, folder, overrides, {compose.key_of(word) for word in typed})
+            return
 
-    if is_sweep and (stop := StopSignal.current()) is not None:
-        stop.hold("this step of the sweep")
     beside = [] if is_main() else ["hydra.run.dir=."]  # of several processes, the first alone makes a folder
-    run_hydra([*beside, *typed, *options])
-
-
-def go_on(path: Path, named: str, typed: Sequence[str], options: Sequence[str]) -> bool:
-    """Resume the run at this path, or begin it again if it has no checkpoint yet. Returns whether it has a
-    configuration to go on with; a checkpoint that stands alone has none, and goes on with what is typed.
-    """
-    run = resume.run_of(path)
-    if run is None and resume.was_cut_short(path):
-        run = path
-        if is_main():
-            print(f"resume={named}: has no checkpoint yet; it starts from the beginning, in that folder", flush=True)
-    if run is None or not path.exists():
-        raise ConfigError("resume", named, resume.NO_CHECKPOINT)
-    if not (run / ".hydra" / "config.yaml").exists():
-        return False
-    cfg, overrides = resume.resumed_configuration(run, typed)
-    cfg.resume = named
-    if "--cfg" in options:
-        print(OmegaConf.to_yaml(cfg))
-        return True
-    folder = run
-    if path not in (run, latest_checkpoint(run / "checkpoints")):  # an older checkpoint: a new run
-        fresh = datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S-%f")
-        folder = Path(resume.value_of("hydra.run.dir", typed) or fresh) if is_main() else Path()
-    _run(cfg, folder, overrides, {compose.key_of(word) for word in typed})
-    return True
+    with StopSignal.listening() as stop:
+        if is_sweep:  # whose jobs are interruptible, and what is between them is not
+            stop.hold("this step of the sweep")
+        run_hydra([*beside, *typed, *options])
 
 
 def run_hydra(words: Sequence[str]) -> None:
@@ -136,7 +133,23 @@ def job(cfg: DictConfig) -> float | None:
     with sweeps.numbered_lines():
         try:
             with StopSignal.listening() as stop, stop.interruptible():
-                result = _run_job(cfg, folder, words)
+                # It goes on from its last checkpoint if the sweep is resumed, and is skipped if nothing is left to do.
+                sweeps.check_folder(folder)
+                typed: set[str] = set()
+                stored = folder / ".hydra" / "config.yaml"
+                if cfg.resume is not None and resume.run_of(folder) is not None and stored.exists():
+                    new = [word for word in words if word not in resume.own_overrides(folder)]
+                    cfg, words = resume.resumed_configuration(folder, new)
+                    cfg.resume, typed = "auto", {compose.key_of(word) for word in new}
+                cfg = resume.with_absolute_paths(cfg)
+                if cfg.resume == "auto" and RunDir(folder).is_reported:
+                    run, state = load_run(folder), latest_state(folder / "checkpoints")
+                    plain = compose.as_plain(cfg)
+                    is_done = run.is_done if state is None else resume.is_finished(RunDir(folder), state, plain)
+                    if is_done and stored.is_file():
+                        print(f"run {hydra.job.num} of the sweep is finished: {folder}")
+                        return run.pass_at_1
+                result = _run(cfg, folder, words, typed)
                 stop.check()
                 return result
         except cli.EXPECTED as error:
@@ -147,32 +160,19 @@ def job(cfg: DictConfig) -> float | None:
                 say_how_to_resume_sweep(error, Path(hydra.sweep.dir))
             if not isinstance(error, GrpoError):
                 cli.leave(error)
-            cli.say(f"error in job {hydra.job.num} of the sweep: {error}")  # the others still run
-            sweeps.record_failure(error.exit_code)
+            # The others still run. The sweep's process, which may be another one, reads the exit code in the end.
+            cli.say(f"error in job {hydra.job.num} of the sweep: {error}")
+            failed = Path(hydra.sweep.dir) / sweeps.FAILED
+            failed.mkdir(parents=True, exist_ok=True)
+            (failed / str(hydra.job.num)).write_text(str(error.exit_code))
             return None
-
-
-def _run_job(cfg: DictConfig, folder: Path, words: list[str]) -> float | None:
-    """A job of a sweep, from its last checkpoint if the sweep is resumed."""
-    sweeps.check_folder(folder)
-    typed: set[str] = set()
-    if cfg.resume is not None and resume.run_of(folder) is not None and (folder / ".hydra" / "config.yaml").exists():
-        new = [word for word in words if word not in resume.own_overrides(folder)]
-        cfg, words = resume.resumed_configuration(folder, new)
-        cfg.resume, typed = "auto", {compose.key_of(word) for word in new}
-    cfg = resume.with_absolute_paths(cfg)
-    if cfg.resume == "auto" and sweeps.is_finished(folder, compose.as_plain(cfg)):
-        from offline_grpo.report.runs import load_run
-
-        print(f"run {HydraConfig.get().job.num} of the sweep is finished: {folder}")
-        return load_run(folder).pass_at_1
-    return _run(cfg, folder, words, typed)
 
 
 def _run(cfg: DictConfig, folder: Path, overrides: Sequence[str], typed: set[str] | None = None) -> float | None:
     from offline_grpo.history import ray_trainers
 
-    if ray_trainers.is_wanted(cfg.placement):
+    # Not in a training process, which has the same configuration and was started so.
+    if cfg.placement.trainer == "ray" and ray_trainers.STARTED not in os.environ:
         return ray_trainers.train(compose.typed(cfg), folder)
     from offline_grpo.run import train  # which imports torch
 

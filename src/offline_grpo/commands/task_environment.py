@@ -94,6 +94,7 @@ class TaskEnvironment(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[TaskConfig, list[APIServerConfig]]:
         """Defaults: those of the run whose folder OFFLINE_GRPO_RUN names, or of `run_grpo.py` without arguments."""
+        # What a run that starts this environment says, in variables; else the run's defaults.
         run = run_config(None, "")
         model = os.environ.get("OFFLINE_GRPO_MODEL", run.model.train_id or "Qwen/Qwen2.5-1.5B-Instruct")
         config = TaskConfig(
@@ -188,6 +189,7 @@ class TaskEnvironment(BaseEnv):
             scores = await self._judge(problem, outputs)
             return [score if score.is_scored else replace(score, reward=0.0) for score in scores]
 
+        # One answer to each held-out problem, all at once.
         scores = [score for scores in await asyncio.gather(*map(answer, self._held_out)) for score in scores]
         self._eval_metrics = means("eval", scores) | {"eval/num_problems": float(len(scores))}
         print(" ".join(f"{name}={value:.4g}" for name, value in self._eval_metrics.items()), flush=True)

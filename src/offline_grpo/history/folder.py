@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from offline_grpo.checkpoint.files import TrainerState
@@ -56,10 +57,6 @@ class RunDir:
         train, evaluation = (self.metrics / f"{name}_iter_{state.iteration:03d}.json" for name in ("train", "eval"))
         return settings["enabled"] and is_due and train.exists() and not evaluation.exists()
 
-    def create(self) -> None:
-        self.metrics.mkdir(parents=True, exist_ok=True)
-        self.checkpoints.mkdir(exist_ok=True)
-
     def records(self) -> Iterator[tuple[int, Path]]:
         """Iteration and path of each record; -1 is the evaluation before training."""
         for path in (path for name in RECORDS for path in (self.path / name).glob("[!.]*")):
@@ -98,20 +95,18 @@ class Lock:
             raise ConfigError(f"{key}: process {owner} is using {self.folder}; {fix}") from None
         except OSError as error:
             log.warning("%s: its file system has no locks (%s); a second run here would not be noticed", folder, error)
+
+        # Who holds it is for the message above. A forked child would hold the lock on: it closes its copy.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _owner().encode(), 0)
         self._descriptor: int | None = descriptor
         atexit.register(self.release)
-        os.register_at_fork(after_in_child=self._close)
+        os.register_at_fork(after_in_child=partial(self.release, in_child=True))
 
-    def release(self) -> None:
+    def release(self, *, in_child: bool = False) -> None:
         if self._descriptor is not None:
-            with suppress(OSError):  # the folder may be gone
-                (self.folder / LOCK).unlink()
-            self._close()
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
+            if not in_child:
+                (self.folder / LOCK).unlink(missing_ok=True)  # the folder may be gone
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -130,6 +125,7 @@ def discard_fresh(folder: Path) -> None:
     kept = {here, *here.parents}
     if folder in kept or not folder.is_dir() or not {path.name for path in folder.iterdir()} <= NO_RESULTS:
         return
+    # Another process may have begun here meanwhile.
     if (folder / LOCK).exists() and (folder / LOCK).read_text() != _owner():
         try:
             Lock(folder, str(folder)).release()

@@ -31,11 +31,6 @@ STARTED = "OFFLINE_GRPO_STARTED_BY_RAY"  # set for the processes that are starte
 OF_THIS_PROCESS = ("RAY_", "CUDA_VISIBLE_DEVICES", "HYDRA_FULL_ERROR")  # environment variables that are not handed on
 
 
-def is_wanted(placement: Any) -> bool:
-    """Whether this process is to start others, and not one that was started so."""
-    return placement.trainer == "ray" and STARTED not in os.environ
-
-
 def train(config: RunConfig, folder: Path) -> None:
     """Train in the folder of a run, which all machines must see, until all processes have ended. Exits with their exit
     code. Raises ConfigError where no cluster answers or has room, GrpoError where a machine was lost.
@@ -52,6 +47,7 @@ def train(config: RunConfig, folder: Path) -> None:
     require(placement.address != "local", "placement.address", "local", fix)
     from offline_grpo.engine.ray_actor import Room
 
+    # Room for all of them at once: none could begin without the others.
     size = "placement.num_trainers", placement.num_trainers
     gpus = 0 if config.model.device == "cpu" else 1
     with closing(Room(placement.address, placement.ray_init, *size, gpus=gpus, strategy="PACK")) as room:
@@ -150,7 +146,7 @@ def wait(actors: Sequence[Any], stop: StopSignal) -> int:
     from offline_grpo.engine.ray_actor import fate
 
     reading = {actor.read.remote(): rank for rank, actor in enumerate(actors)}
-    failed, is_told, deadline = 0, False, math.inf
+    failed, is_told, deadline = 0, False, math.inf  # the others may wait for a failed one in a collective operation
     while reading and time.monotonic() < deadline:
         if stop.number is not None and not is_told:
             is_told = True

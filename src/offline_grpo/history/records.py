@@ -73,6 +73,7 @@ def log_to(folder: Path, early: MemoryHandler, *, is_main: bool) -> Iterator[Non
         to_file.handleError = lambda record: None  # a full disk; the terminal has the line
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers = [ToTerminal(), to_file]
+    # What was said before the folder was known comes first.
     package.removeHandler(early)
     for handler in handlers:
         package.addHandler(handler)
@@ -100,33 +101,32 @@ def record_start(run_folder: Path) -> None:
     write_whole(path, json.dumps([*starts, this_start()], indent=2) + "\n")
 
 
-def this_start() -> dict[str, Any]:
-    """The entry of this process. `git` is null where the code is not in a repository, as in an installed wheel."""
+def this_start(code: Path = Path(__file__).parent) -> dict[str, Any]:
+    """The entry of this process. `git` has the commit of the `code`, and whether tracked files differ from it; null
+    where git does not track it, as in an installed wheel.
+    """
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(code), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    state = None
+    try:
+        if git("ls-files", "."):  # else an environment inside another project's repository
+            is_dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
+            state = {"commit": git("rev-parse", "HEAD"), "dirty": is_dirty}
+    except (OSError, subprocess.CalledProcessError):
+        pass  # no git, or no repository
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(redacted_text(word) for word in sys.orig_argv),
         "folder": str(Path.cwd()),
         "host": platform.node(),
-        "git": git_state(Path(__file__).parent),
+        "git": state,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions(),
     }
-
-
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the code in `folder`, and whether tracked files differ from it; None if git does not track it."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        if not git("ls-files", "."):  # an environment inside another project's repository
-            return None
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 @cache  # 200 files to read, and the runs of a sweep are one process

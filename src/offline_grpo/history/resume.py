@@ -98,58 +98,47 @@ def find_resume_point(
     CheckpointError where every checkpoint is damaged.
     """
 
-    def take(folder: Path, key: str) -> None:
-        locks.callback(Lock(folder, key).release)
-
-    def begin(*, may_repeat: bool) -> None:
-        """`may_repeat`: there may be a start that was killed before it saved anything."""
-        take(fresh.path, f"hydra.run.dir={fresh.path}")
-        is_repeated = may_repeat and not fresh.is_reported
-        if latest_checkpoint(fresh.checkpoints) is not None or (any(fresh.records()) and not is_repeated):
-            fix = "this folder has a run; continue it with resume=auto, or choose another folder"
-            raise ConfigError("hydra.run.dir", fresh.path, fix)
-
-    if resume is None:
-        return begin(may_repeat=False)
-    path = fresh.path if resume == "auto" else Path(resume).expanduser().resolve()
-    run = run_of(path)
-    if resume == "auto" and run is None:
-        return _newest_alike(fresh, config, locks) or begin(may_repeat=True)
-    if run is None and path == fresh.path:  # see `was_cut_short`
-        return begin(may_repeat=True)
-    if run is None:
+    path = None if resume is None else fresh.path if resume == "auto" else Path(resume).expanduser().resolve()
+    run = None if path is None else run_of(path)
+    if run is None and path not in (None, fresh.path):  # for that one see `was_cut_short`
         raise ConfigError("resume", resume, NO_CHECKPOINT)
-    if path != run:
-        state = verified_state(path)
-        if path != latest_checkpoint(run / "checkpoints"):
-            begin(may_repeat=False)
-            return ResumePoint(fresh, path, state)
-        take(run, f"resume={resume}")
-        return ResumePoint(RunDir(run), path, state)
-    take(run, f"resume={resume}")  # then look for the newest, which another process may just have written
-    return ResumePoint(RunDir(run), *newest_sound(run / "checkpoints"))
 
+    # `auto` in outputs/DATE/TIME takes the newest run there that is like this one; other folders only resume
+    # themselves. A run whose first start had changes is a branch of another one.
+    outputs = fresh.path.parent.parent
+    if resume == "auto" and run is None and re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.path.parent.name):
+        for other in sorted(matching(outputs, "*/*"), reverse=True):
+            latest = latest_state(other / "checkpoints") if other != fresh.path else None
+            is_branch = any(start.get("changes") for start in starts_of(other)[:1])
+            if latest is None or is_branch or changed_keys(latest.config, config):
+                continue
+            lock = Lock(other, "resume=auto")
+            try:
+                point = ResumePoint(RunDir(other), *newest_sound(other / "checkpoints"))
+            except CheckpointError as error:
+                log.warning("%s; skipped", error)
+                lock.release()
+                continue
+            locks.callback(lock.release)
+            return point
 
-def _newest_alike(fresh: RunDir, config: Mapping[str, Any], locks: ExitStack) -> ResumePoint | None:
-    """The newest match in `outputs`, for outputs/DATE/TIME; other folders only resume themselves."""
-    if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", fresh.path.parent.name):
-        return None
-    for run in sorted(matching(fresh.path.parent.parent, "*/*"), reverse=True):
-        latest = latest_state(run / "checkpoints") if run != fresh.path else None
-        # one whose first start had changes is a branch of another run
-        is_branch = any(start.get("changes") for start in starts_of(run)[:1])
-        if latest is None or is_branch or changed_keys(latest.config, config):
-            continue
-        lock = Lock(run, "resume=auto")
-        try:
-            point = ResumePoint(RunDir(run), *newest_sound(run / "checkpoints"))
-        except CheckpointError as error:
-            log.warning("%s; skipped", error)
-            lock.release()
-            continue
-        locks.callback(lock.release)
-        return point
-    return None
+    # A run goes on in its folder, from its newest checkpoint: the lock comes before the look, because another process
+    # may just have written one.
+    is_older, state = False, None
+    if run is not None and path is not None and path != run:
+        is_older, state = path != latest_checkpoint(run / "checkpoints"), verified_state(path)
+    if run is not None and not is_older:
+        locks.callback(Lock(run, f"resume={resume}").release)
+        return ResumePoint(RunDir(run), *(newest_sound(run / "checkpoints") if state is None else (path, state)))
+
+    # A new run, perhaps from an older checkpoint. Its folder may have what a start left that was killed before it saved
+    # anything, if this one resumes it.
+    locks.callback(Lock(fresh.path, f"hydra.run.dir={fresh.path}").release)
+    is_repeated = resume is not None and run is None and not fresh.is_reported
+    if latest_checkpoint(fresh.checkpoints) is not None or (any(fresh.records()) and not is_repeated):
+        fix = "this folder has a run; continue it with resume=auto, or choose another folder"
+        raise ConfigError("hydra.run.dir", fresh.path, fix)
+    return None if path is None or state is None else ResumePoint(fresh, path, state)
 
 
 def run_of(path: Path) -> Path | None:
@@ -260,11 +249,14 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     alike, as checkpoints have none.
     """
 
-    def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-        values = flat(redacted(config)).items()
-        return {key: local_path(key, value) for key, value in values if key.split(".")[0] not in WITHOUT_EFFECT}
-
-    old, new = comparable(saved), comparable(config)
+    old, new = (
+        {
+            key: local_path(key, value)
+            for key, value in flat(redacted(each)).items()
+            if key.split(".")[0] not in WITHOUT_EFFECT
+        }
+        for each in (saved, config)
+    )
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
@@ -326,6 +318,7 @@ def describe(point: ResumePoint, config: RunConfig) -> list[str]:
 
 def describe_finished(point: ResumePoint, config: RunConfig) -> str:
     """That a run is finished, how it is made longer, and how another one is started."""
+    # Each setting that ended it has to change.
     stop_when, why, further = config.train.stop_when, "", list[str]()
     if (early := early_stop_reason(point.state.milestones, stop_when)) is not None:
         why = f": {early}"
@@ -358,6 +351,7 @@ def write_configuration(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[st
     """Write `.hydra/`, which Hydra would before the settings are checked (so `hydra.output_subdir=null`). What Hydra
     says of itself, a resumed run has from its `source`. Does nothing for a run that no command started.
     """
+    # Each file whole: a run that is killed here can still be resumed.
     hydra, folder = source.path / ".hydra" / "hydra.yaml", run_dir.path / ".hydra"
     if not HydraConfig.initialized() and not hydra.exists():
         return
@@ -376,6 +370,8 @@ def record(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], point: Re
     this start repeats or takes over of a record, it has.
     """
     start: dict[str, Any] = {"time": datetime.now().isoformat(timespec="seconds"), "overrides": list(overrides)}
+    # Of a run that goes on in a new folder the metrics so far are copied; one that goes on with other settings makes
+    # what came after its checkpoint again.
     if point is not None:
         changes = {key: list(pair) for key, pair in point.changes.items()}
         start |= {"after_iteration": point.num_done, "changes": changes, "checkpoint": str(point.checkpoint)}

@@ -37,23 +37,6 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def end_at_once() -> None:
-    """Until `StopSignal` listens: Ctrl-C ends the process in one line instead of a traceback."""
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        os.write(2, b"\nstopped before the run began; nothing was saved\n")
-        os._exit(128 + number)
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end)
-
-
-def ignore_from_now_on() -> None:
-    """For a process that is about to end: a signal shall not change its exit code."""
-    for number in HANDLED:
-        signal.signal(number, signal.SIG_IGN)
-
-
 class StopSignal:
     """Raises `StopRequested` where the first signal arrives, except in `held` work, which asks `number` or `check`.
 
@@ -67,10 +50,6 @@ class StopSignal:
         self._received_s = 0.0
         self._waits_for: str | None = None
         self._line: threading.Thread | None = None
-
-    @classmethod
-    def current(cls) -> StopSignal | None:
-        return cls._listening
 
     @classmethod
     @contextmanager
@@ -94,7 +73,7 @@ class StopSignal:
                 signal.signal(number, handler)
 
     @contextmanager
-    def held(self, waits_for: str) -> Iterator[None]:
+    def held(self, waits_for: str | None) -> Iterator[None]:
         """For work that a signal waits for, except in `interruptible` parts. The text completes "stopping after"."""
         before, self._waits_for = self._waits_for, waits_for
         try:
@@ -109,14 +88,10 @@ class StopSignal:
     @contextmanager
     def interruptible(self, allowed: bool = True) -> Iterator[None]:
         """For parts of held work that can be repeated, such as sampling; `allowed=False` waits on."""
-        before = self._waits_for
-        try:
+        with self.held(None if allowed else self._waits_for):
             if allowed:
-                self._waits_for = None
                 self.check()
             yield
-        finally:
-            self._waits_for = before
 
     def check(self) -> None:
         """Raise StopRequested if a signal has arrived."""

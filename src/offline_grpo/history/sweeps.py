@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,17 +22,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from offline_grpo.checkpoint.files import latest_state
 from offline_grpo.commands import cli
 from offline_grpo.config.compose import key_of, quoted
 from offline_grpo.disk import matching
 from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.history import resume
-from offline_grpo.history.folder import Lock, RunDir, discard_fresh
+from offline_grpo.history.folder import Lock, discard_fresh
 from offline_grpo.history.signals import is_main
-from offline_grpo.report.runs import load_run, read_yaml
+from offline_grpo.report.runs import read_yaml
 
 RECORD = "multirun.yaml"
+PART = r"'[^']+'|\"[^\"]+\"|[^,\[\]'\"]+"  # of the values of an override
 ROOT = Path("multirun")  # where sweeps are, by `hydra.sweep.dir` in conf/config.yaml
 OF_ONE_START = ("resume", "hydra.sweep.dir", "hydra.mode", "hydra.searchpath")  # a resumed sweep has its own
 FAILED = ".failed_jobs"
@@ -54,8 +54,19 @@ class RunCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._folder, self._process = Path(config.hydra.sweep.dir).resolve(), os.getpid()
         with refusing():
-            check_search(config)
+            # The runs of a search must have a value, and one that it makes better.
+            value, loggers = "a search looks for the highest last pass@1 of its runs", [*(config.logger or {})]
+            direction = str(config.hydra.sweeper.get("direction", "maximize")).rpartition(".")[2]
+            for is_good, key, found, fix in (
+                (config.eval.enabled, "eval.enabled", "false", "; leave it out"),
+                (1 in config.eval.ks, "eval.ks", config.eval.ks, "; name 1 too"),
+                ("json" in loggers, "logger", loggers, ", and json alone keeps it; name json too"),
+                (direction == "maximize", "hydra.sweeper.direction", direction, "; use maximize"),
+            ):
+                if not is_good and not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+                    raise ConfigError(key, found, f"{value}{fix}")
             Lock(self._folder, f"hydra.sweep.dir={config.hydra.sweep.dir}")  # until the process ends
+
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)  # of a start that was interrupted
         OmegaConf.save(config, self._folder / RECORD)  # Hydra's sweeper of a grid does, and Optuna's does not
         atexit.register(self._print_table)  # an interrupted sweep has one too, of the runs so far
@@ -87,22 +98,6 @@ def refusing() -> Iterator[None]:
         cli.leave(error)
 
 
-def check_search(config: DictConfig) -> None:
-    """Raise ConfigError where the runs of a search would have no value, or one that it makes worse."""
-    if config.hydra.sweeper._target_.endswith(".BasicSweeper"):
-        return
-    value, loggers = "a search looks for the highest last pass@1 of its runs", [*(config.logger or {})]
-    direction = str(config.hydra.sweeper.get("direction", "maximize")).rpartition(".")[2]
-    for is_good, key, found, fix in (
-        (config.eval.enabled, "eval.enabled", "false", "; leave it out"),
-        (1 in config.eval.ks, "eval.ks", config.eval.ks, "; name 1 too"),
-        ("json" in loggers, "logger", loggers, ", and json alone keeps it; name json too"),
-        (direction == "maximize", "hydra.sweeper.direction", direction, "; use maximize"),
-    ):
-        if not is_good:
-            raise ConfigError(key, found, f"{value}{fix}")
-
-
 def leave_if_failed(folder: Path) -> None:
     """End the process if jobs of the sweep in this folder have failed, each of which has said why."""
     codes = [int(path.read_text()) for path in (folder / FAILED).glob("*")]
@@ -114,13 +109,6 @@ def leave_if_failed(folder: Path) -> None:
         sys.exit(max(codes))
 
 
-def record_failure(exit_code: int) -> None:
-    config = HydraConfig.get()
-    folder = Path(config.sweep.dir) / FAILED
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / str(config.job.num)).write_text(str(exit_code))
-
-
 def check_folder(folder: Path) -> None:
     """Raise ConfigError if another job of this sweep has the current job's folder."""
     config, stored = HydraConfig.get(), folder / ".hydra" / "hydra.yaml"
@@ -129,6 +117,7 @@ def check_folder(folder: Path) -> None:
     if (other := read_yaml(stored)["hydra"]["job"]["num"]) != config.job.num:
         fix = "let it have ${hydra.job.num} in it, or each key that is swept over"
         raise ConfigError(f"hydra.sweep.subdir={config.sweep.subdir}: job {other} of the sweep has that folder; {fix}")
+    # A search that is resumed repeats its runs: one with other values would be given the result of this folder.
     before, now = (
         {key_of(word): word for word in words}
         for words in (read_yaml(folder / ".hydra" / "overrides.yaml") or [], config.overrides.task)
@@ -175,9 +164,8 @@ def newest_alike(typed: Sequence[str]) -> Path | None:
     """The newest sweep that was started with the same overrides and the same order of jobs, finished or not."""
     wanted = [word for word in typed if key_of(word) not in OF_ONE_START]
     for path in sorted(matching(ROOT, f"*/*/{RECORD}"), reverse=True):
-        record = read_yaml(path)["hydra"]
-        own = _recorded(record)
-        if _is_repeatable(record) and sorted(own) == sorted(wanted) and _swept(own) == _swept(wanted):
+        own = _recorded(path)
+        if own is not None and sorted(own) == sorted(wanted) and _swept(own) == _swept(wanted):
             return path.parent.resolve()
     return None
 
@@ -186,12 +174,24 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
     """What starts a sweep again: its own overrides, and on top those that are typed now. Raises ConfigError for a
     search that drew at random, and where the typed overrides would give its runs other numbers.
     """
-    record = read_yaml(sweep / RECORD)["hydra"]
-    if not _is_repeatable(record):
+    own = _recorded(sweep / RECORD)
+    if own is None:
         fix = "this search drew at random, so its runs cannot be found again; set hydra.sweeper.sampler.seed the next "
         raise ConfigError("resume", sweep, f"{fix}time")
-    place = Path(record["runtime"]["cwd"])
-    own = [word if place == Path.cwd() else _seen_from(place, word) for word in _recorded(record)]
+
+    # Relative paths were typed where the sweep was started.
+    place = Path(read_yaml(sweep / RECORD)["hydra"]["runtime"]["cwd"])
+
+    def absolute(found: re.Match[str]) -> str:
+        path = place / found[0].strip("\"'")
+        return quoted(path) if path.exists() else found[0]
+
+    for index, word in enumerate(own):
+        key, _, value = word.partition("=")
+        if place != Path.cwd() and key_of(word).rpartition(".")[2] in resume.LOCAL:
+            own[index] = f"{key}={re.sub(PART, absolute, value)}"
+
+    # A job's number is its place among the values that are swept over, so these stay.
     further = [word for word in typed if key_of(word) not in OF_ONE_START and word not in own]
     again, swept = {key_of(word) for word in further}, [*_swept(own), *_swept(further)]
     for key in again & {key_of(word) for word in swept}:
@@ -202,41 +202,20 @@ def overrides(sweep: Path, typed: Sequence[str]) -> list[str]:
     return [*kept, *further, *folders, "resume=auto", f"hydra.sweep.dir={quoted(sweep)}"]
 
 
-def is_finished(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the job in this folder has nothing left to do with these settings, and has its report."""
-    if not RunDir(folder).is_reported:
-        return False
-    if (state := latest_state(folder / "checkpoints")) is not None:
-        return resume.is_finished(RunDir(folder), state, config)
-    return (folder / ".hydra" / "config.yaml").is_file() and load_run(folder).is_done
+def _recorded(path: Path) -> list[str] | None:
+    """The overrides that a sweep was started with, by its `multirun.yaml`; None of a search that drew without a seed.
 
-
-def _recorded(record: Mapping[str, Any]) -> list[str]:
-    """The overrides that a sweep was started with, by the part `hydra` of its `multirun.yaml`."""
+    One with a seed is resumed by repeating it: finished runs are skipped and tell Optuna their pass@1, so that it asks
+    for the same runs.
+    """
+    record = read_yaml(path)["hydra"]
+    sweeper = record["sweeper"]
+    if not sweeper["_target_"].endswith(".BasicSweeper") and sweeper.get("sampler", {}).get("seed") is None:
+        return None
     words = [*record["overrides"]["task"], *record["overrides"]["hydra"]]
     return [word for word in words if key_of(word) not in OF_ONE_START]
-
-
-def _seen_from(place: Path, word: str) -> str:
-    """An override whose relative paths were typed in the folder `place`, with absolute ones."""
-
-    def absolute(found: re.Match[str]) -> str:
-        path = place / found[0].strip("\"'")
-        return quoted(path) if path.exists() else found[0]
-
-    key, _, value = word.partition("=")
-    parts = re.compile(r"'[^']+'|\"[^\"]+\"|[^,\[\]'\"]+")
-    return f"{key}={parts.sub(absolute, value)}" if key_of(word).rpartition(".")[2] in resume.LOCAL else word
 
 
 def _swept(words: Sequence[str]) -> list[str]:
     parsed = OverridesParser.create().parse_overrides(list(words))
     return [word for word, override in zip(words, parsed, strict=True) if override.is_sweep_override()]
-
-
-def _is_repeatable(record: Mapping[str, Any]) -> bool:
-    """Whether the same results lead to the same runs: of a grid, and of a search that draws with a seed. A search is
-    resumed by repeating it: finished runs are skipped and tell Optuna their pass@1, so that it asks for the same runs.
-    """
-    sweeper = record["sweeper"]
-    return sweeper["_target_"].endswith(".BasicSweeper") or sweeper.get("sampler", {}).get("seed") is not None

@@ -133,18 +133,7 @@ def test_every_key_that_a_hint_names_exists() -> None:
 def test_text_that_hydra_cannot_read_gets_quotes() -> None:
     words = ["train.lr=1e-3,1e-4", "eval.ks=[1,4]", "+a={b: [x, 'y z']}", "a='ü'", "a=${oc.env:HOME}", "~a", "a=b c"]
     assert readable(words) == words
-    for name in (
-        "日本.jsonl",
-        "a b",
-        "a=b",
-        "a[1].jsonl",
-        "(1).jsonl",
-        "{a}.jsonl",
-        "a#b",
-        "~/a",
-        "it's",
-        'a"b',
-    ):
+    for name in ("日本.jsonl", "a b", "a=b", "a[1].jsonl", "(1).jsonl", "{a}.jsonl", "a#b", "~/a", "it's", 'a"b'):
         assert OverridesParser.create().parse_override(readable([f"a={name}"])[0]).value() == name
     assert readable(["a=[ü,b,1]", "a=ü,1", "a={b: ü}"]) == ["a=['ü',b,1]", "a='ü',1", "a={b: 'ü'}"]
 

@@ -24,22 +24,20 @@ def run_with(folder: Path, overrides: list[str], config: dict[str, object] | Non
     return folder
 
 
-@pytest.mark.parametrize("overrides", [MIXED, ["experiment=mixture", "eval.num_ids=3"]])
-def test_another_task_than_that_of_the_run(overrides: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "words", "expected"),
+    [
+        (MIXED, "task=countdown task.max_number=30", Countdown),
+        (["experiment=mixture", "eval.num_ids=3"], "task=countdown task.max_number=30", Countdown),
+        (MIXED, "task=arithmetic task.max_operand=8", Arithmetic),
+        (MIXED, "", Mixture),  # that of the run where none is named
+    ],
+)
+def test_another_task_than_that_of_the_run(overrides: list[str], words: str, expected: type, tmp_path: Path) -> None:
     run = run_with(tmp_path, overrides)
-    words = ["task=countdown", "task.max_number=30"]
-    (found,) = evaluation_sets(saved_overrides(run, words), words)
-    assert isinstance(found.task, Countdown)
+    (found,) = evaluation_sets(saved_overrides(run, words.split()), words.split())
+    assert isinstance(found.task, expected)
     assert len(found.problems) == 3
-
-
-def test_the_task_of_the_run_where_none_is_named(tmp_path: Path) -> None:
-    run = run_with(tmp_path, MIXED)
-    (found,) = evaluation_sets(saved_overrides(run, []), [])
-    assert isinstance(found.task, Mixture)
-    words = ["task=arithmetic", "task.max_operand=8"]
-    (found,) = evaluation_sets(saved_overrides(run, words), words)
-    assert isinstance(found.task, Arithmetic)
 
 
 def test_a_task_in_a_folder_that_the_run_was_started_with(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from importlib import metadata
 import torch
 
 from offline_grpo.history import records as environment
-from offline_grpo.history.records import git_state, newer_than_tested, record_start
+from offline_grpo.history.records import newer_than_tested, record_start, this_start
 
 
 def git(folder, *words):
@@ -30,7 +30,7 @@ def test_every_start_is_recorded_with_command_commit_and_versions(tmp_path, monk
 
 
 def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path):
-    assert git_state(tmp_path) is None  # no repository
+    assert this_start(tmp_path)["git"] is None  # no repository
     git(tmp_path, "init", "-q")
     code, foreign = tmp_path / "code", tmp_path / "site-packages"
     for folder in (code, foreign):
@@ -39,10 +39,10 @@ def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path
     git(tmp_path, "add", "code")
     git(tmp_path, "commit", "-qm", "one")
     commit = git(tmp_path, "rev-parse", "HEAD")
-    assert git_state(code) == {"commit": commit, "dirty": False}
-    assert git_state(foreign) is None
+    assert this_start(code)["git"] == {"commit": commit, "dirty": False}
+    assert this_start(foreign)["git"] is None
     (code / "module.py").write_text("a = 2\n")
-    assert git_state(code) == {"commit": commit, "dirty": True}
+    assert this_start(code)["git"] == {"commit": commit, "dirty": True}
 
 
 def test_a_version_newer_than_tested_is_named(monkeypatch):

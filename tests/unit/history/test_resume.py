@@ -65,20 +65,14 @@ def test_a_run_goes_on_with_its_own_configuration_and_what_is_typed_on_top(
     stored = (run / ".hydra" / "config.yaml").read_text()
     assert "${generation.max_new_tokens}" in stored
     assert OmegaConf.to_container(cfg, resolve=False)["eval"]["max_new_tokens"] == "${generation.max_new_tokens}"  # type: ignore[call-overload, index]
-
-
-def test_loggers_may_be_others_from_now_on(run: Path, started: list[Any]) -> None:
     main.start([f"resume='{run}'", "logger=[json]"])
-    assert list(started[0][0].logger) == ["json"]
+    assert list(started[1][0].logger) == ["json"], "loggers may be others from now on"
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        (
-            "train/loss=grpo",
-            r"^train/loss=grpo: a resumed run keeps its groups; .*train_id=.*iter_003 train/loss",
-        ),
+        ("train/loss=grpo", r"^train/loss=grpo: a resumed run keeps its groups; .*train_id=.*iter_003 train/loss"),
         ("resume=nowhere", r"^resume=nowhere: no checkpoint found; use a run folder"),
         ("-m", r"^resume=.*: is one run, whose folder all jobs of --multirun"),
     ],
