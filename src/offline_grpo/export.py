@@ -20,7 +20,7 @@ MERGED = (
 PACKAGES = ("offline-grpo", "torch", "transformers", "peft")
 
 
-def parser() -> argparse.ArgumentParser:
+def run(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.export", description=__doc__)
     about = "checkpoints/iter_NNN, a run folder (its best or newest checkpoint), or an adapter"
     parser.add_argument("model", metavar="CHECKPOINT", help=about)
@@ -32,11 +32,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--push-to-hub", metavar="USER/MODEL", help="upload the folder to the Hugging Face Hub too")
     parser.add_argument("--private", action="store_true", help="make the new repository on the Hub private")
     cli.add_trust_option(parser)
-    return parser
+    options = parser.parse_args(arguments)
 
-
-def run(arguments: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
     print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds
 
@@ -47,6 +44,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     from offline_grpo.report.runs import load_run
 
     disable_progress_bar()
+    # What is written, and what its card says of the run that it comes from.
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     if options.merge is not None and source.adapter is None:
         option = "--merge" if options.merge else "--no-merge"

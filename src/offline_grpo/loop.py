@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 from offline_grpo import progress
@@ -54,7 +55,7 @@ def train(run: Run) -> None:
     # source goes on where it was; an asynchronous one begins to ask now.
     with loop.interruptible():
         with progress.phase("sync"):
-            loop.recovering(run.training, loop.push_now)
+            loop.push_now()
         run.ranks.gather_results(lambda: [run.source.start(first, None if restored is None else restored.source)])
 
     # The evaluation before any training, or the one that a stop cut short. Its checkpoint is written again, because it
@@ -71,7 +72,6 @@ def train(run: Run) -> None:
             run.checkpointer.commit(first - 1)
 
     loop.start_metrics = progress.start_metrics()
-    log.info(progress.describe_start())
     try:
         for iteration in range(first, run.config.train.iterations):
             if (reason := run.milestones.stop_reason) is not None:
@@ -97,13 +97,12 @@ class Loop:
         self.num_recoveries = 0
         self._num_skipped = 0  # iterations since the last push
         self._served_version = 0
-        self._seconds: dict[str, float] = {}  # this iteration's: of each phase, memory of the GPU, work
-        self._card_bytes = 0
-        self._flops: float | None = 0.0
+        self._seconds: dict[str, float] = {}  # this iteration's: of each phase
+        self._card_bytes = 0  # the same: most memory of the GPU
 
     def iterate(self, iteration: int) -> None:
         run, config = self.run, self.run.config
-        self._seconds, self._card_bytes, self._flops = {}, 0, 0.0
+        self._seconds, self._card_bytes, flops = {}, 0, 0.0
         is_last = iteration == config.train.iterations - 1
 
         # 1. Every process samples its share of the groups (an asynchronous source hands out those that are ready); then
@@ -117,7 +116,20 @@ class Loop:
         #    of an update, and the gradients are summed (`Sharding`). To split one sequence over several GPUs would take
         #    a layout (model/layouts.py) whose attention crosses them, and a `Sharding` that sums what they make of it.
         with self._phase("train", iteration):
-            metrics = {**rollout_metrics(groups), **run.source.metrics(), **self._train(groups, iteration)}
+            metrics = {**rollout_metrics(groups), **run.source.metrics()}
+            experience = prepare_batch(groups, run.updater.passes, fills_updates=config.data.resample_zero_signal)
+            metrics, batch = metrics | experience.metrics, experience.batch
+            for listener in run.listeners:
+                listener.rollouts("train", experience.groups, advantages=experience.advantages, iteration=iteration)
+            if iteration == 0:
+                metrics["num_trainable_parameters"] = float(run.policy.num_trainable)
+            if batch is None:  # no group has signal
+                metrics["num_updates"] = 0.0
+            else:
+                metrics["num_tokens_trained"] = float(batch.completion_mask.sum()) * config.train.epochs
+                of_epoch = update_flops(run.policy.causal_lm, batch.sequence_lengths)
+                flops = None if of_epoch is None else of_epoch * config.train.epochs
+                metrics |= run.updater.run(batch, iteration=iteration)
 
         # 3. When it is time, and before evaluations, the engines get the new weights: each push ends with a proof that
         #    they serve them (`Deployment.push`: stage, deliver, verify). Only the first process pushes to servers.
@@ -148,7 +160,7 @@ class Loop:
         device, start_metrics, self.start_metrics = run.policy.compute_device, self.start_metrics, {}
         metrics |= run.milestones.early_end(iteration, config.train.iterations)
         metrics |= time_metrics(self._seconds, metrics) | start_metrics | gpu_memory(device, self._card_bytes)
-        metrics |= utilisation(self._flops, self._seconds["train"], device, run.ranks.world_size)
+        metrics |= utilisation(flops, self._seconds["train"], device, run.ranks.world_size)
         self.log({"train": metrics} | ({} if eval_metrics is None else {"eval": eval_metrics}), iteration)
         self.num_done = iteration + 1
         if due is not None:
@@ -163,14 +175,18 @@ class Loop:
         self._num_skipped += 1
         report = SyncReport(self._served_version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
         if force or self._num_skipped >= self.run.plan.weight_sync.interval:
-            report = self.recovering(engines, self.push_now)
+            report = self.push_now()
         frozen = {"sync/frozen": 1.0} if engines.is_frozen else {}  # engines that do not follow the policy
         recovered = {"sync/num_recoveries": float(self.num_recoveries)}
         return {**report.metrics(), **frozen, **engines.metrics(), **recovered}
 
     def push_now(self) -> SyncReport:
-        run, amid_requests = self.run, self.run.source.samples_ahead
-        return self._pushed(run.training.push(run.policy, version=self._version, amid_requests=amid_requests))
+        """Push to the engines of training. With an asynchronous source, amid its requests."""
+        run, version = self.run, self.run.updater.counters.version
+        push = partial(run.training.push, run.policy, version=version, amid_requests=run.source.samples_ahead)
+        report = self.recovering(run.training, push)
+        self._note_push(report)
+        return report
 
     def sample(self, engines: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
         """The groups of all processes, each of which samples its `share`, from the weights of the last push alone."""
@@ -193,12 +209,17 @@ class Loop:
         except EngineDied as death:
             self.num_recoveries += 1
             log.warning("%s Serving the weights again.", death)
-            if engines is self.run.training:
+            is_of_training = engines is self.run.training
+            if is_of_training:
                 self.run.source.weights_lost()
-                self._pushed(engines.recover(self.run.policy, version=self._version))
-            else:
-                engines.recover(self.run.policy, version=self._version)
+            report = engines.recover(self.run.policy, version=self.run.updater.counters.version)
+            if is_of_training:
+                self._note_push(report)
             return action()
+
+    def _note_push(self, report: SyncReport) -> None:
+        self._num_skipped, self._served_version = 0, report.version
+        self.run.source.weights_changed(report.version)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -209,43 +230,19 @@ class Loop:
         with stop.interruptible(allowed=ranks.world_size == 1):
             yield
 
-    def _train(self, groups: Sequence[RolloutGroup], iteration: int) -> Metrics:
-        run, config = self.run, self.run.config
-        experience = prepare_batch(groups, run.updater.passes, fills_updates=config.data.resample_zero_signal)
-        metrics, batch = dict(experience.metrics), experience.batch
-        for listener in run.listeners:
-            listener.rollouts("train", experience.groups, advantages=experience.advantages, iteration=iteration)
-        if iteration == 0:
-            metrics["num_trainable_parameters"] = float(run.policy.num_trainable)
-        if batch is None:
-            return metrics | {"num_updates": 0.0}
-        metrics["num_tokens_trained"] = float(batch.completion_mask.sum()) * config.train.epochs
-        flops = update_flops(run.policy.causal_lm, batch.sequence_lengths)
-        self._flops = None if flops is None else flops * config.train.epochs
-        return metrics | run.updater.run(batch, iteration=iteration)
-
     def evaluate(self, iteration: int) -> Metrics:
         """Ask the newest weights: a push came just before, and an engine of evaluations' own gets one here."""
         run, engines, cycle = self.run, self.run.evaluation, iteration + 1
-        evaluator = run.evaluator
+        evaluator, version = run.evaluator, run.updater.counters.version
         assert evaluator is not None
         with self._phase("eval", iteration), self.interruptible():
             if engines is not run.training:
-                self.recovering(engines, lambda: engines.push(run.policy, version=self._version))
+                self.recovering(engines, lambda: engines.push(run.policy, version=version))
             groups = self.sample(engines, lambda: evaluator.sample(engines.client, cycle=cycle))
             for listener in run.listeners:
                 listener.rollouts("eval", groups, advantages=None, iteration=iteration)
             frozen = {"sync/frozen": 1.0} if engines.is_frozen else {}
             return {**evaluator.metrics(groups, cycle=cycle), **score_metrics(groups), **frozen}
-
-    @property
-    def _version(self) -> int:
-        return self.run.updater.counters.version
-
-    def _pushed(self, report: SyncReport) -> SyncReport:
-        self._num_skipped, self._served_version = 0, report.version
-        self.run.source.weights_changed(report.version)
-        return report
 
     @contextmanager
     def _phase(self, name: str, iteration: int) -> Iterator[None]:

@@ -37,7 +37,13 @@ COMMON = (
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m offline_grpo.model_info", description=__doc__)
+    text = "checkpoint, run folder, model folder or Hub id; no weights are read"
+    parser.add_argument("model", metavar="MODEL", help=text)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    cli.add_trust_option(parser)
+    options = parser.parse_args(arguments)
+
     print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds
     info, fits = look_at(options.model, trust=options.trust_remote_code)
@@ -52,15 +58,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
     print(FOOT)
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m offline_grpo.model_info", description=__doc__)
-    text = "checkpoint, run folder, model folder or Hub id; no weights are read"
-    parser.add_argument("model", metavar="MODEL", help=text)
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    cli.add_trust_option(parser)
-    return parser
-
-
 def look_at(name: str, *, trust: bool) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
     """What its config.json says of a model, and the ways to train it (see `_fits`). Sizes of files are in MB, 10^6
     bytes. Raises ConfigError if there is none, or none that can be trained.
@@ -73,6 +70,7 @@ def look_at(name: str, *, trust: bool) -> tuple[dict[str, Any], Iterator[dict[st
     from offline_grpo.model.load import build_on_meta, context_length, read_model_config
     from offline_grpo.settings import LoraConfig
 
+    # Its blocks and weights, counted on a model without memory.
     source = find_model(name, trust_remote_code=trust)
     config = read_model_config(source.weights, "MODEL", trust_remote_code=trust)
     model: Any = build_on_meta(config, trust_remote_code=trust)
@@ -80,6 +78,8 @@ def look_at(name: str, *, trust: bool) -> tuple[dict[str, Any], Iterator[dict[st
     path, blocks = named_blocks(model)
     of_blocks = [_count(block.parameters()) for block in blocks]
     embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+
+    # Parts of it that may be trained alone: an adapter on all linear layers, or the last blocks.
     lora = LoraConfig(LORA_RANK, 2 * LORA_RANK, 0.0, ["all-linear"], None)
     with torch.device("meta"):
         adapted = with_lora(build_on_meta(config, trust_remote_code=trust), lora, adapter=None)
@@ -91,6 +91,7 @@ def look_at(name: str, *, trust: bool) -> tuple[dict[str, Any], Iterator[dict[st
             indices = f"{first}-{num_blocks - 1}" if count > 1 else str(first)
             override = f"train.train_layer_indices={indices}"
             presets.append({"name": label, "override": override, "num_trained": sum(of_blocks[first:])})
+
     info = {
         "name": name,
         "architecture": type(model).__name__,
@@ -123,16 +124,16 @@ def _fits(weights: str, config: PretrainedConfig, quarter: str, trust: bool) -> 
 
     conf.register()
     full = "weight_sync=shared_vllm"
+    adapted = ("weight_sync=lora_hotswap", "model/lora=default", f"model.lora.r={LORA_RANK}")
     ways = {
         "full, AdamW": (full, "train/optimizer=adamw"),
         "full, AdamW offload": (full, "train/optimizer=adamw", "train.optimizer.offload=true"),
         "full, 8-bit AdamW": (full, "train/optimizer=adamw_8bit"),
         "full, Adafactor": (full, "train/optimizer=adafactor"),
         "last 25%, AdamW": (full, quarter),
-        f"LoRA r={LORA_RANK}, AdamW": ("weight_sync=lora_hotswap", "model/lora=default", f"model.lora.r={LORA_RANK}"),
+        f"LoRA r={LORA_RANK}, AdamW": adapted,
+        f"NF4 LoRA r={LORA_RANK}, AdamW": (*adapted, "model.quantization=nf4"),
     }
-    name, adapted = list(ways.items())[-1]
-    ways[name.replace("LoRA", "NF4 LoRA")] = (*adapted, "model.quantization=nf4")
     train_id = f"model.train_id={conf.quoted(Path(weights))}"
     model = ("model=hf", train_id, f"model.trust_remote_code={str(trust).lower()}")
     for name, overrides in ways.items():

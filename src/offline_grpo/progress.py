@@ -69,12 +69,9 @@ def phase(name: str, iteration: int = -1) -> Iterator[None]:
         yield
         return
 
-    def tell_phase() -> None:
-        for listener in run.listeners if run.phases else ():
-            listener.phase(*run.phases[-1])
-
     run.phases.append((name, iteration))
-    tell_phase()
+    for listener in run.listeners:
+        listener.phase(name, iteration)
     began = time.perf_counter()
     try:
         yield
@@ -85,7 +82,8 @@ def phase(name: str, iteration: int = -1) -> Iterator[None]:
     finally:
         run.phases.pop()
         run.seconds[name] = run.seconds.get(name, 0.0) + time.perf_counter() - began
-        tell_phase()
+        for listener in run.listeners if run.phases else ():
+            listener.phase(*run.phases[-1])
 
 
 def phase_of(error: BaseException) -> str | None:
@@ -118,15 +116,12 @@ def elapsed_s() -> float:
 
 
 def start_metrics() -> dict[str, float]:
-    """Seconds until now, when the first iteration begins, and those of each phase of the start."""
-    parts = run.seconds if (run := _current.get()) is not None else {}
-    named = {f"time/start_{name.replace(' ', '_')}_s": seconds for name, seconds in parts.items()}
-    return {"time/start_s": elapsed_s()} | named
-
-
-def describe_start() -> str:
-    """The same in a line: the three phases that took most of it."""
+    """Seconds until now, when the first iteration begins, and those of each phase of the start. Logs the three phases
+    that took most of it.
+    """
     seconds = {} if (run := _current.get()) is None else run.seconds
     longest = sorted(seconds, key=lambda name: -seconds[name])[:3]
     parts = (f"{name} {took:.1f}" for name, took in seconds.items() if name in longest)
-    return f"ready after {elapsed_s():.1f} s: {', '.join(parts)}"
+    log.info("ready after %.1f s: %s", elapsed_s(), ", ".join(parts))
+    named = {f"time/start_{name.replace(' ', '_')}_s": took for name, took in seconds.items()}
+    return {"time/start_s": elapsed_s()} | named

@@ -3,7 +3,8 @@ it does in every iteration.
 
 Three things have to happen early, and make the order of the steps: most of what a person may have typed wrong is
 refused before torch is imported, within three seconds; servers, which take longest, start before transformers is
-imported; and the weights come after the servers have taken their memory.
+imported; and the weights come after the servers have taken their memory. What does not go together is refused at the
+moment when it is first known: `check_settings`, `check_machine`, `check_model`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rich.console import Console
 from offline_grpo import progress
 from offline_grpo.checkpoint.files import latest_checkpoint
 from offline_grpo.config.compose import as_plain, typed
-from offline_grpo.config.parts import describe, listeners, make_plan, refuse_idle, warnings
+from offline_grpo.config.parts import check_settings, describe, listeners, make_plan, warnings
 from offline_grpo.disk import is_full, sweep
 from offline_grpo.engine.spawn import kept_compiled
 from offline_grpo.errors import DiskFull, GrpoError, OutOfMemory, StopRequested, reason_of
@@ -63,10 +64,10 @@ def train(
         run = Run(stop, ExitStack())
         locks = outer.enter_context(ExitStack())
 
-        # 1. THE CHECKS, most of them BEFORE TORCH. The settings are typed and in range. The folder is locked, with the
-        #    checkpoint to go on from, so that no second writer comes. Then the parts that need no model are built from
-        #    the signatures of their classes, and it is checked that they go together (`make_plan`, which imports torch
-        #    after the settings of sampling, loggers, source, task and problems are accepted).
+        # 1. WHAT WAS TYPED, most of it BEFORE TORCH. The settings are typed and in range. The folder is locked, with
+        #    the checkpoint to go on from, so that no second writer comes. Then the parts that need no model are built
+        #    from the signatures of their classes (`make_plan` imports torch once the settings of sampling, loggers,
+        #    source, task and problems are accepted). CHECK: they go together, and all that was typed has an effect.
         if is_main():
             print("offline-grpo: loading ...", flush=True)
         os.environ.update(kept_compiled())
@@ -81,14 +82,14 @@ def train(
             run.resume, run.folder = take_folder()
         with importing():
             run.plan = make_plan(run.config)
-            refuse_idle(overrides, cfg.rollouts, run.plan)
+            check_settings(run.plan, overrides, cfg.rollouts)
 
         # Several processes meet here. Then the first one takes the folder: a refusal ends them all.
         with importing():
             import torch
 
             from offline_grpo.model.device import resolve_device
-            from offline_grpo.placement.ranks import Ranks, told_if_abandoned
+            from offline_grpo.placement.ranks import Ranks, raise_on_peer_exit
 
             if run.config.num_threads is not None:
                 torch.set_num_threads(run.config.num_threads)
@@ -98,7 +99,7 @@ def train(
 
         # The folder is this run's: its log begins, and from here on an error is in it, after all has ended that the run
         # has started. A run that is complete only draws its report.
-        outer.enter_context(told_if_abandoned())
+        outer.enter_context(raise_on_peer_exit())
         outer.enter_context(records.log_to(run.folder.path, early_lines, is_main=run.ranks.is_main))
         if run.resume is not None and resume.is_finished(run.resume.source, run.resume.state, run.plain):
             log.info(resume.describe_finished(run.resume, run.config))
@@ -106,23 +107,26 @@ def train(
         outer.enter_context(ending(run))
         open_records(run, cfg, overrides)
 
-        # 2. THE MACHINE, AND THE SERVERS ON IT. The run refuses what the machine lacks, forks the processes that score
-        #    while this one is small, and starts the servers: they import torch and read the weights meanwhile. A server
-        #    that needs the policy's adapter, or cannot say how much memory it has taken, waits for step 3.
+        # 2. THE MACHINE, AND THE SERVERS ON IT. The processes that score are forked while this one is small. CHECK: the
+        #    machine has the GPUs, the packages, the model's files, and the servers that the settings name. Then the run
+        #    starts its own servers: they import torch and read the weights meanwhile. A server that needs the policy's
+        #    adapter, or cannot say how much memory it has taken, waits for step 3.
         with importing():
             from offline_grpo.start import servers
+        servers.begin_scoring(run)
+        servers.check_machine(run)
         servers.begin(run)
 
-        # 3. THE MODEL. Its config, the prompts in its tokens, and the memory plan are checked before a weight is read.
-        #    On a GPU that both share, the server's memory comes first, because vLLM measures what is free when it
-        #    starts; then the policy is loaded beside it (with shared_vllm, its weights are the server's). Masters,
-        #    optimizer and gradients come last. After that nobody gives memory back before the run ends.
+        # 3. THE MODEL. CHECK, before a weight is read: its config and tokenizer, the prompts in its tokens, and the
+        #    memory plan. On a GPU that both share, the server's memory comes first, because vLLM measures what is free
+        #    when it starts; then the policy is loaded beside it (with shared_vllm, its weights are the server's).
+        #    Masters, optimizer and gradients come last. After that nobody gives memory back before the run ends.
         with importing():
             from offline_grpo import loop
-            from offline_grpo.start import model
+            from offline_grpo.start import model, prompts
 
             records.hide_progress_bars()
-        model.check(run)
+        prompts.check_model(run)
         model.load_policy(run)  # once each server on its GPU has taken its memory
         model.connect_engines(run)  # starts the servers that step 2 left, and waits until all are up
         model.prove(run)  # that this model is causal, and that the sampler in this process draws what training computes
@@ -198,6 +202,7 @@ def open_records(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
         source = run.folder if run.resume is None else run.resume.source
         if run.resume is None or not (folder / ".hydra").exists():
             resume.write_configuration(run.folder, cfg, overrides, source)
+    # Those whose folder or account is not right refuse it now, on all processes.
     run.ranks.on_main(lambda: run.listeners.extend(listeners(run.config, folder)))
     for listener in run.listeners:
         run.stack.callback(listener.close)
@@ -209,7 +214,9 @@ def open_records(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
 def record_and_describe(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Record this start in the run's folder; log where the run is, what it does, and what may be unexpected."""
     if run.ranks.is_main:
-        run.folder.create()
+        # From here on the folder counts as a run: a start that is refused before this leaves none.
+        run.folder.metrics.mkdir(parents=True, exist_ok=True)
+        run.folder.checkpoints.mkdir(exist_ok=True)
         records.record_start(run.folder.path)
         log.info("run folder: %s", run.folder.path)
         for line in describe(run.plan):
@@ -231,6 +238,7 @@ def report(folder: RunDir) -> float | None:
     from offline_grpo.report.runs import load_run
     from offline_grpo.report.tables import print_summary
 
+    # By what the files say: a run that was resumed knows only its last start.
     run = load_run(folder.path)
     if not run.train:
         log.warning("no metrics were recorded (logger=json was left out), so there is no report")

@@ -16,7 +16,12 @@ from offline_grpo.errors import ConfigError
 DEFAULT_LENGTH = 256
 
 
-def parser() -> argparse.ArgumentParser:
+def chat_template_kwargs(text: str) -> dict[str, Any]:
+    """A JSON object. Raises TypeError or ValueError, which argparse tells, for anything else."""
+    return dict(json.loads(text))
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.sample", description=__doc__)
     about = "checkpoint, run folder (its best or newest checkpoint), model folder, adapter or Hub id"
     parser.add_argument("model", metavar="MODEL", help=about)
@@ -34,16 +39,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default: 0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     cli.add_trust_option(parser)
-    return parser
+    options = parser.parse_args(arguments)
 
-
-def chat_template_kwargs(text: str) -> dict[str, Any]:
-    """A JSON object. Raises TypeError or ValueError, which argparse tells, for anything else."""
-    return dict(json.loads(text))
-
-
-def run(arguments: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
+    # What needs no model is refused at once.
     if options.n < 1:
         raise ConfigError("-n", options.n, "must be at least 1")
     if not 0 <= options.temperature < math.inf:  # as nan
@@ -57,11 +55,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         raise ConfigError("PROMPT: is empty; give the text that the model shall answer")
     print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds
-    for index, text in enumerate(_complete(options, prompt)):
-        print(f"{'' if index == 0 else chr(10)}--- {index + 1}\n{text}" if options.n > 1 else text)
 
-
-def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     from transformers.utils.logging import disable_progress_bar
 
     from offline_grpo.checkpoint.pretrained import find_model
@@ -74,6 +68,7 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     from offline_grpo.types import SamplingParams, SamplingRequest
 
     disable_progress_bar()
+    # The prompt, as the run encoded its own, and how long the completion may get.
     device = resolve_device(options.device, key="--device")
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     config: Any = source.config
@@ -92,11 +87,14 @@ def _complete(options: argparse.Namespace, prompt: str) -> list[str]:
     if not 0 < length <= room:
         fix = f"must be 1 to {room}, because the prompt has {len(prompt_ids)} tokens of the model's context"
         raise ConfigError("--max-new-tokens", length, fix)
+
     client = TransformersClient(model=source.load(device=device), tokenizer=codec.tokenizer, batch_size=options.n)
     request = SamplingRequest(tuple(prompt_ids), options.n, derive_seed(options.seed, "sample"))
     sampling = SamplingParams(length, temperature=options.temperature)
     [(_, completions)] = client.generate([request], sampling)
-    return [codec.judged(completion.token_ids, sampling) for completion in completions]
+    for index, completion in enumerate(completions):
+        text = codec.judged(completion.token_ids, sampling)
+        print(f"{'' if index == 0 else chr(10)}--- {index + 1}\n{text}" if options.n > 1 else text)
 
 
 if __name__ == "__main__":

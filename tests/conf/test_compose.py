@@ -14,7 +14,7 @@ from factories import CONF, compose_config, compose_with_hydra
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from offline_grpo.config.build import check_settings, resolve
+from offline_grpo.config.build import check_signature, resolve
 from offline_grpo.config.compose import as_plain, typed
 from offline_grpo.config.engine_spec import CLIENT_RUNTIME
 from offline_grpo.config.problems import SOURCE_RUNTIME
@@ -68,7 +68,7 @@ def test_every_option_composes_and_fits_its_component():
                     {"rollouts": "record", "task": "assistant_prefix"}.get(key),
                 )  # which the run reads
                 settings = {name: value for name, value in node.items() if name not in others}
-                check_settings(resolve(node, key), settings, key, given_at_runtime={} if key == "engine" else RUNTIME)
+                check_signature(resolve(node, key), settings, key, given_at_runtime={} if key == "engine" else RUNTIME)
 
 
 @pytest.mark.parametrize(

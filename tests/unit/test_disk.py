@@ -36,10 +36,8 @@ def run_and_kill(code: str, folder: Path) -> None:
     """Python code in a process that ends by SIGKILL."""
     prelude = "import os, pathlib, sys\nfrom offline_grpo.disk import *\nfolder = pathlib.Path(sys.argv[1])\n"
     end = "\nos.kill(os.getpid(), 9)"
-    assert (
-        subprocess.run([sys.executable, "-c", prelude + code + end, str(folder)], check=False).returncode
-        == -signal.SIGKILL
-    )
+    done = subprocess.run([sys.executable, "-c", prelude + code + end, str(folder)], check=False)
+    assert done.returncode == -signal.SIGKILL
 
 
 def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
@@ -49,13 +47,11 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     kept.write_bytes(b"x")
     hidden = tmp_path / "checkpoints" / ".writing_iter_001"
     (hidden / "trainer").mkdir(parents=True)
-    of_another = (
-        tmp_path / "outputs" / "run" / "checkpoints" / ".writing_iter_002"
-    )  # of a run that goes on, below `hydra.run.dir=.`
+    # of a run that goes on, below `hydra.run.dir=.`
+    of_another = tmp_path / "outputs" / "run" / "checkpoints" / ".writing_iter_002"
     of_another.mkdir(parents=True)
-    run_and_kill(
-        "os.fsync = lambda _: os.kill(os.getpid(), 9)\nwrite_whole(folder / 'metrics' / 'a.json', 'half')", tmp_path
-    )
+    dies = "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
+    run_and_kill(f"{dies}write_whole(folder / 'metrics' / 'a.json', 'half')", tmp_path)
     assert len(list((tmp_path / "metrics").iterdir())) == 1
     sweep(tmp_path)
     assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file()] == [kept]

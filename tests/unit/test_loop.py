@@ -12,6 +12,7 @@ import pytest
 import torch
 from factories import make_group
 
+from offline_grpo import loop
 from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.history.signals import StopSignal
 from offline_grpo.loop import Loop, train
@@ -141,17 +142,21 @@ def test_an_evaluation_that_was_cut_short_comes_first_and_may_end_the_run(iterat
     assert commits == [0]
 
 
-def test_a_checkpoint_is_written_before_the_metrics_and_counts_after_them() -> None:
+def test_a_checkpoint_is_written_before_the_metrics_and_counts_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed in between repeats the iteration: none that counts lacks its metrics."""
     events: list[Any] = []
     saved = SimpleNamespace(write=lambda i: events.append(("write", i)), commit=lambda i: events.append(("commit", i)))
-    listener = SimpleNamespace(log=lambda name, _, iteration: events.append((name, iteration)))
+    listener = SimpleNamespace(
+        log=lambda name, _, iteration: events.append((name, iteration)), rollouts=lambda *_, **__: None
+    )
+    nothing = SimpleNamespace(metrics={}, groups=[], advantages=[], batch=None)
+    monkeypatch.setattr(loop, "prepare_batch", lambda *_, **__: nothing)
     run = make_run(Engine(), iterations=2, checkpointer=saved, listeners=[listener], evaluator=None, restored=None)
     run.config.scoring.on_failure, run.config.checkpoint = "exclude", SimpleNamespace(save_interval=1)
     run.source.next, run.source.metrics = lambda _: [make_group(("4", 1.0), ("5", 0.0))], dict
-    run.source.sampled = lambda *_: None
-    loop: Any = Loop(run)
-    loop._train = lambda *_: {}
+    run.source.sampled, run.config.data = lambda *_: None, SimpleNamespace(resample_zero_signal=False)
+    run.updater.passes, run.policy.num_trainable = None, 1
+    iterations = Loop(run)
     for iteration in range(2):
-        loop.iterate(iteration)
+        iterations.iterate(iteration)
     assert events == [(name, i) for i in (0, 1) for name in ("write", "train", "commit")]

@@ -1,5 +1,7 @@
 """Seeds are stable across machines and versions: the literals below were computed with `sha256sum`."""
 
+from itertools import product
+
 from offline_grpo.seeding import derive_seed
 
 
@@ -11,11 +13,5 @@ def test_seed_is_the_first_eight_bytes_of_sha256_without_the_sign_bit() -> None:
 
 
 def test_every_part_matters() -> None:
-    seeds = {
-        derive_seed(base, cycle, problem, rep)
-        for base in range(3)
-        for cycle in range(3)
-        for problem in "abc"
-        for rep in range(3)
-    }
+    seeds = {derive_seed(*parts) for parts in product(range(3), range(3), "abc", range(3))}
     assert len(seeds) == 81

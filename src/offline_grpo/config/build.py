@@ -47,12 +47,15 @@ def build(node: Mapping[str, Any], *, key: str, protocol: type | None = None, **
         protocol: the Protocol of interfaces.py that the result must implement.
         runtime: objects that exist only at run time (policy, tokenizer, ...).
     """
+    # Of the objects of the run it gets those that it names; the node must fit the rest of the signature.
     target = resolve(node, key)
     parameters = inspect.signature(target).parameters
     settings = {name: value for name, value in node.items() if name != "_target_"}
     wanted = {name: value for name, value in runtime.items() if name in parameters}
-    check_settings(target, settings, key, given_at_runtime=wanted)
+    check_signature(target, settings, key, given_at_runtime=wanted)
     component = target(**settings, **wanted)
+
+    # A class of the user's own may be of another kind, which would show in the middle of the run.
     if protocol is not None and not isinstance(component, protocol):
         bases = protocol.__mro__[:-1]
         members = {name for base in bases for name in (*vars(base), *getattr(base, "__annotations__", {}))}
@@ -82,10 +85,11 @@ def resolve(node: Mapping[str, Any], key: str) -> Any:
     return target
 
 
-def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_at_runtime: Mapping[str, Any]) -> None:
+def check_signature(target: Any, settings: Mapping[str, Any], key: str, *, given_at_runtime: Mapping[str, Any]) -> None:
     """Raise ConfigError if `settings` does not fit the signature of `target`: unknown names, missing names or wrong
     types.
     """
+    # Names that the signature lacks, and those that it wants and the node has not.
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name in parameters if name not in given_at_runtime]
@@ -97,11 +101,16 @@ def check_settings(target: Any, settings: Mapping[str, Any], key: str, *, given_
         is_variadic = parameters[name].kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         if parameters[name].default is inspect.Parameter.empty and not is_variadic and name not in settings:
             raise ConfigError(f"{key}.{name}: {target.__name__} needs it and it is not set")
-    # a dataclass's own hints: those of its __init__ are resolved in the subclass's module, not where a field is defined
+
+    # Types, as far as they are plain. Of a dataclass its own hints: those of its __init__ are resolved in the module of
+    # the subclass, not where a field is defined.
     hints = get_type_hints(target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target)
     for name, value in settings.items():
         if name in hints and not fits(value, hints[name]):
-            fix = f"expected {describe(hints[name])}, got {type(value).__name__}{sweep_hint(f'{key}.{name}', value)}"
+            hint = hints[name]  # as `int | None`, not `typing.Optional[int]`
+            is_class = get_origin(hint) is None and hasattr(hint, "__name__")
+            wanted = hint.__name__ if is_class else str(hint).replace("typing.", "")
+            fix = f"expected {wanted}, got {type(value).__name__}{sweep_hint(f'{key}.{name}', value)}"
             raise ConfigError(f"{key}.{name}={value!r}: {fix}")
 
 
@@ -121,8 +130,3 @@ def fits(value: Any, hint: Any) -> bool:
     if hint in (str, bool, type(None)):
         return isinstance(value, hint)
     return True
-
-
-def describe(hint: Any) -> str:
-    """The annotation as short text: `int | None`, not `typing.Optional[int]`."""
-    return hint.__name__ if get_origin(hint) is None and hasattr(hint, "__name__") else str(hint).replace("typing.", "")

@@ -11,18 +11,21 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from offline_grpo.config.build import build, check_settings, resolve
+from offline_grpo.config.build import build, check_signature, resolve
 from offline_grpo.config.compose import folder
 from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.http import plain_url
 from offline_grpo.engine.server_engine import Launcher
 from offline_grpo.errors import ConfigError, require
-from offline_grpo.settings import EvalConfig, RunConfig, check_url
+from offline_grpo.settings import RunConfig, check_url
+from offline_grpo.types import SamplingParams
 
 OF_SERVER = ("base_url", "api_key", "url_key", "launcher", "number", "log_dir", "log_numbers", "gpus", "room")
 CLIENT_RUNTIME = ("model", "tokenizer", "eos_ids", "vocab_size", "sampling", "is_corrected", *OF_SERVER)
 """What an engine's constructor may ask for beside its settings: what exists once the model is loaded, and its server's
 place. See `ServerEngine`."""
+OF_SAMPLING = ("allow_truncated_sampling", *SamplingParams.__dataclass_fields__)
+"""Keys of the group `generation` that say how training samples; the others are the engine's."""
 OF_BOTH = ("batch_size", "timeout_s", "max_retries")
 """Settings of engines in `generation` and in `eval`."""
 
@@ -66,17 +69,10 @@ class EngineSpec:
         server |= {"launcher": self.launcher, "number": number}
         return build(self.client_node, key=self.key, protocol=Engine, **{**server, **runtime})
 
-    def with_needs(self, server_args: Mapping[str, Any], env: Mapping[str, str]) -> EngineSpec:
-        """With what a weight-sync strategy adds to a server's command line and environment; `engine.env` wins."""
-        if self.launcher is None:
-            return self
-        args, env = {**self.launcher.args, **server_args}, {**env, **self.launcher.env}
-        return replace(self, launcher=replace(self.launcher, args=args, env=env))
-
     def check_client(self) -> None:
         """Raise ConfigError if the engine's settings do not fit its constructor, or are out of range."""
         settings = {name: value for name, value in self.client_node.items() if name != "_target_"}
-        check_settings(self.engine_class, settings, self.key, given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
+        check_signature(self.engine_class, settings, self.key, given_at_runtime=dict.fromkeys(CLIENT_RUNTIME))
         for name, is_good, rule in (
             ("batch_size", settings.get("batch_size", 1) >= 1, "must be at least 1"),
             ("timeout_s", settings.get("timeout_s", 1) > 0, "must be above 0"),
@@ -85,15 +81,11 @@ class EngineSpec:
             require(is_good, f"{self.key}.{name}", settings.get(name), rule)
 
 
-def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
-    """What `generation` asks for. Raises ConfigError for a client without a server to ask.
-
-    Args:
-        node: the group `generation` without the sampling settings.
-    """
-    client_node = {name: value for name, value in node.items() if name not in ("base_url", "api_key")}
-    urls, num_engines = urls_of(node.get("base_url")), config.placement.num_engines
-    spec = EngineSpec(client_node, urls, node.get("api_key"), None, "generation")
+def training_engine(config: RunConfig) -> EngineSpec:
+    """What `generation` asks for. Raises ConfigError for a client without a server to ask."""
+    node = {name: value for name, value in config.generation.items() if name not in OF_SAMPLING}
+    urls, num_engines = urls_of("generation.base_url", node.pop("base_url", None)), config.placement.num_engines
+    spec = EngineSpec(node, urls, node.pop("api_key", None), None, "generation")
     spec.check_client()
     if urls or not spec.needs_server:
         fix = "the run starts no server, so this would do nothing; leave it at 1"
@@ -103,28 +95,28 @@ def training_engine(config: RunConfig, node: Mapping[str, Any]) -> EngineSpec:
     # The servers load the model of the run, as it does.
     fix = "no server to ask; name a running one, or let the run start one with engine=vllm"
     require(config.engine is not None, "generation.base_url", None, fix)
-    engine = config.engine
-    if config.model.trust_remote_code:  # the server loads the same model
-        engine = {**engine, "args": {**engine["args"], "trust_remote_code": True}}
+    args = dict(config.engine["args"])
+    if config.model.trust_remote_code:
+        args["trust_remote_code"] = True
     if config.model.quantization is not None:
-        typed = engine["args"].get("quantization", "bitsandbytes")
+        typed = args.setdefault("quantization", "bitsandbytes")
         fix = "the server rounds its base as model.quantization=nf4 does, by bitsandbytes; leave it out"
         require(typed == "bitsandbytes", "engine.args.quantization", typed, fix)
-        engine = {**engine, "args": {**engine["args"], "quantization": "bitsandbytes"}}
 
     # Each server is ready for its share of an iteration, and nobody else on the machine controls it.
-    launcher: Launcher = build(engine, key="engine")
+    launcher: Launcher = build({**config.engine, "args": args}, key="engine")
     of_iteration = -(-config.data.problems_per_iteration // num_engines)
-    num_requests = min(client_node.get("batch_size", of_iteration), of_iteration)
+    num_requests = min(node.get("batch_size", of_iteration), of_iteration)
     launcher = launcher.expecting(num_requests * config.data.rollouts_per_problem)
     launcher = replace(launcher, api_key=launcher.api_key or secrets.token_hex(32))
     return replace(spec, api_key=launcher.api_key, launcher=launcher, num_managed=num_engines)
 
 
-def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: str | None) -> EngineSpec | None:
+def evaluation_engine(config: RunConfig, training: EngineSpec) -> EngineSpec | None:
     """What evaluations ask, None where it is what training samples from. Raises ConfigError for a client without a
     server, and for a server without a client.
     """
+    settings = config.eval
     url, backend = settings.base_url, settings.backend
     if isinstance(backend, Mapping):
         node: Mapping[str, Any] = backend
@@ -137,7 +129,7 @@ def evaluation_engine(settings: EvalConfig, training: EngineSpec, *, api_key: st
         require(backend in options, "eval.backend", backend, fix)
         option: Any = OmegaConf.load(options[backend])
         node = {"_target_": option["_target_"], **{name: getattr(settings, name) for name in OF_BOTH if name in option}}
-    spec = EngineSpec(node, urls_of(url), api_key, None, "eval.backend")
+    spec = EngineSpec(node, [] if url is None else [url], config.generation.get("api_key"), None, "eval.backend")
 
     # It is training's engine, unless it is of another kind, or at another address.
     is_same_client = not isinstance(backend, Mapping) and issubclass(training.engine_class, spec.engine_class)
@@ -160,14 +152,11 @@ def num_shards(server_args: Mapping[str, Any]) -> int:
     return server_args.get("tensor_parallel_size") or server_args.get("tp_size") or 1
 
 
-def urls_of(value: str | Sequence[str] | None) -> list[str]:
-    return [] if value is None else [value] if isinstance(value, str) else list(value)
-
-
-def check_urls(key: str, value: Any) -> None:
-    """Raise ConfigError if the setting names a URL that a client cannot ask, names one twice, or is an empty list."""
-    urls = urls_of(value)
+def urls_of(key: str, value: str | Sequence[str] | None) -> list[str]:
+    """The servers of a setting. Raises ConfigError for a URL that a client cannot ask, one twice, or an empty list."""
+    urls = [] if value is None else [value] if isinstance(value, str) else list(value)
     require(value is None or len(urls) > 0, key, value, "names no server; null starts one")
     for url in urls:
         check_url(key, url)
     require(len({plain_url(url) for url in urls}) == len(urls), key, f"[{','.join(urls)}]", "names a server twice")
+    return urls

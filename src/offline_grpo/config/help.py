@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,31 +59,30 @@ def help_text(conf: Path, wanted: Sequence[str] = ()) -> str:
         return not wanted or any(name == word or name.startswith((f"{word}.", f"{word}/")) for word in wanted)
 
     lines = _section("Keys at the top", [key for key in keys(conf / "config.yaml", "") if is_wanted(key.name)])
-    chosen = defaults(conf)
+    chosen, names = defaults(conf), list[str]()
     for group, options in groups(conf).items():
+        # Its options in a line, then each with the keys that none before it has: first the default, then those that
+        # include no others.
+        text = ", ".join(f"{option}*" if option in chosen.get(group, []) else option for option in options)
+        names += textwrap.wrap(text, WIDTH, initial_indent=f"  {group:<16} ", subsequent_indent=" " * 19)
+        texts = {option: (conf / group / f"{option}.yaml").read_text() for option in options}
+        places = [(name not in chosen.get(group, []), "defaults:" in text, name) for name, text in texts.items()]
         explained: set[Key] = set()
-
-        def comes_later(option: str, group: str = group) -> tuple[bool, bool]:
-            includes_others = "defaults:" in (conf / group / f"{option}.yaml").read_text()
-            return option not in chosen.get(group, []), includes_others
-
-        for option in sorted(options, key=comes_later):
-            path = conf / group / f"{option}.yaml"
-            found = [key for key in all_keys(path, prefix_of(group)) if is_wanted(key.name) or is_wanted(group)]
-            new = [key for key in found if key not in explained]
+        for *_, option in sorted(places):
+            found = all_keys(conf / group / f"{option}.yaml", prefix_of(group))
+            new = [key for key in found if key not in explained and (is_wanted(key.name) or is_wanted(group))]
             explained |= set(new)
             if new or is_wanted(group):
-                lines += _section(f"{group}={option}", new, about=_about(path))
+                # What is said of the option: the first comment of its file, unless it is that of its first key.
+                written = [line for line in texts[option].splitlines() if not line.startswith("# @package")]
+                end = next((i for i, line in enumerate(written) if not line.startswith("#")), len(written))
+                is_of_key = end < len(written) and re.match(r"(?!defaults|_target_)\w+: ", written[end])
+                about = "" if is_of_key else " ".join(line.lstrip("# ") for line in written[:end])
+                lines += _section(f"{group}={option}", new, about)
     if not lines:
         raise ConfigError("--help", " ".join(wanted), "nothing is called so; --help alone lists all")
-    return "\n".join(lines if wanted else [USAGE, *_groups(conf), "", *lines])
-
-
-def _groups(conf: Path) -> Iterator[str]:
-    yield "Groups and their options (* is the default)"
-    for group, options in groups(conf).items():
-        names = ", ".join(f"{option}*" if option in defaults(conf).get(group, []) else option for option in options)
-        yield from textwrap.wrap(names, WIDTH, initial_indent=f"  {group:<16} ", subsequent_indent=" " * 19)
+    head = [USAGE, "Groups and their options (* is the default)", *names, ""]
+    return "\n".join(lines if wanted else [*head, *lines])
 
 
 def prefix_of(group: str) -> str:
@@ -129,14 +128,6 @@ def keys(path: Path, prefix: str) -> list[Key]:
                 found.append(Key(prefix + ".".join(names), value, " ".join(comment)))
             comment = []
     return found
-
-
-def _about(path: Path) -> str:
-    """The first comment of an option's file, unless it is that of its first key."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
-    end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    is_of_key = end < len(lines) and re.match(r"(?!defaults|_target_)\w+: ", lines[end])
-    return "" if is_of_key else " ".join(line.lstrip("# ") for line in lines[:end])
 
 
 # What somebody may have meant.

@@ -7,16 +7,16 @@ This module imports no torch, whose import takes longer than all of the checks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo import hub
-from offline_grpo.config.build import build, check_settings
+from offline_grpo.config.build import build, check_signature
 from offline_grpo.config.compose import key_of
-from offline_grpo.config.engine_spec import EngineSpec, check_urls, evaluation_engine, num_shards, training_engine
+from offline_grpo.config.engine_spec import EngineSpec, evaluation_engine, num_shards, training_engine, urls_of
 from offline_grpo.config.problems import TaskData, task_data
 from offline_grpo.errors import ConfigError
 from offline_grpo.eval.statistics import metric_names
@@ -34,8 +34,6 @@ OF_OWN_SERVER = ("engine=", "engine.", "placement.engine_devices=", "weight_sync
 """Beginnings of overrides that act on a server which the run starts, and on nothing else."""
 OF_CLUSTER = ("placement=", "placement.address=")
 """As `OF_OWN_SERVER`, where nothing else of the run is in a Ray cluster."""
-NOT_OF_CLIENT = ("allow_truncated_sampling", *SamplingParams.__dataclass_fields__)
-"""Keys of the group `generation` that say how training samples; the others are the engine's."""
 TINY_ANSWER = 16
 """Tokens that hold an answer of the tiny model, and of hardly any other."""
 
@@ -75,10 +73,11 @@ class Plan:
         return corrects or self.config.model.quantization is not None  # the server computes with the same 4 bits
 
     def devices(self, num_processes: int) -> Devices:
-        from offline_grpo.placement.devices import Devices
+        """Raises ConfigError for GPUs that this machine has not, or that do not suit the weight sync."""
+        from offline_grpo.placement.devices import place
 
         needs = self.weight_sync.requires
-        return Devices(
+        return place(
             trainer=self.config.model.device,
             reference=self.config.model.ref_device,
             num_processes=num_processes,
@@ -92,11 +91,12 @@ class Plan:
 
 
 def make_plan(config: RunConfig) -> Plan:
-    """Build what needs no model, and check what does against its signature. Raises ConfigError."""
+    """Build what needs no model: each part is checked against the signature of its class, and checks its settings.
+    Raises ConfigError.
+    """
     # What needs no import: how completions are drawn, addresses, loggers, the problems, and where the model is.
-    generation = config.generation
-    sampling, eval_sampling = training_sampling(generation), evaluation_sampling(config)
-    check_urls("generation.base_url", generation.get("base_url"))
+    sampling, eval_sampling = sampling_of(config, "generation"), sampling_of(config, "eval")
+    urls_of("generation.base_url", config.generation.get("base_url"))
     listeners(config, Path())  # their constructors refuse bad settings
     data = task_data(config)
     for key, name in (("model.train_id", config.model.train_id), ("model.ref_id", config.model.ref_id)):
@@ -107,14 +107,34 @@ def make_plan(config: RunConfig) -> Plan:
 
     # From here on torch is imported, then transformers.
     from offline_grpo.model.layouts import layout_named
+    from offline_grpo.weight_sync.in_process import Frozen, InProcess
+    from offline_grpo.weight_sync.lora import LoraHotswap
+    from offline_grpo.weight_sync.reload import Reload
     from offline_grpo.weight_sync.strategy import WeightSync
 
-    engine = training_engine(config, {key: value for key, value in generation.items() if key not in NOT_OF_CLIENT})
-    api_key, layout = generation.get("api_key"), config.model.layout
-    eval_engine = evaluation_engine(config.eval, engine, api_key=api_key) if config.eval.enabled else None
+    # What training samples from, with what its weight sync adds to a server's command line (`engine.env` wins).
+    engine, layout = training_engine(config), config.model.layout
     weight_sync = build(config.weight_sync, key="weight_sync", protocol=WeightSync)
-    engine = engine.with_needs(weight_sync.requires.server_args, weight_sync.requires.env)
-    plan = Plan(
+    needs, launcher = weight_sync.requires, engine.launcher
+    if launcher is not None:
+        args, env = {**launcher.args, **needs.server_args}, {**needs.env, **launcher.env}
+        engine = replace(engine, launcher=replace(launcher, args=args, env=env))
+
+    # What evaluations ask, and how the weights get there: as to training's engine if that is the one.
+    eval_engine = evaluation_engine(config, engine) if config.eval.enabled else None
+    common: dict[str, Any] = {"interval": 1, "tolerance_nats": config.eval.tolerance_nats}
+    if eval_engine is None:
+        eval_weight_sync = weight_sync
+    elif not eval_engine.needs_server:
+        eval_weight_sync = InProcess()
+    elif config.eval.weight_sync == "none" or isinstance(weight_sync, Frozen):
+        eval_weight_sync = Frozen()
+    elif config.model.lora is not None:
+        eval_weight_sync = LoraHotswap(**common, server_args={"enable_lora": True})
+    else:  # "abort" finds nothing to abort: none of this run's requests is in flight there during a push
+        eval_weight_sync = Reload(**common, server_args={}, location=config.eval.location, pause_mode="abort")
+
+    return Plan(
         config=config,
         data=data,
         sampling=sampling,
@@ -127,10 +147,8 @@ def make_plan(config: RunConfig) -> Plan:
         layout=layout_named(layout) if isinstance(layout, str) else build(layout, key="model.layout", protocol=Layout),
         head=build(config.model.head, key="model.head", protocol=LossHead),
         weight_sync=weight_sync,
-        eval_weight_sync=_evaluation_sync(eval_engine, config, weight_sync),
+        eval_weight_sync=eval_weight_sync,
     )
-    check_together(plan)
-    return plan
 
 
 def _advantage(node: Any, key: str) -> Advantage:
@@ -150,55 +168,13 @@ def listeners(config: RunConfig, run_folder: Path) -> list[RunListener]:
     return found + ([] if config.train.profile is None else [Profiler(run_folder, config.train.profile - 1)])
 
 
-def _evaluation_sync(spec: EngineSpec | None, config: RunConfig, training: WeightSync) -> WeightSync:
-    """The strategy that brings weights to the engine of evaluations; that of training if both share one engine."""
-    from offline_grpo.weight_sync.in_process import Frozen, InProcess
-    from offline_grpo.weight_sync.lora import LoraHotswap
-    from offline_grpo.weight_sync.reload import Reload
-
-    if spec is None:
-        return training
-    if not spec.needs_server:
-        return InProcess()
-    if config.eval.weight_sync == "none" or isinstance(training, Frozen):
-        return Frozen()
-    common: dict[str, Any] = {"interval": 1, "tolerance_nats": config.eval.tolerance_nats}
-    if config.model.lora is not None:
-        return LoraHotswap(**common, server_args={"enable_lora": True})
-    # "abort" finds nothing to abort: none of this run's requests is in flight there during a push
-    return Reload(**common, server_args={}, location=config.eval.location, pause_mode="abort")
-
-
-def training_sampling(node: Mapping[str, Any]) -> SamplingParams:
-    """How training draws completions: the settings of the group `generation` that are not the engine's."""
-    sampling = _sampling(
-        {each.name: node[each.name] for each in fields(SamplingParams) if each.name in node}, "generation"
-    )
-    if not node.get("allow_truncated_sampling", False):
-        if sampling.temperature == 0:
-            fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0. "
-            fix += "For evaluations: eval.temperature=0 eval.replicates=1 eval.ks=[1]"
-            raise ConfigError("generation.temperature", 0, fix)
-        for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
-            if (value := getattr(sampling, name)) != off:
-                why = f"training on filtered samples biases the policy ratio; set it to {off}, or say that you mean it"
-                raise ConfigError(f"generation.{name}", value, f"{why} with generation.allow_truncated_sampling=true")
-    return sampling
-
-
-def evaluation_sampling(config: RunConfig) -> SamplingParams:
-    """How evaluations draw completions: the settings of the group `eval`."""
-    settings = config.eval
-    values = {field.name: getattr(settings, field.name) for field in fields(SamplingParams)}
-    sampling = _sampling(values if settings.do_sample else values | {"temperature": 0.0}, "eval")
-    if settings.replicates > 1 and sampling.temperature == 0:
-        fix = "greedy decoding draws one completion over and over; use eval.replicates=1 eval.ks=[1]"
-        raise ConfigError("eval.replicates", settings.replicates, fix)
-    return sampling
-
-
-def _sampling(values: dict[str, Any], key: str) -> SamplingParams:
-    check_settings(SamplingParams, values, key, given_at_runtime={})
+def sampling_of(config: RunConfig, key: str) -> SamplingParams:
+    """How training draws completions (the group "generation"), or evaluations ("eval"). Raises ConfigError."""
+    settings = config.generation if key == "generation" else vars(config.eval)
+    values = {each.name: settings[each.name] for each in fields(SamplingParams) if each.name in settings}
+    if not settings.get("do_sample", True):
+        values["temperature"] = 0.0
+    check_signature(SamplingParams, values, key, given_at_runtime={})
     sampling = SamplingParams(**{**values, "stop": tuple(values.get("stop", ()))})
     for name, is_good, fix in (
         ("max_new_tokens", sampling.max_new_tokens > 0, "must be at least 1"),
@@ -211,21 +187,43 @@ def _sampling(values: dict[str, Any], key: str) -> SamplingParams:
     ):
         if not is_good:
             raise ConfigError(f"{key}.{name}", getattr(sampling, name), fix)
+
+    # Evaluations may be greedy, once for each problem. What training draws must come from the policy's distribution.
+    if key == "eval":
+        if settings["replicates"] > 1 and sampling.temperature == 0:
+            fix = "greedy decoding draws one completion over and over; use eval.replicates=1 eval.ks=[1]"
+            raise ConfigError("eval.replicates", settings["replicates"], fix)
+    elif not settings.get("allow_truncated_sampling", False):
+        if sampling.temperature == 0:
+            fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0. "
+            fix += "For evaluations: eval.temperature=0 eval.replicates=1 eval.ks=[1]"
+            raise ConfigError("generation.temperature", 0, fix)
+        for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
+            if (value := getattr(sampling, name)) != off:
+                why = f"training on filtered samples biases the policy ratio; set it to {off}, or say that you mean it"
+                raise ConfigError(f"generation.{name}", value, f"{why} with generation.allow_truncated_sampling=true")
     return sampling
 
 
 # Which parts do not go together.
 
 
-def check_together(plan: Plan) -> None:
-    """Raise ConfigError for the first parts that do not go together, with key, value and fix."""
+def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConfig | None = None) -> None:
+    """Raise ConfigError for the first parts that do not go together, with key, value and fix.
+
+    Args:
+        overrides: what was typed, of which nothing may be without effect. Settings in files and presets may be.
+        rollouts: the group, with interpolations not resolved.
+    """
+    from offline_grpo.train.advantage import Distill, is_url
     from offline_grpo.train.optimizer import AdamW
 
     config, data, sync, engine = plan.config, plan.data, plan.weight_sync, plan.engine
     model, train, placement, quantization = config.model, config.train, config.placement, config.model.quantization
 
     # The reference, the advantage and its teacher.
-    is_base = model.lora is not None and model.ref_id in (None, model.train_id) and plan.advantage.teacher is None
+    teacher, temperature = plan.advantage.teacher, plan.sampling.temperature
+    is_base = model.lora is not None and model.ref_id in (None, model.train_id) and teacher is None
     if is_base and model.ref_device is not None:
         fix = "under LoRA the reference is the trained model without its adapters; leave it null"
         raise ConfigError("model.ref_device", model.ref_device, fix)
@@ -233,9 +231,17 @@ def check_together(plan: Plan) -> None:
     if "ref" in plan.advantage.needs and plan.loss.kl_coef == 0:
         fix = "train.advantage needs the reference's logprobs, which a KL penalty loads; set it above 0"
         raise ConfigError("train.kl_coef", plan.loss.kl_coef, fix)
-    _check_teacher(plan)
+    if teacher is not None and not is_url(teacher):
+        hub.need_model(teacher, "train.advantage.teacher")
+    if isinstance(plan.advantage, Distill) and data.train is not None:
+        if teacher is None:
+            fix = "name a model (folder or Hub id), or the URL of a vLLM server; null is for rollouts that were scored "
+            raise ConfigError("train.advantage.teacher", "null", f"{fix}before")
+        if is_url(teacher) and temperature != 1.0:
+            fix = "a server tells its logprobs at temperature 1 alone; use 1, or load the teacher here by its id"
+            raise ConfigError("generation.temperature", temperature, fix)
 
-    # How weights get to what samples.
+    # How weights get to what samples, and with which numbers it computes.
     _check_weight_sync(plan)
     if quantization is not None and engine.launcher is not None and train.precision == "fp32":
         fix = "a vLLM server with 4-bit weights computes in 16 bits; use bf16, or sample in process"
@@ -290,26 +296,31 @@ def check_together(plan: Plan) -> None:
         if plan.eval_weight_sync.requires.moves == "nothing":
             raise ConfigError(key, metric, "evaluations ask a server that gets no weights (weight_sync=none)")
 
-
-def _check_teacher(plan: Plan) -> None:
-    from offline_grpo.train.advantage import Distill, is_url
-
-    teacher, temperature = plan.advantage.teacher, plan.sampling.temperature
-    if teacher is not None and not is_url(teacher):
-        hub.need_model(teacher, "train.advantage.teacher")
-    if not isinstance(plan.advantage, Distill) or plan.data.train is None:
-        return
-    if teacher is None:
-        fix = "name a model (folder or Hub id), or the URL of a vLLM server; null is for rollouts that were scored "
-        raise ConfigError("train.advantage.teacher", "null", f"{fix}before")
-    if is_url(teacher) and temperature != 1.0:
-        fix = "a server tells its logprobs at temperature 1 alone; use 1, or load the teacher here by its id"
-        raise ConfigError("generation.temperature", temperature, fix)
+    # What was typed and would do nothing: settings of a server that the run does not start, and of problems that its
+    # source does not read (an environment of the run's reads `data`).
+    if engine.launcher is None:
+        where, fix = "the run starts no server", "use generation=vllm_server"
+        if engine.base_urls:
+            where = f"the server at generation.base_url={engine.base_url} runs already"
+            fix = "set generation.base_url=null"
+        uses_cluster = placement.score_on_cluster or placement.trainer == "ray"
+        for setting in (override.lstrip("+~") for override in overrides):
+            if setting.startswith(OF_OWN_SERVER if uses_cluster else (*OF_OWN_SERVER, *OF_CLUSTER)):
+                raise ConfigError(f"{setting}: {where}, so this would do nothing; leave it out, or {fix}")
+    if data.train is None and rollouts is not None and rollouts.get("environment") is None:
+        read = OmegaConf.to_yaml(rollouts, resolve=False)
+        for override in overrides:
+            key = key_of(override)
+            if key.startswith("data.") and key != "data.resample_zero_signal" and f"${{{key}}}" not in read:
+                fix = "this source does not read it, so it would do nothing; see conf/rollouts for its own"
+                raise ConfigError(f"{override}: {fix}")
 
 
 def _check_weight_sync(plan: Plan) -> None:
     sync, needs, engine, rank = plan.weight_sync, plan.weight_sync.requires, plan.engine, plan.lora_rank
     kind, in_flight = engine.engine_class, plan.config.rollouts.get("in_flight")
+
+    # The kind of server, and what moves: all weights, or adapters.
     if not issubclass(kind, needs.engine):
         fix = f"is for {needs.engine.name}, and generation samples from {kind.name}; choose another of either"
         raise ConfigError("weight_sync", sync.name, fix)
@@ -326,6 +337,8 @@ def _check_weight_sync(plan: Plan) -> None:
     if engine.base_url is None and rank is not None and room is not None and rank > room:
         fix = f"the adapters have rank {rank}; set it to the next of 16, 32, 64, 128, ..."
         raise ConfigError("weight_sync.server_args.max_lora_rank", room, fix)
+
+    # Whose server it is, what becomes of open requests, and how many may be served.
     if needs.own_server and engine.base_url is not None:
         fix = f"weight_sync={sync.name} starts servers of its own; set it to null, or use another weight_sync"
         raise ConfigError("generation.base_url", engine.base_url, fix)
@@ -342,35 +355,12 @@ def _check_weight_sync(plan: Plan) -> None:
         raise ConfigError("placement.num_engines", engine.num_managed, fix)
 
 
-def refuse_idle(overrides: Sequence[str], rollouts: DictConfig, plan: Plan) -> None:
-    """Raise ConfigError for an override of the command line that would do nothing in this run. Values from files are
-    let through: those of a preset are meant for runs that start a server too. `rollouts`: the group with its
-    interpolations, which say what a source reads of other groups.
-    """
-    engine, placement = plan.engine, plan.config.placement
-    if engine.launcher is None:
-        where, fix = "the run starts no server", "use generation=vllm_server"
-        if engine.base_urls:
-            where = f"the server at generation.base_url={engine.base_url} runs already"
-            fix = "set generation.base_url=null"
-        uses_cluster = placement.score_on_cluster or placement.trainer == "ray"
-        for setting in (override.lstrip("+~") for override in overrides):
-            if setting.startswith(OF_OWN_SERVER if uses_cluster else (*OF_OWN_SERVER, *OF_CLUSTER)):
-                raise ConfigError(f"{setting}: {where}, so this would do nothing; leave it out, or {fix}")
-    if plan.data.train is None and rollouts.get("environment") is None:  # an environment of the run's reads `data`
-        read = OmegaConf.to_yaml(rollouts, resolve=False)
-        for override in overrides:
-            key = key_of(override)
-            if key.startswith("data.") and key != "data.resample_zero_signal" and f"${{{key}}}" not in read:
-                fix = "this source does not read it, so it would do nothing; see conf/rollouts for its own"
-                raise ConfigError(f"{override}: {fix}")
-
-
 # What is said of a plan before the run begins.
 
 
 def describe(plan: Plan) -> Iterator[str]:
     """The problems of a run, the batch arithmetic of an iteration, and what may be unexpected about either."""
+    # The problems.
     data, config = plan.data, plan.config
     num_train = None if data.train is None else len(data.train)
     training = "no" if num_train is None else f"{num_train:,}"
@@ -384,6 +374,8 @@ def describe(plan: Plan) -> Iterator[str]:
             f"{len(near):,} held-out problems are almost the same as a training problem, such as {closest.held_out_id} "
             f"and {closest.train_id} ({closest.share:.0%} of its sequences of 8 words): evaluations reward memory there"
         )
+
+    # The batch of an iteration, and its updates.
     num_problems, train, rollouts = config.data.problems_per_iteration, config.train, config.rollouts
     if num_train is not None and num_problems > num_train:
         yield f"data.problems_per_iteration={num_problems} is more: an iteration repeats problems"

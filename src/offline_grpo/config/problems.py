@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from offline_grpo.config.build import build, check_settings, resolve
+from offline_grpo.config.build import build, check_signature, resolve
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Task, TaskFacts
 from offline_grpo.settings import RunConfig
@@ -74,7 +74,7 @@ def task_data(config: RunConfig) -> TaskData:
         raise ConfigError("rollouts.record", records(config), "must be true or false")
     settings = {name: value for name, value in source_node(config).items() if name != "_target_"}
     runtime = [name for name in SOURCE_RUNTIME if name != "problems" or source.needs_problems]
-    check_settings(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
+    check_signature(source, settings, "rollouts", given_at_runtime=dict.fromkeys(runtime))
     source.check(config)
 
     # What is evaluated on, and what is trained on, which may not be in the evaluation's split.
@@ -186,6 +186,7 @@ def isolated(
     from offline_grpo.generation.scoring import IsolatedTask, Scorers
     from offline_grpo.generation.scoring_worker import Setup
 
+    # Each process of the run has its share of the workers. A worker builds the task anew, from its settings.
     num_live = -(-settings.episodes // num_processes) if facts.plays else 0
     num_workers = max(num_live, -(-settings.workers // num_processes))
     setup = Setup(
@@ -196,6 +197,7 @@ def isolated(
         memory_bytes=settings.memory_mib * 2**20,
         printed=None if folder is None else folder.absolute() / "scoring.log",
     )
+
     if on_cluster:
         from offline_grpo.generation.scoring import ClusterScorers
 

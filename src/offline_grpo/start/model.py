@@ -5,7 +5,6 @@ transformers, in their order.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,6 @@ from offline_grpo import progress
 from offline_grpo.checkpoint.checkpointer import Checkpointer
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import fresh_schedule
-from offline_grpo.config.parts import Plan
 from offline_grpo.config.problems import records, source_node
 from offline_grpo.eval.evaluator import PassAtKEvaluator
 from offline_grpo.generation.teacher import KEY, TeacherServer
@@ -25,16 +23,13 @@ from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model import load
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.masters import part_of_process
-from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
 from offline_grpo.model.scoring import BaseScoring
-from offline_grpo.placement.ranks import Ranks
 from offline_grpo.redaction import redacted
 from offline_grpo.report.runs import WITHOUT_EFFECT
 from offline_grpo.rollouts.recorder import Origin, Recorder, architecture_hash, tokenizer_hash
 from offline_grpo.seeding import derive_seed
 from offline_grpo.start import prompts, servers
-from offline_grpo.start.memory import check_memory
 from offline_grpo.state import Run
 from offline_grpo.train.advantage import is_url
 from offline_grpo.train.batch import Passes
@@ -46,13 +41,6 @@ from offline_grpo.weight_sync.in_process import prove_sampling
 
 BESIDE_BYTES = 4 * 2**30
 """On the GPU beside a copy of the weights: for short sequences, their gradients, and the compiler's trials."""
-
-
-def check(run: Run) -> None:
-    """The model's config and tokenizer, the prompts in its tokens, and the memory plan, before any weight is read."""
-    run.prompt_tokens = prompts.check_model(run.plan, run.model_id)
-    how = {"prompt_tokens": run.prompt_tokens, "num_processes": run.ranks.world_size}
-    run.recompute = check_memory(run.plan, run.model_id, **how)
 
 
 def load_policy(run: Run) -> None:
@@ -153,9 +141,7 @@ def prepare_training(run: Run) -> None:
         masters = policy.make_masters(offload=is_offloaded(plan.optimizer))
         if config.train.dither_masters and run.checkpoint is None:  # which has its own
             masters.dither(config.seed)
-    run.updater = make_updater(plan, policy, run.model_id, folder, ranks, run.sharding)
-    if run.resume is not None and run.resume.lr_schedule is not None:
-        run.updater.lr_schedule = run.resume.lr_schedule
+    run.updater = make_updater(run)
 
     # The source of rollouts. Their record says what model sampled them, and under which settings.
     public = redacted(run.plain)
@@ -225,44 +211,48 @@ def prepare_training(run: Run) -> None:
         listener.loaded(partial(run.codec.decode, skip_special_tokens=False))
 
 
-def make_updater(
-    plan: Plan, policy: Policy, model_id: str, run_folder: Path, ranks: Ranks, sharding: Sharding
-) -> Updater:
+def make_updater(run: Run) -> Updater:
     """The updater of a run whose policy is loaded; loads the reference if there is a KL term, and the teacher."""
-    train, model, reference = plan.config.train, plan.config.model, None
+    plan, policy, sharding, reference, teacher = run.plan, run.policy, run.sharding, None, None
+    train, model, name = plan.config.train, plan.config.model, plan.advantage.teacher
     how: Any = {"layout": plan.layout, "precision": train.precision}
+    # Frozen models: under LoRA the reference is the policy without its adapters, and costs nothing.
     if plan.loss.kl_coef > 0:
         with progress.phase("load reference"):
             if load.is_adapted_policy(model):
                 reference = BaseScoring(policy.scoring)
             else:
-                reference = load.load_frozen(model, model.ref_id or model_id, policy, key="model.ref_id", **how)
+                reference = load.load_frozen(model, model.ref_id or run.model_id, policy, key="model.ref_id", **how)
             sharding.prepare_reference(reference)
-    teacher, name = None, plan.advantage.teacher
     if name is not None and is_url(name):
         teacher = TeacherServer(name)
     elif name is not None:
         with progress.phase("load teacher"):
             teacher = load.load_frozen(model, name, policy, key=KEY, **how)
             sharding.prepare_reference(teacher)
-    optimizer = plan.optimizer.create(policy.masters.parameters.values())
+
+    # What scores a batch, and what steps.
     passes = Passes(
         policy=policy,
         reference=reference,
         loss=plan.loss,
         advantage=plan.advantage,
         config=train,
-        ranks=ranks,
+        ranks=run.ranks,
         sharding=sharding,
         reward_penalty=reward_penalty(plan.loss),
         teacher=teacher,
     )
-    return Updater(
+    optimizer = plan.optimizer.create(policy.masters.parameters.values())
+    updater = Updater(
         passes,
         optimizer=OffloadedAdamW(optimizer, policy.masters) if is_offloaded(plan.optimizer) else optimizer,
         scaler=torch.amp.GradScaler(policy.device.type, enabled=train.precision == "fp16"),
         max_new_tokens=plan.sampling.max_new_tokens,
         lr_schedule=fresh_schedule(plan.config),
         seed=plan.config.seed,
-        failure_dir=run_folder,
+        failure_dir=run.folder.path,
     )
+    if run.resume is not None and run.resume.lr_schedule is not None:
+        updater.lr_schedule = run.resume.lr_schedule
+    return updater

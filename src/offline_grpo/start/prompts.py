@@ -17,6 +17,8 @@ from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.model.load import context_length, generation_config_of, load_tokenizer, read_model_config
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.settings import DataConfig, RunConfig
+from offline_grpo.start.memory import check_memory
+from offline_grpo.state import Run
 from offline_grpo.train.advantage import is_url
 from offline_grpo.types import Problem
 
@@ -37,29 +39,33 @@ def codec_of(
     return TokenizerCodec(tokenizer, end_ids(generation_config, tokenizer), kwargs, prefix)
 
 
-def check_model(plan: Plan, model_id: str) -> tuple[int, int]:
-    """config.json and the tokenizer of the model against the settings. Takes the problems out of the plan that
-    `data.max_prompt_tokens` skips; returns what `check_prompts` does, and raises the same.
+def check_model(run: Run) -> None:
+    """Config and tokenizer of the model against the settings, the prompts in its tokens, the teacher, and the memory
+    plan, before any weight is read. Takes the problems out of the plan that `data.max_prompt_tokens` skips.
     """
-    config = plan.config.model
+    plan, model_id = run.plan, run.model_id
+    config, settings, data = plan.config.model, plan.config.data, plan.data
     if config.trust_remote_code:
         log.warning("model.trust_remote_code=true: Python code that comes with %s is executed", model_id)
+    how = {"trust_remote_code": config.trust_remote_code}
     if plan.loss.kl_coef > 0 and config.ref_id is not None:
-        read_model_config(config.ref_id, "model.ref_id", trust_remote_code=config.trust_remote_code)
-    model_config = read_model_config(model_id, "model.train_id", trust_remote_code=config.trust_remote_code)
-    how = {"trust_remote_code": config.trust_remote_code, "chat_template": config.chat_template}
-    tokenizer = load_tokenizer(model_id, **how)
+        read_model_config(config.ref_id, "model.ref_id", **how)
+    model_config = read_model_config(model_id, "model.train_id", **how)
+    tokenizer = load_tokenizer(model_id, **how, chat_template=config.chat_template)
     if tokenizer.chat_template is None:
         without = "has no chat template, so a prompt is the plain contents of its messages, line by line"
         log.warning("model.train_id=%s: %s", model_id, without)
+
+    # The problems, in tokens.
     codec = codec_of(plan.config, tokenizer, generation_config_of(model_id))
-    settings, data = plan.config.data, plan.data
     train = None if data.train is None else without_long(data.train, codec, settings, "training")
     plan.data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
     check_episodes(codec, [*(train or ()), *plan.data.held_out])
-    prompt_tokens = check_prompts(plan, model_id, codec, model_config)
-    check_teacher(plan, model_config, tokenizer, prompt_tokens[1])
-    return prompt_tokens
+    run.prompt_tokens = check_prompts(plan, model_id, codec, model_config)
+    check_teacher(plan, model_config, tokenizer, run.prompt_tokens[1])
+
+    # Whether all of it fits, and how much of the activations is computed again so that it does.
+    run.recompute = check_memory(plan, model_id, prompt_tokens=run.prompt_tokens, devices=run.devices)
 
 
 def check_episodes(codec: TokenizerCodec, problems: Sequence[Problem]) -> None:
@@ -73,6 +79,7 @@ def encoded(codec: TokenizerCodec, problem: Problem) -> list[int]:
     """The prompt of a problem. Raises ConfigError where the chat template refuses it, or leaves out tools that the row
     offers, calls of tools, or messages of a role that it does not know.
     """
+    # What the template might leave out without a word, to be looked for in what it made.
     known = ("system", "user", "assistant", "tool")
     said = [("content", each["content"]) for each in problem.messages if each["role"] not in known]
     said += [
@@ -141,6 +148,8 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
         rules = [problem.rules for problem in problems if problem.rules is not None]
         added = max((each.max_environment_tokens for each in rules), default=0)
         room -= added
+
+        # Tokens that the model has no embedding for, or its tokenizer no token.
         prompts = [encoded(codec, problem) for problem in problems[:MAX_LOOKED_AT]]
         for problem, prompt in zip(problems, prompts, strict=False):
             largest = max(prompt, default=0)
@@ -149,6 +158,8 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
                 raise ConfigError("model.train_id", model_id, f"{fix} {vocab_size} tokens; take another copy")
             if codec.tokenizer.unk_token_id in prompt:
                 unreadable.append(problem.messages[-1]["content"])
+
+        # Prompt, completion and what an environment may add must fit into the context.
         lengths = [*map(len, prompts), *longer_prompts(problems[MAX_LOOKED_AT:], codec, room).values()]
         longest = max(lengths, default=0)
         if context is not None and longest > room:
@@ -179,6 +190,8 @@ def check_teacher(
     if is_url(name):
         TeacherServer(name).check(tokenizer, num_tokens)
         return
+
+    # Its logprobs are of token ids: the same id has to be the same token in both.
     trust = plan.config.model.trust_remote_code
     config = read_model_config(name, KEY, trust_remote_code=trust)
     theirs = load_tokenizer(name, key=KEY, trust_remote_code=trust)

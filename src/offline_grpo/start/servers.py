@@ -29,7 +29,7 @@ from offline_grpo.model.device import TORCH_NAMES, resolve_device, torch_dtype
 from offline_grpo.model.gguf import convert
 from offline_grpo.model.quantization import check_nf4
 from offline_grpo.model.text import end_ids
-from offline_grpo.placement.devices import Devices, check_devices, server_gpus, trainer_gpus
+from offline_grpo.placement.devices import Devices
 from offline_grpo.state import Run
 from offline_grpo.train.advantage import GDPO
 from offline_grpo.types import SamplingParams
@@ -40,32 +40,32 @@ from offline_grpo.weight_sync.strategy import WeightSync
 log = logging.getLogger(__name__)
 
 
-def begin(run: Run) -> None:
-    """Look at the machine, and start the servers on it, unless they need the policy. The processes that score start
-    too.
-    """
-    ranks, plan, config, folder = run.ranks, run.plan, run.config, run.folder.path
-    # Completions are scored in processes of their own, which are forked while this one is small.
-    how = {"num_processes": ranks.world_size, "on_cluster": config.placement.score_on_cluster}
-    plan.data = replace(plan.data, task=isolated(plan.data.task, config, folder, run.stack, **how))
+def begin_scoring(run: Run) -> None:
+    """Fork the processes that score completions, and play episodes. They are forked while this one is small."""
+    plan, config = run.plan, run.config
+    how = {"num_processes": run.ranks.world_size, "on_cluster": config.placement.score_on_cluster}
+    plan.data = replace(plan.data, task=isolated(plan.data.task, config, run.folder.path, run.stack, **how))
 
+
+def check_machine(run: Run) -> None:
+    """Refuse what this machine lacks: vLLM, GPUs, a layout's kernels, the model's files, running servers. The model is
+    there after that: of a tiny one and of a GGUF file, the first process makes it if it is missing.
+    """
+    ranks, plan, config = run.ranks, run.plan, run.config
     # Whether a reward of the user's own has the several parts that gdpo adds up, one score tells.
     if isinstance(plan.advantage, GDPO) and plan.data.train and plan.advantage.needs_score(config):
         with suppress(ScoreError):  # of an empty answer, which the model may never give
             plan.advantage.check_score(Judgement(plan.data.task, plan.data.train[0], [""]).scores()[0])
 
-    # Refuse what this machine lacks: vLLM, GPUs, a layout's kernels, the model's files, running servers.
     if plan.engine.launcher is not None and config.placement.address is None:  # machines of a cluster check their own
         plan.engine.launcher.check_installed()
     run.devices = plan.devices(ranks.world_size)
-    check_devices(run.devices)
     if plan.layout is not None:  # to choose one starts CUDA, which takes a second
         plan.layout.check(resolve_device(config.model.device), torch_dtype(config.train.precision))
     if config.model.quantization is not None:
         check_nf4(resolve_device(config.model.device, ranks.local_rank))
 
-    # The model: a folder, a hub id, or a folder in the cache with that of a GGUF file, or with the tiny one, which the
-    # first process builds if it is missing.
+    # The model: a folder, a hub id, or a folder in the cache.
     named = {"model.train_id": config.model.train_id, "model.ref_id": config.model.ref_id, KEY: plan.advantage.teacher}
     for key, name in named.items():
         if name is not None:
@@ -86,14 +86,6 @@ def begin(run: Run) -> None:
         run.model_id = ranks.on_main(lambda: str(tiny.prepare(plan.data.task, cache)))
     ranks.on_main(lambda: check_found_servers(plan, run.model_id))
 
-    # A resumed run's server begins with the checkpoint's weights, unless only an adapter moves.
-    run.servers = make_engines(run)
-    if starts_before_the_policy(plan.engine, plan.weight_sync, run.devices):
-        moves_all = plan.lora_rank is None and plan.weight_sync.requires.moves != "nothing"
-        served = str(run.checkpoint) if run.checkpoint is not None and moves_all else run.model_id
-        for server in next_to_start(run.servers):
-            ranks.on_main(lambda server=server: server.begin(served, {}))
-
 
 def check_found_servers(plan: Plan, model_id: str) -> None:
     """Look at servers that the run does not start, before anything large is loaded.
@@ -109,17 +101,24 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
     asked += [] if plan.eval_engine is None else [(plan.eval_engine, plan.eval_weight_sync)]
     for spec, weight_sync in asked:
         for number in range(len(spec.base_urls)):
-            engine = spec.engine(number)
-            command = _command(plan, weight_sync, model_id, engine)
+            # What starts a server at that address that has all that weight sync needs.
+            engine, needs = spec.engine(number), weight_sync.requires
+            args = {"port": urlsplit(engine.base_url).port, "dtype": TORCH_NAMES[plan.config.train.precision]}
+            args |= {} if plan.config.model.quantization is None else {"quantization": "bitsandbytes"}
+            room = {} if plan.lora_rank is None else {"max_lora_rank": room_for(plan.lora_rank)}
+            words = engine.start_words(model_id, args, {**needs.server_args, **room})
+            env = [f"{name}={shlex.quote(value)}" for name, value in needs.env.items()]
+            command = " ".join([*env, shlex.join(["python", "-m", *words])])
+
             try:
                 engine.start(model_id, {})
             except EngineError as error:
                 raise EngineError(f"{error}; this starts one: {command}") from error
-            lack = engine.lacks(weight_sync.requires.moves)
+            lack = engine.lacks(needs.moves)
             asked_by_environments = spec is plan.engine and plan.config.source.has_environments
             if asked_by_environments and not engine.has("/generate"):
                 lack = "has no POST /generate, which environments call (--middleware offline_grpo_generate.Generate)"
-            elif lack is not None and weight_sync.requires.moves == "nothing":
+            elif lack is not None and needs.moves == "nothing":
                 log.warning(
                     "%s=%s: that server %s; weight_sync=none uses it as it is", engine.url_key, engine.base_url, lack
                 )
@@ -129,33 +128,42 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
                 raise ConfigError(f"{engine.url_key}={engine.base_url}: {fix}")
 
 
-def _command(plan: Plan, weight_sync: WeightSync, model_id: str, engine: ServerEngine) -> str:
-    """What starts a server that has what weight sync needs, at the address of the engine's."""
-    needs, room = weight_sync.requires, {} if plan.lora_rank is None else {"max_lora_rank": room_for(plan.lora_rank)}
-    args = {"port": urlsplit(engine.base_url).port, "dtype": TORCH_NAMES[plan.config.train.precision]}
-    args |= {} if plan.config.model.quantization is None else {"quantization": "bitsandbytes"}
-    words = engine.start_words(model_id, args, {**needs.server_args, **room})
-    env = [f"{name}={shlex.quote(value)}" for name, value in needs.env.items()]
-    return " ".join([*env, shlex.join(["python", "-m", *words])])
+def begin(run: Run) -> None:
+    """Make the engines that training samples from, and start their servers, unless these need the policy."""
+    plan = run.plan
+    run.servers = make_engines(run)
+    if not starts_before_the_policy(plan.engine, plan.weight_sync, run.devices):
+        return
+    # A resumed run's server begins with the checkpoint's weights, unless only an adapter moves.
+    moves_all = plan.lora_rank is None and plan.weight_sync.requires.moves != "nothing"
+    served = str(run.checkpoint) if run.checkpoint is not None and moves_all else run.model_id
+    for server in next_to_start(run.servers):
+        run.ranks.on_main(lambda server=server: server.begin(served, {}))
 
 
 def make_engines(run: Run) -> list[ServerEngine]:
     """The engines of the servers that training samples from, not started yet; none where it samples in this process."""
-    plan, spec, ranks, about = run.plan, run.plan.engine, run.ranks, {"log_dir": run.folder.path}
+    plan, spec, about = run.plan, run.plan.engine, {"log_dir": run.folder.path}
     engines: list[ServerEngine] = []
 
     def make() -> list[tuple[str, str | None]]:
-        """On rank 0: with what starts and restarts them. All processes share the key that a run makes up."""
-        room, gpus, numbers = reserve_room(plan), server_gpus(run.devices), count()
-        if room is not None:
+        """On rank 0: with what starts and restarts them, here or in a Ray cluster. All processes share the key that a
+        run makes up.
+        """
+        placement, numbers, room = plan.config.placement, count(), None
+        if placement.address is not None:
+            where: Any = {"gpus": num_shards(plan.server_args), "strategy": "SPREAD"}
+            key, how_many = "placement.num_engines", spec.num_managed
+            room = Room(placement.address, placement.ray_init, key, how_many, **where)
+            log.info("the Ray cluster at %s: %s", placement.address, room.machines)
             run.stack.callback(room.close)
         for number in range(spec.num_managed):
-            place = {"room": room} if room is not None else {"gpus": gpus[number]}
+            place = {"room": room} if room is not None else {"gpus": run.devices.servers[number]}
             engines.append(spec.engine(number, **about, log_numbers=numbers, **place))
         return [(engine.base_url, engine.api_key) for engine in engines]
 
     if spec.launcher is not None:
-        addresses = ranks.on_main(make)
+        addresses = run.ranks.on_main(make)
         if not engines:  # on another rank
             found: list[Any] = [{"base_url": url, "api_key": key, "launcher": None} for url, key in addresses]
             engines = [spec.engine(**about, **each) for each in found]
@@ -164,18 +172,6 @@ def make_engines(run: Run) -> list[ServerEngine]:
     for engine in engines:
         run.stack.callback(engine.stop)
     return engines
-
-
-def reserve_room(plan: Plan) -> Room | None:
-    """Room in the Ray cluster for the servers that the run starts; None where they are on this machine."""
-    placement = plan.config.placement
-    if placement.address is None or plan.engine.num_managed == 0:
-        return None
-    where: Any = {"gpus": num_shards(plan.server_args), "strategy": "SPREAD"}
-    key, count = "placement.num_engines", plan.engine.num_managed
-    room = Room(placement.address, placement.ray_init, key, count, **where)
-    log.info("the Ray cluster at %s: %s", placement.address, room.machines)
-    return room
 
 
 def starts_before_the_policy(spec: EngineSpec, weight_sync: WeightSync, devices: Devices) -> bool:
@@ -189,8 +185,7 @@ def loads_onto_servers_gpu(weight_sync: WeightSync, devices: Devices) -> bool:
     """Whether the policy is loaded onto a GPU of a server, and so not before that has taken its memory
     (`ServerEngine.wait_for_memory`).
     """
-    trainers = trainer_gpus(devices.trainer, devices.num_processes)
-    is_shared = any(own is None or gpu in own for own in server_gpus(devices) for gpu in trainers)
+    is_shared = any(own is None or gpu in own for own in devices.servers for gpu in devices.trainers)
     return is_shared and not weight_sync.requires.shares_weights
 
 
@@ -213,6 +208,7 @@ def deployments(run: Run) -> tuple[Deployment, Deployment]:
         leads = (ranks, sharding.lead) if ranks.world_size > 1 else None
         return Deployment(engines, sync, sharding.full_weights, leads)
 
+    # Evaluations ask the same engines, unless the settings name a server for them.
     training = deployment(plan.engine, run.servers, plan.weight_sync, plan.sampling)
     if plan.eval_engine is None:
         return training, training

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from factories import compose_config
-from run_folders import write_store
 
 from offline_grpo.config.compose import typed
-from offline_grpo.config.parts import describe, make_plan, refuse_idle, warnings
+from offline_grpo.config.parts import check_settings, make_plan, warnings
 from offline_grpo.config.problems import held_out_problems, train_problems
 from offline_grpo.engine import spawn
 from offline_grpo.errors import ConfigError, EngineError
@@ -109,25 +108,22 @@ def test_bad_input_is_refused_and_leaves_nothing(overrides, output_dir, tmp_path
 
 
 @pytest.mark.parametrize("start", [FOUND, ""])
-def test_what_only_an_own_server_obeys(start):
+def test_what_only_an_own_server_obeys(start, output_dir, tmp_path):
+    """On the command line. Files are not looked at: a preset for runs that start a server may be used with another."""
     words = ["engine=sglang", "+engine.args.tensor_parallel_size=2", "placement.engine_devices=[1]"]
     others = ["engine_like.key=1", "placement.check_memory=false", "weight_sync=reload"]
 
-    cfg = compose_config(*start.split())
+    cfg = compose_config(*start.split(), "weight_sync=reload" if start else "seed=0")
+    plan = make_plan(typed(cfg))
     for word in words:
         with pytest.raises(ConfigError, match=f"^{re.escape(word.lstrip('+'))}: .*would do nothing"):
-            refuse_idle([*others, word], cfg.rollouts, make_plan(typed(cfg)))
+            check_settings(plan, [*others, word], cfg.rollouts)
     cfg = compose_config(*OWN.split())
-    refuse_idle([*words, *others], cfg.rollouts, make_plan(typed(cfg)))
-
-
-def test_the_command_line_is_looked_at(output_dir, tmp_path):
-    """Files are not: a preset for runs that start a server may be used with one that was found."""
-    with pytest.raises(ConfigError, match=r"^engine.port=8000: the server at"):
-        train(compose_config(*FOUND.split(), "engine.port=8000"), output_dir, ["engine.port=8000"])
-    words = ("weight_sync=reload", "engine.port=8000", f"model.train_id={tmp_path}")
-    with pytest.raises(EngineError, match="no healthy server answers"):
-        train(compose_config(*FOUND.split(), *words), output_dir)
+    check_settings(make_plan(typed(cfg)), [*words, *others], cfg.rollouts)
+    if start:
+        of_file = compose_config(*start.split(), "weight_sync=reload", "engine.port=8000", f"model.train_id={tmp_path}")
+        with pytest.raises(EngineError, match="no healthy server answers"):
+            train(of_file, output_dir)
 
 
 def test_what_a_run_compiles_is_kept_for_the_next(tmp_path, monkeypatch):
@@ -151,21 +147,6 @@ def test_settings_that_rarely_fit_are_named():
     assert told(*stale, "train.warmup_steps=500") == ["weight_sync.interval=3", "train.warmup_steps=500"]
     assert told("model=smollm2_135m") == told("model.train_id=.", "generation.max_new_tokens=17") == []
     assert told("model.train_id=.") == ["generation.max_new_tokens=8"]
-
-
-def test_the_batches_of_an_iteration_are_named(tmp_path):
-    def lines(*words):
-        return list(describe(make_plan(typed(compose_config(*words)))))[-2:]
-
-    problems, updates = lines()
-    assert problems == "each iteration: 32 problems x 8 rollouts = 256 sequences, 25,600 in all"
-    assert updates == "1 update of about 256 sequences, in microbatches of up to 256 sequences"
-    recorded = ("rollouts=replay", f"rollouts.path={write_store(tmp_path / 'store', iterations=1)}")
-    problems, updates = lines(*recorded, "rollouts.problems_per_iteration=6", "train.epochs=3")
-    assert problems == "each iteration: 6 recorded groups"
-    assert updates.startswith("3 updates, ")
-    accumulated = ("train.updates_per_iteration=null", "train.grad_accum_steps=2", "train.batch_size=16")
-    assert lines(*recorded, *accumulated)[1].startswith("updates of 32 sequences, ")
 
 
 def test_an_answer_that_is_no_text_is_refused():

@@ -20,6 +20,7 @@ from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
+from offline_grpo.placement.devices import Devices
 from offline_grpo.start import servers
 from offline_grpo.start.servers import check_found_servers, starts_before_the_policy
 from offline_grpo.train.sharding import Sharding
@@ -29,6 +30,7 @@ from offline_grpo.weight_sync.reload import Reload
 DEAD = "http://127.0.0.1:1"
 OTHER = "http://127.0.0.1:2"
 SERVED = f"generation=vllm_server generation.base_url={DEAD} weight_sync=reload"
+ALONE: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value, on_main=lambda act: act())
 TUNED = "generation.timeout_s=7 generation.max_retries=0 weight_sync.tolerance_nats=0.4"
 
 
@@ -47,40 +49,31 @@ def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any
 def evaluation(overrides: str, folder: Path, *, num_processes: int = 1) -> tuple[Any, Any]:
     """The client and the strategy of evaluations."""
     plan = make_plan(typed(compose_config(*overrides.split())))
-    ranks: Any = SimpleNamespace(
-        is_main=True, world_size=num_processes, broadcast=lambda value: value, on_main=lambda act: act()
-    )
+    ranks: Any = SimpleNamespace(**{**vars(ALONE), "world_size": num_processes})
     _, found = assembled(plan, make_policy(), folder, ranks)
     assert (found._ranks is ranks) is (num_processes > 1)
     return found.client, found._strategy
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_settings_of_training_are_passed_on(num_processes: int, tmp_path: Path) -> None:
+def test_evaluations_have_trainings_settings_and_on_top_their_own(num_processes: int, tmp_path: Path) -> None:
     chosen = f"{SERVED} {TUNED} weight_sync.location=disk eval.backend=sglang_server eval.base_url={DEAD}"
     client, sync = evaluation(chosen, tmp_path, num_processes=num_processes)
     assert isinstance(sync, Reload)
     assert (sync.tolerance_nats, sync.location) == (0.4, "disk")
     assert isinstance(client, SglangEngine)
     assert (client.timeout_s, client.max_retries) == (7, 0)
-
-
-def test_the_settings_of_evaluations_come_before_those_of_training(tmp_path: Path) -> None:
     own = "eval.batch_size=3 eval.timeout_s=9 eval.max_retries=2"
     client, _ = evaluation(f"{SERVED} {TUNED} eval.base_url={OTHER} {own}", tmp_path)
     assert isinstance(client, VllmEngine)
     assert (client.batch_size, client.timeout_s, client.max_retries) == (3, 9, 2)
 
 
-def test_what_training_samples_from_is_shared(tmp_path: Path) -> None:
-    plan = make_plan(typed(compose_config(*SERVED.split(), f"eval.base_url={DEAD}/v1/")))
-    ranks: Any = SimpleNamespace(is_main=True, world_size=1, broadcast=lambda value: value, on_main=lambda act: act())
-    training, found = assembled(plan, make_policy(), tmp_path, ranks)
-    assert found is training
-
-
-def test_who_gets_no_weights(tmp_path: Path) -> None:
+def test_who_shares_trainings_engine_and_who_gets_no_weights(tmp_path: Path) -> None:
     """weight_sync=none is for evaluations' server too: nothing is pushed anywhere."""
+    plan = make_plan(typed(compose_config(*SERVED.split(), f"eval.base_url={DEAD}/v1/")))
+    training, found = assembled(plan, make_policy(), tmp_path, ALONE)
+    assert found is training
     frozen = f"generation=vllm_server generation.base_url={DEAD} weight_sync=none eval.base_url={OTHER}"
     for overrides in (f"eval.backend=vllm_server eval.base_url={DEAD} eval.weight_sync=none", frozen):
         assert type(evaluation(overrides, tmp_path)[1]) is Frozen
@@ -188,10 +181,9 @@ def test_a_key_of_ones_own_is_kept_and_the_shells_cannot_replace_it() -> None:
     ],
 )
 def test_servers_start_before_the_policy_is_loaded_where_it_does_not_disturb_them(
-    generation: str, weight_sync: str, shares_gpu: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+    generation: str, weight_sync: str, shares_gpu: bool, expected: bool
 ) -> None:
-    monkeypatch.setattr(servers, "server_gpus", lambda _: [[0]])
-    monkeypatch.setattr(servers, "trainer_gpus", lambda *_: [0] if shares_gpu else [1])
+    devices = Devices([0] if shares_gpu else [1], None, [[0]])
     more = ["model/lora=default"] if weight_sync.startswith("lora") else ["weight_sync.pause_mode=abort"]
     plan = make_plan(typed(compose_config(f"generation={generation}", f"weight_sync={weight_sync}", *more)))
-    assert starts_before_the_policy(plan.engine, plan.weight_sync, plan.devices(1)) is expected
+    assert starts_before_the_policy(plan.engine, plan.weight_sync, devices) is expected

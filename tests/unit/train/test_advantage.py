@@ -17,7 +17,7 @@ from run_folders import write_store
 
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import typed
-from offline_grpo.config.parts import make_plan
+from offline_grpo.config.parts import check_settings, make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Advantage, Source
 from offline_grpo.rollouts.asynchronous import Asynchronous
@@ -267,4 +267,4 @@ def test_what_a_record_does_not_have_is_refused(tmp_path):
     GDPO(None).check(plain, object(), Replay.recorded(SimpleNamespace(rollouts={"path": path, "rescore": True})))
     with pytest.raises(ConfigError, match="gdpo: adds up"):
         words = ("rollouts=replay", f"rollouts.path={path}", "train/advantage=gdpo")
-        make_plan(typed(compose_config(*words)))
+        check_settings(make_plan(typed(compose_config(*words))))
