@@ -46,9 +46,11 @@ class Task(Protocol):
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """All problems of a split, in a fixed order; the sequence may be lazy."""
+        ...
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """Judge an answer's text (`TokenizerCodec.judged`). Pure, maybe async; should not raise whatever it gets."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,11 @@ class Chat(Protocol):
         """The policy's reply to a whole conversation, as clients of OpenAI's API send it. Beyond the limits (`Rules`)
         it is empty, and cut.
         """
+        ...
 
     def pay(self, reward: float) -> None:
         """Say that the last turn earned a part of the reward."""
+        ...
 
 
 @runtime_checkable
@@ -122,9 +126,11 @@ class RolloutClient(Protocol):
         Raises:
             offline_grpo.errors.EngineError: the engine did not return exactly what was asked for.
         """
+        ...
 
     def close(self) -> None:
         """Let go of connections. Called once."""
+        ...
 
 
 @runtime_checkable
@@ -163,6 +169,7 @@ class Source(Protocol):
         Raises:
             offline_grpo.errors.EngineDied: the engine has ended; the loop recovers it and asks again.
         """
+        ...
 
     def sampled(self, iteration: int, groups: Sequence[RolloutGroup]) -> None:
         """An iteration's groups, of all processes, before they are trained on."""
@@ -215,6 +222,7 @@ class Advantage(Protocol):
                 `train.loss.kl_placement=reward`, less the KL penalty), and its `parts`.
             batch: the same rollouts as sequences, all with logprobs; `completion_mask` says what is trained.
         """
+        ...
 
     def is_silent(self, group: RolloutGroup) -> bool:
         """Whether a group has no signal, whatever the others are: `data.resample_zero_signal` replaces it, and
@@ -231,17 +239,21 @@ class Loss(Protocol):
     @property
     def kl_coef(self) -> float:
         """Weight of the KL penalty; above 0 the trainer loads a reference."""
+        ...
 
     @property
     def entropy_coef(self) -> float:
         """Weight of the entropy bonus; above 0 the entropy needs a gradient."""
+        ...
 
     @property
     def ratio_reference(self) -> str:
         """What the policy's ratio is to: "old" (several updates need a scoring pass) or "rollout", the engine."""
+        ...
 
     def __call__(self, policy: TokenStats, batch: TokenBatch, totals: BatchTotals) -> LossOutput:
         """This microbatch's share of the loss (see `LossOutput`). Mutates nothing."""
+        ...
 
 
 class Scorer(Protocol):
@@ -250,9 +262,11 @@ class Scorer(Protocol):
     @property
     def device(self) -> torch.device:
         """Where it wants batches."""
+        ...
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Logprobs [T] of the completion tokens under the batch's temperatures, in nats; 0 elsewhere."""
+        ...
 
 
 @runtime_checkable
@@ -262,17 +276,21 @@ class Layout(Protocol):
     @property
     def pads(self) -> bool:
         """Whether a sequence takes as many positions as the longest of its microbatch."""
+        ...
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ConfigError, before weights are loaded, if it does not run on `device` with weights of `dtype`."""
+        ...
 
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
         """The last hidden states [T, H] of the transformers model below the language-model head. Every token attends
         to itself and to those before it in its own sequence.
         """
+        ...
 
     def attention(self, decoder: nn.Module, batch: TokenBatch) -> AbstractContextManager[None]:
         """Inside, the decoder attends as in `hidden_states`: gradient checkpointing runs it again, backwards."""
+        ...
 
 
 @runtime_checkable
@@ -306,6 +324,7 @@ class LossHead(Protocol):
             logprobs [N] and entropy [N] in float32 (float64 for float64 `hidden`), differentiable in `hidden`, `weight`
             and `bias`.
         """
+        ...
 
 
 @runtime_checkable
@@ -314,6 +333,7 @@ class OptimizerFactory(Protocol):
 
     def create(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over `parameters`, which are fp32."""
+        ...
 
 
 @runtime_checkable

@@ -116,9 +116,9 @@ class Loop:
         #    of an update, and the gradients are summed (`Sharding`). To split one sequence over several GPUs would take
         #    a layout (model/layouts.py) whose attention crosses them, and a `Sharding` that sums what they make of it.
         with self._phase("train", iteration):
-            metrics = {**rollout_metrics(groups), **run.source.metrics()}
             experience = prepare_batch(groups, run.updater.passes, fills_updates=config.data.resample_zero_signal)
-            metrics, batch = metrics | experience.metrics, experience.batch
+            metrics = {**rollout_metrics(groups), **run.source.metrics(), **experience.metrics}
+            batch = experience.batch
             for listener in run.listeners:
                 listener.rollouts("train", experience.groups, advantages=experience.advantages, iteration=iteration)
             if iteration == 0:

@@ -124,12 +124,13 @@ def find_resume_point(
 
     # A run goes on in its folder, from its newest checkpoint: the lock comes before the look, because another process
     # may just have written one.
-    is_older, state = False, None
-    if run is not None and path is not None and path != run:
-        is_older, state = path != latest_checkpoint(run / "checkpoints"), verified_state(path)
-    if run is not None and not is_older:
-        locks.callback(Lock(run, f"resume={resume}").release)
-        return ResumePoint(RunDir(run), *(newest_sound(run / "checkpoints") if state is None else (path, state)))
+    older: ResumePoint | None = None
+    if run is not None and path is not None:
+        state = None if path == run else verified_state(path)
+        if state is None or path == latest_checkpoint(run / "checkpoints"):
+            locks.callback(Lock(run, f"resume={resume}").release)
+            return ResumePoint(RunDir(run), *(newest_sound(run / "checkpoints") if state is None else (path, state)))
+        older = ResumePoint(fresh, path, state)
 
     # A new run, perhaps from an older checkpoint. Its folder may have what a start left that was killed before it saved
     # anything, if this one resumes it.
@@ -138,7 +139,7 @@ def find_resume_point(
     if latest_checkpoint(fresh.checkpoints) is not None or (any(fresh.records()) and not is_repeated):
         fix = "this folder has a run; continue it with resume=auto, or choose another folder"
         raise ConfigError("hydra.run.dir", fresh.path, fix)
-    return None if path is None or state is None else ResumePoint(fresh, path, state)
+    return older
 
 
 def run_of(path: Path) -> Path | None:

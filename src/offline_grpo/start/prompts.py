@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from math import inf
+from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -47,7 +48,7 @@ def check_model(run: Run) -> None:
     config, settings, data = plan.config.model, plan.config.data, plan.data
     if config.trust_remote_code:
         log.warning("model.trust_remote_code=true: Python code that comes with %s is executed", model_id)
-    how = {"trust_remote_code": config.trust_remote_code}
+    how: Any = {"trust_remote_code": config.trust_remote_code}
     if plan.loss.kl_coef > 0 and config.ref_id is not None:
         read_model_config(config.ref_id, "model.ref_id", **how)
     model_config = read_model_config(model_id, "model.train_id", **how)
