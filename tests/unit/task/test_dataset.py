@@ -188,62 +188,6 @@ def test_schemas_of_tools_that_cannot_be_read_are_refused(tmp_path, tools):
         make(file, eval_split="train").problems(Split.TRAIN)
 
 
-GOOD = '{"prompt": "q", "answer": 1}'
-
-
-@pytest.mark.parametrize(
-    ("line", "settings", "message"),
-    [
-        ('{"prompt": "q", "a": 1}', {}, "task.answer_field=answer: .*row 2, has no such field; it has prompt, a$"),
-        ('{"prompt": "q", "answer": NaN}', {}, "no text in the field 'answer'"),
-        ('{"prompt": "q", "answer": "("}', {"answer_kind": "regex"}, "has no regular expression"),
-        ('{"prompt": "q", "answer": ', {}, "task.path: .*my.jsonl, row 2, is not valid JSON"),
-        ("[1, 2]", {}, r"row 2, is not a JSON object: \[1, 2\]"),
-        (
-            '{"prompt": "q\\ud83d", "answer": 1}',
-            {},
-            r"row 2, field 'prompt' .*: has half of a character .*: 'q\\ud83d'$",
-        ),
-        ('{"prompt": "q", "answer": "\\ud83d"}', {}, "row 2, field 'answer' .*: has half of a character"),
-        ('{"prompt": [{"role": "user", "content": "\\ude00"}], "answer": 1}', {}, "row 2, field 'prompt' .*: has half"),
-        ('{"prompt": "q", "answer": 1, "tools": [{"name": "\\ude00"}]}', {}, "row 2, field 'tools' .*: has half"),
-        (GOOD, {"system_prompt": "\ud83d"}, "task.system_prompt='.ud83d': has half of a character"),
-        (GOOD, {"prompt_template": "{prompt}\ud83d"}, "task.prompt_template=.*: has half of a character"),
-        ('{"prompt": [{"role": "user"}], "answer": 1}', {}, "row 2, field 'prompt' .*role and content, both text"),
-        (
-            '{"prompt": [{"role": "assistant", "tool_calls": [{"name": "f"}]}], "answer": 1}',
-            {},
-            r"row 2, .*; tool_calls are \[\{function: \{name, ...\}\}\]: .*'name': 'f'",
-        ),
-        ("[" * 100_000 + "]" * 100_000, {}, "row 2, is not valid JSONL .maximum recursion depth"),
-        (GOOD, {}, "has 1 different prompts; it needs 2 or more"),
-        (GOOD, {"eval_split": "dev"}, "task.eval_split=dev: task.path=.* is a file, one split"),
-        (GOOD, {"eval_split": "train[10:]"}, r"task.eval_split=train\[10:\] selects none of the 2 rows"),
-        (GOOD, {"prompt_template": "Q: {question}"}, r"task.prompt_template=.*must contain \{prompt\}"),
-    ],
-)
-def test_what_cannot_be_used_is_named(tmp_path, line, settings, message):
-    (tmp_path / "my.jsonl").write_text(f"{GOOD}\n\n{line}\n")
-    with pytest.raises(ConfigError, match=message) as error:
-        make(tmp_path / "my.jsonl", **settings).problems(Split.TRAIN)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("my.csv", b"prompt,answer\na,1\nq\n", "row 2, .*not as many cells as the header"),
-        ("my.csv", "prompt,answer\nq,1\nWie groß?,1\n".encode("latin-1"), "is not valid CSV"),
-        ("my.parquet", b"PAR1", "is not valid PARQUET"),
-        ("other/train.csv", b"", "does not exist"),
-    ],
-)
-def test_a_broken_file_is_named(tmp_path, name, content, message):
-    (tmp_path / name.rpartition("/")[2]).write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
-        make(tmp_path / name).problems(Split.TRAIN)
-
-
 def test_numbers_are_written_out(tmp_path):
     """As a completion would have them: not as 1e-05, 2.0 or, from a column of float32, 0.10000000149011612."""
     columns = {"float64": ["0.00001", "150000000000000000000", "0.1"], "float32": ["1234.56", "0.1", "2"]}
