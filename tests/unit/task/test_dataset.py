@@ -38,27 +38,18 @@ def write_jsonl(file, rows):
     return file
 
 
-def write_json(file, rows):
-    file.write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
-    return file
-
-
-def write_csv(file, rows):
-    pandas.DataFrame(rows).to_csv(file)
-    return file
-
-
-def write_parquet(file, rows):
-    pandas.DataFrame(rows).to_parquet(file)
-    return file
-
-
-WRITERS = {".jsonl": write_jsonl, ".json": write_json, ".csv": write_csv, ".parquet": write_parquet}
+WRITERS = {
+    ".jsonl": write_jsonl,
+    ".json": lambda file, rows: file.write_text(json.dumps(rows, indent=1), encoding="utf-8-sig"),
+    ".csv": lambda file, rows: pandas.DataFrame(rows).to_csv(file),
+    ".parquet": lambda file, rows: pandas.DataFrame(rows).to_parquet(file),
+}
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_one_file_just_works(tmp_path, suffix):
-    task = make(WRITERS[suffix](tmp_path / f"my{suffix}", ROWS))
+    WRITERS[suffix](tmp_path / f"my{suffix}", ROWS)
+    task = make(tmp_path / f"my{suffix}")
     train, held_out = task.problems(Split.TRAIN), task.problems(Split.EVAL)
     assert (len(train), len(held_out)) == (36, 4)
     rows = {p.messages[0]["content"]: (p.answer, str(p.fields["level"])) for p in (*train, *held_out)}
@@ -83,9 +74,9 @@ def test_a_folder_has_a_file_for_each_split(tmp_path):
 @pytest.mark.parametrize(("folder", "name"), [("data", None), ("main", "main")])
 def test_a_copy_of_a_hub_repository(tmp_path, folder, name):
     (tmp_path / folder).mkdir()
-    write_parquet(tmp_path / folder / "train-00001-of-00002.parquet", ROWS[20:30])
-    write_parquet(tmp_path / folder / "train-00000-of-00002.parquet", ROWS[:20])
-    write_parquet(tmp_path / folder / "validation-00000-of-00001.parquet", ROWS[30:])
+    WRITERS[".parquet"](tmp_path / folder / "train-00001-of-00002.parquet", ROWS[20:30])
+    WRITERS[".parquet"](tmp_path / folder / "train-00000-of-00002.parquet", ROWS[:20])
+    WRITERS[".parquet"](tmp_path / folder / "validation-00000-of-00001.parquet", ROWS[30:])
     task = make(tmp_path, name=name)
     assert answers(task) == [str(2 * i) for i in range(30)]
     assert len(task.problems(Split.EVAL)) == 10
@@ -221,15 +212,11 @@ def test_csv_of_a_spreadsheet(tmp_path):
     assert answers(task) == ["007", "1,234"]
 
 
-def plan_data(*overrides):
-    config = typed(compose_config(*overrides))
-    return task_data(config), config
-
-
 def test_duplicates_are_dropped_from_training_and_counted(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS[:30] + ROWS[:2])
     write_jsonl(tmp_path / "test.jsonl", [*ROWS[28:], ROWS[0]])
-    data, config = plan_data("task=dataset", f"task.path={tmp_path}", "data.problems_per_iteration=40")
+    config = typed(compose_config("task=dataset", f"task.path={tmp_path}", "data.problems_per_iteration=40"))
+    data = task_data(config)
     trained = Counter(problem.messages[0]["content"] for problem in data.train or ())
     assert trained == Counter([row["prompt"] for row in ROWS[1:28]] + [ROWS[1]["prompt"]])
     assert len(data.held_out) == 13

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,18 +121,16 @@ def test_environments_and_agents_have_one_rule_for_rewards(
     monkeypatch.setattr(Returns, "value", value)
     chat: Any = type("Chat", (), {"seed": 0, "base_url": "", "api_key": ""})()
     task = agent(f"{__name__}:solve")
-    plays: list[Callable[[], Any]] = [
+    for played in (
         lambda: play(environment(f"{__name__}:Returns"), ["1"]).score,
         lambda: task.play(problem_of(task), chat),
-    ]
-    for each in plays:
+    ):
         if parts is None:
             with pytest.raises(ScoreError, match="it must be a number, True or False, a dict of numbers, or None"):
-                each()
-            continue
-        score = each()
-        assert (dict(score.parts), score.is_correct) == (parts, is_correct)
-        assert (score.failure == "none") is (parts == {})
+                played()
+        else:
+            score = played()
+            assert (dict(score.parts), score.is_correct, score.failure == "none") == (parts, is_correct, parts == {})
 
 
 def documented(function: Any) -> Any:
