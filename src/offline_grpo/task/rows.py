@@ -186,7 +186,7 @@ def field(row: Row, name: str, key: str) -> Any:
     return row.value[name]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
