@@ -96,13 +96,7 @@ class EndlessClient(VllmEngine):
         return super().body(request, sampling, weights) | {"ignore_eos": True, "stop_token_ids": []}
 
 
-CLIENT: dict[str, Any] = {
-    "eos_ids": [2],
-    "vocab_size": 151936,
-    "batch_size": 256,
-    "timeout_s": 600,
-    "max_retries": 0,
-}
+CLIENT: dict[str, Any] = {"eos_ids": [2], "vocab_size": 151936, "batch_size": 256, "timeout_s": 600, "max_retries": 0}
 
 
 class Served:
@@ -111,18 +105,10 @@ class Served:
     def __init__(
         self, model: Path, args: dict[str, Any], folder: Path, env: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        engine: dict[str, Any] = {
-            "python": None,
-            "host": "127.0.0.1",
-            "port": None,
-            "api_key": None,
-            "start_timeout_s": 400,
-        }
-        asked: dict[str, Any] = {
-            "args": {**VllmLauncher.essentials["args"], **args},
-            "env": {**VllmLauncher.essentials["env"], **env},
-        }
-        launcher: Any = VllmLauncher(**engine, **asked, blackwell_workaround=False)
+        engine: dict[str, Any] = {"python": None, "host": "127.0.0.1", "port": None, "api_key": None}
+        engine["args"] = {**VllmLauncher.essentials["args"], **args}
+        engine["env"] = {**VllmLauncher.essentials["env"], **env}
+        launcher: Any = VllmLauncher(**engine, start_timeout_s=400, blackwell_workaround=False)
         self.client = EndlessClient(launcher=launcher, log_dir=folder, **CLIENT)
         started = time.monotonic()
         with ExitStack() as if_it_fails:
@@ -193,18 +179,9 @@ def _offline(pipe: Any, model: str, args: dict[str, Any]) -> None:
             asked, tokens, logprobs = pipe.recv()
         except EOFError:
             return
-        kind = {
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-            "detokenize": False,
-            "flat_logprobs": True,
-            "ignore_eos": True,
-        }
-        settings = [
-            vllm.SamplingParams(
-                n=n, seed=seed, max_tokens=tokens, temperature=1.0, logprobs=0 if logprobs else None, **kind
-            )
-            for _, n, seed in asked
-        ]
+        kind: Any = {"detokenize": False, "flat_logprobs": True, "ignore_eos": True, "temperature": 1.0}
+        kind |= {"output_kind": RequestOutputKind.FINAL_ONLY, "logprobs": 0 if logprobs else None}
+        settings = [vllm.SamplingParams(n=n, seed=seed, max_tokens=tokens, **kind) for _, n, seed in asked]
         prompts: Any = [{"prompt_token_ids": list(ids)} for ids, _, _ in asked]
         found = engine.generate(prompts, settings, use_tqdm=False)
         pipe.send(
@@ -327,12 +304,8 @@ def several_servers(
 
     deadline = time.monotonic() + arguments.limit_s
     if not arguments.small:  # servers that start together cannot measure what is left for their caches
-        args = {
-            **args,
-            "kv_cache_memory_bytes": int(
-                arguments.share * torch.cuda.get_device_properties(0).total_memory - OTHERS_BYTES
-            ),
-        }
+        share_bytes = arguments.share * torch.cuda.get_device_properties(0).total_memory
+        args = {**args, "kv_cache_memory_bytes": int(share_bytes - OTHERS_BYTES)}
     with ThreadPoolExecutor(len(arguments.servers)) as threads:
         servers = dict(zip(arguments.servers, threads.map(start, arguments.servers), strict=True))
     baseline = next(iter(servers))
@@ -344,9 +317,8 @@ def several_servers(
         )
         measured |= {f"{arm}_gain_{count}": timings[count].ratio(baseline, arm) for arm in servers if arm != baseline}
         for arm, server in servers.items():
-            measured |= {
-                f"{arm}_{count}_cpu_us_per_token_{name}": value for name, value in server.cpu_us_per_token.items()
-            }
+            for name, value in server.cpu_us_per_token.items():
+                measured[f"{arm}_{count}_cpu_us_per_token_{name}"] = value
     measured |= tokens_per_s(timings, arguments.tokens)
     save(
         arguments,

@@ -7,15 +7,14 @@ same time.
 
 FOLDER is a model in transformers' format; curves of SmolLM2-135M-Instruct are in the results. The problems are made by
 reasoning-gym, unless WORK/data has them (`learning_tasks.py`). All runs have the same prompts, rewards, batch, schedule
-and learning rate; those named after a loss differ in it alone, the others in what EXTRAS says. First one run of each
-trainer has a card to itself, for times and to fill the compilers' caches. Then each worker runs jobs one after the
-other, seed by seed, on its share of a card and of the cores; its vLLM server serves all of our jobs, because each run's
-first push replaces the weights. The result is written after every job: what is cut off loses only what is in flight,
-and the same command later does the rest. Jobs run in the order of their worth: the first task with three seeds, the
-extras terse and lr_1e-4, the other tasks with three seeds, then more seeds and the other extras. For twelve minutes of
-seven H200 with 112 cores, 94 runs (one of five runs at a time takes 100 to 190 s):
+and learning rate; those named after a loss differ in it alone, the others in what EXTRAS says. Each worker runs jobs
+one after the other, seed by seed, on its share of a card and of the cores; its vLLM server serves all of our jobs,
+because each run's first push replaces the weights. The result is written after every job: what is cut off loses only
+what is in flight, and the same command later does the rest. Jobs run in the order of their worth: the first task with
+three seeds, the extras terse and lr_1e-4, the other tasks with three seeds, then more seeds and the other extras. For
+twelve minutes of seven H200 with 112 cores, 94 runs (one of five runs at a time takes 100 to 190 s):
 
-    python benchmarks/learning.py WORK --model FOLDER --minutes 11.5 --no-alone --least-s 110
+    python benchmarks/learning.py WORK --model FOLDER --minutes 11.5 --least-s 110
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ class Worker:
             code = process.wait(timeout=max(1.0, self.args.deadline - time.time()))
         end(process)
         wall = {"rc": code, "wall_s": time.time() - started, "card": self.card, "worker": self.number}
-        (folder / "job.json").write_text(json.dumps(wall | {"alone": self.args.alone}))
+        (folder / "job.json").write_text(json.dumps(wall))
         return code
 
     def stop(self) -> None:
@@ -233,12 +232,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     def all_arms(tasks: Sequence[str], seeds: Iterable[int]) -> list[Job]:
         return [Job(task, arm, seed, sync) for seed in seeds for task in tasks for arm in ("trl", *LOSSES)]
 
-    extras = [
-        Job(task, arm, seed, sync)
-        for seed in range(args.seeds // 2 or 1)
-        for arm, (task, _) in EXTRAS.items()
-        if task in args.tasks
-    ]
+    chosen = [(arm, task) for arm, (task, _) in EXTRAS.items() if task in args.tasks]
+    extras = [Job(task, arm, seed, sync) for seed in range(args.seeds // 2 or 1) for arm, task in chosen]
     first, *others = args.tasks
     planned = all_arms([first], few) + extras[:2] + all_arms(others, few) + all_arms(args.tasks, more) + extras[2:]
     return [job for job in planned if (not args.arms or job.arm in args.arms) and not is_done(args.work / job.name)]
@@ -285,37 +280,22 @@ class Queue:
 
 def run_all(args: argparse.Namespace) -> None:
     cards, jobs = args.gpus or [""], jobs_of(args)
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // (len(cards) * args.workers)
-    at = lambda i, n: cores[i * n : (i + 1) * n] if share >= 2 else []  # noqa: E731
-    workers = [
-        Worker(args, card, n, at(c * args.workers + n, share))
-        for c, card in enumerate(cards)
-        for n in range(args.workers)
-    ]
-    own = workers[:: args.workers]
-    narrow = [worker.cores for worker in own]
+    # Each worker has its share of the cores, where it has two or more.
+    cores, num_workers = sorted(os.sched_getaffinity(0)), len(cards) * args.workers
+    share, workers = len(cores) // num_workers, list[Worker]()
+    for n in range(num_workers):
+        own = cores[n * share : (n + 1) * share] if share > 1 else []
+        workers.append(Worker(args, cards[n // args.workers], n % args.workers, own))
+    queue = Queue(args, jobs)
+    threads = [threading.Thread(target=queue.work, args=(worker,)) for worker in workers]
     try:
-        firsts = [] if args.no_alone else [job for job in jobs if job.arm in ("trl", "grpo") and job.seed == 0][:2]
-        args.alone = True
-        for c, worker in enumerate(own):
-            worker.cores = at(c, share * args.workers)
-        in_threads(Queue(args, firsts), own)
-        args.alone = False
-        for worker, cores in zip(own, narrow, strict=True):
-            worker.cores = cores
-        in_threads(Queue(args, [job for job in jobs if job not in firsts]), workers)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     finally:
         for worker in workers:
             worker.stop()
-
-
-def in_threads(queue: Queue, workers: Sequence[Worker]) -> None:
-    threads = [threading.Thread(target=queue.work, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 # The result
@@ -400,8 +380,6 @@ def collect(args: argparse.Namespace) -> None:
             if len(found) > 1:
                 low, high = mean_interval(finals)
                 measured |= {f"{task}/{arm}/low": float(low[0]), f"{task}/{arm}/high": float(high[0])}
-            if alone := [run for run in found if run["alone"]]:
-                measured[f"{task}/{arm}/alone_iteration_s"] = float(np.median(alone[0]["iteration_s"][1:]))
             every = [s for run in found for s in run["iteration_s"][1:]]
             measured[f"{task}/{arm}/iteration_s"] = float(np.median(every))
         exact, rounded_base = (arms.get(arm, []) for arm in IN_PROCESS)
@@ -430,9 +408,7 @@ def collect(args: argparse.Namespace) -> None:
         args.out,
         claim="A small real model learns with five losses, and with grpo as with TRL, within the intervals over seeds",
         targets=targets,
-        settings={
-            key: str(vars(args)[key]) for key in sorted(vars(args).keys() - {"work", "model", "deadline", "alone"})
-        },
+        settings={key: str(vars(args)[key]) for key in sorted(vars(args).keys() - {"work", "model", "deadline"})},
         measured=rounded({key: value for key, value in measured.items() if value != math.inf}),
         details=runs,
     )
@@ -451,7 +427,6 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tokens", type=int, default=None, help="longest completion (default: the task's)")
     parser.add_argument("--least-s", type=float, default=60.0, help="no job begins with less time left")
-    parser.add_argument("--no-alone", action="store_true", help="no run has a card to itself")
     parser.add_argument("--collect", action="store_true")
     args = parser.parse_args()
     if args.small:
@@ -463,7 +438,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    args.deadline, args.alone = time.time() + 60 * args.minutes, False
+    args.deadline = time.time() + 60 * args.minutes
     if not args.collect:
         import torch
 

@@ -33,6 +33,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,8 +71,7 @@ class Inputs:
         dtype = getattr(torch, args.dtype)
         return cls(
             hidden=torch.randn(num_tokens, args.hidden, device=args.device, dtype=dtype).requires_grad_(),
-            weight=torch.randn(args.vocab, args.hidden, device=args.device)
-            .mul_(2 * args.hidden**-0.5)
+            weight=(2 * args.hidden**-0.5 * torch.randn(args.vocab, args.hidden, device=args.device))
             .to(dtype)
             .requires_grad_(),
             targets=torch.randint(args.vocab, (num_tokens,), device=args.device),
@@ -89,12 +89,9 @@ def materialised(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return log_p.gather(1, inputs.targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
-def tiled(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    return HEAD(inputs.hidden, inputs.weight, None, inputs.targets, inputs.temperatures, entropy_requires_grad=True)
-
-
-def tiled_entropy_as_metric(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    return HEAD(inputs.hidden, inputs.weight, None, inputs.targets, inputs.temperatures, entropy_requires_grad=False)
+def tiled(inputs: Inputs, *, entropy_requires_grad: bool) -> tuple[Tensor, Tensor]:
+    of_inputs = (inputs.hidden, inputs.weight, None, inputs.targets, inputs.temperatures)
+    return HEAD(*of_inputs, entropy_requires_grad=entropy_requires_grad)
 
 
 def trl_fused(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -105,12 +102,8 @@ def trl_fused(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return logprobs, entropy
 
 
-HEADS = {
-    "materialised": materialised,
-    "tiled": tiled,
-    "entropy_as_metric": tiled_entropy_as_metric,
-    "trl_fused": trl_fused,
-}
+HEADS = {"materialised": materialised, "tiled": partial(tiled, entropy_requires_grad=True)}
+HEADS |= {"entropy_as_metric": partial(tiled, entropy_requires_grad=False), "trl_fused": trl_fused}
 
 
 def backward(head: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -191,27 +184,17 @@ def main() -> None:
     differences = largest_differences(Inputs.random(args, min(args.tokens, 8192)))
     left_out = {"trl_fused": args.without_trl, BASELINE: args.without_materialised}
     heads = {name: head for name, head in HEADS.items() if not left_out.get(name)}
-    arms: dict[str, Callable[[], object]] = {
-        name: lambda head=head: backward(head, inputs) for name, head in heads.items()
-    }
+    arms = {name: partial(backward, head, inputs) for name, head in heads.items()}
     timings = alternate(arms, rounds=args.rounds)
     peak_bytes = {name: measure_peak_in_child(name) for name in heads}
-    against_trl = {}
-    if not args.without_trl:
-        against_trl = {
-            "time_ratio_to_trl_fused": timings.ratio("tiled", "trl_fused"),
-            "memory_ratio_to_trl_fused": peak_bytes["tiled"] / peak_bytes["trl_fused"],
-        }
-    against_logits = {}
-    if not args.without_materialised:
-        against_logits = {
-            "time_ratio": timings.ratio("tiled", BASELINE),
-            "time_ratio_of_minima": timings.min_s("tiled") / timings.min_s(BASELINE),
-            "memory_ratio": peak_bytes["tiled"] / peak_bytes[BASELINE],
-        }
-    measured = {
-        **against_logits,
-        **against_trl,
+    measured: dict[str, float] = {}
+    for other, suffix in ((BASELINE, ""), ("trl_fused", "_to_trl_fused")):
+        if other in heads:
+            measured[f"time_ratio{suffix}"] = timings.ratio("tiled", other)
+            measured[f"memory_ratio{suffix}"] = peak_bytes["tiled"] / peak_bytes[other]
+    if BASELINE in heads:
+        measured["time_ratio_of_minima"] = timings.min_s("tiled") / timings.min_s(BASELINE)
+    measured |= {
         "entropy_as_metric_time_s": timings.median_s("entropy_as_metric"),
         "entropy_as_metric_peak_gib": peak_bytes["entropy_as_metric"] / 2**30,
         **{f"largest_difference_{key}": value for key, value in differences.items()},

@@ -274,11 +274,8 @@ def report(
 ) -> None:
     phases = [push.pop("phases") for push in pushes]
     measured = {key: statistics.median(push[key] for push in pushes) for key in pushes[0]}
-    measured |= {
-        "push_max_s": max(push["push_s"] for push in pushes),
-        "server_start_s": arm.start_s,
-        "trainer_gpu_mib": arm.trainer_mib,
-    }
+    measured["push_max_s"] = max(push["push_s"] for push in pushes)
+    measured |= {"server_start_s": arm.start_s, "trainer_gpu_mib": arm.trainer_mib}
     for load_name, speed in speeds.items():
         measured[f"{load_name}_tokens_per_s"] = speed["tokens_per_s"][arm.name]
         if arguments.with_stock:
@@ -296,12 +293,8 @@ def report(
         claim=f"weight_sync={arm.name}: a push of {arguments.shape}, and what the server then makes per second",
         targets=targets,
         settings={
-            "shape": arguments.shape,
-            "dtype": arguments.dtype,
-            "concurrent": arguments.concurrent,
-            "tokens": arguments.tokens,
+            **{name: getattr(arguments, name) for name in ("shape", "dtype", "concurrent", "tokens", "engine")},
             "server_gpus": arguments.server_gpu,
-            "engine": arguments.engine,
             "num_trainers": arm.sharding.ranks.world_size,
         },
         measured=measured,
@@ -321,12 +314,8 @@ def new_server(
     env: Mapping[str, str],
     gpus: Sequence[int] | None,
 ) -> VllmEngine:
-    overrides = [
-        "generation=vllm_server",
-        f"engine.args.gpu_memory_utilization={arguments.gpu_memory_utilization}",
-        *arguments.engine,
-    ]
-    node = as_plain(OmegaConf.select(configuration(*overrides), "engine"))
+    share = f"engine.args.gpu_memory_utilization={arguments.gpu_memory_utilization}"
+    node = as_plain(OmegaConf.select(configuration("generation=vllm_server", share, *arguments.engine), "engine"))
     own = {"args": {**node["args"], "dtype": arguments.dtype, **args}, "env": {**env, **node["env"]}}
     launcher = kind(**{**{key: value for key, value in node.items() if key != "_target_"}, **own})
     about: Any = {"eos_ids": [], "vocab_size": 2**31, "batch_size": arguments.concurrent, "timeout_s": 600}

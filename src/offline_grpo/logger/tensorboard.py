@@ -6,13 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, tagged
 from offline_grpo.logger.samples import Advantages, Decode, chosen
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.types import Metrics, RolloutGroup
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
 
 HPARAM_METRICS = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "train/success_rate")
 """What the table of hyperparameters shows of each run, at its end."""
@@ -56,7 +59,7 @@ class TensorBoardLogger(RunListener):
             step = completed_iterations(name, iteration)
             writer.add_text("eval/samples", f"```json\n{text}\n```", global_step=step)
 
-    def _open(self, name: str, iteration: int) -> Any:
+    def _open(self, name: str, iteration: int) -> SummaryWriter:
         """The writer. From the next evaluation on, TensorBoard forgets an earlier start of this run."""
         if self._writer is None:
             from torch.utils.tensorboard.summary import hparams  # slow to import (seconds), most runs do not need it

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from offline_grpo.report.runs import Run
 if TYPE_CHECKING:
     from offline_grpo.rollouts.store import Shard
 
+T = TypeVar("T")
 MAX_SAMPLES, MAX_CHARS, MIN_CHARS = 300, 8000, 400
 MAX_EVALUATIONS, MAX_PROBLEMS = 100, 200
 FACTS = ("problem_id", "answer", "reward", "is_correct", "advantage", "finish_reason", "num_tokens")
@@ -87,7 +88,7 @@ def _shards_of(folder: Path, phase: str) -> list[Shard]:
         return []
 
 
-def _evenly(items: Sequence[Any], count: int) -> list[Any]:
+def _evenly(items: Sequence[T], count: int) -> list[T]:
     """At most `count` of them, the first and the last included."""
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(count, len(items))).astype(int))]
 

@@ -133,7 +133,7 @@ class ToolEpisodes(Episodes):
         parts = {name: math.fsum(own.get(name, 0.0) for own in earned) for each in earned for name in each}
         return total(parts, self.correct_threshold, {"tool_errors": float(errors)})
 
-    def _text(self, result: Any) -> str:
+    def _text(self, result: object) -> str:
         text = str(result)
         left_out, half = len(text) - self.max_result_chars, self.max_result_chars // 2
         return text if left_out <= 0 else f"{text[:half]} ... {left_out} characters left out ... {text[-half:]}"

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -48,43 +48,6 @@ class Row:
     value: Any
 
 
-def read_split(path: str, name: str | None, spec: str, key: str) -> list[Row]:
-    """The rows of a split, or of a slice of it.
-
-    Args:
-        path: the Hub id of a data set; a local file, which is one split called train; or a folder with one or more
-            files for each split: `SPLIT.jsonl`, `.json`, `.csv` or `.parquet`, or `SPLIT-*.parquet` as in a copy of a
-            Hub repository.
-        name: the Hub configuration of the data set; in a local folder, the subfolder of this name is read if it exists.
-        spec: `train`, `train[:-500]`.
-        key: the setting that `spec` is the value of, for error messages.
-    """
-    match = _SPLIT_SPEC.fullmatch(spec)
-    assert match is not None  # see `RowTask`
-    # All rows of the split, each with its place: from the Hub, from a file, or from a folder's files.
-    source, split = _local_source(path), match["name"]
-    if source is None:
-        values = _from_hub(path, name, f"{key}={split}", lambda hub: hub.load_dataset(path, name, split=split))
-        place = f"task.path={path} ({name}, {split})"
-        found = [(f"{place}, row {number},", value) for number, value in enumerate(values, 1)]
-    else:
-        files = [source] if source.is_file() else _files_of(source, name, split)
-        if source.is_file() and source.suffix not in SUFFIXES:
-            raise ConfigError(f"task.path={source} must be a file of the kind {', '.join(SUFFIXES)}, or a folder")
-        if source.is_file() and split != "train":
-            fix = "set, for example, task.train_split='train[:-500]' task.eval_split='train[-500:]'"
-            raise ConfigError(f"{key}={split}: task.path={source} is a file, one split called train; {fix}")
-        if not files:
-            kinds = ", ".join([*(f"{split}{suffix}" for suffix in SUFFIXES), f"{split}-*.parquet"])
-            raise ConfigError(f"{key}={split}: the folder {source} (task.path) has none of {kinds}")
-        found = [row for file in files for row in _file_rows(file)]
-    start, stop = (None if match[bound] is None else int(match[bound]) for bound in ("start", "stop"))
-    rows = [Row(where, index, value) for index, (where, value) in enumerate(found)][start:stop]
-    if not rows:
-        raise ConfigError(f"{key}={spec} selects none of the {len(found)} rows of task.path={path}")
-    return rows
-
-
 def _local_source(path: str) -> Path | None:
     """The local file or folder at `path`, or None if `path` is a Hub id."""
     local = Path(path).expanduser()
@@ -103,7 +66,8 @@ def _files_of(source: Path, name: str | None, split: str) -> list[Path]:
     return [file for file in files if file.exists()][:1] or sorted(folder.glob(f"{split}-*.parquet"))
 
 
-def _from_hub(path: str, name: str | None, what: str, ask: Callable[[Any], Any]) -> Any:
+def _from_hub(path: str, name: str | None, what: str, function: str, **settings: str) -> Any:
+    """What a function of `datasets` says of a data set; `what` it is asked for, in words."""
     kinds = f"a local file ({', '.join(SUFFIXES)}), or to a folder with one such file for each split"
     fix = f"use task=math_sample or task=ifeval_sample, or set task.path to {kinds}"
     need_dataset(path, "task.path", fix)
@@ -111,7 +75,7 @@ def _from_hub(path: str, name: str | None, what: str, ask: Callable[[Any], Any])
     import datasets
 
     try:
-        return ask(datasets)
+        return getattr(datasets, function)(path, name, **settings)
     except (OSError, ValueError) as error:  # missing data sets are OSErrors, unknown names and splits ValueErrors
         about = f"task.path={path}: is no local file or folder, and loading it from the Hub (task.name={name}, {what})"
         raise ConfigError(f"{about} failed: {reason_of(error)}. Without a network, {fix}") from error
@@ -222,14 +186,17 @@ def field(row: Row, name: str, key: str) -> Any:
     return row.value[name]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowTask(BaseTask, ABC):
-    """A task, less `score`, whose subclass says what problem a row is.
+    """A task, less `score`, whose subclass says what problem a row is. `path` is the Hub id of a data set, with its
+    configuration `name`; a local file, which is one split called train; or a folder with one or more files for each
+    split: `SPLIT.jsonl`, `.json`, `.csv` or `.parquet`, or `SPLIT-*.parquet` as in a copy of a Hub repository, perhaps
+    in a subfolder `name`.
 
     Ids are `train-i` and `eval-i`, where i is the row's number in its split, from 0. The first call of `problems` reads
     the rows, once. Without a split for evaluation, those rows are held out whose prompts come first in the order of a
@@ -268,7 +235,7 @@ class RowTask(BaseTask, ABC):
         if spec is None:
             source = _local_source(path)
             if source is None:
-                names = _from_hub(path, name, "splits", lambda hub: hub.get_dataset_split_names(path, name))
+                names = _from_hub(path, name, "splits", "get_dataset_split_names")
             else:
                 names = [] if source.is_file() else [each for each in HELD_OUT_SPLITS if _files_of(source, name, each)]
             spec = next((each for each in HELD_OUT_SPLITS if each in names), None)
@@ -278,7 +245,31 @@ class RowTask(BaseTask, ABC):
         return hold_out(train, asked, self.eval_frac)
 
     def _load(self, spec: str, split: Split) -> tuple[list[Row], list[Problem]]:
-        rows = read_split(self.path, self.name, spec, f"task.{split}_split")
+        """The rows of the data set's split, or slice of one, `spec`, and their problems."""
+        match, key, path = _SPLIT_SPEC.fullmatch(spec), f"task.{split}_split", self.path
+        assert match is not None  # see `_SPLIT`
+        # All rows, each with its place: from the Hub, from a file, or from a folder's files.
+        source, name = _local_source(path), match["name"]
+        if source is None:
+            values = _from_hub(path, self.name, f"{key}={name}", "load_dataset", split=name)
+            place = f"task.path={path} ({self.name}, {name})"
+            found = [(f"{place}, row {number},", value) for number, value in enumerate(values, 1)]
+        else:
+            files = [source] if source.is_file() else _files_of(source, self.name, name)
+            if source.is_file() and source.suffix not in SUFFIXES:
+                raise ConfigError(f"task.path={source} must be a file of the kind {', '.join(SUFFIXES)}, or a folder")
+            if source.is_file() and name != "train":
+                fix = "set, for example, task.train_split='train[:-500]' task.eval_split='train[-500:]'"
+                raise ConfigError(f"{key}={name}: task.path={source} is a file, one split called train; {fix}")
+            if not files:
+                kinds = ", ".join([*(f"{name}{suffix}" for suffix in SUFFIXES), f"{name}-*.parquet"])
+                raise ConfigError(f"{key}={name}: the folder {source} (task.path) has none of {kinds}")
+            found = [row for file in files for row in _file_rows(file)]
+        start, stop = (None if match[bound] is None else int(match[bound]) for bound in ("start", "stop"))
+        rows = [Row(where, index, value) for index, (where, value) in enumerate(found)][start:stop]
+        if not rows:
+            raise ConfigError(f"{key}={spec} selects none of the {len(found)} rows of task.path={path}")
+        # Templates may not know all that messages have, which then is not read.
         problems = [self.problem_of(f"{split}-{row.index}", row) for row in rows]
         names = {name for problem in problems for message in problem.messages for name in message}
         if more := sorted(names - {"role", "content", "tool_calls", "tool_call_id"}):

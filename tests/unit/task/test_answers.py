@@ -157,39 +157,29 @@ def gsm8k():
     return build_task(as_plain(compose_config("task=gsm8k", "task.path=unused/unused").task))
 
 
-EQUAL = [
-    ("72", r"48 + 24 = 72, so \boxed{72}."),
-    ("72", r"\boxed{72.0}"),
-    ("72", r"\boxed{72 \text{ dollars}}"),
-    ("72", r"\boxed{72\%}"),
-    ("72", r"\boxed{\text{Total} = 72}"),
-    ("72", r"\boxed{48 + 24 = 72}"),
-    ("72", r"First \boxed{24}, then \boxed{72}"),
-    ("1234", r"\boxed{1{,}234}"),
-    ("1234", r"\boxed{1\,234}"),
-    ("2.5", r"\boxed{2\frac{1}{2}}"),
-    ("-5", "\\boxed{\N{MINUS SIGN}5}"),
-    ("72", "**72**"),  # without a box, the last number
-    ("3", "8-3"),
-]
-OTHER = [
-    ("72", r"\boxed{-72}"),
-    ("72", r"\boxed{72,000}"),
-    ("72", r"\boxed{72 or 73}"),
-    ("72", "\\boxed{\u0667\u0662}"),
-    ("72", r"\boxed{1/0}"),
-    ("0", r"\boxed{0/0}"),
-    ("72", "72 apples and 3 pears"),
-    ("72", r"\boxed{" + "9" * 100_000 + "}"),
+PAID = [  # gold, text, whether it is right
+    ("72", r"48 + 24 = 72, so \boxed{72}.", True),
+    ("72", r"\boxed{\text{Total} = 72}", True),
+    ("72", r"\boxed{48 + 24 = 72}", True),
+    ("72", r"First \boxed{24}, then \boxed{72}", True),
+    ("1234", r"\boxed{1\,234}", True),
+    ("2.5", r"\boxed{2\frac{1}{2}}", True),
+    ("72", "**72**", True),  # without a box, the last number
+    ("3", "8-3", True),
+    ("72", r"\boxed{72,000}", False),
+    ("72", r"\boxed{72 or 73}", False),
+    ("72", "\\boxed{\u0667\u0662}", False),
+    ("0", r"\boxed{0/0}", False),
+    ("72", "72 apples and 3 pears", False),
+    ("72", r"\boxed{" + "9" * 100_000 + "}", False),
 ]
 
 
-@pytest.mark.parametrize(("gold", "text"), [*EQUAL, *OTHER])
-def test_numbers_are_compared_with_their_units(gsm8k, gold, text):
-    result = gsm8k.score(Problem("p", (), gold), text)
-    is_equal, form = (gold, text) in EQUAL, gsm8k.format_weight if "boxed" in text else 0.0
-    assert (result.is_correct, result.parts) == (is_equal, {"correct": float(is_equal), "format": form})
-    assert result.reward == is_equal + form
+def test_a_right_answer_and_a_box_are_paid(gsm8k):
+    for gold, text, is_equal in PAID:
+        result, form = gsm8k.score(Problem("p", (), gold), text), gsm8k.format_weight if "boxed" in text else 0.0
+        assert (result.is_correct, result.parts) == (is_equal, {"correct": float(is_equal), "format": form}), text
+        assert result.reward == is_equal + form
 
 
 def test_last_boxed_balances_braces():
@@ -198,17 +188,22 @@ def test_last_boxed_balances_braces():
     assert last_boxed(r"\boxed{1} \boxed{2") is None
 
 
+LAST = {
+    "1 then 2,345.60.": "2,345.60",
+    "x = -3": "-3",
+    "Python3": None,
+    r"-\$3": "-3",
+    "$10-$3": "3",
+    "it is -.5": "-0.5",
+    "$.50.": "0.50",
+    "It is done.5": None,
+    "version 1.2.3": "1.2",
+    "7 .2.3": "7",
+}
+
+
 def test_last_number():
-    assert last_number("1 then 2,345.60.") == "2,345.60"
-    assert last_number("x = -3") == "-3"
-    assert last_number("Python3") is None
-    assert last_number(r"-\$3") == "-3"
-    assert last_number("$10-$3") == "3"
-    assert last_number("it is -.5") == "-0.5"
-    assert last_number("$.50.") == "0.50"
-    assert last_number("It is done.5") is None
-    assert last_number("version 1.2.3") == "1.2"
-    assert last_number("7 .2.3") == "7"
+    assert {text: last_number(text) for text in LAST} == LAST
 
 
 NUMBERS = [

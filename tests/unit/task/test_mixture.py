@@ -4,16 +4,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from factories import compose_config, make_group
+from factories import make_group
 
-from offline_grpo.config.compose import typed
-from offline_grpo.config.problems import build_task
-from offline_grpo.errors import ConfigError
 from offline_grpo.task.mixture import Mixture
 from offline_grpo.train.metrics import rollout_metrics
 from offline_grpo.types import Problem, Score, Split, by_task
-
-TWO = ("experiment=mixture",)
 
 
 class Numbers:
@@ -68,25 +63,6 @@ def test_a_score_is_that_of_the_problems_task():
         assert task.score(problem, problem.answer).reward == 1
         assert set(task.score(problem, "x").parts) == {problem.problem_id.rpartition("::")[2]}
     assert {problem.task for problem in task.problems(Split.TRAIN)} == {"a", "b"}
-
-
-def compose_plain(*overrides):
-    return typed(compose_config(*overrides)).task
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([], "task.tasks={}: name what to mix, for example +task@task.tasks.easy=arithmetic"),
-        (["+task@task.tasks.a=sat", "task.weights={a:0.5}"], "task.weights={'a': 0.5}: must be numbers of at least"),
-        (["+task@task.tasks.a=gsm8k", "task.tasks.a.path=/none"], "task.tasks.a: task.path=/none does not exist"),
-    ],
-)
-def test_a_bad_mixture_is_refused_in_one_line(overrides, message):
-    with pytest.raises(ConfigError) as raised:
-        build_task(compose_plain("task=mixture", *overrides)).problems(Split.TRAIN)
-    assert message in str(raised.value)
-    assert len(str(raised.value).splitlines()) == 1
 
 
 def groups_of(*rewards):

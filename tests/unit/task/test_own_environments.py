@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from dialogues import CODEC, EOS, InProcess, Scripted, ids, problem_of, sampled
+from dialogues import CODEC, EOS, Scripted, ids, problem_of
 from worlds import agent, environment
 
-from offline_grpo.errors import ConfigError, ScoreError
+from offline_grpo.errors import ScoreError
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.task.environment import Environment
 from offline_grpo.types import FinishReason, Reply, Rollout, SamplingParams
@@ -64,14 +63,6 @@ def test_each_turn_is_paid_once_whatever_limit_ends_the_episode(
     assert rollout.score.parts == {"turns": num_turns, "episode": 100.0 * num_turns}
     assert rollout.score.reward == 101.0 * num_turns
     assert rollout.finish_reason is FinishReason.LENGTH
-
-
-def test_a_reply_that_is_cut_is_a_turn_and_is_paid() -> None:
-    task = environment(f"{__name__}:Paid", max_environment_tokens=1000, max_turns=30)
-    [rollouts] = sampled(InProcess(), task, [problem_of(task)])
-    for rollout in rollouts:
-        assert rollout.num_sampled == 40
-        assert rollout.score.parts["turns"] == len(rollout.turns) == sum(turn.reward for turn in rollout.turns)
 
 
 class Parts(Paid):
@@ -130,37 +121,33 @@ def test_environments_and_agents_have_one_rule_for_rewards(
     monkeypatch.setattr(Returns, "value", value)
     chat: Any = type("Chat", (), {"seed": 0, "base_url": "", "api_key": ""})()
     task = agent(f"{__name__}:solve")
-    plays: list[Callable[[], Any]] = [
+    for played in (
         lambda: play(environment(f"{__name__}:Returns"), ["1"]).score,
         lambda: task.play(problem_of(task), chat),
-    ]
-    for each in plays:
+    ):
         if parts is None:
             with pytest.raises(ScoreError, match="it must be a number, True or False, a dict of numbers, or None"):
-                each()
-            continue
-        score = each()
-        assert (dict(score.parts), score.is_correct) == (parts, is_correct)
-        assert (score.failure == "none") is (parts == {})
+                played()
+        else:
+            score = played()
+            assert (dict(score.parts), score.is_correct, score.failure == "none") == (parts, is_correct, parts == {})
 
 
-def logged(function: Any) -> Any:
+def documented(function: Any) -> Any:
+    """Behind a wrapper, as decorators of users leave it."""
+
     @functools.wraps(function)
     def inner(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    inner.__doc__ = "Add.\n\nArgs:\n    first: The first.\n    second: The second.\n"
     return inner
 
 
 class Base:
     @staticmethod
+    @documented
     def inherited(first: int, second: int = 2) -> int:
-        """Add.
-
-        Args:
-            first: The first.
-            second: The second.
-        """
         return first + second
 
 
@@ -181,34 +168,12 @@ class Kinds(Base):
         return 0.0
 
     @classmethod
+    @documented
     async def of_class(cls, first: int, second: int = 2) -> int:
-        """Add.
-
-        Args:
-            first: The first.
-            second: The second.
-        """
         return first + second if cls is Kinds else 0
 
-    @staticmethod
-    @logged
-    def wrapped(first: int, second: int = 2) -> int:
-        """Add.
-
-        Args:
-            first: The first.
-            second: The second.
-        """
-        return first + second
-
-    @logged
+    @documented
     async def own(self, first: int, second: int = 2) -> int:
-        """Add.
-
-        Args:
-            first: The first.
-            second: The second.
-        """
         return first + second if isinstance(self, Kinds) else 0
 
     def _private(self) -> None: ...
@@ -228,25 +193,10 @@ def test_a_tool_may_be_called_is_done() -> None:
     assert task.play(problem_of(task), chat).parts == {"turns": 3.0, "episode": 300.0}
 
 
-class Unknown(Kinds):
-    def weighs(self, thing: Thing) -> int:  # type: ignore[name-defined]  # noqa: F821
-        """Weighs.
-
-        Args:
-            thing: What.
-        """
-        return 1
-
-
-def test_a_tool_whose_types_are_not_there_is_refused_in_a_line() -> None:
-    with pytest.raises(ConfigError, match=r"the tool weighs has no schema, name 'Thing' is not defined; give it types"):
-        _ = environment(f"{__name__}:Unknown").tools
-
-
 def test_methods_of_every_kind_are_tools_with_all_their_arguments() -> None:
     task = environment(f"{__name__}:Kinds")
     functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in task.tools}
-    assert list(functions) == ["inherited", "of_class", "own", "wrapped"]
+    assert list(functions) == ["inherited", "of_class", "own"]
     for name, parameters in functions.items():
         assert (list(parameters["properties"]), parameters["required"]) == (["first", "second"], ["first"]), name
         assert task.call(Kinds(), name, {"first": 3}) == 5

@@ -82,17 +82,3 @@ def test_levels_need_their_order():
     with pytest.raises(ConfigError, match=r"data\.shuffle=true: .*task\.levels.*data\.shuffle=false"):
         task_data(typed(compose_config(*levels)))
     assert len(task_data(typed(compose_config(*levels, "data.shuffle=false"))).train or []) == 20
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["task.answer_in=box"], r"task.answer_in=box"),
-        (["task.name=leg_countin"], r"task\.name=leg_countin: .* no such generator; near are leg_counting"),
-        (["task.settings={legs: 3}"], r"task\.settings=\{'legs': 3\}, .*: leg_counting refuses them .*legs"),
-        (["task.name=knight_swap", "task.levels=[0]"], r"knight_swap refuses them \(level 0\): min_nodes"),
-    ],
-)
-def test_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        make(*overrides).problems(Split.TRAIN)
