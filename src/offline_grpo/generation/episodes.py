@@ -69,6 +69,7 @@ class Episode:
 
     def start(self, task: Any) -> None:
         """Let the task's program play, in the background."""
+        # Its client may ask as soon as it plays, so its address comes first.
         if self.proxy is not None:
             self.base_url, self.api_key = self.proxy.open(self.ask)
         if inspect.iscoroutinefunction(task.play):
@@ -94,6 +95,7 @@ class Episode:
             if not reply.cancelled() and reply.exception() is None:
                 self._reply = reply.result()
 
+        # From here on, another thread may answer or cancel it.
         self.open.add(question.reply)
         question.reply.add_done_callback(note)
         self.events.put(question)

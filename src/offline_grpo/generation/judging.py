@@ -46,6 +46,7 @@ class Judgement:
         self._asked: list[str | tuple[str, ...]] = [*texts]
         self._asked += [tuple(texts)] if TaskFacts.of(task).rewards_groups else []
         self.futures: list[Future[Any]] = []
+        # All are asked now: what is async runs while the task is called for the others.
         for text in self._asked:
             try:
                 score = task.score(problem, text) if isinstance(text, str) else task.score_group(problem, text)

@@ -138,6 +138,7 @@ class Proxy(web.Server):
         read = partial(web.BaseRequest, loop=self._own_loop, client_max_size=LARGEST_BODY)
         how: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepalive_timeout": IDLE_S}
         super().__init__(self._answer, request_factory=read, loop=self._own_loop, **how)
+        # It listens from now on, so that episodes can be told its address before the thread serves.
         self._socket = socket.create_server(("127.0.0.1", 0))
 
         def run() -> None:

@@ -137,6 +137,7 @@ class Scorers:
         self._num_to_start = setup.num_workers
         self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None, or one that has ended: start another
         self._room_alone = asyncio.Semaphore(setup.num_workers)
+        # The process above all workers starts now, because it imports what they need; its settings come by a pipe.
         self._control, theirs = socket.socketpair()
         with theirs:
             run = f"from offline_grpo.generation.scoring_worker import main; main({theirs.fileno()})"
@@ -164,12 +165,11 @@ class Scorers:
             self._free.put_nowait(None)
         worker = await self._free.get()
         if worker is None or not worker.is_alive:
-            worker = None
             try:
                 worker = await self._start(is_shared=True)
-            finally:
-                if worker is None:  # it cannot be started, or the caller has given up
-                    self._free.put_nowait(None)
+            except BaseException:  # it cannot be started, or the caller has given up
+                self._free.put_nowait(None)
+                raise
         answer = await self._ask(worker, problem, asked)
         if answer is None:
             # A worker that is killed, or dies, takes all async scores with it that it awaits. Which one is to blame
@@ -197,6 +197,7 @@ class Scorers:
         with theirs, suppress(OSError):  # the process that starts them has ended, and nobody answers
             socket.send_fds(self._control, [number.to_bytes(MESSAGE_BYTES, "big")], [theirs.fileno()])
         worker = _Worker(number, *await asyncio.open_connection(sock=ours, limit=LONGEST_LINE), is_shared)
+        # It says first whether it can make the task: if not, no other one can.
         try:
             first = json.loads(await worker.reader.readline() or '{"broken": "one has died"}')
             if "broken" in first:

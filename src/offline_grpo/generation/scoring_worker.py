@@ -215,6 +215,7 @@ class _Worker:
         except BaseException as error:  # whatever a user's function raises, SystemExit too
             answer = _failure(error)
         self.send(number, answer)
+        # An async score is awaited while others begin: the run, which has just been told, sends them.
         if "awaits" in answer:
             waiting = self.loop.create_task(self._await(number, score))
             self.awaited.add(waiting)

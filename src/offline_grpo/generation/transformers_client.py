@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers import (
-    Cache,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
@@ -152,11 +151,12 @@ class TransformersClient(LocalEngine):
             rows = torch.tensor([place[index] for index, _ in batch], device=lm.device)  # [B]
             # They are padded at the left, each with its own first token: a repetition penalty sees none that it lacks.
             prompts = [requests[index].prompt_ids for index in place]
-            blanks = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+            width = max(map(len, prompts))
+            blanks = [width - len(prompt) for prompt in prompts]
             padded = [[prompt[0]] * blank + [*prompt] for prompt, blank in zip(prompts, blanks, strict=True)]
             masks = [[0] * blank + [1] * len(prompt) for prompt, blank in zip(prompts, blanks, strict=True)]
             token_ids, mask = torch.tensor(padded, device=lm.device), torch.tensor(masks, device=lm.device)  # [U, P]
-            cache: Cache = DynamicCache(config=lm.config.get_text_config(decoder=True))
+            cache = DynamicCache(config=lm.config.get_text_config(decoder=True))
             if len(batch) > len(place) and token_ids.shape[1] > 1:
                 position_ids = (mask[:, :-1].cumsum(-1) - 1).clamp(min=0)
                 inputs = {"input_ids": token_ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": position_ids}

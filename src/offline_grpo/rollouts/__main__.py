@@ -32,8 +32,9 @@ from offline_grpo.rollouts.store import ORIGIN_FILE, Shard, shards_of
 from offline_grpo.types import Rollout, RolloutGroup
 
 
-def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Read, and print or write."""
+    # 1. What the command takes.
     parser = argparse.ArgumentParser(prog="python -m offline_grpo.rollouts", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
@@ -42,8 +43,7 @@ def parser() -> argparse.ArgumentParser:
         "export": "write them for other tools",
     }
     for name, text in helps.items():
-        command = commands.add_parser(name, help=text, description=text)
-        add = command.add_argument
+        add = commands.add_parser(name, help=text, description=text).add_argument
         add("path", metavar="PATH", type=Path, help="run folder, file of its rollouts/, or folder that datasets saved")
         if name == "export":
             add("out", metavar="OUT", type=Path, help="file, or folder for datasets, to write; a new one")
@@ -52,23 +52,17 @@ def parser() -> argparse.ArgumentParser:
         add("--iteration", type=int, metavar="N", help="only that one; 1 is the first, 0 the evaluation before it")
         add("--skip-damaged", action="store_true", help="go on without files that cannot be read")
         if name == "show":
-            text = "of the newest iteration, or of N (default: 4)"
-            add("--groups", type=int, default=4, metavar="N", help=text)
+            add("--groups", type=int, default=4, metavar="N", help="of the newest iteration, or of N (default: 4)")
             add("--full", action="store_true", help="whole completions, and every one of a group")
-    return parser
-
-
-def run(arguments: Sequence[str] | None = None) -> None:
-    """Read, and print or write."""
-    options = parser().parse_args(arguments)
-    # An output that is there already is refused before anything is read.
+    options = parser.parse_args(arguments)
+    # 2. An output that is there already is refused before anything is read.
     number = options.iteration
     if options.command == "export":
         require_new(options.out, f"OUT={options.out}")
         options.out.parent.mkdir(parents=True, exist_ok=True)
     shards = shards_of(options.path, key="PATH", phase=options.phase, iteration=None if number is None else number - 1)
     tables = _tables(shards[::-1] if options.command == "show" else shards, options)
-    # `show` needs the newest table alone, so they are read one by one.
+    # 3. `show` needs the newest table alone, so they are read one by one.
     first = next(tables, None)
     if first is None:
         raise ConfigError(f"PATH={options.path}: has no rollouts of phase {options.phase} that were asked for")
@@ -78,7 +72,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     elif options.command == "stats":
         print_stats(output_console(), (table for _, table in chain([first], tables)))
     else:
-        count = FORMATS[options.format](chain([first], tables), options.out)
+        count = export(chain([first], tables), options.out, options.format)
         print(f"wrote {count:,} {'groups' if options.format == 'atropos' else 'completions'} to {options.out}")
 
 
@@ -99,8 +93,7 @@ def _tables(shards: Sequence[Shard], options: argparse.Namespace) -> Iterator[tu
             yield shard, table
 
 
-_ROWS, _BINS = 20, 5
-"""Of the tables by iteration and by length."""
+_ROWS, _BINS = 20, 5  # of the tables by iteration and by length
 
 
 def show_groups(console: Console, table: pa.Table, count: int, *, full: bool, decode: Decode | None = None) -> None:
@@ -195,54 +188,47 @@ def _stats_table(label: str, parts: Iterable[tuple[str, np.ndarray]], of: dict[s
     return table
 
 
-Tables = Iterable[tuple[Shard, pa.Table]]
-"""Files of a store, with their checked tables."""
-_BLANK = 1.0
-"""The logprob that Atropos gives to tokens which nobody sampled."""
+def export(tables: Iterable[tuple[Shard, pa.Table]], out: Path, kind: str) -> int:
+    """Write checked tables of a store for other tools. Returns how many completions, or groups, they had."""
+    # 1. A folder for `datasets.load_from_disk`, which `rollouts=replay` reads too: one table, and the origin beside it
+    # where all files have the same.
+    if kind == "datasets":
+        import datasets
 
-
-def to_json_lines(tables: Tables, out: Path) -> int:
-    """A line per completion, with the columns of the store; problems and parts are objects. Returns how many."""
-
-    def lines() -> Iterator[dict[str, Any]]:
-        for _, table in tables:
-            for row in plain_rows(table):
-                yield row | {"fields": None if row["fields"] is None else from_json(row["fields"])}
-
-    return _write_lines(out, lines())
-
-
-def to_atropos(tables: Tables, out: Path) -> int:
-    """A line per group of what has a reward, each a body for `POST /scored_data`. Returns how many."""
-    groups = (group.scored() for _, table in tables for group in groups_of(table, group_rows(table).values()))
-    return _write_lines(out, map(scored_data, filter(None, groups)))
-
-
-def to_datasets(tables: Tables, out: Path) -> int:
-    """A folder for `datasets.load_from_disk`, which `rollouts=replay` reads too. Returns the number of its rows."""
-    import datasets
-
-    # One table; the origin lies beside it, where all files have the same.
-    shards, parts = zip(*tables, strict=True)
-    pairs = pa.list_(pa.struct([NUMBERS.key_field, NUMBERS.item_field]))  # `datasets` knows no maps
-    kinds = [pairs if field.type == NUMBERS else field.type for field in SCHEMA]
-    whole = pa.concat_tables(parts).cast(pa.schema(zip(SCHEMA.names, kinds, strict=True)))
-    datasets.disable_progress_bars()
-    datasets.Dataset(whole).save_to_disk(out)
-    origins = [shard.origin for shard in shards]
-    if origins[0] is not None and len({None if o is None else (o.tokenizer, o.architecture) for o in origins}) == 1:
-        write_whole(out / ORIGIN_FILE, json.dumps(asdict(origins[0])))
-    return whole.num_rows
-
-
-FORMATS = {"jsonl": to_json_lines, "datasets": to_datasets, "atropos": to_atropos}
+        shards, parts = zip(*tables, strict=True)
+        pairs = pa.list_(pa.struct([NUMBERS.key_field, NUMBERS.item_field]))  # `datasets` knows no maps
+        types = [pairs if field.type == NUMBERS else field.type for field in SCHEMA]
+        whole = pa.concat_tables(parts).cast(pa.schema(zip(SCHEMA.names, types, strict=True)))
+        datasets.disable_progress_bars()
+        datasets.Dataset(whole).save_to_disk(out)
+        origins = [shard.origin for shard in shards]
+        if origins[0] is not None and len({None if o is None else (o.tokenizer, o.architecture) for o in origins}) == 1:
+            write_whole(out / ORIGIN_FILE, json.dumps(asdict(origins[0])))
+        return whole.num_rows
+    # 2. A line for each completion, with the columns of the store, where problems and parts are objects; or for each
+    # group what has a reward of it.
+    lines: Iterable[dict[str, Any]]
+    if kind == "jsonl":
+        rows = (row for _, table in tables for row in plain_rows(table))
+        lines = (row | {"fields": None if row["fields"] is None else from_json(row["fields"])} for row in rows)
+    else:
+        groups = (group.scored() for _, table in tables for group in groups_of(table, group_rows(table).values()))
+        lines = map(scored_data, filter(None, groups))
+    count = 0
+    with out.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            count += 1
+    return count
 
 
 def scored_data(group: RolloutGroup) -> dict[str, Any]:
-    """A group as atroposlib's `ScoredData` has it: masks are -100 or the token, logprobs 1 where nobody sampled."""
+    """What `POST /scored_data` takes (atroposlib's `ScoredData`): masks are -100 or the token, logprobs 1 where nobody
+    sampled.
+    """
     rollouts = group.rollouts
 
-    def rows(of: Callable[[Rollout], Iterable[Any]], blank: float) -> list[list[Any]]:
+    def rows(of: Callable[[Rollout], Iterable[Any]], blank: float) -> list[list[float]]:
         return [[value if s else blank for value, s in zip(of(r), r.is_sampled, strict=True)] for r in rollouts]
 
     zeroed = [{"set_advantage_to_zero": True} if r.zero_advantage else {} for r in rollouts]
@@ -250,7 +236,7 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
         "tokens": [list(r.token_ids) for r in rollouts],
         "masks": rows(lambda r: r.token_ids, NOT_TRAINED),
         "scores": [r.score.reward for r in rollouts],
-        "inference_logprobs": rows(lambda r: r.logprobs, _BLANK),
+        "inference_logprobs": rows(lambda r: r.logprobs, 1.0),
         "overrides": [{"temperature": r.temperature, **zero} for r, zero in zip(rollouts, zeroed, strict=True)],
     }
     # What a source gave beside the rewards, and what a prompt was, only where all rollouts have it.
@@ -265,15 +251,6 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
         prompt = [dict(message) for message in group.problem.messages]
         found["messages"] = [[*prompt, {"role": "assistant", "content": r.text}] for r in rollouts]
     return found
-
-
-def _write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> int:
-    count = 0
-    with out.open("w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            count += 1
-    return count
 
 
 def main() -> int:

@@ -26,8 +26,7 @@ from offline_grpo.settings import RunConfig
 from offline_grpo.types import Metrics, RolloutGroup
 
 TICK_S = 0.2
-END_S = 5.0
-"""How long threads are waited for whose requests have been cancelled; code that scores may keep one longer."""
+END_S = 5.0  # how long threads are waited for whose requests have been cancelled; code that scores may keep one longer
 
 
 class Round(RunListener):
@@ -109,12 +108,20 @@ class Asynchronous(OnPolicy):
         if age > self.max_staleness:
             about = f"the engine's weights are {age} versions old; push more often"
             raise ConfigError(f"rollouts.max_staleness={self.max_staleness}: {about}")
-        # 2. Wait for the iteration; what has become too old is drawn again.
+        # 2. Wait for the iteration; an error of any is raised at once. What has become too old is drawn again.
         sampling_s = 0.0
         while True:
             self._begin_due()
-            groups, seconds = self._wait_for(iteration)
-            sampling_s += seconds
+            rounds, mine = list(self._rounds.values()), self._rounds[iteration]
+            for each in rounds:
+                if each.groups.done():
+                    each.groups.result()
+            if not mine.groups.done():
+                progress.report(*mine.said)
+                wait([each.groups for each in rounds if not each.groups.done()], TICK_S, FIRST_COMPLETED)
+                continue
+            groups = self._rounds.pop(iteration).groups.result()
+            sampling_s += mine.seconds
             ages = [version - v for group in groups for r in group.rollouts for v in compress(r.versions, r.is_sampled)]
             if max(ages, default=0) <= self.max_staleness:
                 break
@@ -192,21 +199,6 @@ class Asynchronous(OnPolicy):
                 round_.seconds += seconds / len(sampled)
             if not sampled:
                 self._idle_s += seconds
-
-    def _wait_for(self, iteration: int) -> tuple[list[RolloutGroup], float]:
-        """An iteration's groups, and the seconds that they took. An error of any iteration is raised at once."""
-        while True:
-            pending = []
-            for round_ in self._rounds.values():
-                if round_.groups.done():
-                    round_.groups.result()
-                else:
-                    pending.append(round_.groups)
-            if self._rounds[iteration].groups.done():
-                round_ = self._rounds.pop(iteration)
-                return round_.groups.result(), round_.seconds
-            progress.report(*self._rounds[iteration].said)
-            wait(pending, TICK_S, FIRST_COMPLETED)
 
     def _abandon(self) -> None:
         """End all threads, as far as that takes no longer than `END_S`."""

@@ -36,6 +36,7 @@ from offline_grpo.engine.http import Refused, is_loopback, owner_of
 from offline_grpo.engine.spawn import Child, Scratch, without_launch_variables
 from offline_grpo.engine.vllm import SERVED_NAME
 from offline_grpo.errors import ConfigError, EngineError, GrpoError, require
+from offline_grpo.generation.judging import warn_once
 from offline_grpo.interfaces import RolloutClient, Source
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.rollouts.atropos_groups import GroupReader
@@ -216,9 +217,8 @@ class Atropos(Source):
                 except UnusableGroup as error:
                     counter = f"rollouts/num_dropped_{error.reason}"
                     self._found[counter] += 1
-                    if error.reason not in self._warned:
-                        self._warned.add(error.reason)
-                        log.warning("dropped a group (%s counts, this is said once): %s", counter, error)
+                    text = f"dropped a group ({counter} counts, this is said once): {error}"
+                    warn_once(self._warned, error.reason, text)
         # 2. Whole groups, oldest first; one that is too large for the rest waits for the next iteration.
         chosen: list[RolloutGroup] = []
         room = self._ours.batch_size
@@ -242,6 +242,7 @@ class Atropos(Source):
         """Until a batch is there. Environments begin at step `iteration`, if the API has to be told again."""
         self._began_s = self._reported_s = self._checked_s = time.monotonic()
         self._registration["starting_step"] = iteration
+        # It is asked often at first: a batch may be there in a moment.
         pause_s = FIRST_PAUSE_S
         while not self._batches:
             try:
@@ -284,7 +285,8 @@ class Atropos(Source):
 
     def _poll(self) -> None:
         """Take the batches that are there, or find that nobody is registered any more."""
-        newest = None  # how many were formed, which says how many are older than the first that comes
+        # The first that comes is the newest; how many were formed says how many older ones come after it.
+        newest = None
         while newest is None or self._step < newest:
             self._found[POLLS] += 1
             try:
@@ -296,12 +298,15 @@ class Atropos(Source):
                 self._found["rollouts/num_lost_batches"] += 1
                 log.warning("lost a batch, and go on (rollouts/num_lost_batches): %s", error)
             else:
-                if answer.get("status") == "error" or not answer["batch"]:
+                if answer.get("status") == "error":
+                    self._check_registration()
+                    return
+                if not answer["batch"]:
                     break
                 self._batches.appendleft(answer["batch"])
             newest = self._status() if newest is None else newest
             self._step += 1
-        if newest is not None or answer.get("status") == "error":
+        if newest is not None:
             self._check_registration()
 
     def _check_registration(self) -> None:

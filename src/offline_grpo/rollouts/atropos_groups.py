@@ -13,8 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from offline_grpo.errors import GrpoError
 from offline_grpo.types import Rollout, RolloutGroup, Score, UnusableGroup
 
-NOT_TRAINED = -100
-"""In a mask; elsewhere a mask repeats the token."""
+NOT_TRAINED = -100  # in a mask; elsewhere a mask repeats the token
 
 
 class MissingLogprobs(GrpoError):
@@ -101,10 +100,17 @@ class GroupReader:
             said = (own.get("overrides"), group.generation_params, group.group_overrides)  # the most special first
             temperatures = (settings.temperature for settings in said if settings is not None)
             temperature = next((found for found in temperatures if found is not None), 1.0)
+            # What a teacher says of the sampled tokens, at temperature 1 as servers give it, if it has all of them. Of
+            # each position it was asked for k tokens, [N][k].
             asked, told = own.get("distill_token_ids"), own.get("distill_logprobs")
-            teacher = None
+            teacher: tuple[float, ...] | None = None
             if temperature == 1.0 and asked is not None and told is not None:
-                teacher = _of_teacher(tokens, is_sampled, asked, told)
+                if not len(tokens) == len(asked) == len(told):
+                    about = f"distill_* of {len(asked)} and {len(told)} positions, and {len(tokens)} tokens"
+                    raise UnusableGroup("malformed", about)
+                known = [dict(zip(*each, strict=False)) for each in zip(asked, told, strict=True)]
+                taught = [known[i].get(token) if is_sampled[i] else 0.0 for i, token in enumerate(tokens)]
+                teacher = None if None in taught else tuple(taught)  # type: ignore[arg-type]
             least = self.correct_threshold
             rollout = Rollout(
                 token_ids=tuple(tokens),
@@ -123,20 +129,6 @@ class GroupReader:
         found = RolloutGroup(None, tuple(rollouts), None if advantages is None else tuple(map(tuple, advantages)))
         found.check(vocab_size=self.vocab_size, max_tokens=self.max_token_len)
         return found
-
-
-def _of_teacher(
-    tokens: list[int], is_sampled: Sequence[bool], asked: list[list[int]], told: list[list[float]]
-) -> tuple[float, ...] | None:
-    """[N] the teacher's logprob of each sampled token, at temperature 1, as servers give them; None where it lacks that
-    of one. `asked` [N][k] are the tokens whose logprobs are `told` [N][k].
-    """
-    if not len(tokens) == len(asked) == len(told):
-        about = f"distill_* of {len(asked)} and {len(told)} positions, and {len(tokens)} tokens"
-        raise UnusableGroup("malformed", about)
-    known = (dict(zip(*each, strict=False)) for each in zip(asked, told, strict=True))
-    found = [own.get(token) if sampled else 0.0 for token, own, sampled in zip(tokens, known, is_sampled, strict=True)]
-    return None if None in found else tuple(found)  # type: ignore[arg-type]
 
 
 def _is_sampled(tokens: list[int], mask: list[int]) -> tuple[bool, ...]:

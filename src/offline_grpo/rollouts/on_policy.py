@@ -144,21 +144,21 @@ class OnPolicy(Source):
 
         how: dict[str, Any] = {"group_size": self.group_size, "on_scored": on_scored}
         groups = sample_in_order(self.client, self.task, self.codec, draws, self.sampling, **how)
-        if self.soft_overlong_tokens is not None:
-            groups = [self._with_penalties(group, "overlong", self.soft_overlong_tokens) for group in groups]
-        if self.penalize_length_if_solved:
-            half = self.sampling.max_new_tokens / 2
-            solved = [all(rollout.score.is_correct for rollout in group.rollouts) for group in groups]
-            pairs = zip(groups, solved, strict=True)
-            groups = [self._with_penalties(group, "length", half) if is_solved else group for group, is_solved in pairs]
+        for n, group in enumerate(groups):
+            if self.soft_overlong_tokens is not None:
+                groups[n] = self._with_penalties(groups[n], "overlong", self.soft_overlong_tokens)
+            if self.penalize_length_if_solved and all(rollout.score.is_correct for rollout in group.rollouts):
+                groups[n] = self._with_penalties(groups[n], "length", self.sampling.max_new_tokens / 2)
         return groups
 
     def _with_penalties(self, group: RolloutGroup, name: str, cache: float) -> RolloutGroup:
-        """The group with a part of this name in every reward."""
+        """The group with a part of this name in every reward: DAPO's soft overlong punishment (arXiv 2503.14476,
+        equation 13), 0 up to `cache` tokens below the limit, and from there on linear down to -1 at the limit.
+        """
         rollouts = []
         for rollout in group.rollouts:
-            penalty = overlong_penalty(rollout.num_sampled, self.sampling.max_new_tokens, cache)
-            score = rollout.score
+            num_beyond = rollout.num_sampled - (self.sampling.max_new_tokens - cache)
+            penalty, score = -min(max(num_beyond, 0) / cache, 1.0), rollout.score
             score = replace(score, reward=score.reward + penalty, parts={**score.parts, name: penalty})
             rollouts.append(replace(rollout, score=score))
         return replace(group, rollouts=tuple(rollouts))
@@ -176,9 +176,3 @@ class OnPolicy(Source):
         if self.shuffle:
             return permutation(len(self.problems), derive_seed(self.seed, "order", epoch))[offset]
         return offset
-
-
-def overlong_penalty(num_tokens: int, longest: int, cache: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to `longest - cache` tokens, from there on
-    linear down to -1 at `longest`, and -1 beyond."""
-    return -min(max(num_tokens - (longest - cache), 0) / cache, 1.0)

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 FOLDER = "rollouts"
-FORMAT = 1
-"""Increased when files of an older version can no longer be read."""
-KEY = "offline_grpo"
-"""Of the JSON in a file's metadata."""
+FORMAT = 1  # increased when files of an older version can no longer be read
+KEY = "offline_grpo"  # of the JSON in a file's metadata
 _LAYERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SHAPE = ("model_type", "vocab_size", *_LAYERS)
 

@@ -31,11 +31,9 @@ from offline_grpo.types import FinishReason, Metrics, RolloutGroup, Score
 
 log = logging.getLogger(__name__)
 
-_CACHED = 8
-"""Files that are kept in memory: in a new order, an iteration has groups of many."""
+_CACHED = 8  # files that are kept in memory: in a new order, an iteration has groups of many
 _THREADS = 4
-_RECORDED = 64
-"""Groups that an advantage is shown before a model is loaded."""
+_RECORDED = 64  # groups that an advantage is shown before a model is loaded
 _FACTS = ["iteration", "phase", "group", "reward", "version", "finish_reason"]
 """Columns that decide which groups are chosen."""
 
@@ -189,12 +187,19 @@ class Replay(Source):
             if self.shuffle:
                 offset = permutation(size, derive_seed(self.seed, "replay", epoch))[offset]
             groups += self._units[offset]
-        # This process's share is read, and refused where the model cannot learn from it.
+        # This process's share is read, and refused where the model cannot learn from it; another reward scores it anew.
         found = []
         for each in groups[self.rank :: self.world_size]:
             [group] = groups_of(self._read(each.shard), [each.rows])
             group.check(vocab_size=self.vocab_size, max_tokens=self.context)
-            found.append(self._rescored(group) if self.rescore else group)
+            if self.rescore:
+                if group.problem is None:
+                    about = "these rollouts were recorded without their problems; use false"
+                    raise ConfigError(f"rollouts.rescore=true: {about}")
+                judgement = Judgement(self.task, group.problem, [rollout.text for rollout in group.rollouts])
+                pairs = zip(group.rollouts, judgement.scores(), strict=True)
+                group = RolloutGroup(group.problem, tuple(replace(rollout, score=score) for rollout, score in pairs))
+            found.append(group)
         return found
 
     def metrics(self) -> Metrics:
@@ -218,14 +223,6 @@ class Replay(Source):
             if len(kept) == len(rows) or len(kept) > 1:
                 chosen.append(_Group(shard, iteration, tuple(kept)))
         return chosen
-
-    def _rescored(self, group: RolloutGroup) -> RolloutGroup:
-        """Raises ConfigError where the record has no problem."""
-        if group.problem is None:
-            raise ConfigError("rollouts.rescore=true: these rollouts were recorded without their problems; use false")
-        judgement = Judgement(self.task, group.problem, [rollout.text for rollout in group.rollouts])
-        pairs = zip(group.rollouts, judgement.scores(), strict=True)
-        return RolloutGroup(group.problem, tuple(replace(rollout, score=score) for rollout, score in pairs))
 
 
 def _shards(path: str | Sequence[str] | None) -> list[Shard]:

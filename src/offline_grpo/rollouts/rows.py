@@ -216,7 +216,40 @@ def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGro
             problem = Problem(first["problem_id"], tuple(first["messages"]), first["answer"], fields)
         if all(row["advantages"] is not None for row in members):
             advantages = tuple((0.0,) * len(row["prompt_ids"]) + tuple(row["advantages"]) for row in members)
-        groups.append(RolloutGroup(problem, tuple(map(_rollout, members)), advantages))
+        rollouts = []
+        for row in members:
+            prompt, completion = row["prompt_ids"], row["completion_ids"]
+            blank, length = len(prompt), len(completion)
+            is_sampled = tuple(row["is_sampled"] or (True,) * length)
+            versions = tuple(row["versions"] or (row["version"],) * length)
+            # Logprobs of the prompt are not on record; they are ignored.
+            logprobs, ref, teacher = (
+                None if row[name] is None else (0.0,) * blank + tuple(row[name])
+                for name in ("logprobs", "ref_logprobs", "teacher_logprobs")
+            )
+            # A turn ends where the next one begins, or before that, where a token was not sampled.
+            turns, starts = [], row["turn_starts"] or []
+            for start, limit, reward in zip(starts, [*starts, length][1:], row["turn_rewards"] or [], strict=True):
+                end = next((i for i in range(start, limit) if not is_sampled[i]), limit)
+                turns.append(Turn(blank + start, blank + end, reward))
+            reward = row["reward"] if row["failure"] is None else nan
+            rollout = Rollout(
+                token_ids=(*prompt, *completion),
+                is_sampled=(False,) * blank + is_sampled,
+                logprobs=logprobs or (),
+                versions=(0,) * blank + versions,
+                temperature=row["temperature"],
+                finish_reason=None if row["finish_reason"] is None else FinishReason(row["finish_reason"]),
+                text=row["text"],
+                score=Score(reward, row["is_correct"], row["parts"] or {}, row["failure"], row["measured"] or {}),
+                ref_logprobs=ref,
+                teacher_logprobs=teacher,
+                zero_advantage=bool(row["zero_advantage"]),
+                turns=tuple(turns),
+                conversation=tuple(row["conversation"] or ()),
+            )
+            rollouts.append(rollout)
+        groups.append(RolloutGroup(problem, tuple(rollouts), advantages))
     return groups
 
 
@@ -234,36 +267,3 @@ def group_rows(table: pa.Table) -> dict[tuple[int, str, int], list[int]]:
             raise ConfigError(f"rollouts.path: {about} or shuffled; name each record by itself: rollouts.path=[A,B]")
         members.append(row)
     return rows
-
-
-def _rollout(row: Mapping[str, Any]) -> Rollout:
-    prompt, completion = row["prompt_ids"], row["completion_ids"]
-    blank, length = len(prompt), len(completion)
-    is_sampled = tuple(row["is_sampled"] or (True,) * length)
-    versions = tuple(row["versions"] or (row["version"],) * length)
-    # Logprobs of the prompt are not on record; they are ignored.
-    logprobs, ref, teacher = (
-        None if row[name] is None else (0.0,) * blank + tuple(row[name])
-        for name in ("logprobs", "ref_logprobs", "teacher_logprobs")
-    )
-    # A turn ends where the next one begins, or before that, where a token was not sampled.
-    turns, starts = [], row["turn_starts"] or []
-    for start, limit, reward in zip(starts, [*starts, length][1:], row["turn_rewards"] or [], strict=True):
-        end = next((i for i in range(start, limit) if not is_sampled[i]), limit)
-        turns.append(Turn(blank + start, blank + end, reward))
-    reward = row["reward"] if row["failure"] is None else nan
-    return Rollout(
-        token_ids=(*prompt, *completion),
-        is_sampled=(False,) * blank + is_sampled,
-        logprobs=logprobs or (),
-        versions=(0,) * blank + versions,
-        temperature=row["temperature"],
-        finish_reason=None if row["finish_reason"] is None else FinishReason(row["finish_reason"]),
-        text=row["text"],
-        score=Score(reward, row["is_correct"], row["parts"] or {}, row["failure"], row["measured"] or {}),
-        ref_logprobs=ref,
-        teacher_logprobs=teacher,
-        zero_advantage=bool(row["zero_advantage"]),
-        turns=tuple(turns),
-        conversation=tuple(row["conversation"] or ()),
-    )

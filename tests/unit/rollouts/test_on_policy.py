@@ -8,7 +8,7 @@ import pytest
 from dialogues import PROBLEMS, on_policy
 
 from offline_grpo.rollouts.curriculum import problem_key
-from offline_grpo.rollouts.on_policy import OnPolicy, overlong_penalty
+from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.types import Completion, FinishReason, Score
 
 
@@ -76,16 +76,15 @@ def test_the_same_problems_are_sampled_with_other_seeds_in_the_next_iteration():
     assert all(first[name] != second[name] for name in first)
 
 
-# L_max = 10, L_cache = 4, by hand: (L_max - L_cache - length) / L_cache between 6 and 10
+# L_max = 8, L_cache = 4, by hand: (L_max - L_cache - length) / L_cache between 4 and 8
+PENALTIES = {5: -0.25, 6: -0.5, 7: -0.75, 8: -1.0}
+
+
 def test_the_soft_overlong_penalty_is_dapos():
-    assert [overlong_penalty(length, 10, 4) for length in (1, 6, 7, 9, 10, 99)] == [0, 0, -0.25, -0.75, -1, -1]
-
-
-def test_the_penalty_is_a_part_of_the_reward():
     plain = source(resample_zero_signal=False).next(0)
     for group, other in zip(plain, source(resample_zero_signal=False, soft_overlong_tokens=4).next(0), strict=True):
         for before, after in zip(group.rollouts, other.rollouts, strict=True):
-            penalty = {5: -0.25, 6: -0.5, 7: -0.75, 8: -1.0}.get(before.num_sampled, 0.0)
+            penalty = PENALTIES.get(before.num_sampled, 0.0)
             parts = {**before.score.parts, "overlong": penalty}
             expected = replace(before.score, reward=before.score.reward + penalty, parts=parts)
             assert after == replace(before, score=expected)
@@ -108,7 +107,7 @@ def test_length_costs_where_all_answers_are_right():
     for before, after, is_solved in zip(plain, penalized, are_solved, strict=True):
         assert is_solved or after == before
         for one, other in zip(before.rollouts, after.rollouts, strict=True) if is_solved else ():
-            penalty = {5: -0.25, 6: -0.5, 7: -0.75, 8: -1.0}.get(one.num_sampled, 0.0)
+            penalty = PENALTIES.get(one.num_sampled, 0.0)
             assert other.score == replace(one.score, reward=1 + penalty, parts={"right": 1.0, "length": penalty})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,13 +58,9 @@ def test_groups_may_be_taken_in_another_number_and_order(store: Path) -> None:
 
 
 def test_objectives_are_compared_on_the_same_rollouts_in_the_same_orders(store: Path) -> None:
-    orders = [
-        texts(store, "experiment=paired_objectives", f"train/advantage={name}", f"seed={seed}")
-        for seed in (0, 1)
-        for name in ("rloo", "gdpo")
-    ]
-    assert orders[0] == orders[1] != orders[2]
-    assert orders[2] == orders[3]
+    words = [(f"seed={seed}", f"train/advantage={name}") for seed in (0, 1) for name in ("rloo", "gdpo")]
+    orders = [texts(store, "experiment=paired_objectives", *each) for each in words]
+    assert orders[0] == orders[1] != orders[2] == orders[3]
 
 
 def test_filters_choose_iterations_groups_and_completions(store: Path) -> None:
@@ -78,13 +75,10 @@ def test_filters_choose_iterations_groups_and_completions(store: Path) -> None:
         texts(store, "rollouts.finish_reasons=[length]")  # one of each group
 
 
-def test_several_stores_come_one_after_the_other(store: Path, tmp_path: Path) -> None:
+def test_another_reward_scores_the_recorded_texts_and_several_stores_come_in_order(store: Path, tmp_path: Path) -> None:
+    assert replayed(make_replay(store, "rollouts.rescore=true"), 1) == [[(text, 5.0) for text in texts(store)[0]]]
     other = write_store(tmp_path / "other", iterations=1)
     assert texts(f"[{other},{store}]", count=3) == [texts(other)[0], *texts(store)[:2]]
-
-
-def test_another_reward_scores_the_recorded_texts(store: Path) -> None:
-    assert replayed(make_replay(store, "rollouts.rescore=true"), 1) == [[(text, 5.0) for text in texts(store)[0]]]
 
 
 def test_what_differs_from_the_record_is_named_at_the_start(tmp_path: Path, caplog) -> None:
@@ -98,7 +92,10 @@ def test_what_differs_from_the_record_is_named_at_the_start(tmp_path: Path, capl
 
 
 def test_a_changed_store_is_not_taken_for_the_one_at_the_checkpoint(tmp_path: Path) -> None:
+    """Nor the run's own record for another one."""
     store = write_store(tmp_path / "run")
+    with pytest.raises(ConfigError, match="this run's own record"):
+        make_replay(store, run_folder=store).start(0, None)
     source = make_replay(store)
     source.start(0, None)
     make_replay(store).start(2, source.state_dict())
@@ -115,20 +112,7 @@ def test_rollouts_of_another_model_are_refused_unless_asked_for(name: str, tmp_p
     assert texts(store, "rollouts.any_model=true", count=1) == [[*group("0.0"), *group("0.1")]]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("rollouts.path=null",), "rollouts.path=null: name what to replay"),
-        (("rollouts.iterations=[3]",), r"rollouts.iterations=\[3\]: the lowest and the highest"),
-        (("rollouts.record=1",), "rollouts.record=1: must be true or false"),
-    ],
-)
-def test_a_mistake_is_found_before_a_model_is_loaded(words: tuple[str, ...], message: str, store: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        task_data(typed(compose_config("rollouts=replay", f"rollouts.path={store}", *words)))
-
-
-def test_the_runs_own_record_is_refused(tmp_path: Path) -> None:
-    store = write_store(tmp_path / "run")
-    with pytest.raises(ConfigError, match="this run's own record"):
-        make_replay(store, run_folder=store).start(0, None)
+@pytest.mark.parametrize("setting", ["rollouts.path=null", "rollouts.iterations=[3]", "rollouts.record=1"])
+def test_a_mistake_is_found_before_a_model_is_loaded(setting: str, store: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(setting)}: "):
+        task_data(typed(compose_config("rollouts=replay", f"rollouts.path={store}", setting)))

@@ -39,45 +39,16 @@ def test_a_row_says_everything_about_a_completion(store: Path) -> None:
     [message] = row.pop("messages")
     assert {name: value for name, value in message.items() if value is not None} == {"role": "user", "content": "2+2="}
     assert row.pop("logprobs") == [-0.5, struct.unpack("f", struct.pack("f", -0.1))[0]]
-    assert row == {
-        "iteration": 2,
-        "phase": "train",
-        "group": 1,
-        "problem_id": "p1",
-        "answer": "4",
-        "text": "2.1.1",
-        "fields": '{"level": 1}',
-        "parts": [("correct", 0.3)],
-        "prompt_ids": [1, 2, 1],
-        "completion_ids": [12, 21],
-        "is_sampled": None,
-        "version": 2,
-        "versions": None,
-        "ref_logprobs": None,
-        "teacher_logprobs": None,
-        "temperature": 0.5,
-        "finish_reason": "stop",
-        "reward": 0.3,
-        "is_correct": True,
-        "failure": None,
-        "measured": None,
-        "advantage": -0.2,
-        "advantages": None,
-        "zero_advantage": False,
-        "turn_starts": None,
-        "turn_rewards": None,
-        "conversation": None,
-    }
+    whole = {"temperature": 0.5, "reward": 0.3, "is_correct": True, "advantage": -0.2, "zero_advantage": False}
+    whole |= {"iteration": 2, "phase": "train", "group": 1, "version": 2, "finish_reason": "stop", "text": "2.1.1"}
+    whole |= {"problem_id": "p1", "answer": "4", "fields": '{"level": 1}', "parts": [("correct", 0.3)]}
+    whole |= {"prompt_ids": [1, 2, 1], "completion_ids": [12, 21]}
+    nulls = "is_sampled versions ref_logprobs teacher_logprobs failure measured advantages"
+    assert row == {**dict.fromkeys((*nulls.split(), "turn_starts", "turn_rewards", "conversation")), **whole}
     about = json.loads(pq.read_metadata(store / "rollouts" / "iter_002.parquet").metadata[b"offline_grpo"])
     assert about.pop("weights") not in ("", ORIGIN.weights)
-    assert about == {
-        "model": "first/model",
-        "architecture": "a" * 64,
-        "tokenizer": "b" * 64,
-        "config": {"seed": 0},
-        "version": 3,
-        "format": 1,
-    }
+    hashes = {"architecture": "a" * 64, "tokenizer": "b" * 64}
+    assert about == {"model": "first/model", **hashes, "config": {"seed": 0}, "version": 3, "format": 1}
     assert pq.read_table(store / "rollouts" / "eval_iter_003.parquet")["advantage"].null_count == 6
 
 
@@ -171,11 +142,8 @@ def test_what_could_not_be_scored_is_null_and_read_again_as_unscored() -> None:
     table = table_of("train", [replace(group, rollouts=rollouts)], [[None, None, 0.0]], 7)
     assert table["reward"].to_pylist() == [None, None, 0.3]
     [read] = groups_of(table, group_rows(table).values())
-    assert [(r.score.is_scored, r.score.failure) for r in read.rollouts] == [
-        (False, "timeout"),
-        (False, "raised"),
-        (True, None),
-    ]
+    found = [(rollout.score.is_scored, rollout.score.failure) for rollout in read.rollouts]
+    assert found == [(False, "timeout"), (False, "raised"), (True, None)]
     read.check(vocab_size=100, max_tokens=None)
 
 
