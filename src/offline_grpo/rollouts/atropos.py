@@ -36,6 +36,7 @@ from offline_grpo.engine.http import Refused, is_loopback, owner_of
 from offline_grpo.engine.spawn import Child, Scratch, without_launch_variables
 from offline_grpo.engine.vllm import SERVED_NAME
 from offline_grpo.errors import ConfigError, EngineError, GrpoError, require
+from offline_grpo.generation.judging import warn_once
 from offline_grpo.interfaces import RolloutClient, Source
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.rollouts.atropos_groups import GroupReader
@@ -216,9 +217,8 @@ class Atropos(Source):
                 except UnusableGroup as error:
                     counter = f"rollouts/num_dropped_{error.reason}"
                     self._found[counter] += 1
-                    if error.reason not in self._warned:
-                        self._warned.add(error.reason)
-                        log.warning("dropped a group (%s counts, this is said once): %s", counter, error)
+                    text = f"dropped a group ({counter} counts, this is said once): {error}"
+                    warn_once(self._warned, error.reason, text)
         # 2. Whole groups, oldest first; one that is too large for the rest waits for the next iteration.
         chosen: list[RolloutGroup] = []
         room = self._ours.batch_size
