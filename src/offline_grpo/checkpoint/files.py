@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +107,8 @@ def newest_sound(folder: Path) -> tuple[Path, TrainerState]:
 def write_manifest(checkpoint: Path) -> None:
     """Hash all files of a checkpoint that is otherwise complete."""
     names = sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
-    digests = zip(names, _hashes(checkpoint, names), strict=True)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        digests = zip(names, pool.map(_sha256, (checkpoint / name for name in names)), strict=True)
     files = {name: {"bytes": (checkpoint / name).stat().st_size, "sha256": digest} for name, digest in digests}
     (checkpoint / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
 
@@ -120,7 +120,8 @@ def _check_files(checkpoint: Path, key: str, *, but_for: str | None = None) -> N
         names = [name for name in recorded if but_for is None or not name.startswith(but_for)]
         changed = [name for name in names if (checkpoint / name).stat().st_size != recorded[name]["bytes"]]
         if not changed:  # else that needs no reading
-            digests = zip(names, _hashes(checkpoint, names), strict=True)
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                digests = zip(names, pool.map(_sha256, (checkpoint / name for name in names)), strict=True)
             changed = [name for name, digest in digests if digest != recorded[name]["sha256"]]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{key}={checkpoint}: is damaged: {reason_of(error)}") from error
@@ -128,13 +129,9 @@ def _check_files(checkpoint: Path, key: str, *, but_for: str | None = None) -> N
         raise CheckpointError(f"{key}={checkpoint}: is damaged: {changed[0]} has changed since it was written")
 
 
-def _hashes(checkpoint: Path, names: Iterable[str]) -> list[str]:
-    def sha256(name: str) -> str:
-        with (checkpoint / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        return list(pool.map(sha256, names))
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offline_grpo.checkpoint.files import sync
 
@@ -36,23 +36,17 @@ def save_parts(tensors: Any, folder: Path, rank: int) -> Any:
     # Leaves come in the same order on every process, so the number of a tensor is its name in all files.
     rows: dict[str, Tensor] = {}
     firsts: dict[str, int] = {}
-    num_spread = 0
-
-    def name(leaf: Any) -> Any:
-        nonlocal num_spread
-        if not isinstance(leaf, DTensor):
-            return leaf
-        number, num_spread = str(num_spread), num_spread + 1
-        local = leaf.to_local()
+    leaves, structure = tree_flatten(tensors)
+    spread = [place for place, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
+    for number, place in enumerate(spread):
+        local = leaves[place].to_local()
         if local.numel() > 0:
-            rows[number], firsts[number] = local.contiguous(), _rows_of(leaf)[0]
-        return PART + number
-
-    named = tree_map(name, tensors)
+            rows[str(number)], firsts[str(number)] = local.contiguous(), _rows_of(leaves[place])[0]
+        leaves[place] = f"{PART}{number}"
     path = folder / f"part_{rank:05d}.safetensors"
     save_file(rows, path, metadata={FIRSTS: json.dumps(firsts)})  # one key: several come in any order
     sync(path)
-    return named
+    return tree_unflatten(leaves, structure)
 
 
 class Parts:

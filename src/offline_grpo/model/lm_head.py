@@ -298,8 +298,7 @@ class KeptHead(torch.autograd.Function):
                 tile_bias = None if bias is None else bias[columns]
                 _, powers = _stats_and_powers(logits, tile_bias, ctx.softcap, bits_per_logit[rows], keep=True)
                 assert powers is not None
-            # The gradient of its logits is a number for each row times the powers, but for the target, which gets what
-            # gives its own gradient when that number is multiplied.
+            # grad_logits = factor * powers. The target's entry is replaced, so that the same product gives its own.
             shift = shifts[columns.start // ctx.shape[1], rows].clamp(min=MIN_SHIFT)  # [N]
             index, inside = _locate(targets[rows], columns)
             of_target = target[rows] * torch.exp2(-shift)

@@ -229,16 +229,14 @@ def prepare(
     return trained
 
 
-def _auto_class(model_config: transformers.PretrainedConfig) -> Any:
-    return transformers.AutoModelForMultimodalLM if is_composite(model_config) else transformers.AutoModelForCausalLM
-
-
 def build_on_meta(
     model_config: transformers.PretrainedConfig, *, trust_remote_code: bool = False
 ) -> transformers.PreTrainedModel:
     """The model on torch's meta device, whose tensors have a shape and no memory."""
+    is_whole = is_composite(model_config)
+    auto: Any = transformers.AutoModelForMultimodalLM if is_whole else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        return _auto_class(model_config).from_config(model_config, trust_remote_code=trust_remote_code)
+        return auto.from_config(model_config, trust_remote_code=trust_remote_code)
 
 
 def attention_of(model_config: transformers.PretrainedConfig, wanted: str) -> str | None:
@@ -272,7 +270,8 @@ def load_causal_lm(
     settings: Any = {"dtype": dtype or "auto", "attn_implementation": attention, "output_loading_info": True}
     if quantization is not None:
         settings |= nf4_arguments(dtype or torch.bfloat16, device)
-    model, info = _auto_class(config).from_pretrained(model_id, **settings, **trust)
+    auto: Any = transformers.AutoModelForMultimodalLM if is_composite(config) else transformers.AutoModelForCausalLM
+    model, info = auto.from_pretrained(model_id, **settings, **trust)
     if quantization is not None:
         settle_nf4(model, dtype or torch.bfloat16)
     if is_composite(config):

@@ -147,7 +147,7 @@ def save_model(model: PreTrainedModel, folder: Path, **how: Any) -> None:
 
     if kept := getattr(model, "kept_tensors", None):
         how["state_dict"] = how.get("state_dict", model.state_dict()) | kept
-    # transformers would look at the generation config: it is kept away from it, and written as it is.
+    # transformers might refuse the generation config, so it sees an empty one; the model's own is written as it is.
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -92,31 +92,6 @@ def share_of_rank(sequences: Sequence[int], lengths: Sequence[int], *, rank: int
     return shares[rank]
 
 
-def microbatches(
-    sequences: Sequence[int], lengths: Sequence[int], *, batch_size: int | None, max_tokens: int | None, padded: bool
-) -> list[list[int]]:
-    """Cut sequences, sorted by length so that rows of one microbatch pad little, into microbatches of so many sequences
-    or of so many tokens, padding included where `padded`. A longer sequence gets a microbatch of its own.
-    """
-    # The longest come first, so the first of a microbatch says how wide its rows are.
-    result: list[list[int]] = []
-    size = 0  # tokens of the current microbatch
-    for s in sequences:
-        if batch_size is not None:
-            is_full = not result or len(result[-1]) == batch_size
-        else:
-            assert max_tokens is not None
-            longest = lengths[result[-1][0]] if result and padded else lengths[s]
-            grown = longest * (len(result[-1]) + 1) if result and padded else size + lengths[s]
-            is_full = not result or grown > max_tokens
-        if is_full:
-            result.append([])
-            size = 0
-        result[-1].append(s)
-        size += lengths[s]
-    return result
-
-
 @dataclass
 class Passes:
     """The models that go over a batch, and what decides which passes an iteration needs."""
@@ -201,16 +176,28 @@ class Passes:
         return values
 
     def microbatches(self, sequences: Sequence[int], batch: TokenBatch) -> list[tuple[Sequence[int], bool]]:
-        """This process's microbatches of these sequences; then, as often as the sharding asks for it, one that does
-        not count.
+        """This process's microbatches of these sequences, each of so many of them or of so many tokens, padding
+        included where the layout pads; a longer sequence gets one of its own. Then, as often as the sharding asks for
+        it, one that does not count.
         """
-        own = microbatches(
-            share_of_rank(sequences, batch.sequence_lengths, rank=self.ranks.rank, world_size=self.ranks.world_size),
-            batch.sequence_lengths,
-            batch_size=self.config.batch_size,
-            max_tokens=self.config.tokens_per_microbatch,
-            padded=self.policy.scoring.layout.pads,
-        )
+        # The longest come first, so that rows of one microbatch pad little, and the first says how wide they are.
+        config, lengths, padded = self.config, batch.sequence_lengths, self.policy.scoring.layout.pads
+        own: list[list[int]] = []
+        size = 0  # tokens of the current one
+        for s in share_of_rank(sequences, lengths, rank=self.ranks.rank, world_size=self.ranks.world_size):
+            if config.batch_size is not None:
+                is_full = not own or len(own[-1]) == config.batch_size
+            else:
+                assert config.tokens_per_microbatch is not None
+                grown = lengths[own[-1][0]] * (len(own[-1]) + 1) if own and padded else size + lengths[s]
+                is_full = not own or grown > config.tokens_per_microbatch
+            if is_full:
+                own.append([])
+                size = 0
+            own[-1].append(s)
+            size += lengths[s]
+
+        # A pass that needs all processes is made by all of them: by those that have less to do once more.
         filler = own[-1] if own else sequences[:1]
         num_fillers = self.sharding.num_microbatches(len(own)) - len(own)
         return [*((chosen, True) for chosen in own), *[(filler, False)] * num_fillers]

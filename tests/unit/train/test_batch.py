@@ -1,13 +1,13 @@
 """Flat batches, and how they are cut into updates, shares and microbatches."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from factories import make_completion, make_passes, make_rollout
 
 from offline_grpo.train.batch import (
     build_batch,
-    microbatches,
     share_of_rank,
     totals_of,
     with_advantages,
@@ -51,19 +51,20 @@ def test_select_takes_whole_sequences_and_renumbers_them():
     assert totals_of(batch, [1], max_new_tokens=4).num_completion_tokens == 2
 
 
-def test_updates_cover_every_sequence_once():
+def passes_with(**settings):
     passes = make_passes()
+    return replace(passes, config=replace(passes.config, **settings))
 
-    def updates(num_sequences, **settings):
-        return replace(passes, config=replace(passes.config, **settings)).updates_of(num_sequences)
 
-    assert updates(5, updates_per_iteration=2) == [range(3), range(3, 5)]
-    accumulated = {"updates_per_iteration": None, "batch_size": 1, "grad_accum_steps": 2}
-    assert updates(5, **accumulated) == [range(2), range(2, 4), range(4, 5)]
-    assert updates(2, updates_per_iteration=4) == [range(1), range(1, 2)]
-    for n in range(1, 30):
-        for k in range(1, 8):
-            parts = updates(n, updates_per_iteration=k)
+def test_updates_cover_every_sequence_once():
+    assert passes_with(updates_per_iteration=2).updates_of(5) == [range(3), range(3, 5)]
+    accumulated = passes_with(updates_per_iteration=None, batch_size=1, grad_accum_steps=2)
+    assert accumulated.updates_of(5) == [range(2), range(2, 4), range(4, 5)]
+    assert passes_with(updates_per_iteration=4).updates_of(2) == [range(1), range(1, 2)]
+    for k in range(1, 8):
+        passes = passes_with(updates_per_iteration=k)
+        for n in range(1, 30):
+            parts = passes.updates_of(n)
             assert [s for part in parts for s in part] == list(range(n))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -78,12 +79,17 @@ def test_every_sequence_is_trained_by_one_process_and_the_longest_come_first():
     assert share_of_rank([6, 2, 1], lengths, rank=0, world_size=1) == [1, 2, 6]
 
 
-def test_microbatches_by_sequences():
-    assert microbatches([0, 1, 2, 3, 4], [1] * 5, batch_size=2, max_tokens=None, padded=True) == [[0, 1], [2, 3], [4]]
-
-
-def test_token_budget_counts_padding_where_rows_are_padded():
-    order, lengths = [0, 1, 2, 3], [10, 4, 4, 2]
-    assert microbatches(order, lengths, batch_size=None, max_tokens=20, padded=False) == [[0, 1, 2, 3]]
-    assert microbatches(order, lengths, batch_size=None, max_tokens=20, padded=True) == [[0, 1], [2, 3]]
-    assert microbatches(order, lengths, batch_size=None, max_tokens=4, padded=True) == [[0], [1], [2], [3]]
+@pytest.mark.parametrize(
+    ("lengths", "padded", "settings", "expected"),
+    [
+        ([1] * 5, True, {"batch_size": 2}, [[0, 1], [2, 3], [4]]),
+        ([10, 4, 4, 2], False, {"batch_size": None, "tokens_per_microbatch": 20}, [[0, 1, 2, 3]]),
+        ([10, 4, 4, 2], True, {"batch_size": None, "tokens_per_microbatch": 20}, [[0, 1], [2, 3]]),
+        ([10, 4, 4, 2], True, {"batch_size": None, "tokens_per_microbatch": 4}, [[0], [1], [2], [3]]),
+    ],
+)
+def test_microbatches_are_of_so_many_sequences_or_tokens_with_padding(lengths, padded, settings, expected):
+    passes = passes_with(**settings)
+    passes.policy.scoring.layout = SimpleNamespace(pads=padded)
+    batch = SimpleNamespace(sequence_lengths=lengths)
+    assert passes.microbatches(range(len(lengths)), batch) == [(chosen, True) for chosen in expected]
