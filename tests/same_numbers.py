@@ -17,13 +17,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).with_name("fakes")))
+from scripted_server import Reply, Request, ScriptedServer
 from worlds import write_sums
 
 VARYING = ("time/", "perf/")
@@ -116,8 +116,9 @@ def run(root: Path, name: str, folder: Path, shared: Path, *more: str) -> dict[s
     """The metrics files of a scenario that runs in `folder`, without what varies."""
     num_processes, overrides = SCENARIOS[name]
     store = shared.resolve() / "store"
-    with AtroposApi(store / "rollouts") as url:
-        kept = {"@api": url, "@store": store, "@teacher": teacher_of(store), "@sums": store.with_name("sums.jsonl")}
+    with ScriptedServer(atropos(store / "rollouts")) as api:
+        kept = {"@api": api.base_url, "@store": store, "@teacher": teacher_of(store)}
+        kept |= {"@sums": store.with_name("sums.jsonl")}
         words = [next((word.replace(at, str(it)) for at, it in kept.items() if at in word), word) for word in overrides]
         python = root.resolve() / ".venv" / "bin" / "python"
         command = [str(python)]
@@ -155,59 +156,25 @@ def differences(kept: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]
     return problems
 
 
-class AtroposApi:
-    """An Atropos API that serves the recorded groups of a store, an iteration a batch. A context manager."""
+def atropos(rollouts: Path) -> Callable[[Request], Reply]:
+    """The script of an Atropos API that serves the recorded groups of a store, an iteration a batch."""
+    owner: dict[str, Any] = {}
+    batches: list[list[dict[str, Any]]] = []
 
-    def __init__(self, rollouts: Path) -> None:
-        self._rollouts = rollouts
+    def answer(request: Request) -> Reply:
+        match request.path:
+            case "/reset_data":
+                owner.clear()
+            case "/register":
+                owner.update(request.body)
+                batches[:] = recorded_batches(rollouts)
+            case "/batch":
+                return Reply({"batch": batches.pop(0) if batches else None})
+        sizes = {key: owner.get(key, -1) for key in ("batch_size", "max_token_len")}
+        group = owner.get("wandb_group")
+        return Reply({"uuid": 1, "group": group, "project": "", "current_step": 0, "queue_size": 0, **sizes})
 
-    def __enter__(self) -> str:
-        batches: list[list[dict[str, Any]]] | None = None
-        owner: dict[str, Any] = {}
-        num_served = 0
-        rollouts = self._rollouts
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                nonlocal batches, num_served
-                if self.path == "/reset_data":
-                    owner.clear()
-                if self.path == "/batch":
-                    batches = recorded_batches(rollouts) if batches is None else batches
-                    batch = batches[num_served] if num_served < len(batches) else None
-                    num_served += 1
-                    self._answer({"batch": batch})
-                    return
-                sizes = {key: owner.get(key, -1) for key in ("batch_size", "max_token_len")}
-                group = owner.get("wandb_group")
-                self._answer({"uuid": 1, "group": group, "project": "", "current_step": 0, "queue_size": 0, **sizes})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if self.path == "/register":
-                    owner.update(body)
-                self._answer({"uuid": 1})
-
-            def _answer(self, value: Any) -> None:
-                body = json.dumps(value).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    return answer
 
 
 def recorded_batches(rollouts: Path) -> list[list[dict[str, Any]]]:

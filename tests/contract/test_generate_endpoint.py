@@ -18,19 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from engines import (
-    CPU,
-    PROMPTS,
-    Where,
-    load,
-    make_client,
-    metric,
-    num_running,
-    score,
-    serve_again,
-    switch_of,
-    train,
-)
+from engines import CPU, PROMPTS, Where, load, make_client, metric, num_running, score, serve_again, switch_of, train
 from factories import complete_in_order
 from runs import wait_until
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopPLogitsWarper

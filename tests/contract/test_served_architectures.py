@@ -13,18 +13,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ZOO
-from engines import (
-    CPU,
-    LORA_ARGS,
-    deploy,
-    distance,
-    load,
-    make_client,
-    make_server,
-    preloaded_python,
-    sample,
-    train,
-)
+from engines import CPU, LORA_ARGS, deploy, distance, load, make_client, make_server, preloaded_python, sample, train
 from factories import make_policy, strategy
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM

@@ -10,17 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engines import (
-    CPU,
-    distance,
-    kill_engine,
-    load,
-    make_client,
-    metric,
-    preloaded_python,
-    save_model,
-    serve_again,
-)
+from engines import CPU, distance, kill_engine, load, make_client, metric, preloaded_python, save_model, serve_again
 from factories import prompt_of, sampled
 from runs import assert_same, at, five, metrics_of, own_server, printed, run, run_in_children
 from scripted_server import Reply, Request, ScriptedServer
@@ -60,6 +50,7 @@ def undisturbed(full_server: VllmEngine, model_folder: Path, tmp_path_factory: p
     return found
 
 
+@pytest.mark.slow
 def test_strategies_follow_one_trajectory(undisturbed: Found) -> None:
     reload, shared = undisturbed["reload"], undisturbed["shared_vllm"]
     assert len(reload) == 5  # three iterations, two evaluations
@@ -81,6 +72,7 @@ def test_restarted_servers_follow_it_too(lora_server: VllmEngine, model_folder: 
     assert_same(hotswap, restarted)
 
 
+@pytest.mark.slow
 def test_a_found_server_that_is_started_anew_gets_the_weights_again(
     undisturbed: Found, server: VllmEngine, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -200,11 +192,7 @@ def test_two_processes_share_a_server_and_its_recovery(undisturbed: Found, model
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["weight_sync.interval=2", "mode=async rollouts.max_staleness=0"])
 def test_four_that_have_a_part_of_each_weight_are_one(
-    mode: str,
-    undisturbed: Found,
-    server: VllmEngine,
-    model_folder: Path,
-    tmp_path: Path,
+    mode: str, undisturbed: Found, server: VllmEngine, model_folder: Path, tmp_path: Path
 ) -> None:
     """Served weights older than the policy's, which four processes keep in parts, and sampling in a thread beside
     collectives, which changes nothing. Every push is proven by logprobs, which all compute.
@@ -255,10 +243,7 @@ ASYNC = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ("weight_sync=reload", "rollouts.in_flight=abort"),
-        ("weight_sync=lora_hotswap", *LORA),
-    ],
+    [("weight_sync=reload", "rollouts.in_flight=abort"), ("weight_sync=lora_hotswap", *LORA)],
     ids=["abort", "lora"],
 )
 def test_pushes_to_a_server_that_samples(

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from offline_grpo.report import plots
 from offline_grpo.run import train
+from offline_grpo.weight_sync import proof
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 SMALL = (
@@ -28,10 +29,8 @@ SMALL = (
 @pytest.mark.slow
 def test_smollm2_is_trained_on_what_a_server_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "save_report", draw_nothing)
-    for name in (
-        "GGUFReader",
-        "get_tensor_name_map",
-    ):  # transformers reads the file three times, and asks for each tensor
+    monkeypatch.setattr(proof, "PROBE_PROMPTS", 2)  # of 160 tokens, which take seconds
+    for name in ("GGUFReader", "get_tensor_name_map"):  # transformers reads the file thrice, and asks for each tensor
         monkeypatch.setattr(gguf, name, cache(getattr(gguf, name)))
     own, models = own_server(preloaded_python(tmp_path)), tmp_path / "cache"
     words = ("experiment=ifeval_smollm2", *own, "weight_sync=reload", *SMALL, f"cache_dir={models}")

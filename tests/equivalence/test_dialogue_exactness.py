@@ -20,16 +20,7 @@ from offline_grpo.errors import ConfigError, RequestError
 from offline_grpo.generation.dialogue import Ask, Dialogue
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.rollouts.rows import group_rows, groups_of, parquet, table_of
-from offline_grpo.types import (
-    Completion,
-    FinishReason,
-    Message,
-    Rollout,
-    RolloutGroup,
-    Rules,
-    SamplingParams,
-    Score,
-)
+from offline_grpo.types import Completion, FinishReason, Message, Rollout, RolloutGroup, Rules, SamplingParams, Score
 
 SAMPLING = SamplingParams(max_new_tokens=40)
 RULES = Rules(max_turns=4, max_turn_tokens=20, max_environment_tokens=1500, timeout_s=60, tools=())

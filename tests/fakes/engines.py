@@ -41,16 +41,11 @@ CPU_ARGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 2**26,
     "gpu_memory_utilization": None,
 }
-CLIENT: dict[str, Any] = {
-    "eos_ids": [2],
-    "vocab_size": 1000,
-    "batch_size": 16,
-    "timeout_s": 120,
-    "max_retries": 2,
-}
+CLIENT: dict[str, Any] = {"eos_ids": [2], "vocab_size": 1000, "batch_size": 16, "timeout_s": 120, "max_retries": 2}
 """Settings of an engine."""
 VLLM_PYTHON = str(Path(__file__).with_name("vllm_python.py"))
-CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+CPU_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""Without compiling: vLLM would generate the code that ranks logprobs, in each server's first answer, for seconds."""
 LORA_ARGS: dict[str, Any] = {
     **yaml.safe_load(Path(__file__).parents[2].joinpath("conf/weight_sync/_lora.yaml").read_text())["server_args"],
     "max_loras": 2,

@@ -67,12 +67,14 @@ Mishap = Mapping[tuple[str, int], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL, or another signal, to itself at the `count`-th call of `module:Class.method`, before it or after it."""
+    """SIGKILL, or another signal, to itself at the `count`-th call of `module:Class.method`, before it or after it; of
+    several processes to that of `rank`, if one is given."""
 
     where: str
     count: int
     when: str = "before"
     number: int = signal.SIGKILL
+    rank: int | None = None
 
 
 class Mishaps(RunListener):
@@ -299,6 +301,8 @@ def _child(
 
 
 def _arm(kill: Kill) -> None:
+    if kill.rank not in (None, int(os.environ.get("RANK", "0"))):
+        return
     module, _, path = kill.where.partition(":")
     owner_name, _, method_name = path.partition(".")
     owner = getattr(importlib.import_module(module), owner_name)

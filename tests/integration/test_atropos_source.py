@@ -93,9 +93,7 @@ def test_a_reset_or_a_restart_in_the_middle(caplog: pytest.LogCaptureFixture) ->
 
         def environment(first: int) -> None:
             api.send(pair(first))  # before the trainer has come back, perhaps: it is lost then
-            time.sleep(0.2)
-            while api.get("/wandb_info")["group"] != name:
-                time.sleep(0.05)
+            wait_until(lambda: api.get("/wandb_info")["group"] == name, 60)
             api.send(pair(first + 1), pair(first + 2))
 
         after(0.2, lambda: api.get("/reset_data"), lambda: environment(0))
@@ -168,8 +166,7 @@ class Recorded:
         """Post all groups once the trainer is there."""
 
         def environment() -> None:
-            while api.get("/info")["batch_size"] != 16:
-                time.sleep(0.05)
+            wait_until(lambda: api.get("/info")["batch_size"] == 16)
             api.send(*(as_json(group) for groups in self.groups for group in groups))
 
         after(0.05, environment)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+import pytest
 from factories import compose_config
 
 from offline_grpo.run import train
@@ -17,6 +18,7 @@ SMALLER = {"hidden_size": 64, "intermediate_size": 128, "warm_start_batch_size":
 STEPS = 300
 
 
+@pytest.mark.slow
 def test_the_reward_rises(cache: str) -> None:
     """Of a smaller model, which is built in seconds, at a rate that it can learn with in twelve iterations, each on the
     first 16 problems. With three seeds the reward rises by 0.39 to 0.48.

@@ -1,12 +1,11 @@
-"""The package where there is no checkout, and where Python is too old."""
+"""The package where Python is too old, and what a wheel of it has. `.ci/run` installs one and trains with it."""
 
 from __future__ import annotations
 
 import runpy
-import shutil
 import subprocess
 import sys
-import sysconfig
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -24,44 +23,12 @@ def test_an_old_python_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatc
         runpy.run_path(str(ROOT / "run_grpo.py"), run_name="__main__")
 
 
-def test_the_configuration_of_a_checkout_is_its_own() -> None:
+def test_the_configuration_of_a_checkout_is_its_own_and_local_settings_are_in_no_wheel() -> None:
     assert compose.folder() == ROOT / "conf"
+    subprocess.run(["git", "check-ignore", "-q", "conf/local/default.yaml"], cwd=ROOT, check=True)  # as hatch does
 
 
-@pytest.mark.slow
-def test_a_wheel_trains_outside_a_checkout(tmp_path: Path) -> None:
-    checkout, work, python = tmp_path / "checkout", tmp_path / "work", tmp_path / "venv" / "bin" / "python"
-    work.mkdir()
-    tracked = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for name in tracked.splitlines():
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, checkout / name)
-    (checkout / "conf" / "local").mkdir()
-    (checkout / "conf" / "local" / "default.yaml").write_text("# @package _global_\nseed: 7\n")
-    subprocess.run(["uv", "build", "-q", "--wheel", "-o", str(tmp_path), str(checkout)], check=True)
-    shutil.rmtree(checkout)
-
-    subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(tmp_path / "venv")], check=True)
-    [wheel] = tmp_path.glob("*.whl")
-    subprocess.run(["uv", "pip", "install", "-q", "--no-deps", "--python", str(python), str(wheel)], check=True)
-    [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(
-        sysconfig.get_path("purelib")
-    )  # its own .pth files, such as that of this checkout, do not count
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(words, cwd=work, capture_output=True, text=True, check=False)
-
-    command = str(python.parent / "offline-grpo")
-    assert run(str(python), "-c", "import offline_grpo; print(offline_grpo.__path__[0])").stdout.strip() == str(
-        site / "offline_grpo"
-    )
-    assert "\nseed: 0\n" in run(str(python), "-m", "offline_grpo", "--cfg", "job", "train.lr=0.5").stdout.join("\n\n")
-    refused = run(command, "train.lr=-1")
-    assert (refused.returncode, refused.stderr) == (2, "error: train.lr=-1.0: must be above 0 and finite\n")
-    assert list(work.iterdir()) == []
-
-    named = run(f"{command}-evaluate", "task=arithmetic")
-    assert (named.returncode, named.stderr.startswith("error: MODEL: 0 are named")) == (2, True), named.stderr
+def test_the_commands_are_there() -> None:
+    found = {entry.name: entry for entry in entry_points(group="console_scripts") if "offline_grpo" in entry.value}
+    assert found.keys() == {"offline-grpo", "offline-grpo-evaluate"}
+    assert all(callable(entry.load()) for entry in found.values())

@@ -78,6 +78,7 @@ def test_what_is_served_is_what_was_trained(option: str, connect: Callable[..., 
             )  # the update was large enough to tell the policies apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["shared_vllm", pytest.param("ipc", marks=pytest.mark.gpu)])
 def test_every_tensor_matters(
     option: str, connect: Callable[..., Any], where: Where, monkeypatch: pytest.MonkeyPatch
@@ -241,7 +242,7 @@ def test_one_staging_serves_two_servers(
     ("option", "mode"),
     [
         ("shared_vllm", "keep"),
-        ("shared_vllm", "wait"),
+        pytest.param("shared_vllm", "wait", marks=pytest.mark.slow),
         pytest.param("shared_vllm", "abort", marks=pytest.mark.slow),  # everything is sampled anew
         ("reload", "keep"),
     ],
@@ -287,6 +288,7 @@ def test_kept_caches_are_of_old_weights_for_requests_in_flight_alone(
     assert distance(policy, sample(client)) < where.tolerance_nats
 
 
+@pytest.mark.slow
 def test_requests_in_flight_finish_on_their_adapter(
     connect: Callable[..., Any], where: Where, model_folder: Path
 ) -> None:
@@ -344,8 +346,7 @@ def test_adapters_are_for_one_base(
         other = load(model_folder, CPU, lora=True)
         other.causal_lm.get_input_embeddings().weight.data[3] *= 1.5
         with pytest.raises(
-            ConfigError,
-            match=r"generation.base_url=.* another base model than the server has: 1 of 28 tensors differ",
+            ConfigError, match=r"generation.base_url=.* another base model than the server has: 1 of 28 tensors differ"
         ):
             sync.connect(other)
         sync.close()

@@ -26,6 +26,7 @@ from engines import (
 from factories import strategy
 
 from offline_grpo.errors import ConfigError, EngineError
+from offline_grpo.weight_sync import proof
 
 CPU_BF16 = Where(torch.device("cpu"), torch.bfloat16, 0.0)
 SMALLER = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -43,7 +44,11 @@ NUM_PLAIN = 2 * 2 + 2
         pytest.param("ipc", "fp8", GPU, marks=pytest.mark.gpu, id="gpu-ipc"),
     ],
 )
-def test_weights_arrive_requantised(option: str, quantization: str, where: Where, tmp_path: Path) -> None:
+def test_weights_arrive_requantised(
+    option: str, quantization: str, where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where is CPU_BF16:
+        monkeypatch.setattr(proof, "PROBE_PROMPTS", 2)
     model, sync = save_model(tmp_path / "model", dtype=where.dtype, **SMALLER), strategy(option)
     python: dict[str, Any] = (
         {"python": preloaded_python(tmp_path)} if where is CPU_BF16 and SERVER_PYTHON is None else {}
@@ -57,9 +62,9 @@ def test_weights_arrive_requantised(option: str, quantization: str, where: Where
         for version in range(2):
             old = sample(client, **FEW) if version else []
             train(policy, seed=version, scale=0.05 if version else 0.0)
-            proof = deployment.push(policy, version=version).alignment
-            assert proof["sync/num_tensors_proven"] == NUM_PLAIN
-            assert 1e-3 < proof["sync/probe_diff_abs_mean"] < 0.6, "it is quantised"
+            found = deployment.push(policy, version=version).alignment
+            assert found["sync/num_tensors_proven"] == NUM_PLAIN
+            assert 1e-3 < found["sync/probe_diff_abs_mean"] < 0.6, "it is quantised"
             served = distance(policy, sample(client, **FEW), FEW["prompts"])
             assert served < 0.6
             if version:
