@@ -76,7 +76,7 @@ def compatible(every_span: list[str]) -> list[list[str]]:
 def test_column_holds_nothing_but_keys_overrides_and_commands():
     known = {*KEYS, *OVERRIDES, "uv sync"}
     assert [span for span in HERE if span not in known and "run_grpo.py" not in span] == []
-    assert len(KEYS) >= 2
+    assert len(KEYS) >= 1
     assert len(OVERRIDES) > 80
     modules = [match[1] for span in spans("Here") if (match := MODULE.match(span))]
     assert len(modules) > 0
