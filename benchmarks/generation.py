@@ -44,7 +44,6 @@ from typing import Any
 import psutil
 import torch
 from common import RESULTS, Target, Timings, complete_in_order, parser_of, write_result
-from shapes import save_model
 
 from offline_grpo.engine.vllm import STOCK, VllmEngine, VllmLauncher
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
@@ -374,6 +373,8 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        from shapes import save_model  # the offline engine's process imports this file, and may not touch CUDA
+
         shape = ("small", "float32") if arguments.small else (arguments.shape, "bfloat16")
         model = save_model(Path(folder) / "model", *shape)
         compare = several_servers if arguments.servers else against_offline

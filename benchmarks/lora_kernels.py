@@ -39,10 +39,6 @@ Config = dict[str, int | None]
 
 def main() -> None:
     shrink, expand = tuned_files()
-    FOLDER.mkdir(exist_ok=True)
-    gpu = torch.cuda.get_device_name().replace(" ", "_").replace("-", "_")
-    for kind, table in (("SHRINK", shrink), ("EXPAND_TRUE", expand)):
-        (FOLDER / f"{gpu}_{kind}.json").write_text(json.dumps(table, separators=(",", ":")) + "\n")
     measured: dict[str, float] = {}
     for module, (size, outputs) in MODULES.items():
         ours = (
@@ -64,6 +60,12 @@ def main() -> None:
         measured=measured,
         details={},
     )
+
+    # Last, because they change the tree whose state is in the result.
+    FOLDER.mkdir(exist_ok=True)
+    gpu = torch.cuda.get_device_name().replace(" ", "_").replace("-", "_")
+    for kind, table in (("SHRINK", shrink), ("EXPAND_TRUE", expand)):
+        (FOLDER / f"{gpu}_{kind}.json").write_text(json.dumps(table, separators=(",", ":")) + "\n")
 
 
 def tuned_files() -> tuple[dict[str, Any], dict[str, Any]]:
