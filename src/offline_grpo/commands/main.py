@@ -194,8 +194,13 @@ def start_missing_processes() -> None:
     """
     if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
         return
+    # What started this process, and the `--num_processes` of it.
     parent = psutil.Process().parent()
-    num_processes = asked_for(parent.cmdline()) if parent is not None else 1
+    command = [] if parent is None else parent.cmdline()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
+    is_accelerate = any(os.path.basename(word).startswith("accelerate") for word in command[:3])
+    num_processes = parser.parse_known_args(command)[0].num_processes if is_accelerate else 1
     if num_processes == 1:
         return
     import torch  # takes seconds; most calls return before this line
@@ -205,15 +210,3 @@ def start_missing_processes() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     os.execv(sys.executable, [*torchrun, *sys.argv])
-
-
-def asked_for(command: Sequence[str]) -> int:
-    """The `--num_processes` of an `accelerate launch` command line; 1 for any other command.
-
-    Example: `["python", "/bin/accelerate", "launch", "--num_processes", "2", "run_grpo.py"]` -> 2.
-    """
-    if not any(os.path.basename(word).startswith("accelerate") for word in command[:3]):
-        return 1
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
-    return parser.parse_known_args(command)[0].num_processes

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from factories import compose_config
 from hydra.core.hydra_config import HydraConfig
@@ -14,7 +16,6 @@ from omegaconf import OmegaConf
 from run_folders import make_checkpoint, state_of
 
 from offline_grpo.commands import main
-from offline_grpo.commands.main import asked_for
 from offline_grpo.config.compose import quoted
 from offline_grpo.errors import ConfigError
 from offline_grpo.history import sweeps
@@ -216,5 +217,16 @@ def test_two_jobs_of_a_sweep_have_two_folders(tmp_path: Path, monkeypatch: pytes
         ("python run_grpo.py --num_processes 2", 1),
     ],
 )
-def test_number_of_processes_that_accelerate_was_asked_for(command: str, expected: int) -> None:
-    assert asked_for(command.split()) == expected
+def test_processes_that_accelerate_was_asked_for_and_did_not_start(
+    command: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = SimpleNamespace(cmdline=command.split)
+    monkeypatch.setattr(main.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    started: list[list[str]] = []
+    monkeypatch.setattr(main.os, "execv", lambda _, words: started.append(words))
+    main.start_missing_processes()
+    assert [words[words.index("--nproc_per_node") + 1] for words in started] == [str(expected)] * (expected > 1)
