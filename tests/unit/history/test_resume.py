@@ -221,12 +221,12 @@ def test_processes_that_accelerate_was_asked_for_and_did_not_start(
     command: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parent = SimpleNamespace(cmdline=command.split)
-    monkeypatch.setattr(main.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parent=lambda: parent))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     started: list[list[str]] = []
-    monkeypatch.setattr(main.os, "execv", lambda _, words: started.append(words))
+    monkeypatch.setattr("os.execv", lambda _, words: started.append(words))
     main.start_missing_processes()
     assert [words[words.index("--nproc_per_node") + 1] for words in started] == [str(expected)] * (expected > 1)

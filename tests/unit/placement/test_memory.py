@@ -171,7 +171,7 @@ def test_shared_weights_are_the_servers():
 
 def test_the_host_holds_what_is_offloaded(monkeypatch):
     monkeypatch.setattr(gpu_memory, "CGROUP", Path("/nowhere"))
-    monkeypatch.setattr(gpu_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=GIB * 30))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=GIB * 30))
     settings = (*SERVED, "weight_sync=shared_vllm", "train.optimizer.offload=true")
     gpu, second, host = predicted(*settings, trainers=[0, 1])
     resident, _ = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1])
