@@ -35,6 +35,7 @@ from typing import Any
 import psutil
 import torch
 from common import Target, expect_made_up_logprobs, parser_of, write_result
+from our_trainer import updater_of
 from shapes import SIZES
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -49,7 +50,6 @@ from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.start.memory import GIB, MemoryRequest, check, choose_share, describe, predict
-from offline_grpo.start.model import make_updater
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
@@ -138,7 +138,7 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         policy.make_masters(offload="train.optimizer.offload=true" in ARMS[args.arm])
         ranks = Ranks(use_cpu=device.type == "cpu")
-        updater = make_updater(plan, policy, scratch, Path(scratch), ranks, Sharding(ranks))
+        updater = updater_of(plan, policy, Sharding(ranks))
         masters_s = time.perf_counter() - started
         batch = random_batch(args, args.num_sequences, config.get_text_config().vocab_size)
         updater.run(updater.passes.score(batch), iteration=0)

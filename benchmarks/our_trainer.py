@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import torch
-
-from offline_grpo.config.build import build
-from offline_grpo.config.compose import as_plain, composed, register, typed
+from offline_grpo.config.compose import composed, register, typed
+from offline_grpo.config.parts import Plan, make_plan
 from offline_grpo.model.policy import Policy
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.train.advantage import GroupStd
-from offline_grpo.train.batch import Passes
-from offline_grpo.train.schedule import LrSchedule
+from offline_grpo.start import model
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.train.update import Updater
+
+
+def updater_of(plan: Plan, policy: Policy, sharding: Sharding) -> Updater:
+    """That of a run with this plan, which has no KL term, and with a policy that has its masters."""
+    run = {"plan": plan, "policy": policy, "sharding": sharding, "ranks": sharding.ranks, "resume": None}
+    made: Any = SimpleNamespace(**run, folder=SimpleNamespace(path=Path()))
+    return model.make_updater(made)
 
 
 def make_updater(
@@ -38,26 +43,8 @@ def make_updater(
         train/loss=dapo train.loss.clip_high={clip_high} train.loss.importance_correction=none train.kl_coef=0
         train.lr={lr} train.schedule=constant train.iterations=1 train.batch_size=null train.max_bad_updates=1
         train.precision={precision} train.dither_masters=false train.gradient_checkpointing={checkpointing}
-        train.tokens_per_microbatch={tokens_per_microbatch}
+        train.tokens_per_microbatch={tokens_per_microbatch} generation.max_new_tokens={max_new_tokens}
     """
-    cfg = composed(words.split())
-    parts, config, device = as_plain(cfg)["train"], typed(cfg).train, policy.device.type
-    ranks = Ranks(use_cpu=device == "cpu")
-    passes = Passes(
-        policy=policy,
-        reference=None,
-        loss=build(parts["loss"], key="train.loss"),
-        advantage=GroupStd(),
-        config=config,
-        ranks=ranks,
-        sharding=sharding or Sharding(ranks),
-    )
-    return Updater(
-        passes=passes,
-        optimizer=build(parts["optimizer"], key="train.optimizer").create(policy.make_masters().parameters.values()),
-        scaler=torch.amp.GradScaler(device, enabled=False),  # type: ignore[attr-defined]
-        max_new_tokens=max_new_tokens,
-        lr_schedule=LrSchedule(kind="constant", num_updates=1, warmup_steps=0),
-        seed=0,
-        failure_dir=Path(),
-    )
+    plan = make_plan(typed(composed(words.split())))
+    policy.make_masters()
+    return updater_of(plan, policy, sharding or Sharding(Ranks(use_cpu=policy.device.type == "cpu")))

@@ -119,12 +119,6 @@ def have_own_seeds(runs: Sequence[Run]) -> bool:
     return len({run.settings.get("seed") for run in runs}) == len(runs)
 
 
-def same_seeds(one: Configuration, other: Configuration) -> list[tuple[Run, Run]]:
-    """The runs of both that have a seed in common."""
-    first, second = ({run.settings.get("seed"): run for run in each.counted} for each in (one, other))
-    return [(run, second[seed]) for seed, run in first.items() if seed in second]
-
-
 def mean_curve(values: Sequence[Series]) -> tuple[FloatArray, FloatArray]:
     """Steps [R] at which all were measured, and the values there, [N, R]."""
     tables = [dict(zip(each.steps.tolist(), each.values.tolist(), strict=True)) for each in values]

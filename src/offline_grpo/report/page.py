@@ -30,7 +30,6 @@ from offline_grpo.report.configurations import (
     configurations,
     have_own_seeds,
     mean_curve,
-    same_seeds,
     searched,
 )
 from offline_grpo.report.findings import find, shared
@@ -199,8 +198,10 @@ def _paired(groups: Sequence[Configuration], runs: Sequence[Run], known: Mapping
     base = next((group for group in groups if first in group.runs), groups[0])
     rows, points = [], []
     for number, group in enumerate(groups):
-        pairs = same_seeds(base, group) if group.evaluation == base.evaluation else []
-        if group is base or not pairs:
+        # The runs of both that have a seed in common.
+        of_base, own = ({run.settings.get("seed"): run for run in each.counted} for each in (base, group))
+        pairs = [(run, own[seed]) for seed, run in of_base.items() if seed in own]
+        if group is base or group.evaluation != base.evaluation or not pairs:
             continue
         differences = np.array([(b.pass_at_1 or 0) - (a.pass_at_1 or 0) for a, b in pairs])
         # Over all of these runs: only where both have on record the same problems, tried as often.

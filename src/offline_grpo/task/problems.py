@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Annotated, Any, ClassVar
 
@@ -53,12 +54,15 @@ Weight = Annotated[float, Range("must be 0 or more, and finite", lambda value: 0
 
 
 class BaseTask(Group):
-    """Checks settings, each against the range in its type. A task either has all its problems in `_splits`, a
-    `cached_property`, or a method `problems` of its own.
+    """Checks settings, each against the range in its type. A task has all its problems in `_splits`, or a method
+    `problems` of its own.
     """
 
     key: ClassVar[str] = "task"
-    _splits: Mapping[Split, Sequence[Problem]]
+
+    @cached_property
+    def _splits(self) -> Mapping[Split, Sequence[Problem]]:
+        raise NotImplementedError
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """All problems of a split, in a fixed order."""

@@ -76,7 +76,7 @@ class ReasoningGym(BaseTask):
         return self.levels is not None
 
     def problems(self, split: Split) -> LazyProblems:
-        self._items(split, self._level(split, 0))  # what cannot be made is said now
+        self._items(split, 0)  # what cannot be made is said now
         return LazyProblems(partial(self._problem, split), range(getattr(self, f"num_{split}")))
 
     def score(self, problem: Problem, text: str) -> Score:
@@ -85,7 +85,7 @@ class ReasoningGym(BaseTask):
         if answer is None:
             return Score(0.0, False, {"correct": 0.0, "format": 0.0})
         split, _, index = problem.problem_id.partition("-")
-        items = self._items(Split(split), self._level(Split(split), int(index)))
+        items, _ = self._items(Split(split), int(index))
         item = items[int(index)]
         if not any(item["question"] in message["content"] for message in problem.messages):
             about = f"task.name={self.name}: made again to be scored, problem {problem.problem_id}"
@@ -100,24 +100,23 @@ class ReasoningGym(BaseTask):
         return Score(reward=sum(parts.values()), is_correct=correctness >= 1, parts=parts)
 
     def _problem(self, split: Split, index: int) -> Problem:
-        level = self._level(split, index)
-        item = self._items(split, level)[index]
+        items, level = self._items(split, index)
+        item = items[index]
         answer = item["answer"]  # None where a problem has many
         fields = {} if level is None else {"level": level}
         messages = asked(item["question"], self.system_prompt)
         return Problem(f"{split}-{index}", messages, "" if answer is None else str(answer), fields)
 
-    def _level(self, split: Split, index: int) -> int | None:
-        if self.levels is None:
-            return None
-        if split is Split.EVAL:
-            return self.levels[index % len(self.levels)]
-        return self.levels[min(index // self.problems_per_level, len(self.levels) - 1)]
-
-    def _items(self, split: Split, level: int | None) -> Any:
-        """The generator's data set, of which item i has the same question for the same seed."""
+    def _items(self, split: Split, index: int) -> tuple[Any, int | None]:
+        """The generator's data set of a problem's level, and the level. Its item i has the same question for the same
+        seed.
+        """
+        level = None
+        if self.levels is not None:
+            in_order = min(index // self.problems_per_level, len(self.levels) - 1)
+            level = self.levels[index % len(self.levels) if split is Split.EVAL else in_order]
         if (split, level) in self._made:
-            return self._made[split, level]
+            return self._made[split, level], level
         try:
             from reasoning_gym.factory import CURRICULA, DATASETS
         except ImportError as error:
@@ -146,4 +145,4 @@ class ReasoningGym(BaseTask):
         except (TypeError, ValueError, AssertionError) as error:
             about = f"task.settings={self.settings}, task.levels={self.levels}: {self.name} refuses them"
             raise ConfigError(f"{about} (level {level}): {str(error) or repr(error)}") from error
-        return self._made[split, level]
+        return self._made[split, level], level
