@@ -26,12 +26,10 @@ from offline_grpo.state import Run
 from offline_grpo.train.experience import check_groups, check_scored, prepare_batch
 from offline_grpo.train.metrics import (
     card_bytes,
-    gpu_memory,
+    cost_metrics,
     rollout_metrics,
     score_metrics,
-    time_metrics,
     update_flops,
-    utilisation,
 )
 from offline_grpo.types import Metrics, RolloutGroup, SyncReport
 from offline_grpo.weight_sync.deployment import Deployment
@@ -159,8 +157,14 @@ class Loop:
                 due.write(iteration)
         device, start_metrics, self.start_metrics = run.policy.compute_device, self.start_metrics, {}
         metrics |= run.milestones.early_end(iteration, config.train.iterations)
-        metrics |= time_metrics(self._seconds, metrics) | start_metrics | gpu_memory(device, self._card_bytes)
-        metrics |= utilisation(flops, self._seconds["train"], device, run.ranks.world_size)
+        metrics |= start_metrics | cost_metrics(
+            self._seconds,
+            metrics,
+            flops=flops,
+            device=device,
+            card_bytes=self._card_bytes,
+            num_devices=run.ranks.world_size,
+        )
         self.log({"train": metrics} | ({} if eval_metrics is None else {"eval": eval_metrics}), iteration)
         self.num_done = iteration + 1
         if due is not None:

@@ -171,10 +171,22 @@ PEAK_FLOPS = {
 """Of the makers' data sheets, dense, in bfloat16, by a part of the GPU's name; PCIe and SXM cards count alike."""
 
 
-def time_metrics(seconds: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
+def cost_metrics(
+    seconds: Mapping[str, float],
+    metrics: Metrics,
+    *,
+    flops: float | None,
+    device: torch.device,
+    card_bytes: int,
+    num_devices: int,
+) -> dict[str, float]:
     """Seconds of each phase, and throughput: of sampling and of training over their own time, and of the whole
     iteration. A source that samples at other times than in the phase "generate" says in how many seconds by
-    `time/sampling_s`, which is 0 where nothing was sampled.
+    `time/sampling_s`, which is 0 where nothing was sampled. On a GPU also memory, and the share of its peak that the
+    training's `flops` are.
+
+    Args:
+        card_bytes: the most that was in use on the GPU, a server's share included.
     """
     found = {f"time/{name}_s": value for name, value in seconds.items()}
     found["time/sampling_s"] = sampling_s = metrics.get("time/sampling_s", seconds["generate"])
@@ -184,6 +196,17 @@ def time_metrics(seconds: Mapping[str, float], metrics: Metrics) -> dict[str, fl
         found["perf/generate_tokens_per_s"] = metrics["num_completion_tokens"] / sampling_s
     if "num_tokens_trained" in metrics:
         found["perf/train_tokens_per_s"] = metrics["num_tokens_trained"] / seconds["train"]
+    if device.type != "cuda":
+        return found
+
+    # The most memory that this process has held since the last call, in GB (1e9 bytes): in tensors, and reserved.
+    found["perf/gpu_memory_card_gb"] = card_bytes / 1e9
+    found["perf/gpu_memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+    found["perf/gpu_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
+    torch.cuda.reset_peak_memory_stats(device)
+    peak = peak_flops(device)
+    if peak is not None and flops is not None:
+        found["perf/mfu"] = flops / (seconds["train"] * peak * num_devices)
     return found
 
 
@@ -193,21 +216,6 @@ def card_bytes(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free
-
-
-def gpu_memory(device: torch.device, card_bytes: int) -> dict[str, float]:
-    """The most memory that this process has held on its GPU since the last call, in GB (1e9 bytes): in tensors, and
-    reserved for them; and `card_bytes`, the most that was in use there, a server's share included. Empty without a GPU.
-    """
-    if device.type != "cuda":
-        return {}
-    peaks = {
-        "perf/gpu_memory_card_gb": card_bytes / 1e9,
-        "perf/gpu_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9,
-        "perf/gpu_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9,
-    }
-    torch.cuda.reset_peak_memory_stats(device)
-    return peaks
 
 
 def update_flops(model: PreTrainedModel, sequence_lengths: Sequence[int]) -> float | None:
@@ -249,9 +257,3 @@ def peak_flops(device: torch.device) -> float | None:
     """Operations per second of a GPU; None for one that is not in the table, and for a CPU."""
     words = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
-
-
-def utilisation(flops: float | None, seconds: float, device: torch.device, num_devices: int) -> dict[str, float]:
-    """The share of the GPUs' peak that `flops` in so many `seconds` are; empty where either is not known."""
-    peak = peak_flops(device)
-    return {} if peak is None or flops is None else {"perf/mfu": flops / (seconds * peak * num_devices)}

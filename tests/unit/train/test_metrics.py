@@ -13,7 +13,7 @@ from architectures import ZOO
 from factories import make_batch, make_llama, make_qwen2
 from torch.utils.flop_counter import FlopCounterMode
 
-from offline_grpo.train.metrics import Alignment, time_metrics, update_flops, utilisation
+from offline_grpo.train.metrics import Alignment, cost_metrics, update_flops
 from offline_grpo.types import TokenBatch
 
 
@@ -102,12 +102,13 @@ def test_parts_of_refused_updates_are_left_out(bad: float) -> None:
     assert measured(part([0, -1, -1], [0, bad, -9])) == {}
 
 
+ON_A_CPU = {"flops": 1.0, "device": torch.device("cpu"), "card_bytes": 0, "num_devices": 1}
 BLOCK = 4 * 32 * 32 + 3 * 32 * 48  # q, k, v and o; gate, up and down
 
 
 def test_throughput_is_over_its_own_phase_and_an_evaluation_does_not_lower_it() -> None:
     metrics = {"num_completion_tokens": 600.0, "num_tokens_trained": 400.0}
-    plain = time_metrics({"generate": 2.0, "train": 1.0}, metrics)
+    plain = cost_metrics({"generate": 2.0, "train": 1.0}, metrics, **ON_A_CPU)
     assert plain == {
         "time/generate_s": 2.0,
         "time/train_s": 1.0,
@@ -117,7 +118,7 @@ def test_throughput_is_over_its_own_phase_and_an_evaluation_does_not_lower_it() 
         "perf/generate_tokens_per_s": 300.0,
         "perf/train_tokens_per_s": 400.0,
     }
-    evaluated = time_metrics({"generate": 2.0, "train": 1.0, "eval": 9.0}, metrics)
+    evaluated = cost_metrics({"generate": 2.0, "train": 1.0, "eval": 9.0}, metrics, **ON_A_CPU)
     for name in ("generate", "train"):
         assert evaluated[f"perf/{name}_tokens_per_s"] == plain[f"perf/{name}_tokens_per_s"]
     assert evaluated["perf/tokens_per_s"] == 50.0
@@ -164,4 +165,3 @@ def test_an_architecture_that_does_not_tell_its_heads_has_no_statistic() -> None
     model = make_llama()
     model.config = SimpleNamespace(get_text_config=SimpleNamespace)  # type: ignore[assignment]
     assert update_flops(model, [10]) is None
-    assert utilisation(None, 1.0, torch.device("cpu"), 1) == {}
