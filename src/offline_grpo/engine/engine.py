@@ -51,11 +51,8 @@ class Engine(ABC):
 
     def start(self, model: str, args: Mapping[str, object]) -> None:  # noqa: B027 - nothing is started in this process
         """Start what samples with this model, and wait until it is ready. `args`: added to a server's command line for
-        this start.
-
-        Raises:
-            EngineError: it ended, was not ready in time, or is unreachable.
-            ConfigError: it is of a version that is not supported, or its port is taken.
+        this start. Raises EngineError if it ended, was not ready in time, or is unreachable; ConfigError if its version
+        is not supported, or its port is taken.
         """
 
     def stop(self) -> None:

@@ -30,16 +30,14 @@ SAFE_TO_RETRY_STATUS = (429, 502, 503, 504)
 KEEP_ALIVE_S = 3.0
 """How long an idle connection is kept. Servers close theirs after 5 s, and a request sent at that moment would break.
 """
-TIMEOUT_S = 120.0
-"""Of a call that controls a server: the longest silence."""
+TIMEOUT_S = 120.0  # of a call that controls a server: the longest silence
 HEALTH_TIMEOUT_S = 5.0
 SERVER_PORTS = range(15000, 30000)
 """Where free ports are looked for. A server opens its port seconds after it was chosen, and meanwhile the system could
 give those above 32767 to any connection of this machine (Linux: net.ipv4.ip_local_port_range)."""
 TRIES = 100
 TAKEN = (errno.EADDRINUSE, errno.EACCES)
-RELEASE_S = 10.0
-"""How long the processes of a server that was killed may take to release its port."""
+RELEASE_S = 10.0  # how long the processes of a server that was killed may take to release its port
 POLL_S = 0.1
 
 
@@ -65,21 +63,14 @@ class ServerApi:
         self,
         method: str,
         path: str,
-        body: Any = None,
+        body: object = None,
         *,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, str | float] | None = None,
         timeout_s: float = TIMEOUT_S,
         also: Sequence[int] = (),
     ) -> httpx.Response:
-        """The answer to one call.
-
-        Args:
-            timeout_s: the longest silence.
-            also: statuses that are an answer, beside 200.
-
-        Raises:
-            Refused: another status.
-            EngineError: no connection, or no answer in time.
+        """The answer to one call. Raises EngineError for no connection or no answer in time, Refused for a status other
+        than 200 and those of `also`. `timeout_s` is the longest silence.
         """
         try:
             response = self._http.request(method, path, json=body, params=params, timeout=timeout_s)
@@ -138,16 +129,12 @@ def connection(base_url: str, api_key: str | None, *, keeps_alive: bool = True) 
 
 
 def choose_port(host: str, port: int | None, *, key: str, wait_s: float = 0.0) -> int:
-    """`port`, or a free one for null.
+    """`port`, or a free one for null. Raises ConfigError if it is still taken after `wait_s` seconds, with the process
+    that listens there, or if `host` is no address of this machine.
 
     Args:
         key: the setting of `port`, such as engine.port, beside which engine.host is that of `host`; or the setting of
             `host`, if there is no other.
-        wait_s: for this long the port may be taken.
-
-    Raises:
-        ConfigError: something listens there, and the message names the process; or `host` is no address of this
-            machine.
     """
     deadline, num_left = time.monotonic() + wait_s, TRIES
     while True:

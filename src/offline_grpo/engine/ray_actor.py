@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,9 @@ from offline_grpo.engine.http import RELEASE_S, choose_port, is_loopback, reacha
 from offline_grpo.engine.spawn import Lost, Scratch
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
 
-CONNECT_S = 4.0
-"""Timeout of a connection to the cluster's address."""
-SETTLE_S = 10.0
-"""Until Ray must have granted a reservation that fits by its own numbers."""
-CALLS = 8
-"""Of an actor that run at the same time: it may be asked while it starts something."""
+CONNECT_S = 4.0  # timeout of a connection to the cluster's address
+SETTLE_S = 10.0  # until Ray must have granted a reservation that fits by its own numbers
+CALLS = 8  # of an actor that run at the same time: it may be asked while it starts something
 ANSWER_S = 10.0
 """An actor answers within milliseconds. A longer silence means that its machine is lost; Ray notices after about 30 s.
 """
@@ -34,16 +31,14 @@ STOP_S = 30.0
 
 
 def connect(address: str, settings: Mapping[str, Any], *, group: str = "placement") -> bool:
-    """Connect this process to a cluster. Returns whether it was not connected before.
+    """Connect this process to a cluster. Returns whether it was not connected before. Raises ConfigError where Ray is
+    not installed, or no cluster answers.
 
     Args:
-        address: `placement.address`: auto for the cluster that this machine is part of, local for a new one on this
-            machine alone, or HOST:PORT.
+        address: auto for the cluster that this machine is part of, local for a new one on this machine alone, or
+            HOST:PORT.
         settings: further arguments of `ray.init`.
         group: of these settings, for messages.
-
-    Raises:
-        ConfigError: Ray is not installed, or no cluster answers.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # else a call after the end would start a cluster of its own
@@ -54,10 +49,12 @@ def connect(address: str, settings: Mapping[str, Any], *, group: str = "placemen
         raise ConfigError(f"{group}.address={address}: {fix}") from error
     if ray.is_initialized():
         return False
+
+    # Ray itself would wait for minutes where nothing listens, so the address is tried first.
     on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
-        if address != "local":  # Ray itself would wait for minutes where nothing listens
+        if address != "local":
             found = address
             if address == "auto":
                 found = os.environ.get("RAY_ADDRESS", "")
@@ -71,22 +68,21 @@ def connect(address: str, settings: Mapping[str, Any], *, group: str = "placemen
         fix = f"start one with `ray start --head` (docs/scaling.md), or use {group}.address=local"
         given = f", ray_init={dict(settings)}" if settings else ""
         raise ConfigError(f"{group}.address={address}{given}: no Ray cluster ({reason_of(error)}); {fix}") from error
+
+    # Ray has replaced the handler by one that ends the process at once.
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has replaced it by one that ends the process at once
+        signal.signal(signal.SIGTERM, on_sigterm)
     return True
 
 
 class Room:
-    """A reservation for `count` actors of one kind in a cluster, until `close` or this process's end.
+    """A reservation for `count` actors of a kind in a cluster, until `close` or this process's end. Raises ConfigError
+    like `connect`, and where the cluster is too small, or others use it.
 
     Args:
-        address, settings: see `connect`.
         key: the setting that says `count`.
         gpus: that each actor gets where the cluster has GPUs, beside a CPU core.
         strategy: PACK or SPREAD: on as few machines as possible, or on different ones where there is room.
-
-    Raises:
-        ConfigError: as `connect`; or the cluster is too small, or others use it.
     """
 
     def __init__(
@@ -96,7 +92,9 @@ class Room:
         import ray
         from ray.util.placement_group import placement_group
 
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self.close)
+
             # What each actor needs, and whether the machines have it.
             nodes = [node for node in ray.nodes() if node["Alive"]]
             has_gpus = gpus > 0 and any(node["Resources"].get("GPU") for node in nodes)
@@ -112,9 +110,7 @@ class Room:
             if not self._group.wait(SETTLE_S):
                 left = shown(ray.available_resources())
                 raise ConfigError(f"{key}={count}: {fix} has only {left} left; others use it. Try again later")
-        except BaseException:
-            self.close()
-            raise
+            on_error.pop_all()
 
     def hire(self, index: int, kind: type) -> Any:
         """The handle of an actor of class `kind` in place `index`; Ray starts it when the place is there."""
@@ -142,11 +138,8 @@ class ServerActor:
     """What Ray runs on a server's machine: starts it there, and watches it. The server ends with the actor."""
 
     def start(self, launcher: Any, model: str, args: Mapping[str, Any], port: Any, log_path: Path) -> tuple[str, str]:
-        """The server listens at this machine's address. Returns its URL, and the machine's name.
-
-        Args:
-            port: None for a free one.
-            log_path: where machines do not share the run's folder, in a folder of the same name on this one.
+        """Returns the server's URL, at this machine's address, and the machine's name. Where machines do not share the
+        run's folder, the log is in a folder of the same name on this one.
         """
         import ray
 
@@ -154,12 +147,13 @@ class ServerActor:
             launcher.check_installed()
         except ConfigError as error:
             raise ConfigError(f"{platform.node()}, a machine of the Ray cluster: {error}") from error
+
+        # It listens where the run's machine reaches it.
         address = ray.util.get_node_ip_address()
         launcher = replace(launcher, host=address) if is_loopback(launcher.host) else launcher
         port = choose_port(launcher.host, port, key="engine.port", wait_s=RELEASE_S)
         self._scratch = Scratch()  # whose lock this process holds
-        where: Any = {"port": port, "gpus": None, "log_path": log_path, "scratch": self._scratch.path}
-        self._child = launcher.spawn(model, args, **where)
+        self._child = launcher.spawn(model, args, port, None, log_path, self._scratch.path)
         return f"http://{reachable(address)}:{port}", platform.node()
 
     def how_it_ended(self) -> str | None:

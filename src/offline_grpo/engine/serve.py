@@ -23,8 +23,7 @@ from offline_grpo.errors import ConfigError, GrpoError, require
 KEY_VARIABLE = "VLLM_API_KEY"
 POLL_S = 1.0
 NO_KEY = "\n  without a key: any user of this machine can call it"
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""Option of vLLM -> `train.precision`."""
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # option of vLLM -> `train.precision`
 EPILOG = f"""
 Any other option of vLLM may follow, such as --max-num-seqs 64. A key is read from --api-key-file or the variable
 {KEY_VARIABLE}: other users can read command lines. The server has POST /generate, /v1, and what weight sync needs.

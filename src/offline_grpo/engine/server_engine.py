@@ -50,22 +50,15 @@ from offline_grpo.types import Completion, FinishReason, SamplingParams, Samplin
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
-"""Between the attempts of a request; see `ServerEngine`."""
-LOOK_S = 5.0
-"""How often a request that waits for its answer checks that the server is alive."""
-END_LOOK_S = 0.25
-"""The same after a request that has failed, because the server may be ending."""
-GRACE_S = 5.0
-"""How long a dying server may take to exit after a failed request."""
-HEALTH_INTERVAL_S = 2.0
-"""Interval of a server's health checks during a control call."""
-PATIENCE_S = 30.0
-"""Health-check timeout: vLLM's server has one thread, which long responses also keep busy."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # between the attempts of a request; see `ServerEngine`
+LOOK_S = 5.0  # how often a request that waits for its answer checks that the server is alive
+END_LOOK_S = 0.25  # the same after a request that has failed, because the server may be ending
+GRACE_S = 5.0  # how long a dying server may take to exit after a failed request
+HEALTH_INTERVAL_S = 2.0  # interval of a server's health checks during a control call
+PATIENCE_S = 30.0  # health-check timeout: vLLM's server has one thread, which long responses also keep busy
 START_POLL_S, START_SAYS_S = 0.25, 30.0
 """How often a server that starts is looked at, and how often a log says for how long it has been waited for."""
-LOWEST_LOGPROB = -9999.0
-"""Servers send this or a lower value for minus infinity, which JSON cannot represent."""
+LOWEST_LOGPROB = -9999.0  # servers send this or a lower value for minus infinity, which JSON cannot represent
 SHARED_PREFIX = ".weights-"
 LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
 """Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
@@ -119,7 +112,7 @@ class Launcher(ABC):
         require(self.api_key is not None or is_loopback(self.host), "engine.host", self.host, key_fix)
 
     @abstractmethod
-    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
+    def command(self, model: str, port: int, args: Mapping[str, object]) -> list[str]:
         """The command line that serves `model`, with `args` of this start on top of the configured ones."""
 
     def environment(self, env: Mapping[str, str], gpus: Sequence[int] | None) -> dict[str, str]:
@@ -150,8 +143,7 @@ class Launcher(ABC):
     def spawn(
         self,
         model: str,
-        args: Mapping[str, Any],
-        *,
+        args: Mapping[str, object],
         port: int,
         gpus: Sequence[int] | None,
         log_path: Path,
@@ -173,7 +165,7 @@ class Launcher(ABC):
         return Child(command, env=self.environment(ours, gpus), log_path=log_path, remove=scratch)
 
 
-def flags(settings: Mapping[str, Any]) -> list[str]:
+def flags(settings: Mapping[str, object]) -> list[str]:
     """`{"max_model_len": 512, "enable_lora": True, "seed": None}` as `--max-model-len 512 --enable-lora`."""
     words = []
     for name, value in settings.items():
@@ -204,12 +196,9 @@ class ServerEngine(Streaming, Engine):
         vocab_size: ids that the trained model can embed and score; a completion with another one is refused.
         sampling: how the run draws; a proof of the weights uses the same temperature.
         is_corrected: training allows for other probabilities than the trainer's, such as those of quantised weights.
-        base_url, api_key: of a server that is found.
-        url_key: the setting that `base_url` comes from, for messages.
-        launcher: starts a server.
-        log_dir: the first start's output goes to `server_0.log` there, the next one's to `server_1.log`, and so on.
-        number: of several that the run starts; the port is the configured one plus this.
-        log_numbers: for log names; shared by servers that log to one folder.
+        base_url, api_key: of a server that is found. `url_key`: the setting that `base_url` comes from, for messages.
+        launcher: starts a server. `number`: of several; the port is the configured one plus this.
+        log_dir, log_numbers: output goes to `server_N.log` there, N from numbers that servers of one folder share.
         gpus: that a server of the run may see; None: all, or none.
         room: of the Ray cluster, where the server is started; None for this machine.
 
@@ -259,8 +248,8 @@ class ServerEngine(Streaming, Engine):
         self._began_s: float | None = None  # set from `begin` until the server is ready
         self._idle: list[httpx.AsyncClient] = []  # a connection each: to find one in a pool of 64 takes httpx 9 ms
 
-        # The address is known before the server is there, so that its port stays free for it; in a cluster it is known
-        # once a machine has room.
+        # The address is decided now, because other processes of the run are told it before the server is there. In a
+        # cluster it is known once a machine has room.
         if launcher is not None:
             self.api_key, self._port = launcher.api_key, None if launcher.port is None else launcher.port + number
             base_url = "http://a-machine-of-the-cluster"
@@ -273,7 +262,7 @@ class ServerEngine(Streaming, Engine):
 
     # It starts
 
-    def begin(self, model: str, args: Mapping[str, Any]) -> None:
+    def begin(self, model: str, args: Mapping[str, object]) -> None:
         """Does not wait for room in a cluster either. Raises ConfigError if the port is taken."""
         if self.launcher is None or self._began_s is not None:
             return
@@ -285,11 +274,10 @@ class ServerEngine(Streaming, Engine):
             # The processes of one that was killed may still have the port.
             port = choose_port(self.launcher.host, self._port, key="engine.port", wait_s=RELEASE_S)
             log.info("starting %s; command and output in %s", self.launcher.name, log_path)
-            where: Any = {"port": port, "gpus": self.gpus, "log_path": log_path, "scratch": self.scratch}
-            self._child = self.launcher.spawn(model, args, **where)
+            self._child = self.launcher.spawn(model, args, port, self.gpus, log_path, self.scratch)
         self._began_s = time.monotonic()
 
-    def start(self, model: str, args: Mapping[str, Any]) -> None:
+    def start(self, model: str, args: Mapping[str, object]) -> None:
         """Of a server that is found, health and version are checked."""
         if self.launcher is None:
             try:
@@ -332,15 +320,14 @@ class ServerEngine(Streaming, Engine):
             self._wait(self.scratch / "has_memory")
 
     def _wait(self, file: Path | None = None) -> None:
-        """Wait until a server that has begun is healthy, or has made `file`. Raises EngineError if it ends, or is not
-        ready in time; Lost if its machine has gone.
-        """
+        """Wait until a server that has begun is healthy, or has made `file`. Raises like `start`."""
         launcher, child, began_s, said_s = self.launcher, self._child, self._began_s, time.monotonic()
         assert launcher is not None
         assert child is not None
         assert began_s is not None
         with progress.phase("start server"):
             while True:
+                # It may have ended, wait for room in a cluster, or be ready.
                 self.check_alive()
                 if child.is_placed:
                     if file is not None and file.exists():
@@ -348,6 +335,8 @@ class ServerEngine(Streaming, Engine):
                     with suppress(EngineError):  # it does not answer yet
                         self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
                         return
+
+                # A person hears of it every half a minute, and it has not forever.
                 now, what = time.monotonic(), f"{launcher.name} at {self.base_url}"
                 if now - began_s > launcher.start_timeout_s:
                     child.stop()
@@ -359,10 +348,8 @@ class ServerEngine(Streaming, Engine):
                 time.sleep(START_POLL_S)
 
     def follow(self, base_url: str, pid: int | None = None) -> None:
-        """Ask the server at this address. In a Ray cluster it may have moved.
-
-        Args:
-            pid: to be watched, if another process of the run has started it.
+        """Ask the server at this address; in a Ray cluster it may have moved. Watch the process `pid`, if another
+        process of the run has started it.
         """
         if (url := plain_url(base_url)) != self.base_url:
             self.close()
@@ -379,10 +366,7 @@ class ServerEngine(Streaming, Engine):
     @property
     def scratch(self) -> Path:
         """A folder for what the server reads from us: in shared memory, or for a server on another machine in the run's
-        folder. It is deleted with the server, for a found one by `stop` or the next run.
-
-        Raises:
-            ConfigError: the server's machine does not see it.
+        folder, which it must see. It is deleted with the server, for a found one by `stop` or the next run.
         """
         if self._scratch is None:
             self._scratch = Scratch() if self._room is None else OwnFolder(self.log_dir.absolute(), SHARED_PREFIX)
@@ -395,6 +379,7 @@ class ServerEngine(Streaming, Engine):
 
     def check_alive(self, *, grace_s: float = 0.0) -> None:
         """Raise EngineDied if a server that the run started has ended, or ends within `grace_s` seconds."""
+        # A server of this process has a guardian, which knows how it ended; of another process's only the pid is known.
         deadline = time.monotonic() + grace_s
         while self._child is not None or self.watched_pid is not None:
             if self._child is not None:
@@ -467,17 +452,14 @@ class ServerEngine(Streaming, Engine):
         """GET `path`, watched."""
         return self._watched(partial(self.api.get, path), changes=False)
 
-    def post(self, path: str, body: Any = None, *, changes: bool = True, **options: Any) -> httpx.Response:
+    def post(self, path: str, body: object = None, *, changes: bool = True, **options: Any) -> httpx.Response:
         """POST `path`, watched; `options` are those of `ServerApi.call`. `changes`: it does more than to read."""
         return self._watched(partial(self.api.post, path, body, **options), changes=changes)
 
     def _watched(self, call: Callable[[], httpx.Response], *, changes: bool) -> httpx.Response:
         """Make a control call, and check meanwhile the health of a server of the run: if its engine has died, the call
-        would block until its timeout. One that only reads is made once more where no answer came.
-
-        Raises:
-            EngineDied: the server has ended, ends within seconds of a failed call, is unhealthy, or has not answered.
-            EngineError: the server refused the call; it is alive.
+        would block until its timeout. One that only reads is made once more where no answer came. Raises EngineDied
+        where the server has ended, is unhealthy, or has not answered, and EngineError where it refused.
         """
         outcome = in_background(call)
         while True:
@@ -486,6 +468,7 @@ class ServerEngine(Streaming, Engine):
             except TimeoutError:
                 self.check_healthy()
             except EngineError as error:
+                # A refusal of a living server is an answer. Without one nobody knows how much of the call was done.
                 self.check_alive(grace_s=GRACE_S)
                 if isinstance(error, Refused):
                     raise
@@ -508,12 +491,8 @@ class ServerEngine(Streaming, Engine):
 
     @classmethod
     @abstractmethod
-    def start_words(cls, model: str, args: Mapping[str, Any], server_args: Mapping[str, Any]) -> list[str]:
-        """What people start such a server with, after `python -m`.
-
-        Args:
-            args: what every server is started with. `server_args`: what weight sync adds.
-        """
+    def start_words(cls, model: str, args: Mapping[str, object], server_args: Mapping[str, Any]) -> list[str]:
+        """What people start such a server with, after `python -m`: `args`, and `server_args` for weight sync."""
 
     @abstractmethod
     def version(self) -> str:
@@ -521,10 +500,8 @@ class ServerEngine(Streaming, Engine):
 
     @abstractmethod
     def lacks(self, moves: str) -> str | None:
-        """What this already running server lacks for the run, as a phrase for the error message; None if nothing.
-
-        Args:
-            moves: what weight sync brings, see `SyncRequirements`.
+        """What this running server lacks for weight sync that `moves` something (see `SyncRequirements`), as a phrase
+        for the error message; None if nothing.
         """
 
     @abstractmethod
@@ -545,18 +522,15 @@ class ServerEngine(Streaming, Engine):
         """Fingerprints of the weights being served; None from a kind of server that cannot compute them."""
         return None
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What it says of itself, if it does: `logprobs_mode`, of which distribution it returns logprobs, and
         `quantization`, in which format it computes with the weights that it gets, such as fp8 (None: their own).
         """
         return {}
 
     def other_numbers(self, sums: Mapping[str, str]) -> list[str]:
-        """Of parameters with other fingerprints, those that do not just have the same numbers in another order, as some
-        architectures are served.
-
-        Args:
-            sums: see `offline_grpo_weights.sums`.
+        """Of parameters with other fingerprints, those whose numbers are not just in another order, as some
+        architectures are served. `sums` are the trainer's, see `offline_grpo_weights.sums`.
         """
         return list(sums)
 
@@ -656,6 +630,7 @@ class ServerEngine(Streaming, Engine):
 
     async def _exchange(self, body: Mapping[str, Any]) -> httpx.Response:
         """One attempt. Raises EngineDied where the server ends first: a machine that is lost closes no connection."""
+        # The connection goes back once nothing is under way on it, so that the next request finds it free.
         http = self._idle.pop() if self._idle else None
         http = http or httpx.AsyncClient(**connection(self.base_url, self.api_key), timeout=None)
         try:

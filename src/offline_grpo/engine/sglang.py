@@ -14,8 +14,7 @@ from offline_grpo.engine.server_engine import Choice, Launcher, ServerEngine, fl
 from offline_grpo.errors import require
 from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
 
-IDLE_TIMEOUT_S = 60.0
-"""From the end of the last request until the scheduler has put its batch away."""
+IDLE_TIMEOUT_S = 60.0  # from the end of the last request until the scheduler has put its batch away
 LOAD_TIMEOUT_S = 3600.0
 NO_TAG = "default"
 
@@ -43,7 +42,7 @@ class SglangLauncher(Launcher):
         fix = "the run hands the server's key over in such a file; set the options themselves"
         require(file is None, "engine.args.config", file, fix)
 
-    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
+    def command(self, model: str, port: int, args: Mapping[str, object]) -> list[str]:
         """The module is started, not the `sglang` script: an interpreter is all it needs."""
         settings = {"host": self.host, "port": port, **self.args, **args}
         return [self.python or sys.executable, "-m", "sglang.launch_server", "--model-path", model, *flags(settings)]
@@ -74,7 +73,7 @@ class SglangEngine(ServerEngine):
     oldest, newest = (0, 5, 11), (0, 5, 15)
 
     @classmethod
-    def start_words(cls, model: str, args: Mapping[str, Any], server_args: Mapping[str, Any]) -> list[str]:
+    def start_words(cls, model: str, args: Mapping[str, object], server_args: Mapping[str, Any]) -> list[str]:
         return ["sglang.launch_server", "--model-path", model, *flags(args), "--enable-deterministic-inference"]
 
     def version(self) -> str:

@@ -36,14 +36,11 @@ POLL_S = 0.2
 TAIL_BYTES = 2**20
 EXCEPTION = re.compile(r"(\b[\w.]*(Error|Exception)|\berror): \S.*", re.ASCII)
 POINTER = re.compile(r"see (stack trace|root cause)", re.IGNORECASE)
-"""In exceptions that point at another one."""
-PREFIXED = re.compile(r"^\(.*? pid=\d+\) ?")
-"""Of vLLM's lines."""
+PREFIXED = re.compile(r"^\(.*? pid=\d+\) ?")  # of vLLM's lines
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "offline-grpo-"
-GUARDIAN = "offline-grpo-guardian"
-"""A guardian's first argument, by which people find it among processes."""
+GUARDIAN = "offline-grpo-guardian"  # a guardian's first argument, by which people find it among processes
 CUDA_IPC_FILE = re.compile(r"torch_(?P<torch>\d+)_.*|cuda\.shm\.\w+\.(?P<driver>[0-9a-f]+)\.\d+")
 COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
 """Where a run and its servers keep what they compile: variable, and folder in the user's cache."""
@@ -146,12 +143,16 @@ def last_lines(path: Path, *, count: int = 2) -> str:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("$ ")]  # the command
+
+    # Warnings speak of what may come; of a validation error the lines that follow say what is wrong.
     exceptions = []
     for number, line in enumerate(lines):
-        if (found := EXCEPTION.search(line)) and " WARNING " not in line:  # those speak of what may come
+        if (found := EXCEPTION.search(line)) and " WARNING " not in line:
             more = lines[number + 1 : number + 3] if "validation error" in line else []
             more = [PREFIXED.sub("", each).partition(" [type=")[0] for each in more if "pydantic.dev" not in each]
             exceptions.append(": ".join(map(str.strip, [found[0], *more])))
+
+    # An exception that only points at another one says less than that one.
     exceptions = list(dict.fromkeys(exceptions))
     causes = [text for text in exceptions if not POINTER.search(text)]
     chosen = (causes or exceptions or lines)[-count:]

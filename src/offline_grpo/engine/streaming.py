@@ -27,10 +27,8 @@ log = logging.getLogger(__name__)
 S = TypeVar("S")
 T = TypeVar("T")
 
-NEXT_S = 0.01
-"""How often requests are looked for that were not there yet."""
-SERVING_S = 0.1
-"""How often a server is looked for where none serves."""
+NEXT_S = 0.01  # how often requests are looked for that were not there yet
+SERVING_S = 0.1  # how often a server is looked for where none serves
 CLOSED = "the client was closed while it waited"
 
 
@@ -103,11 +101,8 @@ class Streaming(ABC):
         """Close connections; no request is open any more."""
 
     def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
-        """As many requests as may be in flight wait behind them.
-
-        Raises:
-            EngineDied: the server, one that this run started, has ended.
-            EngineError: it cannot be reached, refused, or answered something else than what was asked for.
+        """As many requests as may be in flight wait behind them. Raises EngineDied if the server, one that this run
+        started, has ended; EngineError if it cannot be reached, refused, or answered what was not asked for.
         """
         loop, indices = self._running_loop(), count()
         coming, failed = iter(requests), threading.Event()

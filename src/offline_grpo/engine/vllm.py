@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 
 TOKENS = "/generate_tokens"
 """Token ids in, token ids and logprobs out, and nothing else that takes time per token; see `inside_vllm/`."""
-STOCK = "/v1/completions"
-"""Takes and returns token ids in every version, and makes text that nobody reads."""
+STOCK = "/v1/completions"  # takes and returns token ids in every version, and makes text that nobody reads
 
 EXTENSION_FOLDER = Path(__file__).with_name("inside_vllm")
 EXTENSION = "offline_grpo_worker.WorkerExtension"
@@ -41,8 +40,7 @@ SERVED_NAME = "policy"
 GRAPHED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 """The numbers of sequences for which vLLM records CUDA graphs by itself. For more at once it launches kernel by kernel,
 which then takes most of the time of the engine's Python process."""
-GRAPHED_STEP, MOST_GRAPHED = 64, 1024
-"""vLLM decodes no more together, unless it is told to."""
+GRAPHED_STEP, MOST_GRAPHED = 64, 1024  # vLLM decodes no more together, unless it is told to
 OF_GRAPHS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
 EXECUTOR, CORES_FOR_MP = "distributed_executor_backend", 4
 """`mp` keeps two processes busy, each of which waits for the other in a loop; on two cores the HTTP server hardly gets
@@ -54,8 +52,7 @@ uses its own.
 """
 READING = {"grpo_tag", "grpo_state", "grpo_sums", "grpo_describe", "grpo_layout"}
 """Of the worker extension's methods, those that change nothing."""
-WAIT_TIMEOUT_S = 3600.0
-"""For a pause that lets all requests end first."""
+WAIT_TIMEOUT_S = 3600.0  # for a pause that lets all requests end first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +107,7 @@ class VllmLauncher(Launcher):
         further = range(GRAPHED[-1] + GRAPHED_STEP, num_sequences + GRAPHED_STEP, GRAPHED_STEP)
         return replace(self, args={**self.args, "cudagraph_capture_sizes": [*GRAPHED, *further]})
 
-    def command(self, model: str, port: int, args: Mapping[str, Any]) -> list[str]:
+    def command(self, model: str, port: int, args: Mapping[str, object]) -> list[str]:
         """A module is started, not the `vllm` script, which some builds lack."""
         ours = {"host": self.host, "port": port, "served_model_name": SERVED_NAME, "scheduler_cls": SCHEDULER}
         settings = {**ours, **self.args, **args, "worker_extension_cls": EXTENSION}
@@ -141,14 +138,14 @@ class VllmEngine(ServerEngine):
     pause_modes: ClassVar[tuple[str, ...]] = ("keep", "keep_cache", "wait", "abort")
 
     is_paused = False
-    _description: Mapping[str, Any] | None = None  # of the server as it is; None: not asked yet
+    _description: dict[str, Any] | None = None  # of the server as it is; None: not asked yet
 
     def start(self, model: str, args: Mapping[str, object]) -> None:
         self.is_paused, self._description = False, None
         super().start(model, args)
 
     @classmethod
-    def start_words(cls, model: str, args: Mapping[str, Any], server_args: Mapping[str, Any]) -> list[str]:
+    def start_words(cls, model: str, args: Mapping[str, object], server_args: Mapping[str, Any]) -> list[str]:
         return ["offline_grpo.engine.serve", model, *flags({**args, **server_args})]
 
     def version(self) -> str:
@@ -172,9 +169,10 @@ class VllmEngine(ServerEngine):
         Args:
             mode: for requests in flight: "keep" continues them after `resume` and computes their keys and values again,
                 "keep_cache" continues with those that they have, "wait" lets them end first, "abort" ends them with
-                what they have. With "keep_cache" requests that begin after the pause do not find what others cached
-                before it, if they come to `offline_grpo_generate`.
+                what they have. With "keep_cache" later requests do not find what was cached before the pause, if they
+                come to `offline_grpo_generate`.
         """
+        # vLLM's own name for a pause that keeps everything is "keep" without clearing.
         if not self.is_paused:
             timeout_s = WAIT_TIMEOUT_S if mode == "wait" else TIMEOUT_S
             clears = mode != "keep_cache"
@@ -213,13 +211,14 @@ class VllmEngine(ServerEngine):
         states = self.call_workers("grpo_state")
         return ServedBits(states[0]["dtype"], of_wholes([state["fingerprints"] for state in states]))
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Also the worker's pid, device, gpu_uuid (None on CPUs), and refusals: why its weights cannot be shared. Of
         several workers, what the first one says; nothing without the worker extension. Asked once after each start.
         """
-        if self._description is None:
-            self._description = self.call_workers("grpo_describe")[0] if self.lacks("full") is None else {}
-        return self._description
+        found = self._description
+        if found is None:
+            found = self._description = self.call_workers("grpo_describe")[0] if self.lacks("full") is None else {}
+        return found
 
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the LoRA adapter of a folder under a name that was never used before."""
@@ -279,12 +278,10 @@ class VllmEngine(ServerEngine):
 
 
 def of_wholes(workers: Sequence[Mapping[str, tuple[int, str]]]) -> dict[str, str]:
-    """By name, the fingerprint or sum of each parameter, from those of the parts that the workers have: they add up.
-    Where two workers have different bits in the same part, it is one that nothing has.
-
-    Args:
-        workers: of each, by name where its part begins, and that part's.
+    """By name, the fingerprint or sum of each parameter: those of the parts that the workers have add up. Where two
+    workers have different bits in the same part, it is one that nothing has.
     """
+    # Of each name where a part begins, and what the workers that have it say of it.
     parts: dict[str, dict[int, set[str]]] = {}
     for worker in workers:
         for name, (start, text) in worker.items():

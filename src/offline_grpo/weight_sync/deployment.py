@@ -91,8 +91,8 @@ class Deployment:
     def connect(self, policy: Policy) -> None:
         """Start the engines, or wait for those that have begun, and open the way of the weights to them."""
         snapshot = self._snapshot(policy)
-        words = self._strategy.start_model(snapshot), self._strategy.start_args(snapshot)
-        self._start(self.engines, words, lambda engine: self._strategy.attach(engine, snapshot))
+        words = self._strategy.start_words(snapshot, is_recovery=False)
+        self._start(self.engines, words, snapshot)
 
     @led
     def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
@@ -154,10 +154,10 @@ class Deployment:
             if self._spread is not None:
                 self._spread.serving = [client for client in self._spread.serving if client not in {*lost}]
             before = self._snapshot(policy)
-            words = self._strategy.recovery_model(before), self._strategy.start_args(before)
+            words = self._strategy.start_words(before, is_recovery=True)
             for engine in lost:
                 engine.stop()
-            self._start(lost, words, lambda engine: self._strategy.reattach(engine, before))
+            self._start(lost, words, before)
 
         # The weights as they are now, for all engines at once.
         started, snapshot = time.perf_counter(), self._snapshot(policy)
@@ -193,16 +193,15 @@ class Deployment:
             alignment={} if worst is None else worst.metrics(),
         )
 
-    def _start(
-        self, engines: Sequence[Engine], words: tuple[str, Mapping[str, Any]], attach: Callable[[Engine], None]
-    ) -> None:
+    def _start(self, engines: Sequence[Engine], words: tuple[str, Mapping[str, object]], snapshot: Snapshot) -> None:
+        """Start engines, those at once that share no GPU, and open the way of the weights to each."""
         for engine in next_to_start(engines):
             engine.begin(*words)
         for engine in engines:
             engine.start(*words)
             if not self.is_frozen:
                 engine.check_logprobs()
-            attach(engine)
+            self._strategy.attach(engine, snapshot)
 
     def _snapshot(self, policy: Policy) -> Snapshot:
         return Snapshot(policy, self._full_weights, host=self.engines[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -18,29 +19,27 @@ from offline_grpo.weight_sync.strategy import SyncRequirements, WeightSync
 
 log = logging.getLogger(__name__)
 
-
 CACHE_TOLERANCE_NATS = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Of models that decode right, tiny ones have 1e-6 in fp32."""
-LONGEST_ON_CPUS = 160
-"""Tokens of a sequence: 2 s for 135 million weights on one core, of which 512 tokens would take 5."""
+LONGEST_ON_CPUS = 160  # tokens of a sequence: 2 s for 135 million weights on one core, of which 512 tokens would take 5
 
 
 def prove_sampling(client: RolloutClient, policy: Policy, num_tokens: int) -> None:
     """See that what is sampled in process, with a cache, has the logprobs of a forward pass without one: a few tokens
-    after prompts of two lengths, in sequences of up to `num_tokens` (fewer on a CPU).
-
-    Raises:
-        ConfigError: the model cannot be sampled so, or differs by more than rounding.
+    after prompts of two lengths, in sequences of up to `num_tokens` (fewer on a CPU). Raises ConfigError if the model
+    cannot be sampled so, or differs by more than rounding.
     """
     model = policy.causal_lm
     num_tokens = num_tokens if model.device.type == "cuda" else min(num_tokens, LONGEST_ON_CPUS)
     prompts = probe_prompts(policy, (num_tokens - PROBE_TOKENS, max(1, num_tokens // 2 - PROBE_TOKENS)))
     requests = [SamplingRequest(tuple(prompt), 2, seed) for prompt, seed in zip(prompts, (0, 2), strict=True)]
+
+    # An architecture that wants a cache of its own may raise anything.
     try:
         sampled = list(client.generate(requests, SamplingParams(PROBE_TOKENS)))
-    except (GrpoError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever an architecture raises that wants a cache of its own
+    except Exception as error:
+        if isinstance(error, GrpoError | torch.OutOfMemoryError):
+            raise
         fault = f"cannot be sampled in process ({reason_of(error)})"
     else:
         about = {"temperature": 1.0, "text": "", "score": Score(0.0, False, {})}
@@ -79,9 +78,9 @@ class Frozen(WeightSync):
     interval = 1
     requires = SyncRequirements(engine=ServerEngine, moves="nothing")
 
-    def start_model(self, snapshot: Snapshot) -> str:
+    def start_words(self, snapshot: Snapshot, *, is_recovery: bool) -> tuple[str, Mapping[str, object]]:
         """The model before training, in a resumed run too."""
-        return self.recovery_model(snapshot)
+        return super().start_words(snapshot, is_recovery=True)
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """Says once what every later line of the run means."""

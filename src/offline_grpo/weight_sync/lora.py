@@ -13,9 +13,8 @@ import os
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from offline_grpo.engine.http import NotFound, Refused
 from offline_grpo.engine.streaming import at_once
@@ -50,10 +49,8 @@ class LoraHotswap(ServerSync):
     _base_tags: dict[VllmEngine, str] = field(default_factory=dict, init=False)  # see `prove_base`
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """A new server has none of our adapters. One that takes nothing else cannot prove its base.
-
-        Raises:
-            ConfigError: it has another base.
+        """A new server has none of our adapters. One that takes nothing else cannot prove its base; another base raises
+        ConfigError.
         """
         self._loaded[engine] = []
         self._base_tags.pop(engine, None)
@@ -91,6 +88,7 @@ class LoraHotswap(ServerSync):
         """
 
         def load(engine: VllmEngine) -> None:
+            # The first engine's folder is where it was saved.
             folder = engine.scratch / staged.name
             if folder != staged.folder:
                 shutil.copytree(staged.folder, folder)
@@ -136,11 +134,6 @@ class LoraRestart(Restart):
     name = "lora_restart"
     needs = replace(ADAPTERS, own_server=True)
     adapter = "policy-adapter"
-
-    def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """The newest adapter, under a name that requests then carry."""
-        self._save(snapshot)
-        return {"lora_modules": [f"{self.adapter}={self._folder}"]}
 
 
 def room_for(rank: int) -> int:

@@ -26,7 +26,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ from offline_grpo import progress
 from offline_grpo.engine.engine import ServedBits
 from offline_grpo.engine.inside_vllm.offline_grpo_weights import plain_name, sums
 from offline_grpo.engine.server_engine import ServerEngine
-from offline_grpo.engine.streaming import at_once, started
+from offline_grpo.engine.streaming import Streaming, at_once, started
 from offline_grpo.errors import EngineError, require
 from offline_grpo.model.adapters import adapters_off
 from offline_grpo.model.policy import Policy
@@ -92,13 +92,13 @@ class Proof:
 
 
 def prove(
-    engines: Sequence[Any],
+    engines: Sequence[ServerEngine],
     snapshot: Snapshot,
     version: int,
     *,
     tag: str | None,
     tolerance_nats: float,
-    before: dict[Any, Probe],
+    before: dict[ServerEngine, Probe],
 ) -> list[Proof]:
     """Compare what engines serve with what is trained, and log each verdict.
 
@@ -109,7 +109,7 @@ def prove(
 
     Raises:
         EngineError: another version, a tensor with other bits, logprobs further apart than `tolerance_nats` on average,
-        or nearer to those of the weights before.
+            or nearer to those of the weights before.
     """
     # All servers sample at the same time, meanwhile their bits are compared; the policy scores all samples together.
     policy, prompts = snapshot.policy, probe_prompts(snapshot.policy)
@@ -175,17 +175,15 @@ def prove(
 
 
 def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
-    """See that a server has the base model under the adapters, bit for bit where it can be compared.
-
-    Returns a tag: the server still has that base as long as it still has the tag.
-
-    Raises:
-        ConfigError: another base.
+    """See that a server has the base model under the adapters, bit for bit where it can be compared. Returns a tag: the
+    server still has that base as long as it still has the tag. Raises ConfigError for another base.
     """
     tag = engine.served_tag()
     if not tag:  # and before the bits are read, so that a client that loads others meanwhile is noticed
         tag = f"base of run {this_run()}"
         engine.set_tag(tag)
+
+    # Where bits differ, the numbers may be the same in another order, as some architectures are served.
     unequal, num_compared = compare_bits(snapshot, engine.served_bits())
     if unequal:
         ours = {plain_name(name): tensor for name, tensor in snapshot.text_weights() if plain_name(name) in unequal}
@@ -211,7 +209,7 @@ def probe_prompts(policy: Policy, lengths: Sequence[int] | None = None) -> list[
     return [draw_ids(num_ids, length, draw).tolist() for length in lengths]
 
 
-def sample_probe(client: Any, prompts: Sequence[Sequence[int]], temperature: float) -> list[Rollout]:
+def sample_probe(client: Streaming, prompts: Sequence[Sequence[int]], temperature: float) -> list[Rollout]:
     """A completion of each prompt, by a request that does not wait behind rollouts that are sampled ahead.
 
     The whole softmax at the run's temperature: greedy completions have the logprobs of temperature 1.
@@ -240,6 +238,7 @@ def probe_difference(probe: Probe) -> torch.Tensor:
 
 def has_followed(now: Probe, before: Probe) -> bool | None:
     """Whether a server has other weights than at the probe `before`; None where noise hides it. See the module."""
+    # Tokens after the same ones as before, which the trainer has scored under both weights.
     pairs = [
         pair
         for old_tokens, tokens in zip(before, now, strict=True)
@@ -247,6 +246,8 @@ def has_followed(now: Probe, before: Probe) -> bool | None:
     ]
     if len(pairs) < FEWEST_SHARED:
         return len(pairs) < sum(map(len, before)) or None
+
+    # The trainer must have moved by more than the noise, before the server is asked to have followed.
     noise = median(abs(old.trainer - old.server) for old, _ in pairs)
     moved = median(abs(new.trainer - old.trainer) for old, new in pairs)
     if moved <= NOISES * max(noise, LEAST_NOISE_NATS):

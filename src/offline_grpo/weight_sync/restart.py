@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from offline_grpo.engine.engine import next_to_start
 from offline_grpo.engine.server_engine import ServerEngine
@@ -16,8 +16,6 @@ from offline_grpo.weight_sync.snapshot import Snapshot, save_weights, weights_ta
 from offline_grpo.weight_sync.strategy import ServerSync, Staged, SyncRequirements
 
 MODEL = "model"
-"""A symlink to the newest weights, which servers load: vLLM caches compiled code by model path, and would recompile
-for a new path."""
 Bits = Mapping[str, str]
 """Fingerprints: which weights something was made from."""
 
@@ -27,7 +25,7 @@ class StagedStart(Staged):
     """What a server starts from, which weights that gives it, and when the first was stopped for it."""
 
     model: str
-    args: Mapping[str, Any]
+    args: Mapping[str, object]
     bits: Bits
     began_s: float
 
@@ -45,10 +43,14 @@ class Restart(ServerSync):
     _started_from: dict[ServerEngine, Bits] = field(default_factory=dict, init=False)
     _num_saves: int = field(default=0, init=False)
 
-    def recovery_model(self, snapshot: Snapshot) -> str:
-        """Saves the newest now."""
-        self._save(snapshot)
-        return self._model(snapshot)
+    def start_words(self, snapshot: Snapshot, *, is_recovery: bool) -> tuple[str, Mapping[str, object]]:
+        """The newest weights, which are saved for a recovery, and adapters for every start: the base model has none."""
+        if is_recovery or self.adapter:
+            self._save(snapshot)
+        base, _ = super().start_words(snapshot, is_recovery=False)
+        if self.adapter:
+            return base, {"lora_modules": [f"{self.adapter}={self._folder}"]}
+        return base if self._folder is None else str(self._folder.with_name(MODEL)), {}
 
     def attach(self, engine: ServerEngine, snapshot: Snapshot) -> None:
         """The server has just been started from these very weights."""
@@ -60,7 +62,7 @@ class Restart(ServerSync):
         bits = snapshot.fingerprints
         stale = [engine for engine, theirs in self._started_from.items() if theirs != bits or engine.has_lost_weights]
         num_bytes = self._save(snapshot) if stale else 0
-        model, args, began_s = self._model(snapshot), self.start_args(snapshot), time.perf_counter()
+        (model, args), began_s = self.start_words(snapshot, is_recovery=False), time.perf_counter()
 
         # Stale servers stop and start again: first those that share no GPU. `deliver` awaits these and starts the rest.
         for engine in stale:
@@ -72,9 +74,7 @@ class Restart(ServerSync):
         yield StagedStart(version=version, name=self.adapter, num_tensors=0, num_bytes=num_bytes, **start)
 
     def deliver(self, engines: Sequence[ServerEngine], staged: StagedStart) -> float:
-        """Starts overlap, for `staged` has begun them, so they are waited for one after the
-        other. A server that already has these weights only gets the version.
-        """
+        """Starts overlap: `staged` has begun them. A server that already has these weights only gets the version."""
         paused_seconds = 0.0
         for engine in engines:
             if self._started_from[engine] != staged.bits:
@@ -89,14 +89,12 @@ class Restart(ServerSync):
         if self._folder is not None:
             shutil.rmtree(self._folder.parent, ignore_errors=True)
 
-    def _model(self, snapshot: Snapshot) -> str:
-        is_base = self._folder is None or self.adapter
-        return self.start_model(snapshot) if is_base else str(self._folder.with_name(MODEL))
-
     def _save(self, snapshot: Snapshot) -> int:
         """Save the weights, unless they were the last saved. Returns the size in bytes."""
         if self._folder is not None and self._saved == snapshot.fingerprints:
             return 0
+
+        # vLLM would compile anew for a new path, so servers load a link, which names the newest folder.
         self._num_saves += 1
         folder = snapshot.host.log_dir / "served" / str(self._num_saves)
         num_bytes = save_weights(snapshot, folder)

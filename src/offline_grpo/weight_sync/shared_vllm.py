@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from offline_grpo.engine.spawn import remove_cuda_driver_files
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
 from offline_grpo.model.layers import is_composite, text_parameters
-from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.snapshot import Snapshot, gpu_uuid, this_run, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements, foreign_write
 
@@ -62,25 +61,26 @@ class SharedVllm(PausingSync):
         require(self.interval == 1, "weight_sync.interval", self.interval, fix)
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """Splices the server's memory, which must hold the policy's own bits, into the policy.
-
-        Raises:
-            ConfigError: a server whose weights cannot be shared, or do not cover the policy; says what to use instead
-            or what is missing. EngineError: its memory cannot be opened.
+        """Splices the server's memory into the policy. Raises ConfigError for a server whose weights cannot be shared,
+        or do not cover the policy; EngineError if its memory cannot be opened.
         """
-        policy, self._engine = snapshot.policy, engine
-        views = self._open_views(engine, snapshot, compare=True)
-        self._splice(policy, views)
-        policy.become_shared(before_publish=self._pause_to_write)
+        # Before training it must hold the policy's own bits. A server that was started anew gets the trained weights
+        # from the masters, and has frozen ones from the files that it loads; until then the policy stays what it was,
+        # whatever interrupts this.
+        policy, is_first = snapshot.policy, not self._addresses
+        self._engine, self._paused_at, self._version = engine, None, None
+        views = self._open_views(engine, snapshot, compare=is_first)
+        if not is_first:
+            with torch.no_grad():
+                for name, master in policy.masters.values.items():
+                    views[name].copy_(master)
 
-    def reattach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """Trained weights come back from the masters, frozen ones from the files that the server loads."""
-        policy, self._engine, self._paused_at, self._version = snapshot.policy, engine, None, None
-        views = self._open_views(engine, snapshot, compare=False)
-        with torch.no_grad():  # before the policy points there: whatever interrupts this, the policy stays what it was
-            for name, master in policy.masters.values.items():
-                views[name].copy_(master)
-        self._splice(policy, views)
+        # From now on the parameters are views; towers, which text does not use, are the policy's own.
+        for name, parameter in policy.causal_lm.named_parameters():
+            parameter.data = views[name] if name in views else parameter.data.to(policy.compute_device)
+            self._addresses[name] = parameter.data_ptr()
+        if is_first:
+            policy.become_shared(before_publish=self._pause_to_write)
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
@@ -107,12 +107,6 @@ class SharedVllm(PausingSync):
         assert self._paused_at is not None
         paused_seconds, self._paused_at = time.perf_counter() - self._paused_at, None
         return paused_seconds
-
-    def _splice(self, policy: Policy, views: dict[str, Tensor]) -> None:
-        for name, parameter in policy.causal_lm.named_parameters():
-            # towers, which text does not use, are the policy's own
-            parameter.data = views[name] if name in views else parameter.data.to(policy.compute_device)
-            self._addresses[name] = parameter.data_ptr()
 
     def _pause(self) -> None:
         """Before the first write of an iteration, so that no token is computed from half of an update."""
@@ -144,7 +138,7 @@ class SharedVllm(PausingSync):
         else:
             bridge = Bridge(
                 run_id=this_run(),
-                model=self.start_model(snapshot),
+                model=str(snapshot.policy.causal_lm.name_or_path),
                 pid=described["pid"],
                 start_time=start_time_of(described["pid"]) or 0,
                 device=described["device"],
@@ -217,11 +211,7 @@ class Bridge:
         return bridge
 
     def open(self, device: torch.device) -> dict[str, Tensor]:
-        """The server's memory as tensors of ours: checkpoint name -> view. Nothing is copied.
-
-        Raises:
-            EngineError: the memory cannot be opened from here.
-        """
+        """The server's memory as tensors of ours: checkpoint name -> view. Nothing is copied."""
         try:
             storages = []
             for handle in self.storages:
@@ -262,19 +252,14 @@ def start_time_of(pid: int) -> int | None:
     """When a process started, in clock ticks since the machine did; None if there is no such process. With the pid it
     is unique.
     """
-    try:
+    with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return None
+    return None
 
 
 def check_coverage(parameters: dict[str, Any], views: dict[str, Tensor], *, compare: bool) -> None:
-    """Every parameter of the policy must have a view of its shape and dtype, with its bits where `compare`.
-
-    Equal bits are what tells plain weights from packed, permuted or derived ones without a list of models.
-
-    Raises:
-        ConfigError: lists what is missing or different.
+    """Every parameter of the policy must have a view of its shape and dtype, with its bits where `compare`. Equal bits
+    are what tells plain weights from packed, permuted or derived ones without a list of models.
     """
     problems = [f"{name}: the server has no such tensor" for name in parameters if name not in views]
     for name in parameters.keys() & views.keys():
@@ -284,6 +269,8 @@ def check_coverage(parameters: dict[str, Any], views: dict[str, Tensor], *, comp
             problems.append(f"{name}: {ours} in the trainer, {theirs} in the server")
         elif compare and not torch.equal(view, parameter.data.to(view.device)):
             problems.append(f"{name}: other values than the trainer's")
+
+    # What the server alone has would stay as it is while everything around it is trained.
     covered = {view.data_ptr() for name, view in views.items() if name in parameters}  # a tied one has two names
     others = [name for name, v in views.items() if name not in parameters and v.data_ptr() not in covered]
     problems += [f"{name}: the trainer has no such parameter" for name in others]

@@ -22,8 +22,7 @@ from offline_grpo.model.policy import Policy, buckets, save_adapter, save_policy
 from offline_grpo.model.quantization import dequantized
 
 Named = tuple[str, Tensor]
-BUCKET_BYTES = 2**30
-"""Of weights that are looked at together: whole ones, where the policy's are spread over processes."""
+BUCKET_BYTES = 2**30  # of weights that are looked at together: whole ones, where the policy's are spread over processes
 FullWeights = Callable[[Policy], Iterator[tuple[str, Tensor]]]
 """The whole of each parameter of a policy, by its name in the checkpoint, one after the other. See
 `Sharding.full_weights`.
@@ -83,11 +82,10 @@ def weights_tag(version: int) -> str:
 
 
 def save_weights(snapshot: Snapshot, folder: Path) -> int:
-    """Write the model with its tokenizer, or its adapter alone, for servers to load. Returns the size in bytes.
-
-    Raises:
-        EngineError: no room, or no permission; nothing is left behind.
+    """Write the model with its tokenizer, or its adapter alone, for servers to load. Returns the size in bytes. Raises
+    EngineError where there is no room or no permission; nothing is left behind.
     """
+    # A push that failed may have left the folder.
     shutil.rmtree(folder, ignore_errors=True)
     save = save_policy if snapshot.policy.lora_rank is None else save_adapter
     try:

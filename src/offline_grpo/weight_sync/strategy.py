@@ -61,30 +61,21 @@ class WeightSync:
     interval: Any
     requires: Any
 
-    def start_model(self, snapshot: Snapshot) -> str:
-        """The folder or hub id that engines start from when the run connects: what the policy was loaded from."""
-        return str(snapshot.policy.causal_lm.name_or_path)
+    def start_words(self, snapshot: Snapshot, *, is_recovery: bool) -> tuple[str, Mapping[str, object]]:
+        """What engines start from, a folder or hub id, and arguments of their command line for that start alone.
 
-    def recovery_model(self, snapshot: Snapshot) -> str:
-        """The folder or hub id that an engine starts from after its death; a push follows. The model before training:
-        the checkpoint that the run resumed from may be deleted by then.
+        Args:
+            is_recovery: an engine has died, and a push follows. Its model is the one before training: the checkpoint
+                that the run resumed from, which the policy was loaded from, may be deleted by then.
         """
-        return snapshot.policy.tokenizer.name_or_path
-
-    def start_args(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Arguments of an engine's command line for its next start alone."""
-        return {}
+        policy = snapshot.policy
+        return policy.tokenizer.name_or_path if is_recovery else str(policy.causal_lm.name_or_path), {}
 
     def attach(self, engine: Any, snapshot: Snapshot) -> None:
-        """Prepare the path to an engine that has just started, before masters and optimizer exist.
-
-        Raises:
-            ConfigError: an engine or a policy that this strategy cannot work with; nothing has been changed.
+        """Prepare the path to an engine that has just started: before masters and optimizer exist, and again if it was
+        started anew in the middle of a run. Raises ConfigError for an engine or a policy that this strategy cannot work
+        with; nothing has been changed then.
         """
-
-    def reattach(self, engine: Any, snapshot: Snapshot) -> None:
-        """Prepare the path again, to an engine that was started anew in the middle of a run."""
-        self.attach(engine, snapshot)
 
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Any]:
         """The part of a push that is done once for all engines: yields a `Staged` for `deliver`, and cleans up when all
@@ -94,29 +85,21 @@ class WeightSync:
         return nullcontext(Staged(version=version, num_tensors=0, num_bytes=0))
 
     def deliver(self, engines: Sequence[Any], staged: Any) -> float:
-        """Give all engines what was staged, at the same time. Idempotent.
-
-        Each pauses, which flushes its prefix cache or hides it, writes the weights, waits until its device has them,
-        notes version and run (the tag), and resumes.
-
+        """Give all engines what was staged, at the same time. Idempotent. Each pauses, which flushes or hides a prefix
+        cache, writes the weights, waits until its device has them, notes version and run (the tag), and resumes.
         Returns the longest pause of any engine, in seconds.
         """
         return 0.0
 
     def verify(self, engines: Sequence[Any], snapshot: Snapshot, version: int) -> list[Proof]:
-        """Prove that the engines serve the snapshot, a proof for each; none where there is nothing to compare.
-
-        Raises:
-            EngineError: one serves something else.
+        """Prove that the engines serve the snapshot, a proof for each; none where there is nothing to compare. Raises
+        EngineError where one serves something else.
         """
         return []
 
     def check_served(self, engine: Any, version: int) -> None:
-        """See that the engine still has the weights of the last push.
-
-        Raises:
-            EngineDied: it has none since it was started anew.
-            EngineError: it has others.
+        """See that the engine still has the weights of the last push. Raises EngineDied where it has none since it was
+        started anew, EngineError where it has others.
         """
 
     def detach(self, engine: Any) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
@@ -49,9 +49,19 @@ class WeightTransfer(PausingSync):
 
     bucket_mib: int
 
+    fix: ClassVar[str]  # where trainer and server are not on GPUs that suit
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.bucket_mib >= 1, "weight_sync.bucket_mib", self.bucket_mib, "must be at least 1")
+
+    def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
+        """Raises ConfigError if the policy and the server are not on GPUs that weights can travel between so."""
+        device, theirs = snapshot.policy.device, engine.describe()["gpu_uuid"]
+        ours = gpu_uuid(device)
+        if ours is None or theirs is None or (ours == theirs) != (self.needs.placement == "same"):
+            where = f"the policy is on {device} (GPU {ours}), the server on GPU {theirs}"
+            raise ConfigError(f"weight_sync={self.name}: {where}; {self.fix}")
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedWeights]:
@@ -67,6 +77,7 @@ class Ipc(WeightTransfer):
     """
 
     name = "ipc"
+    fix = "both must be on one GPU: use nccl for two, reload for CPUs"
     needs = SyncRequirements(
         engine=VllmEngine,
         gpu=True,
@@ -75,18 +86,7 @@ class Ipc(WeightTransfer):
     )
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """See `WeightSync.attach`.
-
-        Raises:
-            ConfigError: the policy is on no GPU, or on another one than the server.
-        """
-        device, theirs = snapshot.policy.device, engine.describe()["gpu_uuid"]
-        ours = gpu_uuid(device)
-        if ours is None or theirs != ours:
-            raise ConfigError(
-                f"weight_sync=ipc: the policy is on {device} (GPU {ours}), the server on GPU {theirs}; both must be on "
-                "one GPU: use nccl for two, reload for CPUs"
-            )
+        super().attach(engine, snapshot)
         atexit.register(remove_cuda_driver_files)
         engine.post("/init_weight_transfer_engine", {"init_info": {}})
 
@@ -96,6 +96,7 @@ class Ipc(WeightTransfer):
         They are paused for the whole update: parameters have no storage between start and finish. After an error they
         stay paused.
         """
+        # The steps of one server; all servers take each together.
         began = time.perf_counter()
 
         def begin(engine: VllmEngine) -> None:
@@ -143,24 +144,15 @@ class Nccl(WeightTransfer):
     master_address: str | None
 
     name = "nccl"
+    fix = "NCCL needs two GPUs: give the server its own by placement.engine_devices, or use ipc or shared_vllm on one"
     needs = SyncRequirements(engine=VllmEngine, gpu=True, placement="other")
 
     _group: Any = field(default=None, init=False)
     _in_place: set[VllmEngine] = field(default_factory=set, init=False)
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """The next push forms the group anew.
-
-        Raises:
-            ConfigError: no GPU, or the same GPU as the server.
-        """
-        device, theirs = snapshot.policy.device, engine.describe()["gpu_uuid"]
-        ours = gpu_uuid(device)
-        if ours is None or theirs in (None, ours):
-            raise ConfigError(
-                f"weight_sync=nccl: the policy is on {device} (GPU {ours}), the server on GPU {theirs}; NCCL needs two "
-                "GPUs: give the server its own by placement.engine_devices, or use ipc or shared_vllm on one"
-            )
+        """The next push forms the group anew."""
+        super().attach(engine, snapshot)
         self._in_place.discard(engine)
         self._leave()
 

@@ -20,30 +20,22 @@ from omegaconf import OmegaConf
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain
 from offline_grpo.engine import serve
-from offline_grpo.engine.server_engine import flags
 from offline_grpo.engine.sglang import SglangLauncher
 from offline_grpo.engine.vllm import LORA_KERNELS, VllmLauncher
 from offline_grpo.errors import ConfigError
-
-
-def test_flags() -> None:
-    assert flags({"max_model_len": 512, "enable_lora": True, "seed": None, "trust": False, "zero": 0}) == [
-        *("--max-model-len", "512", "--enable-lora", "--zero", "0"),
-    ]
-    assert flags({"config": {"a": [1]}, "lora_modules": ["a=1", "b=2"]}) == [
-        "--config",
-        '{"a": [1]}',
-        "--lora-modules",
-        "a=1",
-        "b=2",
-    ]
-
 
 # vLLM
 
 SETTINGS: dict[str, Any] = {
     **COMMAND_LINE,
-    "args": {"dtype": "bfloat16", "max_model_len": 512, "enforce_eager": True, "seed": 0, "max_num_seqs": None},
+    "args": {
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "seed": 0,
+        "max_num_seqs": None,
+        "a": False,
+    },
     "blackwell_workaround": False,
 }
 
@@ -57,14 +49,15 @@ def environment(**changes: Any) -> dict[str, str]:
 
 
 def test_command() -> None:
-    command = engine().command("some/model", 4321, {"max_model_len": 64, "weight_transfer_config": {"a": "b"}})
+    own = {"max_model_len": 64, "weight_transfer_config": {"a": "b"}, "lora_modules": ["a=1", "b=2"]}
+    command = engine().command("some/model", 4321, own)
     assert command[0] == sys.executable
     assert " ".join(command[1:]) == (
         "-m offline_grpo_server --model some/model --host 127.0.0.1 --port 4321 "
         "--served-model-name policy --scheduler-cls offline_grpo_scheduler.bundling_scheduler "
         "--dtype bfloat16 --max-model-len 64 --enforce-eager --seed 0 "
-        """--weight-transfer-config {"a": "b"} --worker-extension-cls offline_grpo_worker.WorkerExtension """
-        "--middleware offline_grpo_generate.Generate"
+        """--weight-transfer-config {"a": "b"} --lora-modules a=1 b=2 """
+        "--worker-extension-cls offline_grpo_worker.WorkerExtension --middleware offline_grpo_generate.Generate"
     )
 
 
@@ -91,35 +84,24 @@ def test_cuda_graphs_for_as_many_sequences_as_are_sampled_at_once(
 
 
 def test_a_key_guards_everything_and_other_users_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Command lines are readable for everybody, environments are not."""
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    """Command lines are readable for everybody, environments are not. vLLM 0.25 files what it compiles under a hash of
+    its own variables, so none of them may differ between two runs.
+    """
+    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
     command = engine(api_key="hush-hush").command("m", 1, {})
     assert "hush-hush" not in " ".join(command)
     gate = ["--middleware", "offline_grpo_worker.TokenGate"]
     assert command[-2:] == gate  # the last one is outermost: without the key nobody samples either
     assert gate[1] not in engine().command("m", 1, {})
-    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
-    assert "VLLM_API_KEY" not in environment()
-
-
-def test_what_is_compiled_is_there_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.25 files it under a hash of its own variables, VLLM_API_KEY included; so none of them may differ between
-    two runs.
-    """
-    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
-    one, other = (
-        {name: value for name, value in environment(api_key=key).items() if name.startswith("VLLM_")}
-        for key in ("hush", "hush-hush")
-    )
-    assert one == other
-    assert [environment(api_key=key)["OFFLINE_GRPO_API_KEY"] for key in ("hush", "hush-hush")] == ["hush", "hush-hush"]
+    one, other = (environment(api_key=key) for key in ("hush", "hush-hush"))
+    assert {name for name in one if one[name] != other[name]} == {"OFFLINE_GRPO_API_KEY"}
+    assert other["OFFLINE_GRPO_API_KEY"] == "hush-hush"
+    assert "VLLM_API_KEY" not in other
 
 
 def test_a_server_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VllmLauncher, "package", "no_such_package")
-    with pytest.raises(
-        ConfigError, match=r"^engine\.python=null: vLLM is not installed in this environment; name an i"
-    ):
+    with pytest.raises(ConfigError, match=r"^engine\.python=null: vLLM is not installed"):
         engine(python=None).check_installed()
     engine(python=sys.executable).check_installed()
     engine(python=None, env={"PYTHONPATH": "/elsewhere"}).check_installed()
@@ -130,25 +112,23 @@ def test_a_server_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"args": {"api-key": "hush"}}, r"engine\.args\.api-key=hush: is decided elsewhere; set engine.api_key"),
+        ({"args": {"api-key": "hush"}}, "engine.args.api-key=hush"),
         ({"port": 70000}, "engine.port=70000"),
-        ({"host": "0.0.0.0"}, r"engine\.host=0\.0\.0\.0: .*others could control the server"),
+        ({"host": "0.0.0.0"}, "engine.host=0.0.0.0"),
     ],
 )
 def test_settings_that_would_get_around_a_check(change: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}"):
+    with pytest.raises(ConfigError) as refused:
         engine(**change)
+    assert str(refused.value).startswith(f"{key}: ")
     assert engine(host="0.0.0.0", api_key="k").host == "0.0.0.0"
 
 
 # The token gate
 
 
-def ask(
-    kind: str, path: str, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, method: str = "GET"
-) -> tuple[bool, list[Any]]:
+async def ask(kind: str, path: str, method: str, key: str | None) -> tuple[bool, list[Any]]:
     """Whether a request reached the server behind the gate, and what was sent back otherwise."""
-    monkeypatch.setenv("VLLM_API_KEY", "hush-hush")
     reached: list[str] = []
     sent: list[Any] = []
 
@@ -158,34 +138,24 @@ def ask(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    async def receive() -> dict[str, Any]:
-        raise AssertionError("the gate needs no body")
-
-    scope: dict[str, Any] = {
-        "type": kind,
-        "path": path,
-        "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
-    }
-    scope |= {"method": method} if kind == "http" else {}
-    asyncio.run(load_extension().TokenGate(app)(scope, receive, send))
+    headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": kind, "path": path, "headers": headers, **({"method": method} if kind == "http" else {})}
+    await load_extension().TokenGate(app)(scope, None, send)
     return reached == [kind], sent
 
 
-PATHS = ["/", "/pause", "/v1/completions", "/health/", "/HEALTH"]
-GOOD = {"Authorization": "Bearer hush-hush"}
-BAD = [{}, {"Authorization": "Bearer hush-hush2"}]
-
-
-@pytest.mark.parametrize("headers", BAD)
-def test_nothing_passes_without_the_token(headers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in PATHS:
+@pytest.mark.parametrize("key", [None, "hush-hush2"])
+def test_nothing_passes_without_the_token(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "hush-hush")
+    for path in ("/", "/pause", "/v1/completions", "/health/", "/HEALTH"):
         for method in ("GET", "POST", "OPTIONS"):
-            has_passed, [start, body] = ask("http", path, headers, monkeypatch, method=method)
+            has_passed, [start, body] = asyncio.run(ask("http", path, method, key))
             assert not has_passed, path
             assert start["status"] == 401
             assert b"hush" not in body["body"]
-            assert ask("http", path, GOOD, monkeypatch, method=method) == (True, [])
-    assert ask("http", "/health", {}, monkeypatch) == ask("lifespan", "", {}, monkeypatch) == (True, [])
+            assert asyncio.run(ask("http", path, method, "hush-hush")) == (True, [])
+    for kind, path in (("http", "/health"), ("lifespan", "")):
+        assert asyncio.run(ask(kind, path, "GET", None)) == (True, [])
 
 
 # SGLang
@@ -245,9 +215,7 @@ def test_the_shipped_engine_makes_seeds_act_and_keeps_the_temperature_in_the_log
 
 
 def test_sglang_must_heed_seeds() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^engine\.args\.enable_deterministic_inference=None: SGLang would ignore seeds"
-    ):
+    with pytest.raises(ConfigError, match=r"^engine\.args\.enable_deterministic_inference=None: "):
         SglangLauncher(**{**SGLANG, "args": {}})
 
 
@@ -274,21 +242,20 @@ def test_options_reach_the_servers_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "option"),
     [
-        (["m", "--host", "0.0.0.0"], "--host=0.0.0.0: on that address others could control the server"),
-        (["m", "--api-key", "hush-hush"], "--api-key: is decided elsewhere; a key is given by --api-key-file"),
-        (["m", "n"], "n: MODEL is one word and comes first"),
-        (["m", "--api-key-file", "/dev/null"], "--api-key-file=/dev/null: is empty"),
-        (["m", "--python", "p", "--port", "x"], "--port=x: must be from 1 to 65535, or null for any free one"),
+        (["m", "--host", "0.0.0.0"], "--host=0.0.0.0"),
+        (["m", "--api-key", "hush-hush"], "--api-key"),
+        (["m", "n"], "n"),
+        (["m", "--api-key-file", "/dev/null"], "--api-key-file=/dev/null"),
+        (["m", "--python", "p", "--port", "x"], "--port=x"),
     ],
 )
-def test_what_cannot_be_served_is_refused(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_served_is_refused(words: list[str], option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    monkeypatch.setattr(serve, "VllmEngine", None)  # it does not come so far
     with pytest.raises(ConfigError) as refused:
-        serve.run(words)
-    assert str(refused.value).startswith(message)
+        serve.parse(words)
+    assert str(refused.value).startswith(f"{option}: ")
     assert "hush-hush" not in str(refused.value)
 
 

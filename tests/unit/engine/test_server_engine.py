@@ -191,16 +191,26 @@ def test_what_is_tried_again(lab: Lab, first: Reply) -> None:
 # What is an error at once
 
 
+GOOD = ([6], [-1.0], "length")
+
+
 @pytest.mark.parametrize(
-    ("reply", "expected"),
+    ("answer", "expected"),
     [
         (Reply({"detail": "Not Found"}, status=404), r"status 404: .*Not Found"),
         (Reply({"error": {"message": "prompt too long"}}, status=400), r"status 400: prompt too long"),
         (Reply(b'{"choices": [', 200), r"malformed answer"),
         (Reply(tokens_answer(TWO, prompt=PROMPT[1:])), "malformed answer.*prompt came back changed"),
+        ([GOOD], "1 completions where 2 were asked for"),
+        ([GOOD, ([5], [math.nan], "stop")], "the logprob of token 0 is nan"),
+        ([GOOD, ([5, 6], [-1.0, -9999.0], "stop")], "the logprob of token 1 is -9999.0"),
+        ([GOOD, ([5, 6], [-1.0], "stop")], r"malformed answer.*1 logprobs for 2 tokens"),
+        ([GOOD, ([], [], "stop")], r"malformed answer.*0 tokens where 1 to 4"),
+        ([GOOD, ([1000], [-1.0], "stop")], r"malformed answer.*has id 1000"),
     ],
 )
-def test_an_answer_that_is_none(lab: Lab, reply: Reply, expected: str) -> None:
+def test_an_answer_that_is_not_what_was_asked_for(lab: Lab, answer: Any, expected: str) -> None:
+    reply = answer if isinstance(answer, Reply) else Reply(tokens_answer(answer))
     lab.set_script(lambda _: reply)
     assert re.search(expected, lab.error())
     assert len(lab.server.requests) == (2 if reply.status == 404 else 1)  # as a stock server is asked
@@ -221,26 +231,6 @@ def test_a_server_of_our_own_that_hangs_has_ended(lab: Lab, monkeypatch: pytest.
     lab.set_script(lambda _: Reply(tokens_answer(TWO), byte_pause_s=0.1))
     lab.client.timeout_s = 0.2
     assert "was stopped" in lab.error(EngineDied)
-
-
-GOOD = ([6], [-1.0], "length")
-
-
-@pytest.mark.parametrize(
-    ("completions", "expected"),
-    [
-        ([GOOD], "1 completions where 2 were asked for"),
-        ([GOOD, ([5], [math.nan], "stop")], "the logprob of token 0 is nan"),
-        ([GOOD, ([5, 6], [-1.0, -9999.0], "stop")], "the logprob of token 1 is -9999.0"),
-        ([GOOD, ([5, 6], [-1.0], "stop")], r"malformed answer.*1 logprobs for 2 tokens"),
-        ([GOOD, ([], [], "stop")], r"malformed answer.*0 tokens where 1 to 4"),
-        ([GOOD, ([1000], [-1.0], "stop")], r"malformed answer.*has id 1000"),
-    ],
-)
-def test_completions_that_are_not_what_was_asked_for(lab: Lab, completions: list[Any], expected: str) -> None:
-    lab.answers(completions)
-    assert re.search(expected, lab.error())
-    assert len(lab.server.requests) == 1
 
 
 # A server of our own that ends

@@ -1,5 +1,5 @@
-"""A server's process ends with the run that started it, however that ends, and takes along all that it started. No vLLM
-here. And folders in shared memory: those in use stay, and the next run deletes the others.
+"""A server's process ends with the run that started it, however that ends, and takes along all that it started and had
+in shared memory. No vLLM here.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from offline_grpo.disk import remove_left_behind
-from offline_grpo.engine import spawn
-from offline_grpo.engine.spawn import PREFIX, Child, Scratch, last_lines
+from offline_grpo.engine.spawn import Child, last_lines
 
 PYTHON = [sys.executable, "-I", "-S"]
 WAIT_S = 15.0
@@ -50,20 +48,13 @@ MEMBERS = ("server", "deaf", "daemon")
 Starter = Callable[..., Child]
 
 
-def is_alive(server: Child) -> bool:
-    return server.how_it_ended() is None
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Starter]:
     """Starts a command in `tmp_path`, and stops it after the test."""
     started: list[Child] = []
 
-    def start(
-        *command: str, name: str = "server", remove: Path | None = None, env: Mapping[str, str] | None = None
-    ) -> Child:
-        env = os.environ if env is None else env
-        started.append(Child(command, env=env, log_path=tmp_path / "logs" / f"{name}.log", remove=remove))
+    def start(*command: str, remove: Path | None = None) -> Child:
+        started.append(Child(command, env=os.environ, log_path=tmp_path / "logs" / "server.log", remove=remove))
         return started[-1]
 
     yield start
@@ -103,17 +94,6 @@ def folder_with_a_file(path: Path) -> Path:
     return path
 
 
-RUN_WITH_A_SERVER = """
-import pathlib, os, sys, time
-from offline_grpo.engine.spawn import Child
-folder = pathlib.Path(sys.argv[1])
-command = [sys.executable, "-c", sys.argv[2], str(folder)]
-server = Child(command, env=os.environ, log_path=folder / "inner.log", remove=folder / "gone")
-time.sleep(100)
-"""
-"""A run that has a server of its own, with a folder that goes away with it."""
-
-
 @pytest.mark.parametrize(
     ("log", "words"),
     [
@@ -133,24 +113,46 @@ def test_last_words(log: str, words: str, tmp_path: Path) -> None:
 # How it ends
 
 
-def test_stop_ends_all_that_the_server_started(start: Starter, tmp_path: Path) -> None:
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from offline_grpo.engine.spawn import Child
+folder, ending, *command = sys.argv[1:]
+server = Child(command, env=os.environ, log_path=Path(folder, "server.log"), remove=Path(folder, "scratch"))
+def note(name, pid):
+    Path(folder, f".{name}").write_text(str(pid))
+    os.replace(Path(folder, f".{name}"), Path(folder, name))
+if ending == "forked" and os.fork() == 0:  # a copy of this process that holds the pipe too, and goes on
+    note("copy", os.getpid())
+    time.sleep(100)
+note("guardian", server.pid)
+while not Path(folder, "go").exists():
+    time.sleep(0.02)
+if ending != "exit":
+    time.sleep(100)
+"""
+"""A run that has a server of its own, with a folder that goes away with it."""
+
+
+@pytest.mark.parametrize("ending", ["stop", "server killed", "run of a server stopped"])
+def test_all_that_a_server_has_started_ends_with_it(ending: str, start: Starter, tmp_path: Path) -> None:
+    """Before the guardian of an inner server is killed, it has cleaned up."""
     folder = folder_with_a_file(tmp_path / "scratch")
-    server = start(*python(FAMILY, tmp_path), remove=folder)
+    if ending == "run of a server stopped":
+        server = start(sys.executable, "-c", PARENT, str(tmp_path), "sleep", *python(FAMILY, tmp_path))
+    else:
+        server = start(*python(FAMILY, tmp_path), remove=folder)
     pids = family_of(tmp_path)
     assert os.getsid(pids["daemon"]) != os.getsid(pids["server"]) != os.getsid(0)
-    server.stop()
+    if ending == "server killed":
+        os.kill(pids["server"], signal.SIGKILL)
+        wait_for(lambda: server.how_it_ended() is not None, "the guardian's end")
+        assert str(server.how_it_ended()).startswith("has ended (signal 9)")
+    else:
+        server.stop()
+        server.stop()  # does nothing
+        assert str(server.how_it_ended()).startswith("was stopped")
     assert not any(map(is_running, [*pids.values(), server.pid]))
-    assert not folder.exists()
-    server.stop()  # does nothing
-
-
-def test_what_a_server_leaves_behind_when_it_dies_is_ended(start: Starter, tmp_path: Path) -> None:
-    folder = folder_with_a_file(tmp_path / "scratch")
-    server = start(*python(FAMILY, tmp_path), remove=folder)
-    pids = family_of(tmp_path)
-    os.kill(pids["server"], signal.SIGKILL)
-    wait_for(lambda: not is_alive(server), "the guardian's end")
-    assert not any(map(is_running, pids.values()))
     assert not folder.exists()
 
 
@@ -174,7 +176,7 @@ def test_semaphores_go_with_a_server_that_is_killed(start: Starter, tmp_path: Pa
     wait_for(lambda: (tmp_path / "up").exists(), "the server")
     [pid] = [child.pid for child in psutil.Process(server.pid).children()]
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not is_alive(server), "the guardian's end")
+    wait_for(lambda: server.how_it_ended() is not None, "the guardian's end")
     assert not Path(f"/dev/shm/sem.{name}").exists()
 
 
@@ -189,26 +191,6 @@ def test_a_server_and_its_processes_die_with_its_guardian(start: Starter, tmp_pa
         wait_for(lambda: not is_running(pids["deaf"]), "the end of its process")
     finally:
         os.kill(pids["daemon"], signal.SIGKILL)  # it has left the group
-
-
-PARENT = """
-import os, sys, time
-from pathlib import Path
-from offline_grpo.engine.spawn import Child
-folder, ending, *command = sys.argv[1:]
-server = Child(command, env=os.environ, log_path=Path(folder, "server.log"), remove=Path(folder, "scratch"))
-def note(name, pid):
-    Path(folder, f".{name}").write_text(str(pid))
-    os.replace(Path(folder, f".{name}"), Path(folder, name))
-if ending == "forked" and os.fork() == 0:  # a copy of this process that holds the pipe too, and goes on
-    note("copy", os.getpid())
-    time.sleep(100)
-note("guardian", server.pid)
-while not Path(folder, "go").exists():
-    time.sleep(0.02)
-if ending != "exit":
-    time.sleep(100)
-"""
 
 
 @pytest.mark.parametrize("ending", ["exit", "forked"])
@@ -358,74 +340,3 @@ def test_a_run_that_ends_removes_what_the_cuda_driver_leaves() -> None:
     finally:
         for path in (own, torchs, of_server, unrelated, of_another):
             path.unlink(missing_ok=True)
-
-
-def test_what_the_servers_of_a_run_leave_is_cleaned_up_before_their_guardians_are_killed(
-    start: Starter, tmp_path: Path
-) -> None:
-    gone = folder_with_a_file(tmp_path / "gone")
-    run = start(sys.executable, "-c", RUN_WITH_A_SERVER, str(tmp_path), FAMILY)
-    family = family_of(tmp_path)
-    run.stop()
-    assert not any(map(is_running, family.values()))
-    assert not gone.exists()
-
-
-# Folders
-
-
-HOLDER = """
-import time
-from offline_grpo.engine.spawn import Scratch
-kept = Scratch()
-(kept.path / "weights").write_bytes(b"x")
-print(kept.path, flush=True)
-time.sleep(100)
-"""
-
-
-@pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The shared memory of these tests."""
-    monkeypatch.setattr(spawn, "SHARED_MEMORY", tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def holder(memory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another run, which has a folder there."""
-    code = "import pathlib\nfrom offline_grpo.engine import spawn\n"
-    code += f"spawn.SHARED_MEMORY = pathlib.Path({str(memory)!r})\n{HOLDER}"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    yield process
-    process.kill()
-    process.wait()
-
-
-def folder_of(holder: subprocess.Popen[str]) -> Path:
-    assert holder.stdout is not None
-    return Path(holder.stdout.readline().strip())
-
-
-def test_what_a_killed_run_left_goes_with_the_next(holder: subprocess.Popen[str]) -> None:
-    path = folder_of(holder)
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    assert (path / "weights").exists()
-    own = Scratch()
-    assert not path.exists()
-    own.remove()
-
-
-def test_what_is_in_use_stays(holder: subprocess.Popen[str], memory: Path) -> None:
-    """Whatever process id its name has: that of a run in a container is nobody's here."""
-    path = folder_of(holder)
-    elsewhere = path.rename(memory / "offline-grpo-99999999-abc")
-    own = Scratch()
-    another = Scratch()
-    assert (elsewhere / "weights").exists()
-    assert own.path.exists()
-    remove_left_behind(memory, PREFIX)
-    assert {elsewhere, own.path, another.path} == set(memory.iterdir())
-    own.remove()
-    another.remove()

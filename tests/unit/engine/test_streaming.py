@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -57,9 +57,7 @@ class Slow(Streaming):
 
         before, thread = self.num_sent, threading.Thread(target=call)
         thread.start()
-        while self.num_sent - before < min(
-            len(seeds), 2 * self.batch_size
-        ):  # all that `generate` sends before there is an answer
+        while self.num_sent - before < min(len(seeds), 2 * self.batch_size):  # as much is sent before an answer
             thread.join(0.001)
         return thread
 
@@ -74,22 +72,8 @@ def answers_of_two_calls(client: Slow) -> list[object]:
     return told
 
 
-@pytest.fixture
-def num_at_once() -> int:
-    return 3
-
-
-@pytest.fixture
-def closing() -> Iterator[list[Slow]]:
-    clients: list[Slow] = []
-    yield clients
-    for client in clients:
-        client.close()
-
-
-def test_a_call_that_fails_leaves_its_slots_to_the_others(num_at_once: int, closing: list[Slow]) -> None:
-    client = Slow(num_at_once, fails=lambda seed: seed < num_at_once)
-    closing.append(client)
+def test_a_call_that_fails_leaves_its_slots_to_the_others() -> None:
+    client = Slow(num_at_once := 3, fails=lambda seed: seed < 3)
     told = answers_of_two_calls(client)
     failures = [each for each in told if isinstance(each, EngineError)]
     assert len(failures) == 1
@@ -98,11 +82,11 @@ def test_a_call_that_fails_leaves_its_slots_to_the_others(num_at_once: int, clos
     assert client.most_open == num_at_once
     assert not set(range(num_at_once, 2 * num_at_once)) & set(client.asked)  # what waited was not sent any more
     assert [index for index, _ in client.generate([replace(REQUEST, seed=200)], SAMPLING)] == [0]
+    client.close()
 
 
-def test_what_is_asked_now_does_not_wait(num_at_once: int, closing: list[Slow]) -> None:
-    client = Slow(num_at_once)
-    closing.append(client)
+def test_what_is_asked_now_does_not_wait() -> None:
+    client = Slow(num_at_once := 3)
     told: list[object] = []
     told_now: list[object] = []
     thread = client.ask_for(range(3 * num_at_once), told)
@@ -117,6 +101,7 @@ def test_what_is_asked_now_does_not_wait(num_at_once: int, closing: list[Slow]) 
     thread.join(10)
     assert told_now == [[[]]]
     assert [sorted(indices) for indices in told] == [[*range(3 * num_at_once)]]  # type: ignore[call-overload]
+    client.close()
 
 
 # Calls in threads

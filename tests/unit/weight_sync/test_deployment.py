@@ -60,21 +60,12 @@ class Sync:
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
         self.requires = SyncRequirements(engine=VllmEngine)
-        self.served: dict[str, Exception] = {}
 
-    def start_model(self, _: Any) -> str:
-        return "model"
-
-    recovery_model = start_model
-
-    def start_args(self, _: Any) -> Mapping[str, Any]:
-        return {}
+    def start_words(self, _: Any, *, is_recovery: bool) -> tuple[str, dict[str, Any]]:
+        return "model", {}
 
     def attach(self, engine: VllmEngine, _: Any) -> None:
         self._note("attach", engine)
-
-    def reattach(self, engine: VllmEngine, _: Any) -> None:
-        self._note("reattach", engine)
 
     def detach(self, engine: VllmEngine) -> None:
         self._note("detach", engine)
@@ -95,17 +86,12 @@ class Sync:
 
     def verify(self, engines: Sequence[VllmEngine], snapshot: Snapshot, version: int) -> list[Proof]:
         for engine in engines:
-            self._prove(engine)
+            self._note("verify", engine)
         return []
-
-    def _prove(self, engine: VllmEngine) -> None:
-        self._note("verify", engine)
 
     def check_served(self, engine: VllmEngine, version: int) -> None:
         self._note("asked", engine)
         engine.check_alive()
-        if engine.base_url in self.served:
-            raise self.served[engine.base_url]
 
     def _note(self, what: str, engine: VllmEngine) -> None:
         self.calls.append(f"{what} {engine.base_url}")
@@ -161,7 +147,7 @@ def test_what_others_sample_counts_and_the_next_push_starts_the_dead_again(monke
     lab.servers["a"].has_ended = True
     assert lab.check() == ["asked b", "asked c"]
     stage, *delivery = of_push(2, "abc")
-    pushed = ["begin a", "start a", "reattach a", stage, "asked b", "asked c", *delivery]  # of a nothing was sampled
+    pushed = ["begin a", "start a", "attach a", stage, "asked b", "asked c", *delivery]  # of a nothing was sampled
     assert lab.push(2, amid_requests=True) == pushed
     assert asked == ["bc"]  # meanwhile
     assert lab.asked == "abc"
@@ -183,7 +169,7 @@ def test_after_a_death_in_a_push_all_get_the_weights_again() -> None:
     lab.sync._apply = apply
     lab.calls.clear()
     lab.deployment.recover(POLICY, version=2)
-    assert lab.calls == ["stop b", "begin b", "start b", "reattach b", *of_push(2, "abc")]
+    assert lab.calls == ["stop b", "begin b", "start b", "attach b", *of_push(2, "abc")]
 
 
 def test_a_strategy_that_starts_all_servers_starts_the_dead_too() -> None:

@@ -100,66 +100,40 @@ def test_a_file_that_outlived_its_server(bridge: Bridge, tmp_path: Path) -> None
     assert own_start is not None
     for pid, start_time in ((ended.pid, own_start), (os.getpid(), own_start + 1)):
         path.write_text(json.dumps(record | {"pid": pid, "start_time": start_time}))
-        with pytest.raises(
-            ConfigError, match=rf"is stale: the server that wrote it \(pid {pid}, run run-1\) has ended"
-        ):
+        with pytest.raises(ConfigError, match=rf"is stale: .*\(pid {pid}, run run-1\)"):
             Bridge.read(path)
 
 
 # What can be shared
 
 
-@pytest.fixture
-def parameters() -> dict[str, nn.Parameter]:
+@pytest.mark.parametrize(
+    ("change", "compare", "problem"),
+    [
+        ({"b": None}, False, "b: the server has no such tensor"),
+        ({"a": lambda a: a.t()}, False, "a: [4, 2] float32 in the trainer, [2, 4] float32 in the server"),
+        # one element in its last bit, and two rows exchanged, as in packed or permuted weights
+        ({"b": lambda b: torch.nextafter(b, b + (torch.arange(3) == 1))}, True, "b: other values than the trainer's"),
+        ({"a": lambda a: a[[1, 0, 2, 3]]}, True, "a: other values than the trainer's"),
+        ({"a": lambda a: a[[1, 0, 2, 3]]}, False, None),  # one that was started again has those from before training
+        # it would stay as it is while everything around it is trained
+        ({"visual.patch": lambda _: torch.zeros(3)}, True, "visual.patch: the trainer has no such parameter"),
+        ({"lm_head": lambda views: views["a"].view(4, 2)}, True, None),  # tied: the trainer names it once
+        ({"lm_head": lambda views: views["a"].clone()}, True, "lm_head: the trainer has no such parameter"),
+    ],
+)
+def test_what_can_be_shared(change: dict[str, Any], compare: bool, problem: str | None) -> None:
     torch.manual_seed(0)
-    return {name: nn.Parameter(torch.randn(shape)) for name, shape in (("a", (4, 2)), ("b", (3,)), ("c", (2, 2)))}
-
-
-@pytest.fixture
-def views(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-
-def refused(parameters: dict[str, nn.Parameter], views: dict[str, Tensor], *, compare: bool = True) -> str:
-    with pytest.raises(
-        ConfigError,
-        match=r"^weight_sync=shared_vllm: \d+ of \d+ parameters cannot be shared: .*or use weight_sync=reload",
-    ) as error:
+    parameters = {name: nn.Parameter(torch.randn(shape)) for name, shape in (("a", (4, 2)), ("b", (3,)), ("c", (2, 2)))}
+    views: dict[str, Any] = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    views |= {name: None if make is None else make(views.get(name, views)) for name, make in change.items()}
+    views = {name: view for name, view in views.items() if view is not None}
+    if problem is None:
         check_coverage(parameters, views, compare=compare)
-    return str(error.value).partition("cannot be shared: ")[2].partition(". Start the server")[0]
-
-
-def test_a_tensor_that_the_server_lacks(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
-    del views["b"]
-    assert refused(parameters, views, compare=False) == "b: the server has no such tensor"
-
-
-def test_another_shape(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
-    views["a"] = views["a"].t()
-    expected = "a: [4, 2] float32 in the trainer, [2, 4] float32 in the server"
-    assert refused(parameters, views, compare=False) == expected
-
-
-def test_other_values(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
-    """One element in its last bit, and two rows exchanged: what packed or permuted weights look like."""
-    views["b"][1] = torch.nextafter(views["b"][1], torch.tensor(9.0))
-    views["a"] = views["a"][[1, 0, 2, 3]]
-    assert refused(parameters, views) == "a: other values than the trainer's; b: other values than the trainer's"
-    check_coverage(parameters, views, compare=False)  # one that was started again has the values from before training
-
-
-def test_a_tensor_that_the_trainer_lacks(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
-    """It would stay as it is while everything around it is trained."""
-    views["visual.patch"] = torch.zeros(3)
-    assert refused(parameters, views) == "visual.patch: the trainer has no such parameter"
-
-
-def test_tied_weights(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
-    """The trainer names them once, the server twice."""
-    views["lm_head"] = views["a"].view(4, 2)
-    check_coverage(parameters, views, compare=True)
-    views["lm_head"] = views["a"].clone()
-    assert refused(parameters, views) == "lm_head: the trainer has no such parameter"
+        return
+    with pytest.raises(ConfigError, match=r"^weight_sync=shared_vllm: 1 of 3 .*or use weight_sync=reload") as error:
+        check_coverage(parameters, views, compare=compare)
+    assert str(error.value).partition("cannot be shared: ")[2].partition(". Start the server")[0] == problem
 
 
 # Another server
@@ -185,7 +159,7 @@ def test_training_survives_a_recovery_that_is_interrupted(monkeypatch: pytest.Mo
         policy.masters.publish()
         old = {name: p.data_ptr() for name, p in policy.causal_lm.named_parameters()}
         monkeypatch.setattr(engine, "post", lambda *_, **__: pytest.fail("interrupted here, as by Ctrl-C"))
-        sync.reattach(engine, snapshot)
+        sync.attach(engine, snapshot)
     for name, parameter in policy.causal_lm.named_parameters():
         assert parameter.data_ptr() != old[name]
         assert torch.equal(parameter, untrained[name] + 1.0)

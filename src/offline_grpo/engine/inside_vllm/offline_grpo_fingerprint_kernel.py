@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLIT, BLOCK = 256, 1024
-"""Programs for each tensor, and the words that one reads at a time."""
+SPLIT, BLOCK = 256, 1024  # programs for each tensor, and the words that one reads at a time
 
 
 def add_up(batch: Sequence[tuple[Tensor, int]]) -> Tensor:

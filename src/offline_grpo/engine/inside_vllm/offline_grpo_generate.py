@@ -31,8 +31,7 @@ TOKENS_PATH = "/generate_tokens"
 PAUSE_PATH = "/pause"
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent; vLLM's own endpoints use the same number."""
-CONTEXT_TOKENS = 8
-"""Of the prompt, decoded together with a completion."""
+CONTEXT_TOKENS = 8  # of the prompt, decoded together with a completion
 
 OURS = {"output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length", "stream_interval"}
 SAMPLING = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - OURS
@@ -109,6 +108,8 @@ class Generate:
             return None
         except OF_REQUEST as error:
             raise Refusal(400, str(error)) from error
+
+        # A client that goes away takes its request along: vLLM aborts it when its task is cancelled.
         outputs = request.outputs(state.engine_client)
         working = asyncio.create_task(request.stream(outputs, send) if request.is_stream else request.whole(outputs))
         leaving = asyncio.ensure_future(receive())  # returns when the client has gone
@@ -117,7 +118,7 @@ class Generate:
             return working.result() if working.done() else None
         finally:
             for task in (working, leaving):
-                task.cancel()  # which makes vLLM abort the request
+                task.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
 
 
@@ -139,7 +140,7 @@ class Request:
             raise ValueError(f"stream: only {PATH} answers in parts")
 
         # The prompt: ids of the model, or a text. Whoever asks for ids alone reads no text.
-        self._tokenizer = state.engine_client.tokenizer
+        self._tokenizer: Any = state.engine_client.tokenizer
         prompt, vocab_size = fields.pop("prompt", None), state.engine_client.model_config.get_vocab_size()
         if isinstance(prompt, str) and self._tokenizer is not None:
             self._prompt_ids, self._prompt_text = self._tokenizer.encode(prompt), prompt
@@ -226,6 +227,7 @@ class Request:
         async def send_line(line: dict[str, Any]) -> None:
             await send({"type": "http.response.body", "body": msgspec.json.encode(line) + b"\n", "more_body": True})
 
+        # Once a line is sent, the status is too, and an error can only be another line.
         try:
             async for output in outputs:
                 for completion in output.outputs:
@@ -245,7 +247,7 @@ class Request:
         for.
         """
         refused = {"error"} if self._of_tokens else {"abort", "error"}
-        while True:
+        while True:  # vLLM 0.33 refuses what comes during a pause
             generating = engine.generate(
                 tokens_input(self._prompt_ids, cache_salt=self._salt),
                 self._params,

@@ -31,8 +31,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-BUNDLE_TOKENS = 32
-"""More would save little, and keep the HTTP server idle until all completions end at once."""
+BUNDLE_TOKENS = 32  # more would save little, and keep the HTTP server idle until all completions end at once
 
 HEAD_START_S = 0.05
 """After a pause, what waits is held back for an urgent request that may come. Our probe comes within 10 ms."""
@@ -181,7 +180,7 @@ class Bundling:
                 # other tokens, and nobody looks for strings in its text.
                 if held is None:
                     request: Any = self.requests.get(output.request_id)
-                    params = None if request is None else request.sampling_params
+                    params: Any = None if request is None else request.sampling_params
                     is_read = params is None or params.logprobs or params.logprob_token_ids or params.detokenize
                     if is_whole or is_read or params.output_kind is not RequestOutputKind.FINAL_ONLY:
                         passed_on.append(output)
@@ -243,6 +242,7 @@ def look_further_ahead() -> None:
     results are with the scheduler and the next step is with the worker, so that the GPU waits. With one more step under
     way it does not. Both processes must know, before they make their queues and buffers.
     """
+    # One more for a model of one stage, unless something else looks ahead too; only where the worker is ours.
     steps: Any = VllmConfig.max_concurrent_batches.fget
 
     def further(config: VllmConfig) -> int:

@@ -59,6 +59,7 @@ def _parts(module: Any, names: list[str], parameter: Tensor) -> Iterator[tuple[A
     """(name of a module in the checkpoint, first row, rows, dim, start, whole), for a tensor of `module` that may hold
     several.
     """
+    # By name: vLLM's classes cannot be imported where the trainer is. This worker is `rank` of `size`.
     kinds = {cls.__name__ for cls in type(module).__mro__}
     size, rank = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
     if "QKVParallelLinear" in kinds and len(names) == 3:
@@ -115,6 +116,7 @@ def totals(parts: Iterable[tuple[Tensor, int]]) -> Tensor:
         parts: tensors, and i of the first word of each: where a part of a tensor begins in all of it. The sums of all
             parts add up to that of the tensor.
     """
+    # Several at once, because a launch on a GPU takes longer than to read a small tensor.
     found: list[Tensor] = []
     batch: list[tuple[Tensor, int]] = []
     size = 0
@@ -183,6 +185,7 @@ def meet(address: str, port: int, rank: int, world_size: int, device: torch.devi
     Args:
         address: of rank 0, which alone listens there.
     """
+    # Rank 0 listens at this address alone: the store's own socket would listen at all.
     listener = None
     if rank == 0:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -190,6 +193,8 @@ def meet(address: str, port: int, rank: int, world_size: int, device: torch.devi
     store = c10d.TCPStore(address, port, world_size, rank == 0, wait_for_workers=False, master_listen_fd=listener)
     if device.type == "cpu":
         return c10d.ProcessGroupGloo(store, rank, world_size, timedelta(minutes=1))
+
+    # NCCL connects at the first broadcast, which all ranks take part in.
     with torch.cuda.device(device):
         group = c10d.ProcessGroupNCCL(store, rank, world_size, c10d.ProcessGroupNCCL.Options())
         group.broadcast(torch.zeros(1, device=device), 0).wait()

@@ -115,6 +115,7 @@ class WorkerExtension:
 
     def grpo_describe(self) -> dict[str, Any]:
         """Who and what this worker is, and why its weights cannot be shared, if so."""
+        # What is true of all weights comes first.
         device, num_workers = next(_model(self).parameters()).device, self.vllm_config.parallel_config.world_size
         quantization, refusals = self.vllm_config.model_config.quantization, list(_rearranged(self.vllm_config))
         if quantization is not None:
@@ -200,6 +201,8 @@ class WorkerExtension:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._grpo_tag = tag
+
+        # Once for each of vLLM's functions: afterwards it is an attribute of the object itself.
         for owner, name in ((self.model_runner, "reload_weights"), (_model(self), "load_weights")):
             if not hasattr(owner, name) or name in vars(owner):
                 continue
@@ -249,8 +252,9 @@ class WorkerExtension:
         weights = {plain_name(name): p for name, p in _model(self).named_parameters() if hasattr(p, "bnb_quant_state")}
         for tensor, entries in itertools.groupby(layout(_model(self)), lambda entry: entry["tensor"]):
             states = getattr(weights.get(tensor), "bnb_quant_state", {})
+            # One state may be of rows that several parameters have: then nobody knows their numbers.
             names = [entry["name"] for entry in entries]
-            if len(names) == len(states):  # else one state is of rows that several parameters have
+            if len(names) == len(states):
                 from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
 
                 packed: Any = weights[tensor]
@@ -275,6 +279,7 @@ class WorkerExtension:
         Args:
             in_place: write them where they are. Else vLLM's own loader takes them, which knows what it makes of them.
         """
+        # Until all have arrived, the tag is that of weights that nobody pushed.
         self._grpo_tag, arriving = "", self._grpo_arriving(buckets, next(_model(self).parameters()).device)
         if not in_place:  # which puts the parameters on the meta device first
             self.reload_weights(weights_iterator=(pair for bucket in arriving for pair in bucket))  # type: ignore[attr-defined]
@@ -293,6 +298,7 @@ class WorkerExtension:
         self, buckets: list[list[Described]], device: torch.device
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """The weights of each bucket, while the next one is under way."""
+        # A bucket is handed out when the next one's broadcast has begun.
         before: tuple[Any, list[tuple[str, Tensor]]] | None = None
         for described in buckets:
             flat, tensors = empty_bucket(described, device)
