@@ -133,6 +133,7 @@ def test_a_signal_before_anything_is_saved_says_that_and_leaves_no_folder(tmp_pa
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     """The line that the run printed when it was stopped, and more iterations."""
     run_dir, words = tmp_path / "a run", (*SMALL[:-1], "train/loss=dapo", "eval.enabled=false")
