@@ -232,10 +232,7 @@ def test_evaluate_asks_a_server_what_it_asks_the_module(server: VllmEngine, mode
 
 
 ASYNC = (
-    "mode=async",
-    "rollouts.max_staleness=4",
-    "eval.enabled=false",
-    "train.iterations=4",
+    *("mode=async", "rollouts.max_staleness=4", "eval.enabled=false", "train.iterations=4"),
     "generation.max_new_tokens=300",
 )
 

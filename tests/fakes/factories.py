@@ -76,51 +76,17 @@ def make_policy(model, tokenizer=None, *, compute_device: torch.device | None = 
     return Policy(make_scoring(model), tokenizer, compute_device=compute_device)
 
 
-SETTINGS = {
-    "iterations": 1,
-    "stop_when": None,
-    "updates_per_iteration": 1,
-    "epochs": 1,
-    "batch_size": 100,
-    "tokens_per_microbatch": None,
-    "grad_accum_steps": None,
-    "lr": 1e-3,
-    "weight_decay": 0.0,
-    "warmup_steps": 0,
-    "schedule": "constant",
-    "grad_clip": 1.0,
-    "kl_coef": 0.0,
-    "entropy_coef": 0.01,
-    "precision": "fp32",
-    "dither_masters": False,
-    "sharding": "none",
-    "gradient_checkpointing": False,
-    "train_layer_indices": None,
-    "mask_truncated": False,
-    "top_entropy_frac": 1.0,
-    "drop_zero_signal_groups": True,
-    "max_bad_updates": 2,
-    "profile": None,
-    "advantage": None,
-    "loss": None,
-    "optimizer": None,
-}
-LOSS = {
-    "clip_low": 0.2,
-    "clip_high": 0.2,
-    "dual_clip": None,
-    "ratio_reference": "old",
-    "kl_coef": 0.0,
-    "kl_estimator": "k3",
-    "kl_placement": "loss",
-    "kl_importance_weight": False,
-    "entropy_coef": 0.01,
-    "importance_correction": "none",
-    "importance_cap": 2.0,
-    "importance_floor": 0.0,
-    "off_policy_mask": None,
-    "geometric_bounds": None,
-}
+SETTINGS: dict[str, Any] = {"iterations": 1, "stop_when": None, "updates_per_iteration": 1, "epochs": 1}
+SETTINGS |= {"batch_size": 100, "tokens_per_microbatch": None, "grad_accum_steps": None, "lr": 1e-3}
+SETTINGS |= {"weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant", "grad_clip": 1.0, "kl_coef": 0.0}
+SETTINGS |= {"entropy_coef": 0.01, "precision": "fp32", "dither_masters": False, "sharding": "none"}
+SETTINGS |= {"gradient_checkpointing": False, "train_layer_indices": None, "mask_truncated": False}
+SETTINGS |= {"top_entropy_frac": 1.0, "drop_zero_signal_groups": True, "max_bad_updates": 2, "profile": None}
+SETTINGS |= {"advantage": None, "loss": None, "optimizer": None}
+LOSS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "ratio_reference": "old"}
+LOSS |= {"kl_coef": 0.0, "kl_estimator": "k3", "kl_placement": "loss", "kl_importance_weight": False}
+LOSS |= {"entropy_coef": 0.01, "importance_correction": "none", "importance_cap": 2.0, "importance_floor": 0.0}
+LOSS |= {"off_policy_mask": None, "geometric_bounds": None}
 
 
 def make_passes(

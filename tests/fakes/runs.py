@@ -5,6 +5,7 @@ imported everything already), and beside vLLM servers on the CPU, of the random 
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import json
 import multiprocessing
@@ -40,21 +41,10 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["preloaded", "runs"])
 
 SMALL = (
-    "model.tiny.warm_start_steps=60",
-    "model.tiny.hidden_size=32",
-    "task.format_weight=0.5",
-    "num_threads=1",
-    "data.num_train_seeds=200",
-    "train.iterations=4",
-    "train.updates_per_iteration=2",
-    "train.drop_zero_signal_groups=false",
-    "data.problems_per_iteration=4",
-    "data.rollouts_per_problem=4",
-    "eval.num_ids=4",
-    "eval.interval=2",
-    "eval.replicates=2",
-    "eval.ks=[1,2]",
-    "checkpoint.save_interval=2",
+    *("model.tiny.warm_start_steps=60", "model.tiny.hidden_size=32", "task.format_weight=0.5", "num_threads=1"),
+    *("data.num_train_seeds=200", "train.iterations=4", "train.updates_per_iteration=2"),
+    *("train.drop_zero_signal_groups=false", "data.problems_per_iteration=4", "data.rollouts_per_problem=4"),
+    *("eval.num_ids=4", "eval.interval=2", "eval.replicates=2", "eval.ks=[1,2]", "checkpoint.save_interval=2"),
 )
 """Four iterations of everything in a few seconds; the model has learnt to write integers sometimes, so that rewards
 differ.
@@ -67,8 +57,9 @@ Mishap = Mapping[tuple[str, int], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL, or another signal, to itself at the `count`-th call of `module:Class.method`, before it or after it; of
-    several processes to that of `rank`, if one is given."""
+    """SIGKILL, or another signal, to itself at the `count`-th call of `module:Class.method` or `module:function`,
+    before it or after it; of several processes to that of `rank`, if one is given.
+    """
 
     where: str
     count: int
@@ -304,8 +295,8 @@ def _arm(kill: Kill) -> None:
     if kill.rank not in (None, int(os.environ.get("RANK", "0"))):
         return
     module, _, path = kill.where.partition(":")
-    owner_name, _, method_name = path.partition(".")
-    owner = getattr(importlib.import_module(module), owner_name)
+    *owners, method_name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
     original = getattr(owner, method_name)
     calls = 0
 
@@ -367,15 +358,10 @@ def alone_and_together(folder: Path, *overrides: str, together: Sequence[str] = 
 def own_server(python: str) -> tuple[str, ...]:
     """Overrides for a run that starts its server on the CPU. `python`: see `preloaded_python` and `forking_python`."""
     return (
-        "generation=vllm_server",
-        f"engine.python={python}",
-        "engine.args.enforce_eager=true",
-        "engine.args.distributed_executor_backend=uni",
-        "+engine.args.kv_cache_memory_bytes=67108864",
-        "+engine.args.max_num_batched_tokens=32768",
-        "engine.args.gpu_memory_utilization=null",
-        "+engine.env.OMP_NUM_THREADS=1",
-        '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"',
+        *("generation=vllm_server", f"engine.python={python}", "engine.args.enforce_eager=true"),
+        *("engine.args.distributed_executor_backend=uni", "+engine.args.kv_cache_memory_bytes=67108864"),
+        *("+engine.args.max_num_batched_tokens=32768", "engine.args.gpu_memory_utilization=null"),
+        *("+engine.env.OMP_NUM_THREADS=1", '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"'),
     )
 
 
@@ -406,15 +392,8 @@ def five(model: Path) -> tuple[str, ...]:
     10 here; with this eps the policy moves as far, and those 1e-6 stay below a tenth of what `assert_same` tolerates.
     """
     return (
-        *SMALL,
-        f"model.train_id={model}",
-        "task._target_=runs.Variety",
-        "train.iterations=5",
-        "eval.interval=5",
-        "train.lr=1e-3",
-        "train.optimizer.eps=1e-4",
-        "checkpoint.enabled=false",
-        "model.device=cpu",
+        *(*SMALL, f"model.train_id={model}", "task._target_=runs.Variety", "train.iterations=5", "eval.interval=5"),
+        *("train.lr=1e-3", "train.optimizer.eps=1e-4", "checkpoint.enabled=false", "model.device=cpu"),
     )
 
 

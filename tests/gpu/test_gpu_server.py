@@ -49,10 +49,7 @@ from offline_grpo.weight_sync.deployment import Deployment
 pytestmark = pytest.mark.gpu
 
 OVERRIDES = (
-    "train.precision=bf16",
-    "train.lr=1e-3",
-    "data.problems_per_iteration=8",
-    "data.rollouts_per_problem=8",
+    *("train.precision=bf16", "train.lr=1e-3", "data.problems_per_iteration=8", "data.rollouts_per_problem=8"),
     "eval.num_ids=16",
 )
 
@@ -138,9 +135,7 @@ def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path
     """SIGKILL in the middle of a push: CUDA IPC has files in shared memory too, the server's or the trainer's."""
     files, processes = set(os.listdir("/dev/shm")), processes_naming(str(tmp_path))
     server = (
-        "generation=vllm_server",
-        f"weight_sync={option}",
-        "engine.args.gpu_memory_utilization=0.2",
+        *("generation=vllm_server", f"weight_sync={option}", "engine.args.gpu_memory_utilization=0.2"),
         "engine.args.enforce_eager=true",
     )
     overrides = (
@@ -164,9 +159,7 @@ def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, mon
     deaths = kill_engines(monkeypatch, at_push=6)
     server = ("generation=vllm_server", "weight_sync=shared_vllm", *SMALL_SERVER)
     run = (
-        f"train.precision={precision}",
-        "train.iterations=3",
-        "model.tiny.hidden_size=128",
+        *(f"train.precision={precision}", "train.iterations=3", "model.tiny.hidden_size=128"),
         f"cache_dir={tmp_path}/cache",
     )
     train(compose_config(*SMALL, *OVERRIDES, *server, *run), tmp_path / "run")

@@ -60,11 +60,7 @@ def test_the_tiny_model_learns(overrides, tmp_path):
     if "train/optimizer=adamw_8bit" in overrides:
         pytest.importorskip("bitsandbytes")
     small = [
-        "model.device=cuda",
-        "train.iterations=25",
-        "eval.interval=25",
-        "eval.num_ids=128",
-        "logger=[json]",
+        *("model.device=cuda", "train.iterations=25", "eval.interval=25", "eval.num_ids=128", "logger=[json]"),
         "checkpoint.save_interval=0",
     ]
     cache = f"cache_dir={tmp_path.parent}/cache"
@@ -113,12 +109,8 @@ def test_steps_are_those_of_resident_state_bit_for_bit(chunk: int, monkeypatch: 
 
 LARGE = [f"model.tiny.{shape}" for shape in ("hidden_size=1536", "intermediate_size=6144", "num_layers=4")]
 LONG = (
-    "model.tiny.warm_start_steps=1",
-    "generation.max_new_tokens=256",
-    "eval.enabled=false",
-    "placement.check_memory=false",
-    "train.iterations=1",
-    "train.drop_zero_signal_groups=false",
+    *("model.tiny.warm_start_steps=1", "generation.max_new_tokens=256", "eval.enabled=false"),
+    *("placement.check_memory=false", "train.iterations=1", "train.drop_zero_signal_groups=false"),
 )
 
 
@@ -148,14 +140,8 @@ def test_a_full_gpu_ends_the_run_in_one_line(little_memory, tmp_path, overrides,
 
 
 NF4 = (
-    "model/lora=default",
-    "model.quantization=nf4",
-    "model.tiny.warm_start_steps=60",
-    "train.precision=bf16",
-    "train.lr=3e-3",
-    "train.iterations=3",
-    "data.problems_per_iteration=8",
-    "eval.num_ids=16",
+    *("model/lora=default", "model.quantization=nf4", "model.tiny.warm_start_steps=60", "train.precision=bf16"),
+    *("train.lr=3e-3", "train.iterations=3", "data.problems_per_iteration=8", "eval.num_ids=16"),
 )
 
 
@@ -164,9 +150,7 @@ NF4 = (
     [
         (),
         (
-            "generation=vllm_server",
-            "weight_sync=lora_hotswap",
-            "engine.args.gpu_memory_utilization=0.1",
+            *("generation=vllm_server", "weight_sync=lora_hotswap", "engine.args.gpu_memory_utilization=0.1"),
             "+engine.args.kv_cache_memory_bytes=1073741824",
         ),
     ],

@@ -57,11 +57,8 @@ def test_the_reference_has_a_gpu_of_its_own(tmp_path: Path) -> None:
 def test_nccl_reaches_a_server_on_the_other_gpu(composite: str | None, quantization: str, tmp_path: Path) -> None:
     """Of a composite the text alone: its tower is where it was."""
     server = (
-        "generation=vllm_server",
-        "weight_sync=nccl",
-        "engine.args.gpu_memory_utilization=0.1",
-        "engine.args.enforce_eager=true",
-        f"+engine.args.quantization={quantization}",
+        *("generation=vllm_server", "weight_sync=nccl", "engine.args.gpu_memory_utilization=0.1"),
+        *("engine.args.enforce_eager=true", f"+engine.args.quantization={quantization}"),
     )
     overrides = (*SMALL, "model.tiny.hidden_size=128", "train.precision=bf16", f"cache_dir={tmp_path}/cache")
     if composite is not None:

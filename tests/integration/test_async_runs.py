@@ -178,6 +178,7 @@ def test_a_signal_stops_it_at_once(phase: str, number: int, code: int, model: Pa
         assert run_in_child(tmp_path / "run", *five(model), *server, *AHEAD, mishaps=mishap) == 128 + code
 
 
+@pytest.mark.slow
 def test_an_error_of_the_trainer_leaves_no_thread(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ValueError("no such thing")

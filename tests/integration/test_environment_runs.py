@@ -26,6 +26,7 @@ def test_two_processes_play_what_one_plays_and_a_replay_trains_on_it(cache: str,
     words = [word for word in SMALL if not word.startswith(("task.", "data.num_train_seeds", "model.tiny"))]
     words += [*played(tmp_path / "sums.jsonl", 300, 20), "data.resample_zero_signal=true", "scoring.episodes=4"]
     words += [cache, "data.problems_per_iteration=5", "train.iterations=1", "eval.interval=1"]
+    words += ["model.tiny.warm_start_batch_size=32"]  # it need not know much
     alone, together, again = tmp_path / "alone", tmp_path / "together", tmp_path / "again"
     assert run_in_child(alone, *words) == 0, printed(alone)
     assert run_in_children(2, together, *words) == [0, 0], printed(together)

@@ -27,11 +27,8 @@ def train_named(name: str, tmp_path: Path, *, max_new_tokens: int = 6) -> None:
     tokenizer.save_pretrained(tmp_path / "model")
     overrides = [o for o in SMALL if not o.startswith("model.tiny")]
     run = (
-        "model=hf",
-        f"model.train_id={tmp_path}/model",
-        "train.iterations=2",
-        f"generation.max_new_tokens={max_new_tokens}",
-        "eval.enabled=false",
+        *("model=hf", f"model.train_id={tmp_path}/model", "train.iterations=2"),
+        *(f"generation.max_new_tokens={max_new_tokens}", "eval.enabled=false"),
     )
     train(
         compose_config(*overrides, *run, f"cache_dir={tmp_path}/cache", "train.gradient_checkpointing=true"),
@@ -39,7 +36,9 @@ def train_named(name: str, tmp_path: Path, *, max_new_tokens: int = 6) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["lfm2", "llama4", "gemma4"])
+@pytest.mark.parametrize(
+    "name", ["gemma4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "llama4"))]
+)
 def test_it_trains_on_what_it_samples(name: str, tmp_path: Path) -> None:
     train_named(name, tmp_path)
     for iteration in range(2):
@@ -108,10 +107,7 @@ def test_a_preset_trains_its_architecture(preset: str, tmp_path: Path) -> None:
 
 def test_prompts_that_the_tokenizer_cannot_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = (
-        *SMALL,
-        "train.iterations=1",
-        "eval.enabled=false",
-        "model.tiny.warm_start_steps=1",
+        *(*SMALL, "train.iterations=1", "eval.enabled=false", "model.tiny.warm_start_steps=1"),
         f"cache_dir={tmp_path}/cache",
     )
     train(compose_config(*run, "data.num_train_seeds=20", 'task.prompt_template="¿{a}{op}{b}?"'), tmp_path / "run")

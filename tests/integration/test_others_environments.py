@@ -197,6 +197,7 @@ def test_all_of_them_in_one_run_that_reaches_no_other_machine(servers: list[str]
     words += [f"model.train_id={model}", "model.device=cpu", "checkpoint.enabled=false", "eval.enabled=false"]
     words += ["train.iterations=1", "data.num_train_seeds=null", "generation.max_new_tokens=60", "scoring.workers=2"]
     words += ["scoring.episodes=2", "data.problems_per_iteration=10", "data.rollouts_per_problem=2"]
+    words += ["data.shuffle=false"]  # two problems of each task
     run = tmp_path / "run"
     assert run_in_child(run, *words) == 0, printed(run)
     metrics = metrics_of(run)["train_iter_000.json"]

@@ -116,11 +116,7 @@ FILES = {
         """,
 }
 RUN = (
-    *SMALL,
-    "train.iterations=1",
-    "model.device=cpu",
-    "train.kl_coef=0.1",
-    "eval.enabled=false",
+    *(*SMALL, "train.iterations=1", "model.device=cpu", "train.kl_coef=0.1", "eval.enabled=false"),
     "checkpoint.enabled=false",
 )
 CHOSEN = ("model/head=dense", "model/layout=one_by_one")
@@ -168,6 +164,7 @@ class ToyServer(FakeVllm):
         return Reply({"found": [(c["token_ids"], c["logprobs"], c["finish_reason"]) for c in choices]})
 
 
+@pytest.mark.slow
 def test_a_kind_of_server(search_path: str, tmp_path: Path) -> None:
     """One file and one YAML: it samples what the trained module itself would, and every push to it is proven."""
     model = save_model(tmp_path / "model")

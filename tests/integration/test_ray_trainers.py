@@ -60,9 +60,11 @@ def started(folder: Path, name: str, *words: str) -> Iterator[Command]:
 
 
 @pytest.mark.slow
-def test_they_train_as_one_does_whatever_dies_and_nothing_is_left_running(cluster: Any, tmp_path: Path) -> None:
+def test_they_train_as_one_does_whatever_dies_and_nothing_is_left_running(
+    cluster: Any, cache: str, tmp_path: Path
+) -> None:
     """The command itself, a machine with one of the processes, and a Ctrl-C: each start resumes."""
-    folder, cache = tmp_path / "run", f"cache_dir={tmp_path}/cache"
+    folder = tmp_path / "run"
     on_ray = ("placement=ray", f"placement.address={cluster.address}", "placement.trainer=ray")
     own = (*SMALL, *STEADY, *on_ray, "placement.num_trainers=2", cache, f"hydra.run.dir={folder}")
 

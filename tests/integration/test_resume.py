@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from offline_grpo.report.runs import read_yaml
 
 SMALL = (*SMALL, Mishaps.override)
 ROOT = Path(__file__).parents[2]
+OFFLOAD = "train.optimizer.offload=true"
 STEP, SCORE = "torch.optim:AdamW.step", "offline_grpo.task.arithmetic:Arithmetic.score"
 KILLS = {
     "building the model": Kill("offline_grpo.model.tiny:TinyModel.prepare", 1),
@@ -131,6 +133,7 @@ def test_a_signal_before_anything_is_saved_says_that_and_leaves_no_folder(tmp_pa
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     """The line that the run printed when it was stopped, and more iterations."""
     run_dir, words = tmp_path / "a run", (*SMALL[:-1], "train/loss=dapo", "eval.enabled=false")
@@ -182,3 +185,18 @@ def test_failed_scores_and_a_curriculum_are_resumed_and_replayed_bit_for_bit(cac
     for expected, metrics in zip(found, metrics_of(again).values(), strict=True):
         for name in ("loss_total", "grad_norm", "reward_mean", "num_groups_trained", "scoring/num_failed"):
             assert metrics.get(name) == expected.get(name), name
+
+
+@pytest.mark.slow
+def test_a_killed_and_resumed_run_with_offload_ends_as_one_without(cache, tmp_path):
+    """On a CPU both use the same kernel. Resumed with offload, and, from the same checkpoint, without."""
+    words = (*SMALL, cache, "train.precision=bf16", "train.grad_clip=0.05")
+    resident, killed, other = (tmp_path / name for name in ("resident", "killed", "other"))
+    assert run_in_child(resident, *words) == 0, printed(resident)
+    kill = Kill("offline_grpo.train.optimizer:OffloadedAdamW.step", 6)
+    assert run_in_child(killed, *words, OFFLOAD, kill=kill) == -signal.SIGKILL, printed(killed)
+    shutil.copytree(killed, other)
+    for run, more in ((killed, (OFFLOAD,)), (other, ())):
+        assert run_in_child(tmp_path / "fresh", *words, *more, f"resume={run}") == 0, printed(tmp_path / "fresh")
+        assert metrics_of(run) == metrics_of(resident)
+        assert weights_of(run) == weights_of(resident)

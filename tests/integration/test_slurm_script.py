@@ -12,7 +12,7 @@ from factories import compose_config
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
-from offline_grpo.engine.serve import launcher, parser
+from offline_grpo.engine import serve
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "slurm.sh"
 CALLED = 'printf "%q " "$@" > "$CALLS.$$"; mv "$CALLS.$$" "$CALLS/$$"'
@@ -48,21 +48,22 @@ def submitted(folder: Path) -> list[list[str]]:
 
 def test_the_last_machine_samples_and_the_others_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers' options are vLLM's and ours, and the trainers' overrides are a configuration that is not refused."""
+    monkeypatch.setenv("VLLM_API_KEY", "of the servers")
+    monkeypatch.setattr(serve, "choose_port", lambda host, port, key: port)
+    monkeypatch.setattr(serve, "find_spec", lambda _: True)
     *serving, training = submitted(tmp_path)
     assert [word for words in serving for word in words if word.startswith("--nodelist")] == ["--nodelist=node3"] * 2
     ports = []
     for words in serving:
-        options, others = parser().parse_known_args(words[words.index("offline_grpo.engine.serve") + 1 :])
-        assert launcher(options, others, "key", 9001).host == "0.0.0.0"
-        assert launcher(options, others, "key", 9001).args["dtype"] == "bfloat16"
-        ports.append(options.port)
-    assert sorted(ports) == ["9001", "9002"]
+        _, launcher = serve.parse(words[words.index("offline_grpo.engine.serve") + 1 :])
+        assert (launcher.host, launcher.args["dtype"]) == ("0.0.0.0", "bfloat16")
+        ports.append(launcher.port)
+    assert sorted(ports) == [9001, 9002]
     assert "--nodelist=node1,node2" in training
     assert training[training.index("--nnodes") + 1 : training.index("--rdzv_backend")] == ["2", "--nproc_per_node", "2"]
     assert "node1:29500" in training
     overrides = training[training.index("run_grpo.py") + 1 :]
     overrides.remove("hydra.run.dir=outputs/slurm_7")
-    monkeypatch.setenv("VLLM_API_KEY", "of the servers")
     config = typed(compose_config(*overrides))
     plan = make_plan(config)
     assert plan.engine.base_urls == ["http://node3:9001", "http://node3:9002"]

@@ -129,10 +129,7 @@ def test_evaluation_asks_every_held_out_problem_once(make, tmp_path, capsys):
 
 def test_task_sampling_and_group_size_are_those_of_the_run_that_starts_it(make, module, tmp_path, monkeypatch):
     words = (
-        "task=sat",
-        "task.difficulty=0.1",
-        "generation.temperature=0.8",
-        "data.rollouts_per_problem=5",
+        *("task=sat", "task.difficulty=0.1", "generation.temperature=0.8", "data.rollouts_per_problem=5"),
         "generation.stop=[END]",
     )
     (tmp_path / ".hydra").mkdir()

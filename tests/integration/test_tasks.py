@@ -43,6 +43,7 @@ def followed(rows: list[dict]) -> dict[str, float]:
     return {name: fmean(values) for name, values in found.items()}
 
 
+@pytest.mark.slow
 def test_a_run_of_ifeval_and_its_replay_measure_every_kind_of_instruction(model: str, tmp_path: Path) -> None:
     words = (*BRIEF, "model=hf", model, "task=ifeval_sample", "train.lr=1e-3")
     train(compose_config(*words), tmp_path / "run")

@@ -14,6 +14,7 @@ PLAYED = (
     *(word for word in WORDS if not word.startswith(("task.", "data.num_train_seeds"))),
     *("task=environment", "task.environment=worlds:Sums", "task.max_environment_tokens=40", "scoring.episodes=4"),
     *("generation.max_new_tokens=18", "eval.max_new_tokens=18", "task.max_turn_tokens=6"),
+    "model.tiny.warm_start_batch_size=32",
 )
 QUICK, ALL = 1, 2
 

@@ -15,9 +15,9 @@ def content(run):
 
 
 @pytest.mark.slow
-def test_an_older_checkpoint_starts_a_new_folder_and_the_old_one_is_untouched(tmp_path):
+def test_an_older_checkpoint_starts_a_new_folder_and_the_old_one_is_untouched(cache, tmp_path):
     run, alone, new, fresh = (tmp_path / name for name in ("run", "alone", "new", "fresh"))
-    words = (f"cache_dir={tmp_path}/cache", *SMALL, "checkpoint.save_interval=1", "samples.per_iteration=all")
+    words = (cache, *SMALL, "checkpoint.save_interval=1", "samples.per_iteration=all")
     changed = (*words, "train.lr=3e-3", "checkpoint.keep_last_k=1", "checkpoint.keep_best=pass@1")
     assert run_in_child(run, *words) == 0, printed(run)
     before = content(run)
