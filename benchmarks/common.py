@@ -78,7 +78,7 @@ def expect_made_up_logprobs() -> None:
     """Silences the warning about logprobs of the engine that the model does not have: of rollouts that no engine has
     sampled.
     """
-    logging.getLogger("offline_grpo.train.metrics").setLevel(logging.ERROR)
+    logging.getLogger("offline_grpo.train.update").setLevel(logging.ERROR)
 
 
 def alternate(
