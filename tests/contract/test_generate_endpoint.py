@@ -246,7 +246,7 @@ def asking_all_the_time(server: VllmEngine) -> Iterator[list[dict[str, Any]]]:
         asking.result()
 
 
-@pytest.mark.parametrize("option", [pytest.param("reload", marks=pytest.mark.slow), "shared_vllm", "lora_hotswap"])
+@pytest.mark.parametrize("option", ["shared_vllm", "lora_hotswap"])
 def test_answers_are_whole_and_new_while_weights_are_pushed(
     option: str, connect: Callable[..., Any], where: Where, model_folder: Path
 ) -> None:

@@ -55,6 +55,7 @@ def killed(tmp_path_factory):
     words = (*SMALL, *own_server(preloaded_python(folder)), f"hydra.run.dir={folder}/run", "rollouts.poll_s=0.2")
     url = f"http://127.0.0.1:{choose_port('127.0.0.1', None, key='-')}"
     words += ("experiment=atropos_shared", f"rollouts.url={url}", "model.tiny.hidden_size=128")
+    words += ("model.tiny.warm_start_steps=10", "train.lr=1e-5")  # it need neither know nor learn much
     words += ("train.iterations=500", "train.updates_per_iteration=1", "eval.interval=500", "model.device=cpu")
     turns = f"SENT={folder}/sent.jsonl python {ROOT}/tests/fakes/multi_turn_environment.py"
     both = f"python -m offline_grpo.commands.task_environment serve & {turns} serve --config $OFFLINE_GRPO_ENV_CONFIG"
