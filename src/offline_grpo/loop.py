@@ -2,13 +2,22 @@
 
     (evaluate) -> for each iteration: generate -> train -> sync -> (evaluate) -> (save) -> log
 
-A signal ends sampling and evaluation at once (of several processes: when the next of them begins), and anything else at
-the end of its iteration; then the state after the last complete iteration is saved. A run that is killed anywhere
-repeats what came after its last checkpoint, with the same rollouts, because everything is a function of seed and
-iteration, and ends with the same files. (Where not every iteration pushes, a resumed run begins with a push.)
+What a signal (SIGINT, SIGTERM, SIGUSR1) does, where a second one ends the process:
+
+    first push, generate          ends it at once; the state after the last complete iteration is saved
+    train, sync, save, log        waits until the next sampling or evaluation begins, and ends the run there
+    evaluate                      ends it at once; its iteration is recorded, and the resumed run begins with evaluating
+    after the last iteration      the run is complete
+
+Several processes have to stop at the same place: for them, "at once" is when the next sampling or evaluation begins.
+
+A run that is killed anywhere repeats what came after its last checkpoint, with the same rollouts, because everything is
+a function of seed and iteration, and ends with the same files. (Where not every iteration pushes, a resumed run begins
+with a push.) With `rollouts=async`, requests go on between any two steps, a push comes amid them, and which groups are
+ready when depends on the clock.
 
 Every process makes all of these steps. What samples, what is gathered, and what the first process does alone is said
-where it differs. With `rollouts=async` requests go on between any two steps, and a push comes amid them.
+where it differs.
 """
 
 from __future__ import annotations
@@ -111,8 +120,9 @@ class Loop:
         run.source.sampled(iteration, groups)
 
         # 2. Rewards become advantages, and those updates of the policy. Each process takes its share of the sequences
-        #    of an update, and the gradients are summed (`Sharding`). To split one sequence over several GPUs would take
-        #    a layout (model/layouts.py) whose attention crosses them, and a `Sharding` that sums what they make of it.
+        #    of an update, and the gradients are summed (`Sharding`). Context parallelism, one sequence over several
+        #    GPUs, would take a layout (model/layouts.py) whose attention crosses them, and a `Sharding` that sums their
+        #    parts of its gradient.
         with self._phase("train", iteration):
             experience = prepare_batch(groups, run.updater.passes, fills_updates=config.data.resample_zero_signal)
             metrics = {**rollout_metrics(groups), **run.source.metrics(), **experience.metrics}
@@ -147,8 +157,8 @@ class Loop:
         is_milestone = eval_metrics is not None and run.milestones.see(eval_metrics, iteration)
 
         # 5. Write the checkpoint (weights, masters, optimizer, schedule, counters, what the source and the milestones
-        #    have seen, the configuration) under a hidden name; then the metrics, which say how long that took. Renamed,
-        #    it counts: never without its metrics. There is no state of random numbers: seed and iteration make them.
+        #    have seen, the configuration) under a hidden name; then the metrics, which say how long that took. Once
+        #    `commit` renames it, it counts: never without its metrics. Seed and iteration make all random numbers.
         interval = config.checkpoint.save_interval
         saves = is_milestone or is_last or (interval > 0 and (iteration + 1) % interval == 0)
         due = run.checkpointer if saves else None
@@ -193,7 +203,9 @@ class Loop:
         return report
 
     def sample(self, engines: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
-        """The groups of all processes, each of which samples its `share`, from the weights of the last push alone."""
+        """The groups of all processes, each of which samples its `share`. Unless the source samples ahead, all are from
+        the weights of the last push: `check_served` asks whether the engines have served others meanwhile.
+        """
         run = self.run
 
         def sample() -> list[RolloutGroup]:
@@ -254,7 +266,7 @@ class Loop:
         with progress.phase(name, iteration):
             yield
         self._seconds[name] = time.perf_counter() - started
-        # torch keeps what a phase needed at most
+        # At the end of a phase, because torch's allocator keeps what it has had at most.
         self._card_bytes = max(self._card_bytes, card_bytes(self.run.policy.compute_device))
 
     def log(self, record: Mapping[str, Metrics], iteration: int) -> None:

@@ -51,7 +51,7 @@ def train(
     Args:
         output_dir: the folder that was made for this start; a resumed run works in its own.
         overrides: of the command line, which `cfg` has in it already.
-        typed_keys: those that are new in this start of a resumed run.
+        typed_keys: the settings among them that this start changes, if it resumes a run.
     """
     fresh = RunDir(output_dir.resolve())
     with ExitStack() as outer:
@@ -64,10 +64,11 @@ def train(
         run = Run(stop, ExitStack())
         locks = outer.enter_context(ExitStack())
 
-        # 1. WHAT WAS TYPED, most of it BEFORE TORCH. The settings are typed and in range. The folder is locked, with
-        #    the checkpoint to go on from, so that no second writer comes. Then the parts that need no model are built
-        #    from the signatures of their classes (`make_plan` imports torch once the settings of sampling, loggers,
-        #    source, task and problems are accepted). CHECK: they go together, and all that was typed has an effect.
+        # 1. WHAT WAS TYPED. BEFORE TORCH: the settings get their types, in range. The folder is locked, with the
+        #    checkpoint to go on from, so that no second writer comes. Then `make_plan` builds the parts that need no
+        #    model from the signatures of their classes: sampling, loggers, source, task and problems.
+        #    WITH TORCH, which it imports then: weight sync, loss, advantage and optimizer. CHECK: they go together, and
+        #    all that was typed has an effect.
         if is_main():
             print("offline-grpo: loading ...", flush=True)
         os.environ.update(kept_compiled())
@@ -118,7 +119,7 @@ def train(
         servers.begin(run)
 
         # 3. THE MODEL. CHECK, before a weight is read: its config and tokenizer, the prompts in its tokens, and the
-        #    memory plan. On a GPU that both share, the server's memory comes first, because vLLM measures what is free
+        #    memory plan. On a GPU that a server shares, its memory comes first, because vLLM measures what is free
         #    when it starts; then the policy is loaded beside it (with shared_vllm, its weights are the server's).
         #    Masters, optimizer and gradients come last. After that nobody gives memory back before the run ends.
         with importing():
@@ -134,7 +135,7 @@ def train(
 
         # 4. THE ITERATIONS. Nothing more can be refused: the run is on record.
         record_and_describe(run, cfg, overrides)
-        with stop.held("this iteration"):  # a signal waits, but where the loop is `interruptible`
+        with stop.held("this iteration"):  # a signal waits, except where the loop is `interruptible`
             loop.train(run)
             stop.hold("the report")
             run.stack.close()  # engines end before the report is drawn
@@ -143,7 +144,7 @@ def train(
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """The phase of imports. They take a sixth less without garbage collection."""
+    """The phase of imports. They take a sixth less time without garbage collection."""
     gc.disable()
     try:
         with progress.phase("imports and data"):
@@ -178,15 +179,15 @@ def ending(run: Run) -> Iterator[None]:
 
 def shortage(error: Exception, folder: RunDir) -> GrpoError | None:
     """In one line, an allocation that failed or a file that found no room; None for any other error."""
-    phase = progress.phase_of(error) or "the start"
+    phase = "" if (name := progress.phase_of(error)) is None else f" in the phase {name}"
     if is_full(error):
         place = getattr(error, "filename", None) or folder.path
         kept = "" if (last := latest_checkpoint(folder.checkpoints)) is None else f"{last.name} is whole; "
         fix = f"make room there; {kept}{resume.where(folder)}"
-        return DiskFull(f"no room on the disk of {place}, in the phase {phase} ({reason_of(error)}); {fix}")
+        return DiskFull(f"no room on the disk of {place}{phase} ({reason_of(error)}); {fix}")
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         fix = f"to need less, lower {LESS_MEMORY}; {resume.where(folder)}"
-        return OutOfMemory(f"out of memory in the phase {phase}: {reason_of(error)}; {fix}")
+        return OutOfMemory(f"out of memory{phase}: {reason_of(error)}; {fix}")
     return None
 
 
