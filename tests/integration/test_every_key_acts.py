@@ -267,6 +267,7 @@ READ_OTHERWISE = {
     "assistant_prefix",
     "in_flight",
     "enable_thinking",
+    *("num_train", "num_eval"),  # of the split that is asked for
     *(f"{what}_{how}_weight" for what in ("prompt", "instruction") for how in ("strict", "loose")),
 }
 """Settings that the run reads for any source or task, or whose names are put together."""
