@@ -115,7 +115,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(saved, tmp_path, 
             file.write("text")
 
     monkeypatch.setattr(module if function == "write_manifest" else torch, function.split(".")[-1], on_a_full_disk)
-    line = rf"no room on the disk of {tmp_path}, .*; iter_000 is whole; go on with: .*resume={tmp_path}$"
+    line = rf"no room on the disk of {tmp_path} .*; iter_000 is whole; go on with: .*resume={tmp_path}$"
     with pytest.raises((OSError, RuntimeError)) as caught:
         checkpointer.write(1)
     told = shortage(caught.value, RunDir(tmp_path))
