@@ -150,8 +150,8 @@ class Request:
                 raise ValueError('prompt: must be a string, or {"prompt_token_ids": [...]} with at least one id')
             if not (min(ids) >= 0 and max(ids) < vocab_size):
                 raise ValueError(f"prompt: ids must be from 0 to {vocab_size - 1}, the model's")
-            has_no_text = of_tokens or self._tokenizer is None
-            self._prompt_ids, self._prompt_text = ids, "" if has_no_text else self._tokenizer.decode(ids)
+            reader = None if of_tokens else self._tokenizer
+            self._prompt_ids, self._prompt_text = ids, "" if reader is None else reader.decode(ids)
 
         # The weights: an adapter, or None for the base model. Who names neither gets the newest adapter, if any.
         name, models = fields.pop("model", None), state.openai_serving_models

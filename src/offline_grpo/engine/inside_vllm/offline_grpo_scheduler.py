@@ -180,9 +180,15 @@ class Bundling:
                 # other tokens, and nobody looks for strings in its text.
                 if held is None:
                     request: Any = self.requests.get(output.request_id)
-                    params: Any = None if request is None else request.sampling_params
-                    is_read = params is None or params.logprobs or params.logprob_token_ids or params.detokenize
-                    if is_whole or is_read or params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                    params: SamplingParams | None = None if request is None else request.sampling_params
+                    if (
+                        is_whole
+                        or params is None
+                        or params.logprobs
+                        or params.logprob_token_ids
+                        or params.detokenize
+                        or params.output_kind is not RequestOutputKind.FINAL_ONLY
+                    ):
                         passed_on.append(output)
                         continue
                     # First bundles differ in length: else requests that began together would all be passed on in one
