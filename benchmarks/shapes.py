@@ -30,6 +30,20 @@ def qwen2(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, p
     return Qwen2Config(**sizes, **blocks, max_position_embeddings=positions, tie_word_embeddings=True, eos_token_id=2)
 
 
+def llama(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, positions: int, **more: Any
+) -> LlamaConfig:
+    blocks: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate}
+    return LlamaConfig(**sizes, **blocks, max_position_embeddings=positions, **more)
+
+
+ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
 SIZES: dict[str, PretrainedConfig] = {
     "small": qwen2(128, 128, 256, 2, 4, 4096),
     "qwen2_5_0_5b": qwen2(151936, 896, 4864, 24, 14, 4096),
@@ -45,49 +59,14 @@ SIZES: dict[str, PretrainedConfig] = {
         num_key_value_heads=2,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+        **ENDS,
     ),
-    "135m": LlamaConfig(  # SmolLM2
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    ),
+    "135m": llama(49152, 576, 1536, 30, 9, 3, 8192, tie_word_embeddings=True, **ENDS),  # SmolLM2
     "0.6b": qwen3(1024, 3072, 28, 16),
-    "1.1b": LlamaConfig(  # TinyLlama
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    ),
+    "1.1b": llama(32000, 2048, 5632, 22, 32, 4, 2048, tie_word_embeddings=False, **ENDS),  # TinyLlama
     "1.7b": qwen3(2048, 6144, 28, 16),
     "4b": qwen3(2560, 9728, 36, 32),
-    "8b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-    ),
+    "8b": llama(128256, 4096, 14336, 32, 32, 8, 131072, tie_word_embeddings=False),
 }
 """Three small ones, SmolLM2-135M, Qwen2.5-0.5B, Qwen3-0.6B, -1.7B, -4B, TinyLlama-1.1B and Llama-3.1-8B."""
 

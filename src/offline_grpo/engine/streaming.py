@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import count, islice
 from queue import Empty, SimpleQueue
 from typing import ClassVar, TypeVar
@@ -62,17 +62,6 @@ def at_once(call: Callable[[S], T], items: Sequence[S]) -> list[T]:
 def started(call: Callable[[S], T], items: Sequence[S]) -> list[Future[T]]:
     """The future results of `call` for all items, at the same time."""
     return [in_background(partial(call, item)) for item in items]
-
-
-def made_once(make: Callable[[], T]) -> Callable[[], T]:
-    """`functools.cache` for threads: alone it may call `make` twice if two threads come first at once."""
-    making, cached = threading.Lock(), cache(make)
-
-    def made() -> T:
-        with making:
-            return cached()
-
-    return made
 
 
 # Requests to one server

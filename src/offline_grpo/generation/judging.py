@@ -7,15 +7,15 @@ import inspect
 import logging
 import threading
 import warnings
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
 
-from offline_grpo.engine.streaming import made_once
 from offline_grpo.errors import ScoreError, told
 from offline_grpo.interfaces import TaskFacts
 from offline_grpo.types import Problem, Score
@@ -134,6 +134,17 @@ async def _awaited(score: Awaitable[T]) -> T:
         if inspect.iscoroutine(score):  # cancelled before it was awaited, perhaps
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # so are the coroutines that it has
                 score.close()
+
+
+def made_once(make: Callable[[], T]) -> Callable[[], T]:
+    """`functools.cache` for threads: alone it may call `make` twice if two threads come first at once."""
+    making, cached = threading.Lock(), cache(make)
+
+    def made() -> T:
+        with making:
+            return cached()
+
+    return made
 
 
 @made_once

@@ -9,11 +9,10 @@ from typing import Annotated, ClassVar
 
 from offline_grpo.settings import Range
 from offline_grpo.task.answers import last_number
-from offline_grpo.task.problems import BaseTask, Share, hash_frac
+from offline_grpo.task.problems import BaseTask, FormatWeight, Share, hash_frac
 from offline_grpo.types import Problem, Score, Split
 
 OPERATIONS = {"+": int.__add__, "-": int.__sub__}
-FORMAT_WEIGHT = Range("must be at least 0 and below 1, the weight of a correct answer", lambda value: 0 <= value < 1)
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Arithmetic(BaseTask):
     operations: list[str]
     eval_frac: Share
     prompt_template: str
-    format_weight: Annotated[float, FORMAT_WEIGHT]
+    format_weight: FormatWeight
 
     scores_safely: ClassVar[bool] = True
 

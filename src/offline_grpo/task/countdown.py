@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar
 from offline_grpo.errors import ConfigError
 from offline_grpo.settings import Range
 from offline_grpo.task.answers import last_tagged
-from offline_grpo.task.problems import BaseTask, Share, SystemPrompt, asked, hash_frac
+from offline_grpo.task.problems import BaseTask, FormatWeight, Share, SystemPrompt, asked, hash_frac
 from offline_grpo.types import Problem, Score, Split
 
 NUM_DRAWS = 12_000
@@ -43,7 +43,7 @@ class Countdown(BaseTask):
     eval_frac: Share
     system_prompt: SystemPrompt
     prompt_template: str
-    format_weight: Annotated[float, Range("must be in [0, 1)", lambda value: 0 <= value < 1)]
+    format_weight: FormatWeight
 
     scores_safely: ClassVar[bool] = True
 

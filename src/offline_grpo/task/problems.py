@@ -50,6 +50,9 @@ SystemPrompt = Annotated[
     Range(HALF, is_whole),
 ]
 Share = Annotated[float, Range("must lie strictly between 0 and 1", lambda value: 0 < value < 1)]
+FormatWeight = Annotated[
+    float, Range("must be at least 0 and below 1, the weight of a correct answer", lambda value: 0 <= value < 1)
+]
 Weight = Annotated[float, Range("must be 0 or more, and finite", lambda value: 0 <= value < inf)]
 
 
