@@ -27,7 +27,7 @@ from scripted_server import Reply, Request, ScriptedServer
 from worlds import write_sums
 
 VARYING = ("time/", "perf/")
-GONE = {"sync/num_foreign_writes"}
+GONE = {"sync/num_foreign_writes", "measured/dropped_tokens"}
 """Metrics that a later version no longer writes."""
 SHORT = ("train.iterations=12", "eval.interval=6", "eval.num_ids=32", "checkpoint.enabled=false")
 SERVER = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from itertools import compress
+from itertools import compress, groupby, pairwise
 from math import inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING, Any
 
@@ -214,14 +214,22 @@ class UnusableGroup(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A scored sequence of N tokens: the prompt, what the policy sampled, and, in several turns, what an environment
+    """A scored completion of N tokens: the prompt, what the policy sampled, and, in several turns, what an environment
     wrote in between. Only sampled tokens are trained on. Example, two turns (p prompt, s sampled, e environment):
 
         token_ids  p p s s e e s s s
         is_sampled F F T T F F T T T
 
+    An episode that forks, or rewrites its history, has several sequences, end to end, of which each is what the model
+    read and wrote in one piece. What was sampled before a fork is sampled in the first of them, and context (c) in the
+    others. Example, two answers to the same prompt and turn:
+
+        token_ids  p p s s e e s s s p p c c e e s
+        is_sampled F F T T F F T T T F F F F F F T          starts (0, 9)
+
     Raises:
-        UnusableGroup: the fields differ in length, or the first token is marked as sampled: nothing predicts it.
+        UnusableGroup: the fields differ in length, or the first token of a sequence is marked as sampled: nothing
+            predicts it.
     """
 
     token_ids: tuple[int, ...]  # [N]
@@ -235,8 +243,9 @@ class Rollout:
     ref_logprobs: tuple[float, ...] | None = None  # [N] nats, of the source's reference; ignored where not sampled
     teacher_logprobs: tuple[float, ...] | None = None  # [N] nats, of a teacher; ignored where not sampled
     zero_advantage: bool = False  # it counts in the mean of its group, but gets the advantage 0
-    turns: tuple[Turn, ...] = ()  # in an environment, in order; elsewhere empty
-    conversation: tuple[Message, ...] = ()  # the same: all messages, the prompt's too
+    turns: tuple[Turn, ...] = ()  # in an environment, in the order in which they were answered; elsewhere empty
+    conversation: tuple[Message, ...] = ()  # the same: all messages of the last sequence, the prompt's too
+    starts: tuple[int, ...] = (0,)  # where each sequence begins
 
     def __post_init__(self) -> None:
         rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions)
@@ -244,7 +253,7 @@ class Rollout:
         lengths = {len(row) for row in (*rows, *given) if row is not None}
         if len(lengths) != 1:
             raise UnusableGroup("malformed", f"a rollout whose fields differ in length: {sorted(lengths)}")
-        if self.is_sampled[:1] == (True,):
+        if any(self.is_sampled[start : start + 1] == (True,) for start in self.starts):
             raise UnusableGroup("masks", "the first token of a rollout is sampled, though nothing predicts it")
 
     @classmethod
@@ -266,6 +275,11 @@ class Rollout:
     @property
     def num_sampled(self) -> int:
         return sum(self.is_sampled)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return tuple(end - start for start, end in pairwise((*self.starts, len(self.token_ids))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +334,7 @@ class RolloutGroup:
     def check(self, *, vocab_size: int, max_tokens: int | None) -> None:
         """Raise UnusableGroup unless a model of this vocabulary and this length of sequences can learn from it."""
         for rollout in self.rollouts:
-            length, highest = len(rollout.token_ids), max(rollout.token_ids, default=0)
+            length, highest = max(rollout.lengths), max(rollout.token_ids, default=0)
             if max_tokens is not None and length > max_tokens:
                 raise UnusableGroup("too_long", f"a sequence of {length} tokens, where {max_tokens} are the limit")
             if highest >= vocab_size or min(rollout.token_ids, default=0) < 0:
@@ -356,7 +370,7 @@ class TokenBatch:
         completion_mask  F F T F T T
         sequence_lengths (3, 3)
     Logprobs and advantages are 0 where `completion_mask` is False. The first token of a sequence is never trained:
-    nothing predicts it.
+    nothing predicts it. A rollout of several sequences has all of them here, one after the other.
     """
 
     token_ids: Tensor  # [T] int64
@@ -369,8 +383,10 @@ class TokenBatch:
     ref_logprobs: Tensor | None  # [T] float32, nats, from the frozen reference; None where no KL term needs it
     temperature: Tensor  # [T] float32, what the sampler divided the logits by
     sequence_lengths: tuple[int, ...]  # S lengths that sum to T, kept on the host so that no step waits for the device
+    owners: tuple[int, ...]  # [S] the rollout that each sequence is of, 0 .. num_rollouts-1
     completion_index: Tensor | None = None  # see `completion_positions`
     teacher_logprobs: Tensor | None = None  # [T] float32, nats, from a frozen teacher; None where there is none
+    rollout_sizes: Tensor | None = None  # [T] trained tokens of each one's rollout; None: each rollout is one sequence
 
     @property
     def completion_positions(self) -> Tensor:
@@ -380,6 +396,16 @@ class TokenBatch:
     @property
     def num_sequences(self) -> int:
         return len(self.sequence_lengths)
+
+    @property
+    def num_rollouts(self) -> int:
+        return len({*self.owners})
+
+    @property
+    def rollout_lengths(self) -> tuple[int, ...]:
+        """[R] tokens of each rollout, which is whole in this batch."""
+        pairs = groupby(zip(self.owners, self.sequence_lengths, strict=True), key=lambda pair: pair[0])
+        return tuple(sum(length for _, length in own) for _, own in pairs)
 
     def with_logprobs(self, *, old: Tensor | None = None, ref: Tensor | None = None) -> TokenBatch:
         """The same batch with `old_logprobs` and / or `ref_logprobs` [T] replaced."""
@@ -399,7 +425,7 @@ class TokenBatch:
         return replace(self, advantages=self.advantages * (entropy >= threshold))
 
     def select(self, sequences: Sequence[int]) -> TokenBatch:
-        """Of a batch on the CPU, these sequences alone, in this order; `sequence_ids` count from 0 again."""
+        """Of a batch on the CPU, these sequences alone, in this order; `sequence_ids` and owners count from 0 again."""
         import numpy as np
         import torch
 
@@ -409,7 +435,9 @@ class TokenBatch:
             name: torch.from_numpy(values.numpy()[index]) for name, values in self._tensors().items()
         }
         chosen["sequence_ids"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-        return replace(self, **chosen, sequence_lengths=lengths, completion_index=None)
+        numbers: dict[int, int] = {}
+        owners = tuple(numbers.setdefault(self.owners[s], len(numbers)) for s in sequences)
+        return replace(self, **chosen, sequence_lengths=lengths, owners=owners, completion_index=None)
 
     def positions_of(self, sequences: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """[T'] where the tokens of these sequences stand, in this order."""
@@ -428,7 +456,8 @@ class TokenBatch:
         return replace(self, **{name: values.to(device, non_blocking=True) for name, values in tensors.items()})
 
     def _tensors(self) -> dict[str, Tensor]:
-        names = (field.name for field in fields(self) if field.name not in ("sequence_lengths", "completion_index"))
+        on_host = ("sequence_lengths", "owners", "completion_index")
+        names = (field.name for field in fields(self) if field.name not in on_host)
         return {name: values for name in names if (values := getattr(self, name)) is not None}
 
 
@@ -438,7 +467,7 @@ class BatchTotals:
     metric. Dividing by these, and summing over both, makes the gradient independent of how the batch was split."""
 
     num_completion_tokens: int
-    num_sequences: int
+    num_rollouts: int
     max_new_tokens: int  # the generation limit, Dr. GRPO's constant length
 
 

@@ -51,6 +51,7 @@ class PaddedCase:
             ref_logprobs=self._flatten(self.ref_logprobs) * mask,
             temperature=torch.ones(sum(lengths)),
             sequence_lengths=lengths,
+            owners=tuple(range(len(lengths))),
         )
         policy = TokenStats(logprobs=self._flatten(self.logprobs) * mask, entropy=self._flatten(self.entropy) * mask)
         return policy, batch, BatchTotals(int(mask.sum()), len(lengths), self.max_new_tokens)

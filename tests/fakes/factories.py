@@ -241,6 +241,7 @@ def make_batch(
             "ref_logprobs": None,
             "temperature": torch.ones(len(sequence_ids)),
             "sequence_lengths": tuple(lengths),
+            "owners": tuple(range(len(lengths))),
             **fields,
         }
     )

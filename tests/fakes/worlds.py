@@ -42,11 +42,32 @@ async def chats(row: dict[str, Any], base_url: str, api_key: str) -> float:
     return float(len(messages))
 
 
+def forks(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Asks the three sums of `Sums`: the second and the third each after the first, and then both with a history of its
+    own. Pays for what is right.
+    """
+    import httpx
+
+    with httpx.Client(timeout=60) as http:
+
+        def say(*messages: Any) -> Any:
+            answer = http.post(f"{base_url}/chat/completions", json={"messages": messages})
+            return answer.json()["choices"][0]["message"]
+
+        one, two, three = ({"role": "user", "content": f"{each}="} for each in row["sums"])
+        first = say(one)
+        replies = [first, say(one, first, two), say(one, first, three)]
+        own = {"role": "assistant", "content": f"{replies[1]['content']}0"}
+        replies += [say(two, own, three), say(one, first, two, replies[1], three)]
+    answers = [str(sum(map(int, each.split("+")))) for each in row["sums"]]
+    return float(sum(answers[i] == reply["content"] for i, reply in zip((0, 1, 2, 2, 2), replies, strict=True)))
+
+
 def environment(name: str = "worlds:Talk", **settings: Any) -> Environment:
     rows = {"path": "rows.jsonl", "name": None, "train_split": "train", "eval_split": None, "eval_frac": 0.5}
     limits = {"max_turns": 8, "max_turn_tokens": None, "max_environment_tokens": 100, "episode_timeout_s": 60.0}
-    own = {"prompt_field": "prompt", "system_prompt": None, "correct_threshold": 1.0, "max_result_chars": 1000}
-    return Environment(**{"environment": name, **rows, **limits, **own, **settings})
+    own = {"prompt_field": "prompt", "examples": [], "correct_threshold": 1.0, "max_result_chars": 1000}
+    return Environment(**{"environment": name, "system_prompt": None, **rows, **limits, **own, **settings})
 
 
 class Shop:

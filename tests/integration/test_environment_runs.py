@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from runs import SMALL, metrics_of, printed, run_in_child, run_in_children
+from runs import SMALL, Kill, metrics_of, printed, run_in_child, run_in_children, weights_of
 from worlds import write_sums
 
 pytestmark = pytest.mark.slow
@@ -44,6 +45,41 @@ def test_two_processes_play_what_one_plays_and_a_replay_trains_on_it(cache: str,
     [replayed] = [own for name, own in metrics_of(again).items() if name.startswith("train_iter")]
     assert replayed["mismatch/kl_k3"] < 1e-9, "the logprobs are those of the tokens that were sampled"
     assert replayed["reward_mean"] == pytest.approx(expected["train_iter_000.json"]["reward_mean"])
+
+
+def test_an_episode_of_several_sequences_is_trained_alike_by_two_processes_resumed_and_replayed(
+    cache: str, tmp_path: Path
+) -> None:
+    words = [word for word in SMALL if not word.startswith(("task.", "data.num_train_seeds", "model.tiny"))]
+    words += [*played(tmp_path / "sums.jsonl", 100, 20), "model.tiny.warm_start_batch_size=32", "train.batch_size=3"]
+    words += ["train.iterations=2", "eval.interval=2", "checkpoint.save_interval=1", "scoring.workers=2", cache]
+    words += ["task=agent", "task.agent=worlds:forks", "~task.environment"]
+    whole, together, killed, again = (tmp_path / name for name in ("whole", "together", "killed", "again"))
+    assert run_in_child(whole, *words) == 0, printed(whole)
+    expected = metrics_of(whole)
+    first = expected["train_iter_000.json"]
+    assert (first["measured/turns"], first["measured/sequences"]) == (5.0, 3.0)
+    assert first["num_tokens_trained"] == first["num_completion_tokens"], "every sampled token once"
+    shown = json.loads((whole / "samples" / "iter_000.jsonl").read_text().splitlines()[0])["rendered"]
+    assert [who for who, _ in shown if who.startswith("sequence")] == [f"sequence {i} of 3" for i in (1, 2, 3)]
+    assert sum(who == "policy" for who, _ in shown) == 5
+
+    assert run_in_children(2, together, *words, "train.iterations=1") == [0, 0], printed(together)
+    found = metrics_of(together)["train_iter_000.json"]
+    assert found == pytest.approx(first, abs=1e-5, rel=1e-4)
+
+    kill = Kill("offline_grpo.checkpoint.checkpointer:Checkpointer.commit", 2)
+    assert run_in_child(killed, *words, kill=kill) == -signal.SIGKILL, printed(killed)
+    assert run_in_child(tmp_path / "fresh", f"resume={killed}", *words) == 0, printed(tmp_path / "fresh")
+    assert metrics_of(killed) == expected
+    assert weights_of(killed).items() >= weights_of(whole).items()
+
+    replay = ("rollouts=replay", f"rollouts.path={whole}", "eval.enabled=false")
+    own = [word for word in words if not word.startswith("data.")]
+    assert run_in_child(again, *own, *replay) == 0, printed(again)
+    for name, metrics in metrics_of(again).items():
+        for key in ("loss_total", "grad_norm", "advantage_std", "num_tokens_trained"):
+            assert metrics[key] == expected[name][key], (name, key)
 
 
 def test_a_game_of_three_turns_is_learnt(cache: str, tmp_path: Path) -> None:

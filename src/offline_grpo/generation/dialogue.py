@@ -72,8 +72,8 @@ class Ask:
 @dataclass(eq=False)
 class Dialogue:
     """All that is asked in an episode, as a tree: messages that go on after a reply get that reply's ids and new ones
-    behind them, and all others, such as a history that was rewritten, begin another sequence. What becomes a `Rollout`
-    is the path with the most sampled tokens, of equal ones the last.
+    behind them, and all others, such as a history that was rewritten, begin another sequence. The leaves of the tree
+    are the sequences of a `Rollout`.
 
     Args:
         first_ids: the prompt of the problem, beside which `Rules.max_environment_tokens` counts. Both, and the tokens
@@ -156,41 +156,52 @@ class Dialogue:
         """The episode as a rollout, its own numbers among those that `score` measured. Without a turn it is the
         problem's prompt alone, and teaches nothing.
         """
-        last = max(reversed(self._answered), key=lambda ask: ask.num_sampled, default=None)
-        path = [] if last is None else last.path
-        ids = self.first_ids if last is None else last.token_ids
-        # All tokens of the path, of which those of its replies were sampled.
-        is_sampled, logprobs, versions = [False] * len(ids), [0.0] * len(ids), [0] * len(ids)
-        turns = []
-        for ask in path:
+        # 1. A sequence for each reply that no other goes on after. A reply of several sequences is trained in the first
+        #    of them.
+        inner = {ask.parent for ask in self._answered}
+        leaves = [ask for ask in self._answered if ask not in inner]
+        token_ids, starts, turns = list[int](), list[int](), dict[Ask, Turn]()
+        for leaf in leaves:
+            starts.append(len(token_ids))
+            token_ids += leaf.token_ids
+            for ask in leaf.path:
+                start, end = starts[-1] + len(ask.request.prompt_ids), starts[-1] + len(ask.token_ids)
+                turns.setdefault(ask, Turn(start, end, ask.reward))
+        token_ids = token_ids or [*self.first_ids]
+        is_sampled, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [0] * len(token_ids)
+        for ask, turn in turns.items():
             assert ask.completion is not None
-            start, end = len(ask.request.prompt_ids), len(ask.token_ids)
-            is_sampled[start:end] = [True] * (end - start)
-            logprobs[start:end], versions[start:end] = ask.completion.logprobs, ask.completion.versions
-            turns.append(Turn(start, end, ask.reward))
-        # an agent may send a prompt of its own in place of the problem's, or with words before and behind it
-        own = Counter(self.first_ids) & Counter(path[0].request.prompt_ids if path else self.first_ids)
-        was_cut = self._hit_limit or (last is not None and last.reply.is_cut)
-        num_drawn = sum(len(ask.token_ids) - len(ask.request.prompt_ids) for ask in self._answered)
+            own = slice(turn.start, turn.end)
+            is_sampled[own] = [True] * (turn.end - turn.start)
+            logprobs[own], versions[own] = ask.completion.logprobs, ask.completion.versions
+        # 2. What came in between. An agent may send a prompt of its own in place of the problem's, or with words before
+        #    and behind it.
+        num_others = 0
+        for ask in self._answered:
+            if ask.parent is None:
+                num_others += (Counter(ask.request.prompt_ids) - Counter(self.first_ids)).total()
+            else:
+                num_others += len(ask.request.prompt_ids) - len(ask.parent.token_ids)
         measured = {
-            "turns": float(len(path)),
-            "calls": float(sum(len(ask.reply.calls) for ask in path)),
-            "malformed_calls": float(sum(ask.reply.num_malformed for ask in path)),
-            "environment_tokens": float(len(ids) - sum(is_sampled) - sum(own.values())),
-            "dropped_tokens": float(num_drawn - sum(is_sampled)),
+            "turns": float(len(turns)),
+            "sequences": float(len(leaves)),
+            "calls": float(sum(len(ask.reply.calls) for ask in turns)),
+            "malformed_calls": float(sum(ask.reply.num_malformed for ask in turns)),
+            "environment_tokens": float(num_others),
         }
-        conversation = () if last is None else last.messages
+        was_cut = self._hit_limit or any(leaf.reply.is_cut for leaf in leaves)
         return Rollout(
-            token_ids=tuple(ids),
+            token_ids=tuple(token_ids),
             is_sampled=tuple(is_sampled),
             logprobs=tuple(logprobs),
             versions=tuple(versions),
             temperature=self.sampling.temperature,
             finish_reason=FinishReason.LENGTH if was_cut else FinishReason.STOP,
-            text=transcript(conversation[len(path[0].messages) - 1 :] if path else ()),
+            text="\n".join(transcript(leaf.messages[len(leaf.path[0].messages) - 1 :]) for leaf in leaves),
             score=replace(score, measured={**score.measured, **measured}),
-            turns=tuple(turns),
-            conversation=conversation,
+            turns=tuple(turns[ask] for ask in self._answered),
+            conversation=leaves[-1].messages if leaves else (),
+            starts=tuple(starts or [0]),
         )
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 NUM_LIVE = 64  # episodes at a time where they share the run's process (`scoring.workers=0`)
 LOOK_S = 0.05  # how often programs are waited for, so that signals are heard in between
-MUCH_DROPPED_FRAC = 0.1  # of the tokens that a group sampled: beyond it, a line says that they are not trained on
 
 
 @dataclass(eq=False)
@@ -257,13 +256,6 @@ def play_groups(
                     index = finished.pop()
                     problem, members = draws[index][0], episodes[index * group_size : (index + 1) * group_size]
                     rollouts = tuple(each.dialogue.rollout(each.result()) for each in members)
-                    dropped = sum(rollout.score.measured["dropped_tokens"] for rollout in rollouts)
-                    share = dropped / max(dropped + sum(rollout.num_sampled for rollout in rollouts), 1)
-                    if share > MUCH_DROPPED_FRAC:
-                        about = f"problem {problem.problem_id}: {share:.0%} of the tokens that its episodes sampled"
-                        why = "because their program rewrote what the policy had said, or asked for several replies"
-                        text = f"{about} are not trained on, {why} (measured/dropped_tokens counts them)"
-                        warn_once(said, "dropped", text)
                     yield index, RolloutGroup(problem, rollouts)
         on_scored(time.perf_counter() - answered_s)
     finally:

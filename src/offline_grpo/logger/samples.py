@@ -126,7 +126,8 @@ def record(
 
 def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | None) -> list[tuple[str, str]]:
     """What the model saw, as pairs of who and text: the prompt, the policy's turns, and between them the roles of the
-    messages that were inserted.
+    messages that were inserted. Where there are several sequences, each has its number in place of "prompt", and in its
+    prompt also turns that are trained in an earlier one.
 
     Args:
         messages: of the problem.
@@ -141,14 +142,22 @@ def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | Non
     # Between two turns stands what the messages between them became.
     inserted = (rollout.conversation[here + 1 : there] for here, there in pairwise(said))
     others = (", ".join(dict.fromkeys(message["role"] for message in each)) for each in inserted)
-    found, start = list[tuple[str, str]](), 0
-    for is_sampled, run in groupby(rollout.is_sampled):
-        end = start + len(list(run))
-        # after the token before it, because some decoders drop a blank at the start of a text
-        before = rollout.token_ids[start - 1 : start] if start else ()
-        text = decode([*before, *rollout.token_ids[start:end]]).removeprefix(decode(before))
-        found.append((POLICY if is_sampled else next(others, "inserted") if start else "prompt", text))
-        start = end
+    found, count = list[tuple[str, str]](), len(rollout.starts)
+    for number, (first, last) in enumerate(pairwise((*rollout.starts, len(rollout.token_ids))), 1):
+        start = first
+        for is_sampled, run in groupby(rollout.is_sampled[first:last]):
+            end = start + len(list(run))
+            # after the token before it, because some decoders drop a blank at the start of a text
+            before = rollout.token_ids[start - 1 : start] if start > first else ()
+            text = decode([*before, *rollout.token_ids[start:end]]).removeprefix(decode(before))
+            if is_sampled:
+                who = POLICY
+            elif start == first:
+                who = "prompt" if count == 1 else f"sequence {number} of {count}"
+            else:  # whose messages are known of the last sequence alone
+                who = next(others, "inserted") if count == 1 else "inserted"
+            found.append((who, text))
+            start = end
     return found
 
 
@@ -175,7 +184,7 @@ def print_sample(console: Console, sample: Mapping[str, Any], *, full: bool = Fa
     answer = [("answer", Text(visible(sample["answer"], full=full)))] if sample["answer"] else []
     verdict = ("correct" if sample["is_correct"] else "wrong", Text("  ".join(facts), "bold"))
     grid = Table.grid(padding=(0, 2), pad_edge=True)
-    grid.add_column(style="dim", no_wrap=True, width=9)
+    grid.add_column(style="dim", width=9)
     grid.add_column(overflow="fold")
     for label, text in [*([*texts[:start], *answer] if has_prompt else []), verdict, *texts[start:]]:
         grid.add_row(visible(label), text)

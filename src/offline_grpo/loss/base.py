@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from offline_grpo.errors import ConfigError, require
@@ -186,7 +187,7 @@ class ClippedLoss(RangedLoss, ABC):
 
 
 def reward_penalty(loss: Loss) -> Callable[[TokenBatch], Tensor] | None:
-    """What `kl_placement=reward` subtracts from the rewards, [S]: `kl_coef` times the sum of a sequence's KL estimates
+    """What `kl_placement=reward` subtracts from the rewards, [R]: `kl_coef` times the sum of a rollout's KL estimates
     (of `old_logprobs` and `ref_logprobs`). None where rewards stay as they are.
     """
     if not isinstance(loss, PolicyGradientLoss) or loss.kl_placement == "loss" or loss.kl_coef == 0:
@@ -195,6 +196,7 @@ def reward_penalty(loss: Loss) -> Callable[[TokenBatch], Tensor] | None:
     def penalties(batch: TokenBatch) -> Tensor:
         assert batch.ref_logprobs is not None
         estimates = terms.kl_estimate(batch.old_logprobs, batch.ref_logprobs, loss.kl_estimator)  # [T]
-        return loss.kl_coef * terms.segment_sum(estimates * batch.completion_mask, batch)
+        sums = terms.segment_sum(estimates * batch.completion_mask, batch)  # [S]
+        return loss.kl_coef * sums.new_zeros(batch.num_rollouts).index_add(0, torch.tensor(batch.owners), sums)
 
     return penalties

@@ -1,7 +1,7 @@
 """Dr. GRPO: GRPO without its length bias, because every completion is divided by the same constant length (arXiv
 2503.20783).
 
-    loss = sum_t -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / (number of sequences * max_new_tokens)
+    loss = sum_t -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / (number of rollouts * max_new_tokens)
 
 The paper's other change, advantages that are not divided by the group's std, is `train/advantage=group_mean`, which
 conf/train/loss/dr_grpo.yaml chooses.
@@ -25,4 +25,4 @@ class DrGRPO(ClippedLoss):
     """Clipped surrogate, sum over tokens divided by a constant length. See `ClippedLoss` for the settings."""
 
     def weights(self, mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:
-        return mask / (totals.num_sequences * totals.max_new_tokens)
+        return mask / (totals.num_rollouts * totals.max_new_tokens)

@@ -1,5 +1,6 @@
 """Building blocks of the losses: ratios, clips, KL estimates, aggregation. All [T] tensors are over the tokens of a
-flat `TokenBatch`.
+flat `TokenBatch`. A rollout may have several sequences: means count rollouts, but what is a likelihood of a whole
+sequence (GSPO's ratio, sequence_* corrections, the off-policy and the geometric mask) is of each sequence by itself.
 
 An aggregation is one constant weight per token: a loss is `sum_t weight[t] * value[t]`, and terms with the same
 aggregation share the weights. Tokens outside the completion mask have weight 0, so their values do not matter.
@@ -53,10 +54,12 @@ def token_mean_weights(mask: Tensor, totals: BatchTotals) -> Tensor:
 
 
 def sequence_mean_weights(mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:
-    """Weights [T] of the mean over sequences of token means; a fully masked sequence adds 0 but counts."""
-    # A token has 1 / (tokens of its sequence) of what its sequence has, which is 1 / (sequences of all microbatches).
-    num_tokens = segment_sum(mask, batch).clamp(min=1.0)  # [S]
-    return mask / num_tokens.index_select(0, batch.sequence_ids) / totals.num_sequences
+    """Weights [T] of the mean over rollouts of token means; a fully masked rollout adds 0 but counts."""
+    # A token has 1 / (tokens of its rollout) of what its rollout has, which is 1 / (rollouts of all microbatches).
+    num_tokens = batch.rollout_sizes  # [T]; else those of its sequence
+    if num_tokens is None:
+        num_tokens = segment_sum(mask, batch).clamp(min=1.0).index_select(0, batch.sequence_ids)
+    return mask / num_tokens / totals.num_rollouts
 
 
 def clipped_surrogate(

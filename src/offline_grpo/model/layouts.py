@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -120,27 +121,37 @@ class PrefixTrees:
 def prefix_trees(batch: TokenBatch) -> PrefixTrees | None:
     """The batch's trees, one row per distinct prompt; None where rows of whole sequences would be about as good."""
     token_ids, is_completion = (values.cpu().numpy().tobytes() for values in (batch.token_ids, batch.completion_mask))
-    trees, device = _grown(token_ids, is_completion, batch.sequence_lengths), batch.token_ids.device
+    lengths, device = batch.sequence_lengths, batch.token_ids.device
+    trees = _grown(token_ids, is_completion, lengths, batch.owners)
     return None if trees is None else PrefixTrees(**{name: values.to(device) for name, values in vars(trees).items()})
 
 
 @functools.lru_cache(maxsize=16)
-def _grown(token_bytes: bytes, mask_bytes: bytes, lengths: tuple[int, ...]) -> PrefixTrees | None:
+def _grown(
+    token_bytes: bytes, mask_bytes: bytes, lengths: tuple[int, ...], owners: tuple[int, ...]
+) -> PrefixTrees | None:
     """Kept, because the policy is trained on the batches that the reference has scored, in each epoch again."""
     token_ids = np.frombuffer(token_bytes, np.int64).tolist()
     is_completion = np.frombuffer(mask_bytes, np.bool_).tolist()
+    sequences = [token_ids[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
+    # The prompt of a sequence: the tokens before its first completion token. Where a rollout forks, its sequences have
+    # the shortest one as far as they begin with it: what one is trained on is the context of the next.
+    prompts: list[tuple[int, ...]] = []
+    shortest: dict[int, tuple[int, ...]] = {}
+    for owner, sequence, end in zip(owners, sequences, accumulate(lengths), strict=True):
+        mask = is_completion[end - len(sequence) : end]
+        prompts.append(tuple(sequence[: mask.index(True)] if True in mask else sequence))
+        shortest[owner] = min(shortest.get(owner, prompts[-1]), prompts[-1], key=len)
+
     nodes: list[list[tuple[int, int, int]]] = []  # of each row: token, position and parent, parents before children
     row_of_prompt: dict[tuple[int, ...], int] = {}
     node_of: dict[tuple[int, int, int], int] = {}  # by row, parent (-1 above roots) and token
     rows: list[int] = []
     columns: list[int] = []
-    start = 0
-    for length in lengths:
-        # The row of the sequence's prompt: the tokens before its first completion token.
-        sequence = token_ids[start : start + length]
-        mask = is_completion[start : start + length]
-        prompt = tuple(sequence[: mask.index(True)] if True in mask else sequence)
-        row = row_of_prompt.setdefault(prompt, len(nodes))
+    for owner, sequence, prompt in zip(owners, sequences, prompts, strict=True):
+        # Each prompt has a row.
+        common = shortest[owner]
+        row = row_of_prompt.setdefault(common if prompt[: len(common)] == common else prompt, len(nodes))
         if row == len(nodes):
             nodes.append([])
 
@@ -152,8 +163,7 @@ def _grown(token_bytes: bytes, mask_bytes: bytes, lengths: tuple[int, ...]) -> P
                 nodes[row].append((token, position, max(parent, 0)))
             columns.append(node)
             parent = node
-        rows += [row] * length
-        start += length
+        rows += [row] * len(sequence)
 
     longest, num_padded = max(map(len, nodes)), len(lengths) * max(lengths)
     if longest > MAX_ROW_TOKENS or len(nodes) * longest > MAX_SHARE_OF_PADDED * num_padded:

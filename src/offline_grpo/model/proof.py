@@ -237,6 +237,7 @@ def _flat(sequences: list[Tensor], is_completion: list[Tensor]) -> TokenBatch:
         ref_logprobs=None,
         temperature=zeros + 1,
         sequence_lengths=lengths,
+        owners=tuple(range(len(lengths))),
     )
 
 

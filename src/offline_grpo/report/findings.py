@@ -49,13 +49,6 @@ def find(run: Run) -> list[Finding]:
     if (failed := values("scoring/num_failed").sum()) > 0:
         text = f"{failed:.0f} completions have no reward, because the code that scores failed or gave None"
         found.append(Finding("train/scoring/num_failed", text, "the first failure of each kind is in run.log"))
-    # What episodes lose.
-    dropped, trained = values("measured/dropped_tokens").sum(), values("completion_tokens_mean").sum()
-    if dropped > 0.1 * (dropped + trained):
-        share = dropped / (dropped + trained)
-        text = f"{share:.0%} of the sampled tokens are dropped, because agents rewrote their history"
-        advice = "append each reply to the messages as it came, also its white space and its calls"
-        found.append(Finding("train/measured/dropped_tokens", text, advice))
     malformed, calls = values("measured/malformed_calls").sum(), values("measured/calls").sum()
     if malformed > 0.1 * (malformed + calls):
         text = f"{malformed / (malformed + calls):.0%} of the calls of tools cannot be parsed"

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -224,16 +224,21 @@ def export(tables: Iterable[tuple[Shard, pa.Table]], out: Path, kind: str) -> in
 
 def scored_data(group: RolloutGroup) -> dict[str, Any]:
     """What `POST /scored_data` takes (atroposlib's `ScoredData`): masks are -100 or the token, logprobs 1 where nobody
-    sampled.
+    sampled. It knows no rollouts of several sequences: each is one, with the score of its rollout.
     """
-    rollouts = group.rollouts
+    whole = group.rollouts
+    rollouts = [r for r in whole for _ in r.starts]  # of each sequence
+
+    def cut(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
+        bounds = [pairwise((*r.starts, len(r.token_ids))) for r in whole]
+        return [list(row[a:b]) for row, own in zip(rows, bounds, strict=True) for a, b in own]
 
     def rows(of: Callable[[Rollout], Iterable[Any]], blank: float) -> list[list[float]]:
-        return [[value if s else blank for value, s in zip(of(r), r.is_sampled, strict=True)] for r in rollouts]
+        return cut([value if s else blank for value, s in zip(of(r), r.is_sampled, strict=True)] for r in whole)
 
     zeroed = [{"set_advantage_to_zero": True} if r.zero_advantage else {} for r in rollouts]
     found: dict[str, Any] = {
-        "tokens": [list(r.token_ids) for r in rollouts],
+        "tokens": cut(r.token_ids for r in whole),
         "masks": rows(lambda r: r.token_ids, NOT_TRAINED),
         "scores": [r.score.reward for r in rollouts],
         "inference_logprobs": rows(lambda r: r.logprobs, 1.0),
@@ -241,12 +246,12 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
     }
     # What a source gave beside the rewards, and what a prompt was, only where all rollouts have it.
     if group.advantages is not None:
-        found["advantages"] = [list(row) for row in group.advantages]
+        found["advantages"] = cut(group.advantages)
     if all(r.ref_logprobs is not None for r in rollouts):
         found["ref_logprobs"] = rows(lambda r: r.ref_logprobs or (), 0.0)
     if all(r.teacher_logprobs is not None and r.temperature == 1.0 for r in rollouts):  # as Atropos' servers give them
-        found["distill_token_ids"] = [[[token] for token in r.token_ids] for r in rollouts]
-        found["distill_logprobs"] = [[[logprob] for logprob in r.teacher_logprobs or ()] for r in rollouts]
+        found["distill_token_ids"] = cut([[token] for token in r.token_ids] for r in whole)
+        found["distill_logprobs"] = cut([[logprob] for logprob in r.teacher_logprobs or ()] for r in whole)
     if group.problem is not None:
         prompt = [dict(message) for message in group.problem.messages]
         found["messages"] = [[*prompt, {"role": "assistant", "content": r.text}] for r in rollouts]

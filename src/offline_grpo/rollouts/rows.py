@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from math import nan
 from typing import Any
@@ -65,7 +66,8 @@ SCHEMA = pa.schema(
         pa.field("zero_advantage", pa.bool_()),
         pa.field("turn_starts", pa.list_(pa.int32())),  # [K] in completion_ids; null: no environment
         pa.field("turn_rewards", pa.list_(pa.float64())),  # [K]
-        pa.field("conversation", MESSAGES),  # which `messages` is the beginning of
+        pa.field("conversation", MESSAGES),  # which `messages` is the beginning of; of the last sequence
+        pa.field("sequence_starts", pa.list_(pa.int32())),  # those after the first, in completion_ids; null: none
     ]
 )
 
@@ -132,6 +134,7 @@ def table_of(
                 "turn_starts": [turn.start - start for turn in rollout.turns] or None,
                 "turn_rewards": [turn.reward for turn in rollout.turns] or None,
                 "conversation": list(map(_stored, rollout.conversation)) or None,
+                "sequence_starts": [first - start for first in rollout.starts[1:]] or None,
             }
             rows.append(shared | row)
     return pa.Table.from_pylist(rows, schema=SCHEMA)
@@ -229,7 +232,9 @@ def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGro
             )
             # A turn ends where the next one begins, or before that, where a token was not sampled.
             turns, starts = [], row["turn_starts"] or []
-            for start, limit, reward in zip(starts, [*starts, length][1:], row["turn_rewards"] or [], strict=True):
+            in_order = [*sorted(starts), length]
+            for start, reward in zip(starts, row["turn_rewards"] or [], strict=True):
+                limit = in_order[bisect_right(in_order, start)]
                 end = next((i for i in range(start, limit) if not is_sampled[i]), limit)
                 turns.append(Turn(blank + start, blank + end, reward))
             reward = row["reward"] if row["failure"] is None else nan
@@ -247,6 +252,7 @@ def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGro
                 zero_advantage=bool(row["zero_advantage"]),
                 turns=tuple(turns),
                 conversation=tuple(row["conversation"] or ()),
+                starts=(0, *(blank + first for first in row["sequence_starts"] or ())),
             )
             rollouts.append(rollout)
         groups.append(RolloutGroup(problem, tuple(rollouts), advantages))

@@ -82,10 +82,10 @@ class ReinforceBaseline(Advantage):
     """
 
     def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:
-        # Weighted by its number of trained tokens, each sequence stands for all of them: sums over S in place of T.
-        flat = np.concatenate(group_advantages(rewards_of(groups), scale="none"))  # [S]
-        sequence_ids, mask = batch.sequence_ids.numpy(), batch.completion_mask.numpy()
-        num_tokens = np.bincount(sequence_ids, weights=mask, minlength=len(flat))  # [S]
+        # Weighted by its number of trained tokens, each rollout stands for all of them: sums over R in place of T.
+        flat = np.concatenate(group_advantages(rewards_of(groups), scale="none"))  # [R]
+        owners, mask = np.array(batch.owners)[batch.sequence_ids.numpy()], batch.completion_mask.numpy()  # [T]
+        num_tokens = np.bincount(owners, weights=mask, minlength=len(flat))  # [R]
         total = max(num_tokens.sum(), 2.0)
         shifted = flat - (num_tokens @ flat) / total
         variance = num_tokens @ shifted**2 / (total - 1)
@@ -243,7 +243,7 @@ class GDPO(Advantage):
     def __call__(self, groups: Sequence[RolloutGroup], batch: TokenBatch) -> list[list[float]]:
         # Parts are named once the first rewards are there; this is the last moment to say that there are none.
         names = {name for group in groups for rollout in group.rollouts for name in rollout.score.parts}
-        weights, sums = self.weights or {}, np.zeros(batch.num_sequences)
+        weights, sums = self.weights or {}, np.zeros(batch.num_rollouts)
         if not self._known and (len(names) < 2 or weights.keys() - names):
             log.warning("train/advantage=gdpo: the reward has no other parts than %s so far", ", ".join(sorted(names)))
         self._known.update(names)
@@ -317,8 +317,8 @@ class Distill(Advantage):
         has_none = all(group.advantages is None for group in groups)
         require(has_none, "train.advantage.teacher", self.teacher or "null", fix)
 
-        # Of each sequence a row with a number for each token, to which its one number of the base is added.
-        rows = iter((self.weight * (batch.teacher_logprobs - batch.rollout_logprobs)).split(batch.sequence_lengths))
+        # Of each rollout a row with a number for each token, to which its one number of the base is added.
+        rows = iter((self.weight * (batch.teacher_logprobs - batch.rollout_logprobs)).split(batch.rollout_lengths))
         base = [[0.0] * len(group.rollouts) for group in groups] if self.base is None else self.base(groups, batch)
         return [[(next(rows) + torch.tensor(own)).tolist() for own in of_group] for of_group in base]
 
@@ -334,7 +334,7 @@ def rewards_of(groups: Sequence[RolloutGroup]) -> list[list[float]]:
 
 
 def like(flat: np.ndarray, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
-    """Views of the numbers of all rollouts [S], one for each group."""
+    """Views of the numbers of all rollouts [R], one for each group."""
     return np.split(flat, np.cumsum([len(group.rollouts) for group in groups])[:-1])
 
 

@@ -26,12 +26,13 @@ from offline_grpo.types import BatchTotals, Rollout, RolloutGroup, TokenBatch
 
 
 def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
-    """Lay S rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and `ref_logprobs` and
-    `teacher_logprobs` None unless all have some.
+    """Lay the S sequences of R rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and
+    `ref_logprobs` and `teacher_logprobs` None unless all have some.
     """
     # Whose token each one is, and whether the model sampled it.
-    lengths = [len(r.token_ids) for r in rollouts]
-    sequence_ids = np.repeat(np.arange(len(rollouts)), lengths)  # [T]
+    lengths = [length for r in rollouts for length in r.lengths]  # [S]
+    owners = [number for number, r in enumerate(rollouts) for _ in r.starts]  # [S]
+    sequence_ids = np.repeat(np.arange(len(lengths)), lengths)  # [T]
     starts = np.cumsum([0, *lengths])[:-1]  # [S]
     completion_mask = _flat((r.is_sampled for r in rollouts), np.bool_)  # [T]
 
@@ -45,7 +46,7 @@ def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
         "advantages": zeros,
         "rollout_logprobs": np.where(completion_mask, _flat((r.logprobs for r in rollouts), np.float32), zeros),
         "old_logprobs": zeros,
-        "temperature": np.array([r.temperature for r in rollouts], np.float32)[sequence_ids],
+        "temperature": np.array([rollouts[owner].temperature for owner in owners], np.float32)[sequence_ids],
     }
     tensors: dict[str, Tensor | None] = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
@@ -55,16 +56,23 @@ def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
         is_whole = len(rows) == len(rollouts)
         found = np.where(completion_mask, _flat(rows, np.float32), zeros) if is_whole else None
         tensors[name] = None if found is None else torch.from_numpy(found)
-    return TokenBatch(**tensors, sequence_lengths=tuple(lengths))  # type: ignore[arg-type]
+    return TokenBatch(**tensors, sequence_lengths=tuple(lengths), owners=tuple(owners))  # type: ignore[arg-type]
 
 
 def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[float]]) -> TokenBatch:
-    """The batch with the advantages of S sequences: one number for all tokens of a sequence, or one for each."""
+    """The batch with the advantages of R rollouts: one number for all tokens of a rollout, or one for each. Where a
+    rollout has several sequences, also with `rollout_sizes`.
+    """
+    lengths = batch.rollout_lengths
     per_token = [
         torch.full((length,), own) if isinstance(own, float) else torch.tensor(own, dtype=torch.float32)
-        for own, length in zip(advantages, batch.sequence_lengths, strict=True)
+        for own, length in zip(advantages, lengths, strict=True)
     ]
-    return replace(batch, advantages=torch.cat(per_token) * batch.completion_mask)
+    sizes = None
+    if batch.num_sequences > len(lengths):
+        masks = batch.completion_mask.split(lengths)
+        sizes = torch.cat([mask.sum().clamp(min=1).expand(len(mask)) for mask in masks]).float()
+    return replace(batch, advantages=torch.cat(per_token) * batch.completion_mask, rollout_sizes=sizes)
 
 
 def _flat(sequences: Iterable[Iterable[float]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
@@ -76,7 +84,8 @@ def _flat(sequences: Iterable[Iterable[float]], dtype: type[np.generic]) -> np.n
 def totals_of(batch: TokenBatch, sequences: Sequence[int], *, max_new_tokens: int) -> BatchTotals:
     """The denominators of an optimizer batch made of these sequences, whichever process trains them."""
     num_tokens = int(np.count_nonzero(batch.completion_mask.numpy()[batch.positions_of(sequences)]))
-    return BatchTotals(num_completion_tokens=num_tokens, num_sequences=len(sequences), max_new_tokens=max_new_tokens)
+    owners = {batch.owners[s] for s in sequences}
+    return BatchTotals(num_completion_tokens=num_tokens, num_rollouts=len(owners), max_new_tokens=max_new_tokens)
 
 
 def share_of_rank(sequences: Sequence[int], lengths: Sequence[int], *, rank: int, world_size: int) -> list[int]:
@@ -103,29 +112,29 @@ class Passes:
     config: TrainConfig
     ranks: Ranks
     sharding: Sharding
-    reward_penalty: Callable[[TokenBatch], Tensor] | None = None  # [S], see `loss.base.reward_penalty`
+    reward_penalty: Callable[[TokenBatch], Tensor] | None = None  # [R], see `loss.base.reward_penalty`
     teacher: Scorer | None = None
 
-    def updates_of(self, num_sequences: int) -> list[range]:
-        """The sequences of each update of one epoch over a batch of this many: consecutive runs of them, of nearly the
+    def updates_of(self, num_rollouts: int) -> list[range]:
+        """The rollouts of each update of one epoch over a batch of this many: consecutive runs of them, of nearly the
         same size where `updates_per_iteration` says how many, such as [range(0, 3), range(3, 5)].
         """
         config = self.config
         if config.grad_accum_steps is not None:
             assert config.batch_size is not None
             size = config.batch_size * config.grad_accum_steps
-            bounds = [*range(0, num_sequences, size), num_sequences]
+            bounds = [*range(0, num_rollouts, size), num_rollouts]
         else:
             assert config.updates_per_iteration is not None
-            num_updates = min(config.updates_per_iteration, num_sequences)
-            bounds = [-(-i * num_sequences // num_updates) for i in range(num_updates + 1)]
+            num_updates = min(config.updates_per_iteration, num_rollouts)
+            bounds = [-(-i * num_rollouts // num_updates) for i in range(num_updates + 1)]
         return [range(first, last) for first, last in pairwise(bounds)]
 
     def needs_old(self, batch: TokenBatch) -> bool:
         """Whether logprobs of the policy before its updates are needed: by what comes before the updates, or for a
         ratio that is not the one of a single update, to itself.
         """
-        has_several_updates = len(self.updates_of(batch.num_sequences)) * self.config.epochs > 1
+        has_several_updates = len(self.updates_of(batch.num_rollouts)) * self.config.epochs > 1
         is_needed = self.reward_penalty is not None or "old" in self.advantage.needs
         return is_needed or (has_several_updates and self.loss.ratio_reference == "old")
 
@@ -146,7 +155,7 @@ class Passes:
         assert self.teacher is not None
         batch = build_batch([rollout for group in groups for rollout in group.rollouts])
         is_server = not isinstance(self.teacher, Scoring)
-        rows = iter(self.values(self.teacher, batch, at_once=is_server).split(batch.sequence_lengths))
+        rows = iter(self.values(self.teacher, batch, at_once=is_server).split(batch.rollout_lengths))
         taught = []
         for group in groups:
             rollouts = (replace(rollout, teacher_logprobs=tuple(next(rows).tolist())) for rollout in group.rollouts)

@@ -52,34 +52,34 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
     if not groups:
         nothing: list[list[float | None]] = [[None] * len(group.rollouts) for group in sampled]
         return Experience(None, nothing, metrics | {"num_groups_zero_signal": 0.0, "num_groups_trained": 0.0}, sampled)
-    owners = [number for number, group in enumerate(groups) for _ in group.rollouts]  # [S], the group of each sequence
-    rollouts = [rollout for group in groups for rollout in group.rollouts]  # [S]
-    is_cut = [config.mask_truncated and rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]  # [S]
+    group_of = [number for number, group in enumerate(groups) for _ in group.rollouts]  # [R]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]  # [R]
+    is_cut = [config.mask_truncated and rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]  # [R]
     batch = build_batch(rollouts)
-    trained = batch.completion_mask & ~torch.tensor(is_cut)[batch.sequence_ids]  # [T]
+    trained = batch.completion_mask & ~torch.tensor(is_cut)[torch.tensor(batch.owners)][batch.sequence_ids]  # [T]
 
     # 3. The old policy and the reference score all of it, where rewards or advantages depend on what they say.
     is_scored = passes.reward_penalty is not None or bool(advantage.needs)
     if is_scored:
         batch = passes.score(batch)
 
-    # 4. Rewards, less a KL penalty, become advantages: one number for each sequence, or one for each of its tokens.
+    # 4. Rewards, less a KL penalty, become advantages: one number for each rollout, or one for each of its tokens.
     rewarded = groups
     if passes.reward_penalty is not None:
         fix = "these come with advantages, which no penalty on rewards changes; use train.loss.kl_placement=loss"
         require(all(group.advantages is None for group in groups), "train.loss.kl_placement", "reward", fix)
-        penalties = passes.reward_penalty(batch).tolist()  # [S]
+        penalties = passes.reward_penalty(batch).tolist()  # [R]
         metrics["kl_penalty_mean"] = fmean(penalties)
         scores = [replace(r.score, reward=r.score.reward - less) for r, less in zip(rollouts, penalties, strict=True)]
         lowered = iter([replace(r, score=score) for r, score in zip(rollouts, scores, strict=True)])
         rewarded = [replace(group, rollouts=tuple(next(lowered) for _ in group.rollouts)) for group in groups]
-    advantages: list[float | Sequence[float]] = []  # [S]
+    advantages: list[float | Sequence[float]] = []  # [R]
     for group, computed in zip(groups, advantage(rewarded, replace(batch, completion_mask=trained)), strict=True):
         for rollout, own in zip(group.rollouts, group.advantages or computed, strict=True):
             zero = 0.0 if group.advantages is None else (0.0,) * len(rollout.token_ids)
             advantages.append(zero if rollout.zero_advantage else own)
     pairs = zip(rollouts, advantages, strict=True)
-    numbers = [[*compress(a, r.is_sampled)] if isinstance(a, Sequence) else [a] for r, a in pairs]  # [S][1 or sampled]
+    numbers = [[*compress(a, r.is_sampled)] if isinstance(a, Sequence) else [a] for r, a in pairs]  # [R][1 or sampled]
     means = iter([sum(own) / max(len(own), 1) for own in numbers])
     of_all = [
         [next(means) if own is not None and rollout.score.is_scored else None for rollout in group.rollouts]
@@ -87,7 +87,7 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
     ]
 
     # 5. Groups without signal are dropped, and tokens of truncated completions masked; the rest gets its advantages.
-    have_signal = {owner for owner, own in zip(owners, numbers, strict=True) if any(own)}
+    have_signal = {owner for owner, own in zip(group_of, numbers, strict=True) if any(own)}
     is_silent = [
         number not in have_signal or (group.advantages is None and advantage.is_silent(group))
         for number, group in enumerate(rewarded)
@@ -99,13 +99,14 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
             left = sum(compress(sizes, keep))
             if (len(passes.updates_of(left)) if left else 0) < len(passes.updates_of(sum(sizes))):
                 keep[number] = True
-    whole = {owner for owner, cut in zip(owners, is_cut, strict=True) if not cut}  # groups that are not all truncated
+    whole = {owner for owner, cut in zip(group_of, is_cut, strict=True) if not cut}  # groups that are not all truncated
     kept = [number for number, is_kept in enumerate(keep) if is_kept]
     metrics["num_groups_zero_signal"] = float(sum(is_silent))
     metrics["num_groups_trained"] = float(len(whole.intersection(kept)))
     if config.mask_truncated:
         metrics["num_groups_masked"] = float(sum(not is_silent[number] for number in kept if number not in whole))
-    sequences = [sequence for sequence, owner in enumerate(owners) if keep[owner]]
+    chosen = [number for number, owner in enumerate(group_of) if keep[owner]]  # rollouts
+    sequences = [sequence for sequence, owner in enumerate(batch.owners) if keep[group_of[owner]]]
     names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")
     found = {name: values for name in names if (values := getattr(batch, name)) is not None}
     masked = {name: values.where(trained, 0.0) for name, values in found.items()}  # [T], 0 where nothing is trained
@@ -113,8 +114,8 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
     batch = batch.select(sequences) if 0 < len(sequences) < batch.num_sequences else batch
     if not sequences or not bool(batch.completion_mask.any()):
         return Experience(None, of_all, metrics, sampled)
-    batch = with_advantages(batch, [advantages[sequence] for sequence in sequences])
-    counted = [number for sequence in sequences if not is_cut[sequence] for number in numbers[sequence]]
+    batch = with_advantages(batch, [advantages[rollout] for rollout in chosen])
+    counted = [number for rollout in chosen if not is_cut[rollout] for number in numbers[rollout]]
     metrics |= {
         "advantage_mean": fmean(counted),
         "advantage_std": float(np.std(counted)),

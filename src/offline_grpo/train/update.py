@@ -64,8 +64,9 @@ class Updater:
         if torch.cuda.is_available():  # torch.manual_seed looks for GPUs for 2 ms, a tenth of a small update
             torch.cuda.manual_seed_all(seed)
 
-        # An update without a token would move the weights by the optimizer's momentum alone.
-        split = self.passes.updates_of(batch.num_sequences)
+        # An update takes whole rollouts. One without a token would move the weights by the optimizer's momentum alone.
+        parts = self.passes.updates_of(batch.num_rollouts)
+        split = [[s for s, owner in enumerate(batch.owners) if owner in rollouts] for rollouts in parts]
         epoch = [(sequences, totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)) for sequences in split]
         updates = config.epochs * [pair for pair in epoch if pair[1].num_completion_tokens > 0]
         alignment, applied = Alignment(), []

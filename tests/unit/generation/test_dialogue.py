@@ -73,7 +73,7 @@ def test_a_reply_is_known_again_whatever_a_client_does_that_says_the_same(edit: 
     assert second.parent is first
     assert second.request.prompt_ids[: len(first.token_ids)] == first.token_ids
     measured = dialogue.rollout(Score(0.0, False, {})).score.measured
-    assert (measured["turns"], measured["dropped_tokens"]) == (2.0, 0.0)
+    assert (measured["turns"], measured["sequences"]) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -54,7 +55,7 @@ def test_an_episode_is_a_rollout_of_several_turns() -> None:
         assert rollout.text.splitlines()[1::2] == ["[user] 2+2=", "[user] 1+1="]
         assert rollout.finish_reason is FinishReason.STOP
         measured = {"turns": 3, "environment_tokens": 8, **dict.fromkeys(("calls", "malformed_calls"), 0)}
-        measured |= {"dropped_tokens": 0, "tool_errors": 0}
+        measured |= {"sequences": 1, "tool_errors": 0}
         assert rollout.score.measured == measured
         assert rollout.score.reward == pytest.approx(
             sum(turn.reward for turn in rollout.turns) + rollout.score.parts["episode"]
@@ -134,9 +135,25 @@ def test_equal_prompts_are_drawn_with_other_seeds_and_a_rewritten_history_begins
     assert more.prompt_ids == (*again.prompt_ids, *answer(again).token_ids, *ids("2+2="))
     other, _ = say([user("9+9="), one, user("2+2=")])
     assert other.prompt_ids == (*ids("<bos>9+9="), *ids(str(one["content"])), EOS, *ids("2+2="))
+    fork, _ = say([user("1+1="), two, user("3+3=")])
+    dialogue.pay(2.0)
     rollout = dialogue.rollout(Score(0.0, False, {}))
-    assert rollout.token_ids[: len(more.prompt_ids)] == more.prompt_ids
-    assert rollout.score.measured["dropped_tokens"] == len(answer(first).token_ids) + len(answer(other).token_ids)
+    # The sequences are the replies that nothing was said after, each behind all that it was sampled after.
+    asked = (first, again, more, other, fork)
+    said = [answer(each).token_ids for each in asked]
+    sequences = [(*asked[i].prompt_ids, *said[i]) for i in (0, 2, 3, 4)]
+    assert rollout.token_ids == tuple(chain(*sequences))
+    assert [*rollout.starts, len(rollout.token_ids)] == [0, *accumulate(map(len, sequences))]
+    # Each turn once, in the order in which they were answered: the second, sampled before the fork, before the third.
+    assert [rollout.token_ids[turn.start : turn.end] for turn in rollout.turns] == said
+    assert [turn.reward for turn in rollout.turns] == [0.0, 0.0, 0.0, 0.0, 2.0]
+    sampled_at = [i for turn in rollout.turns for i in range(turn.start, turn.end)]
+    assert sorted(sampled_at) == [i for i, is_sampled in enumerate(rollout.is_sampled) if is_sampled]
+    assert rollout.turns[1].end < rollout.starts[2] < rollout.turns[3].start
+    measured = rollout.score.measured
+    of_other = (Counter(other.prompt_ids) - Counter(ids("<bos>1+1="))).total()  # without what the problem's prompt has
+    assert measured["environment_tokens"] == len(ids("2+2=")) + of_other + len(ids("3+3="))
+    assert (measured["turns"], measured["sequences"]) == (5.0, 4.0)
 
 
 def test_an_engine_that_dies_between_two_turns_costs_nothing() -> None:

@@ -89,7 +89,7 @@ def test_a_fully_masked_sequence_adds_nothing_but_counts(plain, random_inputs):
     policy, batch, totals = random_inputs()
     kept = [0, 1, 3, 4, 5]  # sequence 2 has no completion token
     loss = GRPO(**plain, dual_clip=None)
-    without = loss(*select(policy, batch, kept), replace(totals, num_sequences=5)).loss
+    without = loss(*select(policy, batch, kept), replace(totals, num_rollouts=5)).loss
     torch.testing.assert_close(loss(policy, batch, totals).loss, without * 5 / 6)
 
 

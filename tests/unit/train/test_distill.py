@@ -83,7 +83,7 @@ def test_completions_that_are_cut_off_count_in_the_denominator_as_elsewhere() ->
         batch, _, metrics, _ = prepare_batch([cut, whole], passes)
         assert batch is not None
         totals = totals_of(batch, range(batch.num_sequences), max_new_tokens=20)
-        assert (totals.num_sequences, totals.num_completion_tokens) == (4, 3)
+        assert (totals.num_rollouts, totals.num_completion_tokens) == (4, 3)
         assert metrics["num_groups_masked"] == 1
     stats = passes.policy.scoring(batch)
     part = batch.with_logprobs(old=stats.logprobs.detach())

@@ -135,7 +135,7 @@ def test_groups_without_signal_stay_where_updates_need_them(settings, rewards, t
     owners = [token - 5 for token in batch.token_ids[batch.completion_mask].tolist()]
     assert owners == [n for n in trained for _ in range(2)]
     assert metrics["num_groups_trained"] == len(trained)
-    assert len(passes.updates_of(batch.num_sequences)) == len(passes.updates_of(8))
+    assert len(passes.updates_of(batch.num_rollouts)) == len(passes.updates_of(8))
     assert [any(own) for own in advantages] == [first != second for first, second in rewards]
 
 
