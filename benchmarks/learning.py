@@ -211,7 +211,8 @@ class Worker:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         args = sized(self.args, job.task)
-        url = self.serve(SERVED.get(job.arm, ())) if job.is_ours and job.arm not in IN_PROCESS else ""
+        needs_server = job.is_ours and job.arm not in IN_PROCESS and not args.in_process
+        url = self.serve(SERVED.get(job.arm, ())) if needs_server else ""
         command = our_command(job, args, folder, url) if job.is_ours else trl_command(job, args)
         began = time.time()
         process = self.start(command, folder / "log.txt")
