@@ -16,7 +16,7 @@ from offline_grpo.task.environment import Environment
 from offline_grpo.task.rows import Row
 from offline_grpo.types import Rollout, SamplingParams
 
-NAMES = ("glm4moe", "gptoss", "llama3_1", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_instruct_2507")
+NAMES = ("glm4moe", "gptoss", "llama3_1", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_instruct_2507", "smollm2_tools")
 SAMPLING = SamplingParams(max_new_tokens=1000)
 
 

@@ -23,6 +23,7 @@ from transformers import AddedToken, GenerationConfig, LlamaForCausalLM, PreTrai
 from offline_grpo.engine.streaming import Streaming
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.generation.scoring import IsolatedTask, Scorers
+from offline_grpo.model import text
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.task.environment import EpisodeTask
@@ -42,7 +43,9 @@ from offline_grpo.types import (
 FOLDER = Path(metadata.distribution("trl").locate_file("trl/chat_templates"))  # type: ignore[arg-type]  # an import takes seconds
 WANT_IMAGES = ("idefics3", "llava_next", "smolvlm")
 """Their messages are lists of parts."""
-NAMES = tuple(sorted(f.stem for f in FOLDER.glob("*.jinja") if "training" not in f.stem and f.stem not in WANT_IMAGES))
+OURS = Path(text.__file__).with_name("smollm2_tools.jinja")
+FILES = {f.stem: f for f in (*FOLDER.glob("*.jinja"), OURS) if "training" not in f.stem and f.stem not in WANT_IMAGES}
+NAMES = tuple(sorted(FILES))
 ENDS = {
     "cohere": ("<|END_OF_TURN_TOKEN|>",),
     "deepseek": ("<｜end▁of▁sentence｜>",),
@@ -79,7 +82,7 @@ BUY: dict[str, Any] = {
 
 
 def template(name: str) -> str:
-    return (FOLDER / f"{name}.jinja").read_text()
+    return FILES[name].read_text()
 
 
 @cache

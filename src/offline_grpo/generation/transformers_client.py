@@ -1,8 +1,9 @@
 """Samples from the module that is being trained, through transformers' own `generate`: no server, no second copy of the
 weights.
 
-Rows of one prompt share its prefill, and rows that have ended are dropped from the batch, so the work is that of the
-tokens returned. Each row draws from a random stream of its own, and each token comes with its logprob.
+Rows of one prompt share its prefill, a turn of an episode goes on from the keys and values of those before it, and
+rows that have ended are dropped from the batch, so the work is that of new tokens. Each row draws from a random stream
+of its own, and each token comes with its logprob.
 
 Shapes: B rows are a batch, R <= B of them are still being generated; U prompts; N is `max_new_tokens`, V the size of
 the vocabulary.
@@ -24,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers import (
     DynamicCache,
+    DynamicLayer,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -41,6 +43,7 @@ from offline_grpo import progress
 from offline_grpo.engine.engine import LocalEngine
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.decoding_graph import graphed_steps, has_graphs, shared_heads, with_fixed_size
+from offline_grpo.generation.prefixes import Prefixes, common_beginning, fill
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.layers import decoder_of, not_compiled
 from offline_grpo.model.load import context_length
@@ -58,6 +61,9 @@ from offline_grpo.types import (
 LOW_BITS = 2**64 - 1
 REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Not cuDNN's attention: on an H100 it rounds the same decoding step differently each time from 65 keys on."""
+
+WORTH_TOKENS = 32
+"""So many more tokens are worth a forward pass, or a batch, of their own."""
 
 CACHE_NAMES = {"cache", "past_key_values"}  # what models call the argument: the former since transformers 5.24
 
@@ -85,13 +91,16 @@ class TransformersClient(LocalEngine):
     weights: ServedWeights = field(default_factory=ServedWeights, init=False)
     _lm: Any = field(init=False)  # the transformers model, free of peft's wrapper; LoRA layers sit inside it
     _cache_name: str = field(init=False)  # of its forward's argument
+    _keeps_all: bool = field(init=False)  # whether its cache has every token: no sliding window, no recurrent state
 
     def __post_init__(self) -> None:
         self._lm = unwrapped(self.model)
         self._cache_name = next(iter(CACHE_NAMES & inspect.signature(self._lm.forward).parameters.keys()), "")
         lacks = None if self._cache_name else "does not use a cache of keys and values"
+        cache = self._empty_cache()
+        self._keeps_all = all(type(layer) is DynamicLayer for layer in cache.layers)
         try:
-            DynamicCache(config=self._lm.config.get_text_config(decoder=True)).get_seq_length()
+            cache.get_seq_length()
         except ValueError:
             lacks = lacks or "has no layer with attention"
         if lacks is not None:
@@ -103,6 +112,7 @@ class TransformersClient(LocalEngine):
         decoded together.
         """
         coming, num_before, is_over = iter(requests), 0, False
+        kept = Prefixes(capacity=self.batch_size)
         context = context_length(self._lm.config)
         while not is_over:
             taken: list[SamplingRequest] = []
@@ -121,13 +131,19 @@ class TransformersClient(LocalEngine):
                     has = f"prompt {index} has {len(prompt)} tokens and the model's context is {context}"
                     fix = f"use {max(context - len(prompt), 0)} or less, or leave out problems with longer prompts"
                     raise ConfigError(f"generation.max_new_tokens={limit}: {has}; {fix}")
-            # 2. Rows are (request, replicate), the short prompts first; a batch may have parts of several requests.
-            by_length = sorted(range(len(taken)), key=lambda index: len(taken[index].prompt_ids))
-            rows = [(index, replicate) for index in by_length for replicate in range(taken[index].num_completions)]
+            # 2. Rows are (request, replicate), those with the fewest new tokens first; a batch may have parts of
+            #    several requests. Its rows all compute as many tokens, so a new prompt does not join further turns.
+            known = [0 if each.episode is None else kept.longest(each.episode, each.prompt_ids)[0] for each in taken]
+            num_new = [len(request.prompt_ids) - own for request, own in zip(taken, known, strict=True)]
+            by_work = sorted(range(len(taken)), key=lambda index: (num_new[index], len(taken[index].prompt_ids)))
+            rows = [(index, replicate) for index in by_work for replicate in range(taken[index].num_completions)]
             done: dict[int, list[Completion]] = defaultdict(list)
-            for start in range(0, len(rows), self.batch_size):
-                batch = rows[start : start + self.batch_size]
-                draws = self._decode(taken, batch, sampling)
+            while rows:
+                first = rows[0][0]
+                most = 2 * num_new[first] + WORTH_TOKENS if known[first] else max(num_new)
+                size = sum(num_new[index] <= most for index, _ in rows[: self.batch_size])
+                batch, rows = rows[:size], rows[size:]
+                draws = self._decode(taken, batch, sampling, kept)
                 if (bad := draws.first_non_finite()) is not None:
                     where = f"token {bad[1]} after prompt {batch[bad[0]][0]}"
                     raise EngineError(f"logits of {where} are not finite (weights version {self.weights.version})")
@@ -139,38 +155,62 @@ class TransformersClient(LocalEngine):
 
     @torch.no_grad()  # not inference_mode: tensors that the model caches while it samples must stay usable in training
     def _decode(
-        self, requests: Sequence[SamplingRequest], batch: Sequence[tuple[int, int]], sampling: SamplingParams
+        self,
+        requests: Sequence[SamplingRequest],
+        batch: Sequence[tuple[int, int]],
+        sampling: SamplingParams,
+        kept: Prefixes,
     ) -> Draws:
         """Completions of U distinct prompts, in B >= U rows, each a (request, replicate)."""
         lm = self._lm
         eos_ids = end_ids(lm.generation_config, self.tokenizer)  # before a neutral one takes its place
-        place = {index: i for i, index in enumerate(dict.fromkeys(index for index, _ in batch))}
-        limits = [requests[index].max_new_tokens or sampling.max_new_tokens for index, _ in batch]
+        asked = [requests[index] for index, _ in batch]  # [B]
+        episodes = {request.prompt_ids: request.episode for request in asked}  # of each of the U prompts
+        prompts = list(episodes)
+        limits = [request.max_new_tokens or sampling.max_new_tokens for request in asked]
         with sampling_state(lm), not_compiled(lm), sdpa_kernel(REPEATABLE), shared_heads():
-            # 1. Rows of one prompt share the prefill, but for its last token, with which `generate` begins.
-            rows = torch.tensor([place[index] for index, _ in batch], device=lm.device)  # [B]
-            # They are padded at the left, each with its own first token: a repetition penalty sees none that it lacks.
-            prompts = [requests[index].prompt_ids for index in place]
+            # 1. Prompts are padded at the left, each with its own first token: a repetition penalty sees none that it
+            #    lacks.
+            place = {prompt: i for i, prompt in enumerate(prompts)}
+            rows = torch.tensor([place[request.prompt_ids] for request in asked], device=lm.device)  # [B]
             width = max(map(len, prompts))
             blanks = [width - len(prompt) for prompt in prompts]
             padded = [[prompt[0]] * blank + [*prompt] for prompt, blank in zip(prompts, blanks, strict=True)]
             masks = [[0] * blank + [1] * len(prompt) for prompt, blank in zip(prompts, blanks, strict=True)]
             token_ids, mask = torch.tensor(padded, device=lm.device), torch.tensor(masks, device=lm.device)  # [U, P]
-            cache = DynamicCache(config=lm.config.get_text_config(decoder=True))
-            if len(batch) > len(place) and token_ids.shape[1] > 1:
-                position_ids = (mask[:, :-1].cumsum(-1) - 1).clamp(min=0)
-                inputs = {"input_ids": token_ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": position_ids}
-                decoder_of(lm)(**inputs, use_cache=True, **{self._cache_name: cache})  # without logits
+
+            # 2. Those of episodes begin with what is kept. What all begin with, such as instructions, is computed once.
+            cache, num_new = self._empty_cache(), width
+            is_played = self._keeps_all and None not in episodes.values()
+            if is_played:
+                beginning = common_beginning(prompts)
+                known = kept.longest(None, beginning)
+                if len(prompts) > 1 and len(beginning) - known[0] > WORTH_TOKENS:
+                    own, ids = self._empty_cache(), torch.tensor([beginning], device=lm.device)
+                    fill(own, [known])
+                    self._prefill(own, ids, torch.ones_like(ids), known[0])
+                    kept.keep(beginning, beginning, own, row=0, start=0)
+                found = [kept.longest(episodes[prompt], prompt) for prompt in prompts]
+                num_new = max(len(prompt) - length for prompt, (length, _) in zip(prompts, found, strict=True))
+                pairs = zip(prompts, found, strict=True)
+                fill(cache, [(max(len(prompt) - num_new, 0), prefix) for prompt, (_, prefix) in pairs])
+
+            # 3. Rows of one prompt share the prefill, but for its last token, with which `generate` begins.
+            if len(batch) > len(prompts) and width > 1:
+                if num_new > 1:
+                    self._prefill(cache, token_ids[:, :-1], mask[:, :-1], width - num_new)
                 cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]  # a row may come several times
-            cache = with_fixed_size(cache, lm, token_ids.shape[1] + max(limits)) if has_graphs(lm) else cache
+            if has_graphs(lm) or is_played:  # a growing cache is copied at each step, long histories too
+                cache = with_fixed_size(cache, lm, width + max(limits))
             token_ids, mask = token_ids[rows], mask[rows]  # [B, P]
-            # 2. The last logits processor draws the tokens, from random numbers of each row's own.
+
+            # 4. The last logits processor draws the tokens, from random numbers of each row's own.
             draws = Draws(limits, lm.device)
             seeds = [requests[index].seed + replicate for index, replicate in batch]
             noise = None if sampling.temperature == 0 else uniforms(seeds, max(limits)).to(lm.device)  # [B, N]
             processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
             ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
-            # 3. Whenever half of the rows have ended, the others go on without them.
+            # 5. Whenever half of the rows have ended, the others go on without them.
             while True:
                 if hasattr(lm.base_model, "rope_deltas"):  # Qwen-VL's and its like keep what images did to rows before
                     lm.base_model.rope_deltas = None
@@ -185,12 +225,29 @@ class TransformersClient(LocalEngine):
                         stopping_criteria=ends,
                         synced_gpus=False,  # of sharded weights this process has all while it samples
                     )  # [R, P + step]
-                kept = draws.goes_on().nonzero().squeeze(-1)  # [R'], positions in the former rows
-                draws.rows = draws.rows[kept]
-                if len(kept) == 0 or draws.num_steps_left == 0:
+                goes_on = draws.goes_on() & (draws.num_steps_left > 0)  # [R]
+                # What an episode said stays for its next turn, but for the last token, which has not been computed.
+                for row in (~goes_on).nonzero().squeeze(-1).tolist() if self._keeps_all else ():
+                    number = int(draws.rows[row])
+                    request, start = asked[number], width - len(asked[number].prompt_ids)
+                    if request.episode is not None:
+                        ids = token_ids[row, start : width + int(draws.num_tokens[number]) - 1].tolist()
+                        kept.keep(request.episode, ids, cache, row=row, start=start)
+                left = goes_on.nonzero().squeeze(-1)  # [R'], positions in the former rows
+                draws.rows = draws.rows[left]
+                if len(left) == 0:
                     return draws
-                token_ids, mask = token_ids[kept], pad(mask[kept], (0, token_ids.shape[1] - mask.shape[1]), value=1)
-                cache.reorder_cache(kept)  # pyright: ignore[reportArgumentType]  # an int64 tensor by another name
+                token_ids, mask = token_ids[left], pad(mask[left], (0, token_ids.shape[1] - mask.shape[1]), value=1)
+                cache.reorder_cache(left)  # pyright: ignore[reportArgumentType]  # an int64 tensor by another name
+
+    def _empty_cache(self) -> DynamicCache:
+        return DynamicCache(config=self._lm.config.get_text_config(decoder=True))
+
+    def _prefill(self, cache: DynamicCache, token_ids: Tensor, mask: Tensor, num_cached: int) -> None:
+        """Compute keys and values of tokens [U, P] behind the first `num_cached` columns, without logits."""
+        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, num_cached:]
+        inputs = {"input_ids": token_ids[:, num_cached:], "attention_mask": mask, "position_ids": position_ids}
+        decoder_of(self._lm)(**inputs, use_cache=True, **{self._cache_name: cache})
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from offline_grpo.config.engine_spec import num_shards
 from offline_grpo.config.parts import Plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.teacher import KEY
+from offline_grpo.interfaces import TaskFacts
 from offline_grpo.model.device import TORCH_NAMES, torch_dtype
 from offline_grpo.model.layers import blocks_of, is_compiled, layer_configs
 from offline_grpo.model.load import (
@@ -225,13 +226,14 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     in_update = max(activations_bytes, 2 * gradients_bytes) if is_summed else activations_bytes
 
     # Sampling in process has a KV cache and logits while there are no gradients and activations. A layer's cache is
-    # copied when it grows. A sharded policy is gathered for it.
+    # copied when it grows; of episodes, as many sequences are kept for their next turns. A sharded policy is gathered.
     sampling_bytes = 0
     if not plan.engine.needs_server:
         rows, text = plan.engine.client_node.get("batch_size", 1), request.model_config.get_text_config()
         longest = request.sequence_tokens(max(plan.sampling.max_new_tokens, plan.eval_sampling.max_new_tokens))
         layer_bytes = 2 * rows * longest * _widths(text)[1] * itemsize
-        sampling_bytes = layer_bytes * (text.num_hidden_layers + 1) + LOGITS_COPIES * 4 * rows * text.vocab_size
+        num_layers = text.num_hidden_layers * (2 if TaskFacts.of(plan.data.task).plays else 1) + 1
+        sampling_bytes = layer_bytes * num_layers + LOGITS_COPIES * 4 * rows * text.vocab_size
         sampling_bytes += request.num_weights * itemsize * request.is_sharded
 
     # With fsdp2 whole weights: embeddings and head for the length of a pass, and two blocks, because the next one comes

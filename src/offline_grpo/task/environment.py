@@ -156,6 +156,7 @@ class Environment(ToolEpisodes, EpisodeTask):
     """
 
     environment: str
+    examples: list[dict[str, Any]]
 
     _idle: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
     """Objects that have played, and can play again."""
@@ -178,6 +179,11 @@ class Environment(ToolEpisodes, EpisodeTask):
         found = inspect.getmembers(kind, lambda f: isinstance(inspect.unwrap(f), (FunctionType, MethodType)))
         public = [name for name, _ in found if not name.startswith("_")]
         return {name: inspect.getattr_static(kind, name).__get__(self, kind) for name in public}
+
+    def messages(self, row: Row, prompt: Sequence[Message]) -> tuple[Message, ...]:
+        """The prompt, after the system message and the examples."""
+        whole = Row("task:", 0, {"examples": [*self.examples, {"role": "user", "content": ""}]})
+        return super().messages(row, [*messages_or_text(whole, "examples", "task.examples")[:-1], *prompt])
 
     @property
     def tools(self) -> tuple[Schema, ...]:
