@@ -282,7 +282,7 @@ def test_atropos_gets_each_sequence_as_one_of_its_own() -> None:
     sequences = [
         (r.token_ids[start:end], r.is_sampled[start:end], r.score.reward)
         for r in group.rollouts
-        for start, end in pairwise((*r.starts, len(r.token_ids)))
+        for start, end in r.bounds
     ]
     assert [(tuple(ids), reward) for ids, reward in zip(found["tokens"], found["scores"], strict=True)] == [
         (ids, reward) for ids, _, reward in sequences
