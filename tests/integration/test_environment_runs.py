@@ -66,9 +66,7 @@ def test_an_episode_of_several_sequences_is_trained_alike_by_two_processes_resum
     assert [who for who, _ in shown if who.startswith("sequence")] == [f"sequence {i} of 3" for i in (1, 2, 3)]
 
     assert run_in_children(2, together, *words, "train.iterations=1") == [0, 0], printed(together)
-    found = metrics_of(together)["train_iter_000.json"] | {
-        "lr": first["lr"]
-    }  # whose schedule is that of two iterations
+    found = metrics_of(together)["train_iter_000.json"] | {"lr": first["lr"]}  # of another schedule
     assert found == pytest.approx(first, abs=1e-5, rel=1e-4)
 
     kill = Kill("offline_grpo.checkpoint.checkpointer:Checkpointer.commit", 2)
