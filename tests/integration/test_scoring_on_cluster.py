@@ -20,13 +20,14 @@ import worlds
 from dialogues import InProcess, isolated, problem_of, sampled
 from engines import save_model
 from factories import compose_config
-from runs import assert_same, drawn, metrics_of, run, wait_until
+from runs import assert_same, drawn, five, metrics_of, wait_until
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
 from offline_grpo.engine.streaming import in_background
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.scoring import ClusterScorers, IsolatedTask
+from offline_grpo.run import train
 from offline_grpo.types import Rollout, Score
 
 HOST = "offline_grpo.generation.scoring_worker"
@@ -87,9 +88,9 @@ def test_a_completion_that_costs_machines_does_not_cost_them_all(cluster: Any) -
         task.close()
 
 
-REWARD = ("task=dataset", "task.reward=bad_rewards:vowels", "task._target_=offline_grpo.task.dataset.Dataset")
-GAME = ("task=environment", "task.environment=worlds:Talk", "generation.max_new_tokens=24")
-GAME += ("task._target_=offline_grpo.task.environment.Environment", "model.tiny=null")
+REWARD = ("task=dataset", "task.reward=bad_rewards:vowels")
+GAME = ("task=environment", "task.environment=worlds:Talk", "task.max_environment_tokens=20")
+GAME += ("generation.max_new_tokens=12", "task.max_turn_tokens=5")
 
 
 @pytest.mark.slow  # a run of its own for each side
@@ -98,10 +99,11 @@ def test_a_run_is_the_same_wherever_it_is_scored(task: tuple[str, ...], cluster:
     model, rows = save_model(tmp_path / "model"), tmp_path / "rows.jsonl"
     own = ({"prompt": f"{i} plus 1?", "answer": str(i + 1), "turns": 2} for i in range(40))
     rows.write_text("".join(json.dumps(row) + "\n" for row in own))
-    task += (f"task.path={rows}", "data.num_train_seeds=null", "train.iterations=2", "scoring.workers=2")
-    run(tmp_path / "here", model, *task)
+    words = [word for word in five(model) if not word.startswith("task.")]
+    words += [*task, f"task.path={rows}", "data.num_train_seeds=null", "train.iterations=2", "scoring.workers=2"]
+    train(compose_config(*words), tmp_path / "here")
     there = ("placement=ray", f"placement.address={cluster.address}", "placement.score_on_cluster=true")
-    run(tmp_path / "there", model, *task, *there)
+    train(compose_config(*words, *there), tmp_path / "there")
     assert_same(metrics_of(tmp_path / "here"), metrics_of(tmp_path / "there"))
     assert drawn(tmp_path / "here") == drawn(tmp_path / "there")
     log = (tmp_path / "there" / "run.log").read_text()
@@ -118,12 +120,15 @@ def on_cluster(cluster: Any, make: Callable[[], Any], **settings: Any) -> Isolat
 @pytest.mark.slow
 def test_episodes_are_the_same_on_a_cluster(cluster: Any) -> None:
     """Those of environments, also where they misbehave, and of agents, which ask this machine by its own address."""
-    for make, hows in (
-        (partial(worlds.environment, "worlds:Bad"), ("", "raise", "kill", "fork", "hang")),
-        (partial(worlds.agent, "worlds:chats", max_turns=2), ("",) * 3),
+    for make, timeout_s, hows in (
+        (partial(worlds.environment, "worlds:Bad"), 2.0, ("", "raise", "kill", "fork", "hang")),
+        (partial(worlds.agent, "worlds:chats", max_turns=2), 60.0, ("",) * 3),
     ):
         problems, found = [problem_of(make(), turns=2, how=how) for how in hows], []
-        for task in (isolated(make, memory_mib=1024), on_cluster(cluster, make, timeout_s=2.0)):
+        for task in (
+            isolated(make, memory_mib=1024, timeout_s=timeout_s),
+            on_cluster(cluster, make, timeout_s=timeout_s),
+        ):
             try:
                 found.append(sampled(InProcess(), task, problems))
             finally:
@@ -149,10 +154,14 @@ def test_a_lost_machine_costs_the_episodes_that_it_plays(cluster: Any, tmp_path:
     task = on_cluster(cluster, partial(worlds.environment, "worlds:Waits"), timeout_s=60.0)
     try:
         problems = [problem_of(worlds.environment("worlds:Waits"), go=str(go), places=str(places))] * 3
+        import ray
+
+        num_nodes = sum(node["Alive"] for node in ray.nodes())
         playing = in_background(lambda: sampled(InProcess(), task, problems, group_size=2))
-        wait_until(lambda: len(list(places.iterdir())) == 6)
+        wait_until(lambda: playing.done() or len(list(places.iterdir())) == 6)
         cluster.remove_node(cluster.machines.pop(), allow_graceful=False)
-        go.touch()
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == num_nodes - 1)
+        go.touch()  # not before: until then the lost machine might still answer
         rollouts = [each for own in playing.result() for each in own]
         assert sorted(str(r.score.failure).partition(":")[0] for r in rollouts) == ["None"] * 3 + ["crashed"] * 3
         assert {each.score.reward for own in sampled(InProcess(), task, problems) for each in own} == {1.0}

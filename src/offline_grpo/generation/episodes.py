@@ -185,7 +185,7 @@ def play_groups(
                 if problem.rules.has_address and proxy is None:
                     from offline_grpo.generation.proxy import Proxy
 
-                    proxy = Proxy(codec.chat_template_kwargs, said, getattr(task, "host", LOOPBACK))
+                    proxy = Proxy(codec.chat_template_kwargs, said, getattr(task, "own_address", LOOPBACK))
                 dialogue = Dialogue(codec.chat, sampling, problem.rules, codec.encode(problem.messages), seed + j)
                 chance = derive_seed(seed, "environment")  # the same for all of a group
                 own_proxy = proxy if problem.rules.has_address else None

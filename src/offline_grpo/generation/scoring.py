@@ -63,7 +63,7 @@ class IsolatedTask:
     def __init__(
         self, task: Task, scorers: Scorers | ClusterScorers, settings: ScoringConfig, num_live: int = 0
     ) -> None:
-        self._task, self._scorers, self.num_live, self.host = task, scorers, num_live, scorers.host
+        self._task, self._scorers, self.num_live, self.own_address = task, scorers, num_live, scorers.own_address
         self._on_failure = settings.on_failure
         self.rewards_groups = TaskFacts.of(task).rewards_groups
         self.said: set[str] = set()  # what was logged once in this run, and is not again
@@ -188,7 +188,7 @@ class Scorers:
     """
 
     def __init__(self, setup: Setup, host: Host | ClusterScorers | None = None) -> None:
-        self._setup, self._host, self.host = setup, host or Host(setup), LOOPBACK
+        self._setup, self._host, self.own_address = setup, host or Host(setup), LOOPBACK
         self._numbers = count()
         self._num_to_start = setup.num_workers
         self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None, or one that has ended: start another
@@ -340,9 +340,7 @@ class ScoringActor:
         number, reader, writer = await self._host.begin()
         self._streams[number] = reader, writer
         first = await reader.readline()
-        if (
-            self._host.has_died
-        ):  # no worker starts here any more; the run looks for another machine, or begins anew here
+        if self._host.has_died:  # and no worker starts any more: this machine counts as lost
             os._exit(1)
         return number, first
 
@@ -368,6 +366,7 @@ class _Machine:
 class _Line:
     """The run's end of a connection to a worker on another machine, in place of asyncio's streams."""
 
+    scorers: ClusterScorers
     machine: _Machine
     number: int
     first: bytes  # what the worker has said
@@ -388,7 +387,7 @@ class _Line:
 
     def close(self) -> None:
         self.machine.num_open -= 1
-        with suppress(Exception):  # the cluster may be gone
+        if not self.scorers.is_closed:  # else Ray would connect anew
             self.machine.actor.end.remote(self.number)
 
 
@@ -418,8 +417,8 @@ class ClusterScorers:
         log.info("scoring on %d machines of the Ray cluster: %s", len(self._machines), names)
 
     @property
-    def host(self) -> str:
-        """Where the cluster's machines find this one."""
+    def own_address(self) -> str:
+        """Of this machine, for the others of the cluster."""
         import ray
 
         return ray.util.get_node_ip_address()
@@ -440,7 +439,7 @@ class ClusterScorers:
             machine, begun = await self._asked("begin")
             if begun is not None:
                 machine.num_open += 1
-                line = _Line(machine, *begun)
+                line = _Line(self, machine, *begun)
                 return line.number, line, line
         raise ScoreError(f"no process that plays episodes starts: {MAX_TRIED} machines of the Ray cluster were lost")
 
