@@ -1,5 +1,6 @@
 """Draws what was measured on H100s and H200s: docs/images/h100.png from the results in `results/h100`, learning.png
-from `results/h200/learning.json` and objectives.png from `results/h200/paired_objectives.json`. Needs no GPU.
+from `results/h200/learning.json`, objectives.png from `results/h200/paired_objectives.json` and calculator.png from
+`results/tool_demo.json`. Needs no GPU.
 
     python benchmarks/picture.py
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h100"
 LEARNING = HERE / "results" / "h200" / "learning.json"
 OBJECTIVES = HERE / "results" / "h200" / "paired_objectives.json"
+DEMO = HERE / "results" / "tool_demo.json"
 IMAGES = HERE.parent / "docs" / "images"
 WIDTH, HEIGHT, DPI = 10.0, 5.4, 110
 
@@ -242,8 +245,43 @@ def draw_objectives(result: Mapping[str, Any], path: Path) -> None:
     print(path)
 
 
+def draw_demo(result: Mapping[str, Any], path: Path) -> None:
+    """Each evaluation against time, and an episode before and after: what was sampled in colour, all else in grey."""
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.0), width_ratios=(1, 2.1), layout=layout)
+    curve = result["details"]["evaluations"]
+    low, middle, high = (np.array([each[f"pass@1{end}"] for each in curve]) for end in ("_low", "", "_high"))
+    minutes = [each["seconds"] / 60 for each in curve]
+    left.errorbar(minutes, middle, yerr=(middle - low, high - middle), color=BLUE, marker="o", markersize=4, capsize=2)
+    left.set_title("Held-out pass@1", fontsize=10.5, loc="left", fontweight="bold")
+    left.set_xlabel("minutes since the command, two cores", fontsize=9, color=TEXT)
+    left.set_ylim(0, 1.03)
+    left.set_xlim(left=0)
+    left.yaxis.set_major_formatter(PERCENT)
+    left.tick_params(labelsize=8, colors=TEXT, length=0)
+    left.spines[["top", "right"]].set_visible(False)
+    left.spines[["left", "bottom"]].set_color(AXIS)
+    row, rows = 0.0, []
+    for title, turns in zip(("Before", "After"), result["details"]["episodes"], strict=True):
+        rows.append((row, title, TEXT, "bold"))
+        for who, text in turns:
+            color = BLUE if who == "policy" else GREY
+            shown = text.replace("<|im_end|>", "\n").replace("<|im_start|>", "").split("\n")
+            for line in (part for line in shown if line.strip() for part in textwrap.wrap(line, 108)):
+                row += 1
+                rows.append((row, line, color, "normal"))
+        row += 1.5
+    for row, text, color, weight in rows:
+        right.text(0, row, text, color=color, fontweight=weight, fontsize=8, va="top", family="monospace")
+    right.set_ylim(row + 1, 0)
+    right.set_axis_off()
+    figure.savefig(path, dpi=DPI)
+    print(path)
+
+
 def main() -> None:
     """Draw and save."""
+    draw_demo(json.loads(DEMO.read_text()), IMAGES / "calculator.png")
     draw_learning(json.loads(LEARNING.read_text()), IMAGES / "learning.png")
     draw_objectives(json.loads(OBJECTIVES.read_text()), IMAGES / "objectives.png")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
