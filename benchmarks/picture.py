@@ -267,7 +267,7 @@ def draw_demo(result: Mapping[str, Any], path: Path) -> None:
         for who, text in turns:
             color = BLUE if who == "policy" else GREY
             shown = text.replace("<|im_end|>", "\n").replace("<|im_start|>", "").split("\n")
-            for line in (part for line in shown if line.strip() for part in textwrap.wrap(line, 108)):
+            for line in (part for each in shown if each.strip() for part in textwrap.wrap(each, 108)):
                 row += 1
                 rows.append((row, line, color, "normal"))
         row += 1.5
