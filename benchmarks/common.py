@@ -205,7 +205,7 @@ def parser_of(doc: str | None, name: str = "", option: str = "--out") -> argpars
         parser.add_argument("work", type=Path, help="a folder of the benchmark's own")
         parser.add_argument("overrides", nargs="*", help="of all our arms")
         parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
-        parser.add_argument(option, default=name, help="name of the result")
+        parser.add_argument(option, default=name, help="name of the result, or its folder")
     return parser
 
 

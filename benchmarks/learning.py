@@ -1,20 +1,18 @@
-"""Learning curves of a real model: five losses and TRL's GRPOTrainer on three tasks, several seeds, many runs at the
-same time.
+"""Learning curves of a real model: five losses and TRL's GRPOTrainer on texts, a calculator as environment, as agent,
+asynchronously and by TRL's environment_factory, and objectives on one recording; several seeds, many runs at a time.
 
-    python benchmarks/learning.py WORK --model FOLDER --minutes 18      # all cards that are visible, 5 runs on each
+    python benchmarks/learning.py WORK --model FOLDER --minutes 18      # all cards that are visible, 4 runs on each
+    python benchmarks/learning.py WORK --model FOLDER --tasks calculator
     python benchmarks/learning.py WORK --collect                        # the result again, from what is in WORK
     python benchmarks/learning.py WORK --model FOLDER --small           # a few tiny runs on the CPU
 
 FOLDER is a model in transformers' format; curves of SmolLM2-135M-Instruct are in the results. The problems are made by
-reasoning-gym, unless WORK/data has them (`learning_tasks.py`). All runs have the same prompts, rewards, batch, schedule
-and learning rate; those named after a loss differ in it alone, the others in what EXTRAS says. Each worker runs jobs
-one after the other, seed by seed, on its share of a card and of the cores; its vLLM server serves all of our jobs,
-because each run's first push replaces the weights. The result is written after every job: what is cut off loses only
-what is in flight, and the same command later does the rest. Jobs run in the order of their worth: the first task with
-three seeds, the extras terse and lr_1e-4, the other tasks with three seeds, then more seeds and the other extras. For
-twelve minutes of seven H200 with 112 cores, 94 runs (one of five runs at a time takes 100 to 190 s):
-
-    python benchmarks/learning.py WORK --model FOLDER --minutes 11.5 --least-s 110
+reasoning-gym and the experiment of the calculator, unless WORK/data has them (`learning_tasks.py`). All runs of a task
+have the same prompts, rewards, batch, schedule and learning rate; those named after a loss differ in it alone, the
+others in what EXTRAS, EPISODES and REPLAYS say. Each worker runs jobs one after the other on its share of a card and of
+the cores; its vLLM server serves all of our jobs, because each run's first push replaces the weights. Jobs run in the
+order of WORTH, and none begins that cannot end in time, judged by those of its kind that have ended. What is cut off
+loses only what is in flight: the same command later does the rest.
 """
 
 from __future__ import annotations
@@ -31,15 +29,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import learning_tasks
 import numpy as np
-from common import ROOT, Target, parser_of, write_result
+from common import RESULTS, ROOT, Target, parser_of, write_result
 
 from offline_grpo.engine.http import choose_port
 from offline_grpo.eval.statistics import mean_interval, t_975
@@ -47,21 +44,77 @@ from offline_grpo.report.runs import load_run
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 LR, UPDATES = 1e-5, 2
-KV_BYTES = 2 << 30
+SIZES: Mapping[str, Mapping[str, int]] = {"calculator": {"iterations": 12, "eval_interval": 2}}
+"""Of tasks that have others than the rest."""
+KV_BYTES = 4 << 30
+MAX_LEN = 2048
 EXTRAS: Mapping[str, tuple[str, Sequence[str]]] = {
     "terse": ("sums", ["train.lr=3e-5", "task.reward=learning_tasks:terse", "train.kl_coef=0.001"]),
     "lr_1e-4": ("sums", ["train.lr=1e-4", "train.kl_coef=0.001"]),
+    "lr_3e-6": ("sums", ["train.lr=3e-6"]),
+    "lr_3e-5": ("sums", ["train.lr=3e-5"]),
+    "kl_0.05": ("sums", ["train.kl_coef=0.05"]),
+    "resample": ("longer_sums", ["data.resample_zero_signal=true"]),
+    "group_16": ("longer_sums", ["data.problems_per_iteration=16", "data.rollouts_per_problem=16"]),
     "lora": ("sums", ["model/lora=default", "train.lr=1e-4"]),
     "nf4": ("sums", ["model/lora=default", "train.lr=1e-4", "model.quantization=nf4"]),
     "fp8": ("sums", []),
 }
-"""Arm -> its task, and what it changes of the arm grpo. The first two look for a collapse, and run early."""
+"""Arm -> its task, and what it changes of the arm grpo. The first two look for a collapse."""
+EPISODES: Mapping[str, Sequence[str]] = {
+    "environment": ["task=environment"],
+    "async": ["task=environment", "mode=async", f"rollouts.max_staleness={UPDATES}"],
+    "agent": ["task=agent", "task.agent=learning_tasks:solve"],
+}
+"""Arm of the calculator -> what it has of its own."""
+OBJECTIVES = ("group_std", "group_mean", "batch_std", "rloo", "reinforce_baseline", "maxrl", "passk")
+RECORDED = "sums-grpo-0"
+"""The run whose rollouts are replayed."""
+REPLAYS: Mapping[str, Sequence[str]] = {
+    "replay": ["task.reward=learning_tasks:last_number"],
+    "parts": ["task.reward=learning_tasks:right_and_brief", "rollouts.rescore=true"],
+}
+"""Tasks of which each arm is an objective on the recording, as it is or with a reward of two parts."""
+WORTH: Sequence[tuple[str, Sequence[str], range]] = (
+    ("calculator", ("trl", *EPISODES), range(5)),
+    ("longer_sums", ("resample",), range(1)),
+    ("sums", ("grpo", "trl", "lr_3e-5", "lr_3e-6", "kl_0.05"), range(1)),
+    ("longer_sums", ("grpo", "group_16"), range(1)),
+    ("sums", ("trl", "grpo"), range(3)),
+    ("products", ("trl", "grpo"), range(3)),
+    ("replay", OBJECTIVES, range(5)),
+    ("parts", ("gdpo", "group_std"), range(5)),
+    ("longer_sums", ("trl", "grpo"), range(3)),
+    ("sums", ("lr_3e-5", "kl_0.05"), range(3)),
+    ("longer_sums", ("resample", "group_16"), range(3)),
+    *((task, ("trl", "grpo"), range(5)) for task in ("sums", "products", "longer_sums")),
+    ("sums", ("lr_3e-6", "terse", "lr_1e-4", "lora", "nf4", "fp8"), range(3)),
+    *((task, LOSSES, range(5)) for task in ("sums", "products", "longer_sums")),
+    ("instructions", ("trl", *LOSSES), range(5)),
+)
+"""Tasks, arms and seeds in the order in which they run, because the time may end before the last: what is known least
+comes first, and of that what takes least.
+"""
+EXPECTED_S = {"resample": 420, "TRL's calculator": 200, "TRL's": 240, "calculator": 150, "replay": 110}
+"""Kind of job -> how long it takes, until one of its kind has ended; 200 if it is not here."""
+MATCHED = {"calculator": "environment"}
+"""Task -> our arm that TRL's is compared with; grpo if it is not here."""
+RESULT_OF = {"replay": "paired_objectives", "parts": "paired_objectives", "calculator": "calculator"}
+"""Task -> its result; learning if it is not here."""
+CLAIMS = {
+    "learning": "A small real model learns with five losses, and with TRL alike, within the intervals over seeds",
+    "calculator": "A small real model learns to call a tool as TRL's environment_factory teaches it, and no slower",
+    "paired_objectives": "Objectives on the same recorded rollouts of a small real model, with the same seeds",
+}
+LEVELS = (0.5, 0.9)
+SECONDS = (
+    "of iterations: sampling, updates and weight sync, without the start; evaluations do not count, but for async: "
+    "it samples meanwhile. Runs share cards: `neighbours` is how many others there were on average"
+)
 IN_PROCESS = ("lora", "nf4")
-"""Arms that sample without a server, whose base weights other arms replace. The second is compared with the first."""
+"""Arms that sample without a server, whose base weights other arms replace."""
 SERVED: Mapping[str, Sequence[str]] = {"fp8": ["--quantization", "fp8"]}
 """Arm -> options of a server of its own."""
-FEW_SEEDS = 3
-"""That a task gets before the next task begins."""
 SERIES = ("reward_mean", "success_rate", "entropy", "completion_tokens_mean", "kl_divergence", "clip_frac", "grad_norm")
 SERIES += ("alignment/diff_abs_mean", "mismatch/kl_k3", "mismatch/ess_frac", "sync/probe_diff_abs_mean")
 """Of training, kept with each curve as means over ten iterations."""
@@ -94,6 +147,18 @@ class Job:
     def is_ours(self) -> bool:
         return self.arm != "trl"
 
+    @property
+    def kind(self) -> str:
+        """Of those that take about the same time."""
+        if not self.is_ours:
+            return f"TRL's {self.task}" if self.task in learning_tasks.EXPERIMENTS else "TRL's"
+        own = {"resample", *IN_PROCESS}
+        return "replay" if self.task in REPLAYS else self.arm if self.arm in own else self.task
+
+    @property
+    def data(self) -> str:
+        return "sums" if self.task in REPLAYS else self.task
+
 
 @dataclass
 class Worker:
@@ -125,7 +190,7 @@ class Worker:
             return url
         args, log = self.args, self.args.work / "servers" / f"{self.card}_{self.number}_{time.time():.0f}.log"
         command = [sys.executable, "-m", "offline_grpo.engine.serve", str(args.model), "--port", "null"]
-        command += ["--log-dir", str(log.parent), "--max-model-len", "512", "--max-num-seqs", "256"]
+        command += ["--log-dir", str(log.parent), "--max-model-len", str(MAX_LEN), "--max-num-seqs", "256"]
         if args.small:
             command += ["--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.05"]
         else:
@@ -141,24 +206,31 @@ class Worker:
         raise RuntimeError(f"no server: {log.read_text()[-2000:]}")
 
     def run(self, job: Job) -> int | None:
-        """Its exit code; None if the time ran out."""
+        """Its exit code; None if the time ran out. What the result has of it is kept, if it came to its end."""
         folder = self.args.work / job.name
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        url = self.serve(SERVED.get(job.arm, ())) if job.is_ours and job.arm not in IN_PROCESS else ""
-        command = our_command(job, self.args, folder, url) if job.is_ours else trl_command(job, self.args)
-        started = time.time()
+        args = sized(self.args, job.task)
+        needs_server = job.is_ours and job.arm not in IN_PROCESS and not args.in_process
+        url = self.serve(SERVED.get(job.arm, ())) if needs_server else ""
+        command = our_command(job, args, folder, url) if job.is_ours else trl_command(job, args)
+        began = time.time()
         process = self.start(command, folder / "log.txt")
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(timeout=max(1.0, self.args.deadline - time.time()))
+            code = process.wait(timeout=max(1.0, min(self.args.timeout_s, self.args.deadline - began)))
         end(process)
-        wall = {"rc": code, "wall_s": time.time() - started, "card": self.card, "worker": self.number}
+        wall = {"rc": code, "kind": job.kind, "began": began, "wall_s": time.time() - began, "card": self.card}
         (folder / "job.json").write_text(json.dumps(wall))
+        if code == 0:
+            (folder / "curve.json").write_text(json.dumps(rounded(curve_of(folder))))
+            for name in ("job.json", "curve.json") if self.args.keep else ():
+                (self.args.keep / job.name).mkdir(parents=True, exist_ok=True)
+                shutil.copy(folder / name, self.args.keep / job.name)
         return code
 
     def stop(self) -> None:
         for server, _ in self.servers.values():
-            server.terminate()  # it stops vLLM
             try:
                 server.wait(timeout=15)
             except subprocess.TimeoutExpired:
@@ -172,39 +244,66 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def sized(args: argparse.Namespace, task: str) -> argparse.Namespace:
+    """The settings with the sizes of a task."""
+    return argparse.Namespace(**vars(args) | ({} if args.small else SIZES.get(task, {})))
+
+
 def our_command(job: Job, args: argparse.Namespace, folder: Path, url: str) -> list[str]:
-    on_gpu = ["train.precision=bf16", "train.batch_size=null", "train.tokens_per_microbatch=8192"]
+    on_gpu = ["train.precision=bf16", "train.batch_size=null", "train.tokens_per_microbatch=16384"]
     on_cpu = ["train.precision=fp32", "train.batch_size=8", "model.device=cpu"]
     loss = job.arm if job.arm in LOSSES else "grpo"
+    num_held_out = len((args.work / "data" / job.data / "test.jsonl").read_text().splitlines())
     served = f"generation=vllm_server generation.base_url={url} weight_sync={job.sync}"
+    served += f" weight_sync.interval={args.eval_interval}" if job.task in REPLAYS else ""
     words = f"""
-        model=hf task=dataset task.reward=learning_tasks:{learning_tasks.REWARDS[job.task]} scoring.workers=2
-        {"" if job.arm in IN_PROCESS else served}
+        model=hf {"" if job.arm in IN_PROCESS or args.in_process else served}
         generation.max_new_tokens={limit(job, args)} checkpoint.enabled=false eval.ks=[1]
         data.problems_per_iteration={args.prompts} data.rollouts_per_problem={args.group} seed={job.seed}
         train/loss={loss} train.updates_per_iteration={UPDATES} train.iterations={args.iterations}
         train.lr={LR} train.schedule=constant train.kl_coef=0 train.drop_zero_signal_groups=false
-        eval.interval={args.eval_interval} eval.num_ids={args.eval_problems} eval.replicates={args.eval_samples}
+        eval.interval={args.eval_interval} eval.num_ids={min(num_held_out, args.eval_problems)}
+        eval.replicates={args.eval_samples}
     """
     return [
-        *(sys.executable, str(ROOT / "run_grpo.py"), *words.split()),
-        *(f"model.train_id={args.model}", f"task.path={args.work}/data/{job.task}", f"hydra.run.dir={folder}/run"),
+        *(sys.executable, str(ROOT / "run_grpo.py"), *words.split(), *task_words(job, args)),
+        *(f"model.train_id={args.model}", f"hydra.run.dir={folder}/run"),
         *(on_cpu if args.small else on_gpu),
         *EXTRAS.get(job.arm, ("", []))[1],
         *args.overrides,
     ]
 
 
+def task_words(job: Job, args: argparse.Namespace) -> list[str]:
+    """What a run of ours is about: texts that a reward judges, the recording of such a run, or episodes."""
+    data = args.work / "data" / job.data
+    if job.task in REPLAYS:
+        replay = ["rollouts=replay", f"rollouts.path={args.work / RECORDED / 'run'}", "rollouts.shuffle=true"]
+        replay += [f"train/advantage={job.arm}", *REPLAYS[job.task]]
+        return ["task=dataset", f"task.path={data}", "scoring.workers=2", *replay]
+    if job.task not in learning_tasks.EXPERIMENTS:
+        reward = f"task.reward=learning_tasks:{learning_tasks.REWARDS[job.task]}"
+        return ["task=dataset", f"task.path={data}", "scoring.workers=2", reward]
+    episodes = learning_tasks.episodes(data)
+    own = [] if job.arm == "agent" else ["task.environment=" + episodes["world"]]
+    limits = [f"task.{name}={json.dumps(value)}" for name, value in episodes["limits"].items()]
+    # Compiling the model would take longer than all iterations.
+    words = [f"task.path={data}", "task.prompt_field=messages", "scoring.episodes=256", "model.compile=false"]
+    return [*EPISODES[job.arm], *own, *words, *limits, f"model.chat_template={data / learning_tasks.TEMPLATE}"]
+
+
 def limit(job: Job, args: argparse.Namespace) -> int:
-    """Tokens of the longest completion."""
-    return args.tokens or learning_tasks.TOKENS[job.task]
+    """Tokens of the longest completion, or of all replies of an episode."""
+    if args.tokens is None and job.task in learning_tasks.EXPERIMENTS:
+        return learning_tasks.episodes(args.work / "data" / job.task)["tokens"]
+    return args.tokens or learning_tasks.TOKENS[job.data]
 
 
 def trl_command(job: Job, args: argparse.Namespace) -> list[str]:
     settings = {
         "model": str(args.model),
         "data": str(args.work / "data" / job.task),
-        "reward": learning_tasks.REWARDS[job.task],
+        "reward": learning_tasks.REWARDS.get(job.task),
         "seed": job.seed,
         "lr": LR,
         "iterations": args.iterations,
@@ -216,6 +315,8 @@ def trl_command(job: Job, args: argparse.Namespace) -> list[str]:
         "eval_problems": args.eval_problems,
         "eval_samples": args.eval_samples,
         "kv_bytes": KV_BYTES,
+        "max_len": MAX_LEN,
+        "threshold": 1.0,
         "microbatch": 2 if args.small else 32,
         "on_cpu": args.small,
     }
@@ -224,19 +325,15 @@ def trl_command(job: Job, args: argparse.Namespace) -> list[str]:
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:
-    """In the order in which they run, because the time may end before the last: the first task with few seeds and the
-    first extras, the other tasks with few seeds, then more seeds and the other extras.
-    """
-    sync, few, more = "reload" if args.small else "ipc", range(args.seeds)[:FEW_SEEDS], range(args.seeds)[FEW_SEEDS:]
-
-    def all_arms(tasks: Sequence[str], seeds: Iterable[int]) -> list[Job]:
-        return [Job(task, arm, seed, sync) for seed in seeds for task in tasks for arm in ("trl", *LOSSES)]
-
-    chosen = [(arm, task) for arm, (task, _) in EXTRAS.items() if task in args.tasks]
-    extras = [Job(task, arm, seed, sync) for seed in range(args.seeds // 2 or 1) for arm, task in chosen]
-    first, *others = args.tasks
-    planned = all_arms([first], few) + extras[:2] + all_arms(others, few) + all_arms(args.tasks, more) + extras[2:]
-    return [job for job in planned if (not args.arms or job.arm in args.arms) and not is_done(args.work / job.name)]
+    """Those that are asked for and have not ended before, in the order of their worth."""
+    sync = "reload" if args.small else "ipc"
+    planned = [Job(task, arm, seed, sync) for task, arms, seeds in WORTH for seed in seeds for arm in arms]
+    return [
+        job
+        for job in dict.fromkeys(planned)
+        if job.task in args.tasks and (not args.arms or job.arm in args.arms) and job.seed < args.seeds
+        if not is_done(args.work / job.name)
+    ]
 
 
 def is_done(folder: Path) -> bool:
@@ -245,19 +342,28 @@ def is_done(folder: Path) -> bool:
 
 
 class Queue:
-    """Jobs, what became of them, and the result that is written after each."""
+    """Jobs, of which workers take the next that can begin."""
 
     def __init__(self, args: argparse.Namespace, jobs: Sequence[Job]) -> None:
-        self.args, self.waiting, self.lock = args, deque(jobs), threading.Lock()
+        self.args, self.waiting, self.lock = args, list(jobs), threading.Lock()
+
+    def take(self) -> Job | None:
+        """The first that can end in time, and whose recording is there."""
+        left_s, recording = self.args.deadline - time.time(), self.args.work / RECORDED
+        has_recording = is_done(recording) and (recording / "run").exists()
+        with self.lock:
+            ended = [json.loads(path.read_text()) for path in self.args.work.glob("*/job.json")]
+            for job in self.waiting:
+                took = [each["wall_s"] for each in ended if each.get("kind") == job.kind and each["rc"] == 0]
+                takes_s = np.median(took) if took else EXPECTED_S.get(job.kind, 200)
+                if 1.15 * takes_s < left_s and (has_recording or job.task not in REPLAYS):
+                    self.waiting.remove(job)
+                    return job
+        return None
 
     def work(self, worker: Worker) -> None:
-        """Until nothing waits, or too little time is left for another."""
-        while time.time() < self.args.deadline - self.args.least_s:
-            with self.lock:
-                if not self.waiting:
-                    return
-                job = self.waiting.popleft()
-                shutil.rmtree(self.args.work / job.name, ignore_errors=True)  # while nobody collects
+        """Until nothing waits that can begin."""
+        while (job := self.take()) is not None:
             try:
                 code = worker.run(job)
             except RuntimeError as error:  # no server
@@ -270,12 +376,10 @@ class Queue:
                 print(f"{job.name} failed:\n{log[-1500:]}", flush=True)
                 if job.is_ours and job.sync == "ipc":  # once more, by the way that works everywhere
                     self.again(replace(job, sync="reload"))
-            with self.lock:
-                collect(self.args)
 
     def again(self, job: Job) -> None:
         with self.lock:
-            self.waiting.appendleft(job)
+            self.waiting.insert(0, job)
 
 
 def run_all(args: argparse.Namespace) -> None:
@@ -294,6 +398,8 @@ def run_all(args: argparse.Namespace) -> None:
         for thread in threads:
             thread.join()
     finally:
+        for server, _ in (each for worker in workers for each in worker.servers.values()):
+            server.terminate()  # it stops vLLM
         for worker in workers:
             worker.stop()
 
@@ -312,7 +418,8 @@ def curve_of(folder: Path) -> dict[str, Any] | None:
     eval_s = [metrics.get("time/eval_s", 0.0) for metrics in history.train.values()]
     if not len(held_out):
         return None
-    trained = np.concatenate([[0.0], np.cumsum(seconds - np.array(eval_s))])
+    # Evaluations do not count, but where the next iteration is sampled meanwhile.
+    trained = np.concatenate([[0.0], np.cumsum(seconds - np.array(eval_s) * ("-async-" not in folder.name))])
     tens = {
         key: [float(values[i : i + 10].mean()) for i in range(0, len(values), 10)]
         for key in SERIES
@@ -356,82 +463,127 @@ def seconds_to(level: float, curves: Sequence[Mapping[str, Any]]) -> float:
     return math.inf
 
 
+def with_interval(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The mean, and its 95% interval if there are several values."""
+    mean = {name: float(np.mean(values))}
+    if len(values) < 2:
+        return mean
+    low, high = mean_interval(np.array(values)[:, None])
+    return {**mean, f"{name}/low": float(low[0]), f"{name}/high": float(high[0])}
+
+
+def neighbours(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> float:
+    """How many other runs there were on its card, on average over its time."""
+    began, ended = run["began"], run["began"] + run["wall_s"]
+    beside = [each for each in runs if "began" in each and each["card"] == run["card"]]
+    times = [(each["began"], each["began"] + each["wall_s"]) for each in beside]
+    return sum(max(0.0, min(ended, end) - max(began, start)) for start, end in times) / run["wall_s"] - 1
+
+
+def of_arm(runs: Sequence[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """What is measured of the runs of an arm, one for each seed."""
+    finals = with_interval("last", [run["pass@1"][-1] for run in runs])
+    measured = {"first": float(np.mean([run["pass@1"][0] for run in runs])), "seeds": len(runs)}
+    measured |= {key.removeprefix("last/"): value for key, value in finals.items()}
+    measured["iteration_s"] = float(np.median([s for run in runs for s in run["iteration_s"][1:] or [math.nan]]))
+    if all("began" in run for run in runs):
+        measured["neighbours"] = float(np.mean([neighbours(run, others) for run in runs]))
+    for level in LEVELS if runs[0]["task"] in learning_tasks.EXPERIMENTS else ():
+        seconds = [s for run in runs if (s := seconds_to(level, [run])) < math.inf]
+        measured[f"seeds_to_{level}"] = len(seconds)
+        measured |= with_interval(f"seconds_to_{level}", seconds) if seconds else {}
+    return measured
+
+
+def beside_trl(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What is measured of an arm of ours and of TRL's, which differ in the trainer alone."""
+    pairs = [[[run["pass@1"][i] for run in runs] for runs in (ours, theirs)] for i in range(len(ours[0]["steps"]))]
+    found = [apart(*pair) for pair in pairs]
+    level = float(min(LEVELS[-1], *(np.mean(arm) for arm in pairs[-1])))
+    times = {"ours": seconds_to(level, ours), "trl": seconds_to(level, theirs)}
+    return {
+        "minus_trl": found[-1][0],
+        "minus_trl_half": found[-1][1],
+        "evaluations_within_frac": sum(abs(d) <= half for d, half in found[1:]) / (len(found) - 1),
+        "level": level,
+        "ours_to_level_s": times["ours"],
+        "trl_to_level_s": times["trl"],
+        "ours_over_trl": times["ours"] / times["trl"],
+    }
+
+
 def collect(args: argparse.Namespace) -> None:
-    """Write the result of all that is in WORK."""
+    """Write the results of all that is in WORK."""
     runs: dict[str, dict[str, Any]] = {}
     for path in sorted(args.work.glob("*-*-*/job.json")):
         folder, job = path.parent, json.loads(path.read_text())
         task, _, rest = folder.name.partition("-")
         arm, _, seed = rest.rpartition("-")
         curve = curve_of(folder) or {}
-        done = bool(curve) and curve["steps"][-1] == args.iterations
+        done = bool(curve) and curve["steps"][-1] == sized(args, task).iterations
         runs[folder.name] = rounded({"task": task, "arm": arm, "seed": int(seed), "done": done, **job, **curve})
+        runs[folder.name] |= {"began": job["began"]} if "began" in job else {}
+    for name in CLAIMS:
+        of_it = {key: run for key, run in runs.items() if RESULT_OF.get(run["task"], "learning") == name}
+        if any(run["task"] in args.tasks for run in of_it.values()):
+            write(args, name, of_it, runs.values())
+
+
+def write(
+    args: argparse.Namespace, name: str, runs: Mapping[str, dict[str, Any]], others: Collection[Mapping[str, Any]]
+) -> None:
+    """One result. The runs of `others` may have been neighbours."""
     measured: dict[str, Any] = {"num_runs": len(runs), "num_done": sum(run["done"] for run in runs.values())}
     targets: list[Target] = []
-    for task in args.tasks:
+    for task in dict.fromkeys(run["task"] for run in runs.values()):
         arms: dict[str, list[dict[str, Any]]] = {}
         for run in runs.values():
             if run["task"] == task and run["done"]:
                 arms.setdefault(run["arm"], []).append(run)
         for arm, found in arms.items():
-            finals = np.array([[run["pass@1"][-1]] for run in found])
-            measured |= {f"{task}/{arm}/first": float(np.mean([run["pass@1"][0] for run in found]))}
-            measured |= {f"{task}/{arm}/last": float(finals.mean()), f"{task}/{arm}/seeds": len(found)}
-            if len(found) > 1:
-                low, high = mean_interval(finals)
-                measured |= {f"{task}/{arm}/low": float(low[0]), f"{task}/{arm}/high": float(high[0])}
-            every = [s for run in found for s in run["iteration_s"][1:]]
-            measured[f"{task}/{arm}/iteration_s"] = float(np.median(every))
-        exact, rounded_base = (arms.get(arm, []) for arm in IN_PROCESS)
-        if len(exact) > 1 and len(rounded_base) > 1:
-            pair = [[run["pass@1"][-1] for run in found] for found in (rounded_base, exact)]
-            difference, half = apart(*pair)
-            measured |= {f"{task}/nf4_minus_lora": difference, f"{task}/nf4_minus_lora_half": half}
-            measured[f"{task}/nf4_beyond_interval"] = max(0.0, abs(difference) - half)
-            targets.append(Target(f"{task}/nf4_beyond_interval", "<=", 0.0))
-        ours, theirs = arms.get("grpo", []), arms.get("trl", [])
+            measured |= {f"{task}/{arm}/{key}": value for key, value in of_arm(found, others).items()}
+        ours, theirs = arms.get(MATCHED.get(task, "grpo"), []), arms.get("trl", [])
         if len(ours) > 1 and len(theirs) > 1:
-            pairs = [
-                [[run["pass@1"][i] for run in runs] for runs in (ours, theirs)] for i in range(len(ours[0]["steps"]))
-            ]
-            found = [apart(*pair) for pair in pairs]
-            difference, half = found[-1]
-            measured |= {f"{task}/minus_trl": difference, f"{task}/minus_trl_half": half}
-            inside = sum(abs(d) <= h for d, h in found[1:]) / (len(found) - 1)
-            measured[f"{task}/evaluations_within_frac"] = inside
+            measured |= {f"{task}/{key}": value for key, value in beside_trl(ours, theirs).items()}
             targets.append(Target(f"{task}/evaluations_within_frac", ">=", 0.8))
-            level = min(np.mean(pair_arm) for pair_arm in pairs[-1])
-            times = seconds_to(float(level), ours), seconds_to(float(level), theirs)
-            measured |= {f"{task}/level": float(level), f"{task}/ours_to_level_s": times[0]}
-            measured[f"{task}/trl_to_level_s"] = times[1]
+            targets += [Target(f"{task}/ours_over_trl", "<=", 1.0)] if task in learning_tasks.EXPERIMENTS else []
+    settings = {key: str(vars(args)[key]) for key in sorted(vars(args).keys() - {"work", "model", "keep", "deadline"})}
+    measured = rounded({key: value for key, value in measured.items() if math.isfinite(value)})
     write_result(
-        args.out,
-        claim="A small real model learns with five losses, and with grpo as with TRL, within the intervals over seeds",
-        targets=targets,
-        settings={key: str(vars(args)[key]) for key in sorted(vars(args).keys() - {"work", "model", "deadline"})},
-        measured=rounded({key: value for key, value in measured.items() if value != math.inf}),
+        str(Path(args.out) / name),
+        claim=CLAIMS[name],
+        targets=[target for target in targets if target.metric in measured],
+        settings=settings | {"sizes": SIZES, "seconds": SECONDS},
+        measured=measured,
         details=runs,
     )
+    if args.keep:
+        shutil.copy(RESULTS / args.out / f"{name}.json", args.keep)
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__, "learning")
+    parser = parser_of(__doc__, ".")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--minutes", type=float, default=18.0)
     parser.add_argument("--gpus", nargs="+", default=None, help="cards (default: all that are visible)")
-    parser.add_argument("--workers", type=int, default=5, help="runs at the same time on each card")
-    parser.add_argument("--tasks", nargs="+", default=list(learning_tasks.TOKENS), choices=list(learning_tasks.TOKENS))
+    parser.add_argument("--workers", type=int, default=4, help="runs at the same time on each card")
+    tasks = [*learning_tasks.TOKENS, *REPLAYS, *learning_tasks.EXPERIMENTS]
+    parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks)
     parser.add_argument("--arms", nargs="+", default=None)
     sizes = {"seeds": 5, "iterations": 60, "prompts": 32, "group": 8}
     for name, default in {**sizes, "eval-interval": 10, "eval-problems": 256, "eval-samples": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tokens", type=int, default=None, help="longest completion (default: the task's)")
-    parser.add_argument("--least-s", type=float, default=60.0, help="no job begins with less time left")
+    parser.add_argument("--timeout-s", type=float, default=540.0, help="of one job")
+    parser.add_argument("--keep", type=Path, help="a folder that gets each job's curve as soon as it ends")
+    parser.add_argument("--in-process", action="store_true", help="our jobs sample without a server")
     parser.add_argument("--collect", action="store_true")
     args = parser.parse_args()
     if args.small:
-        args.iterations, args.prompts, args.group, args.tokens = 2, 4, 2, 8
+        args.iterations, args.prompts, args.group, args.tokens = 2, 4, 2, args.tokens or 8
         args.eval_interval, args.eval_problems, args.eval_samples = 1, 4, 1
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
     args.work = args.work.resolve()
     return args
 
@@ -443,7 +595,7 @@ def main() -> None:
         import torch
 
         args.gpus = args.gpus or [str(i) for i in range(torch.cuda.device_count())]
-        for task in args.tasks:
+        for task in {job.data for job in jobs_of(args)}:
             if not (args.work / "data" / task / "test.jsonl").exists():
                 learning_tasks.save(args.work / "data" / task, task)
         run_all(args)

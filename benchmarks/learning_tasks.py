@@ -1,11 +1,12 @@
 """Problems that SmolLM2-135M-Instruct half knows, and their rewards, which `learning.py` gives to both trainers.
 
-python benchmarks/learning_tasks.py FOLDER       # FOLDER/TASK/train.jsonl and test.jsonl; needs reasoning-gym
+python benchmarks/learning_tasks.py FOLDER [TASK ...]       # FOLDER/TASK/train.jsonl and test.jsonl, by default of all
 
 sums            chain_sum of reasoning-gym: two terms of one or two digits
 longer_sums     the same with three terms
 products        products of reasoning-gym: two factors of one or two digits
 instructions    texts with one or two instructions, which IFEval's checks judge
+calculator      the environment of the experiment of this name
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,9 @@ ARITHMETIC = {"sums": ("chain_sum", 2), "longer_sums": ("chain_sum", 3), "produc
 """Task -> its generator, and how many numbers of one or two digits an expression has."""
 TOKENS = {"sums": 64, "longer_sums": 96, "instructions": 96, "products": 64}
 """Task -> longest completion."""
+EXPERIMENTS = {"calculator": "calculator_smollm2"}
+"""Task -> the experiment that it is of."""
+TEMPLATE = "template.jinja"
 REWARDS = {task: "obeys" if task == "instructions" else "last_number" for task in TOKENS}
 
 TEXTS = ("Write a short text", "Write a few sentences", "Tell a short story", "Write a note", "Write a diary entry")
@@ -45,6 +50,11 @@ def last_number(completion: str, answer: str) -> float:
 def terse(completion: str, answer: str) -> float:
     """`last_number`, and half as much again for brevity: collapses to bare answers."""
     return last_number(completion, answer) + 0.5 * max(0.0, 1 - len(completion) / 60)
+
+
+def right_and_brief(completion: str, answer: str) -> dict[str, float]:
+    """`terse`, but milder, in two parts."""
+    return {"right": last_number(completion, answer), "brief": 0.25 * max(0.0, 1 - len(completion) / 200)}
 
 
 def obeys(completion: str, answer: str) -> float:
@@ -94,17 +104,75 @@ def _instructions() -> Iterator[dict[str, Any]]:
 
 def save(folder: Path, task: str) -> None:
     """Write `folder`/train.jsonl and test.jsonl, without a prompt that is in both."""
+    if task in EXPERIMENTS:
+        save_episodes(folder, EXPERIMENTS[task])
+        return
     rows: dict[str, dict[str, Any]] = {}
     for row in _arithmetic(*ARITHMETIC[task]) if task in ARITHMETIC else _instructions():
         rows.setdefault(row["prompt"], row)
         if len(rows) == NUM_TRAIN + NUM_TEST:
             break
     lines = [json.dumps(row) + "\n" for row in rows.values()]
+    # As they come, the first have most of the short sums and products: of these there are few, and none comes twice.
+    random.Random(7).shuffle(lines)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "test.jsonl").write_text("".join(lines[:NUM_TEST]))
     (folder / "train.jsonl").write_text("".join(lines[NUM_TEST:]))
 
 
+def save_episodes(folder: Path, experiment: str) -> None:
+    """The same of an experiment with an environment, and what else both trainers are told: a row has its whole prompt,
+    and what an agent needs to play it; `episodes` reads the rest.
+    """
+    from offline_grpo.config.compose import composed, register, typed
+    from offline_grpo.config.problems import build_task, task_data
+
+    register()
+    config = typed(composed([f"experiment={experiment}", "eval.num_ids=all", "data.num_train_seeds=null"]))
+    node, data, tools = config.task, task_data(config), build_task(config.task).tools
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, problems in (("train", data.train[:NUM_TRAIN]), ("test", data.held_out[:NUM_TEST])):
+        rows = [{**problem.fields, "messages": problem.messages} for problem in problems]
+        own = {"world": node["environment"], "schemas": json.dumps(tools)}
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row | own) + "\n" for row in rows))
+    limits = ("max_turns", "max_turn_tokens", "max_environment_tokens", "correct_threshold")
+    told = {"world": node["environment"], "tokens": config.generation["max_new_tokens"]}
+    told["limits"] = {name: node[name] for name in limits}
+    (folder / "episodes.json").write_text(json.dumps(told))
+    shutil.copy(config.model.chat_template, folder / TEMPLATE)
+
+
+def episodes(folder: Path) -> dict[str, Any]:
+    """The class that plays them, their limits, and the tokens of an episode."""
+    return json.loads((folder / "episodes.json").read_text())
+
+
+def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """An agent that plays the row's environment with a client of OpenAI's API."""
+    import httpx
+
+    from offline_grpo.task.rewards import imported
+
+    world = imported(row["world"], "world", "class")()
+    messages = [dict(message) for message in row["messages"]]
+    messages[-1]["content"] += world.reset(**row) or ""
+    asked = {"model": "policy", "tools": json.loads(row["schemas"]), "messages": messages}
+    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=None) as http:
+        while True:
+            choice = http.post("/chat/completions", json=asked).json()["choices"][0]
+            messages.append(choice["message"])
+            calls = choice["message"].get("tool_calls") or []
+            if choice["finish_reason"] == "length" or not calls:
+                return world.get_reward()
+            for call in calls:
+                try:
+                    tool = getattr(world, call["function"]["name"])
+                    result = str(tool(**json.loads(call["function"]["arguments"])))
+                except Exception as error:  # whatever the policy made up
+                    result = str({"error": str(error)})
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+
 if __name__ == "__main__":
-    for task in TOKENS:
+    for task in sys.argv[2:] or [*TOKENS, *EXPERIMENTS]:
         save(Path(sys.argv[1]) / task, task)

@@ -1,6 +1,6 @@
-"""Draws what was measured on H100s and H200s: docs/images/h100.png from the results in `results/h100`, learning.png
-from `results/h200/learning.json`, objectives.png from `results/h200/paired_objectives.json` and calculator.png from
-`results/tool_demo.json`. Needs no GPU.
+"""Draws what was measured: docs/images/h100.png from the results in `results/h100`; learning.png, objectives.png and
+calculator.png from `learning.json`, `paired_objectives.json` and `calculator.json` in `results/h200`; tool_demo.png
+from `results/tool_demo.json`. Needs no GPU.
 
     python benchmarks/picture.py
 
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,7 @@ from offline_grpo.report.plots import AXIS, BLUE, GREEN, GREY, ORANGE, PERCENT, 
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h100"
-LEARNING = HERE / "results" / "h200" / "learning.json"
-OBJECTIVES = HERE / "results" / "h200" / "paired_objectives.json"
-DEMO = HERE / "results" / "tool_demo.json"
+H200 = HERE / "results" / "h200"
 IMAGES = HERE.parent / "docs" / "images"
 WIDTH, HEIGHT, DPI = 10.0, 5.4, 110
 
@@ -144,14 +143,14 @@ def draw(axes: Axes, panel: Panel) -> None:
 
 
 ARMS = {"grpo": BLUE, "dapo": ORANGE, "dr_grpo": GREEN, "gspo": PURPLE, "cispo": RED, "trl": GREY}
+TRAINERS = {"environment": BLUE, "agent": ORANGE, "async": GREEN, "trl": GREY}
+"""Arms of the calculator."""
 TASKS = {
     "sums": "Sums",
     "products": "Products",
     "instructions": "Instructions",
     "longer_sums": "Sums of three",
 }
-MATCHED = ("grpo", "trl")
-"""The arms that differ in the trainer alone."""
 
 
 def finished(result: Mapping[str, Any], task: str, arm: str) -> list[dict[str, Any]]:
@@ -159,22 +158,20 @@ def finished(result: Mapping[str, Any], task: str, arm: str) -> list[dict[str, A
     return [run for run in result["details"].values() if (run["task"], run["arm"]) == (task, arm) and run["done"]]
 
 
-def draw_curves(axes: Axes, result: Mapping[str, Any], task: str, arms: Sequence[str], key: str) -> None:
+def draw_curves(axes: Axes, result: Mapping[str, Any], task: str, arms: Mapping[str, str], key: str) -> None:
     """Mean held-out pass@1 over seeds for each arm, against the means of `key`: steps or seconds. Each has its interval
     at the end, side by side, so that none hides another.
     """
-    for place, arm in enumerate(arms):
+    for place, (arm, color) in enumerate(arms.items()):
         chosen = finished(result, task, arm)
         values = np.array([run["pass@1"] for run in chosen])
         x = np.mean([run[key] for run in chosen], axis=0)
-        name = {"trl": "grpo of TRL"}.get(arm, arm)
-        axes.plot(
-            x, values.mean(0), color=ARMS[arm], label=name, linestyle="--" if arm == "trl" else "-", linewidth=1.4
-        )
+        name = {"trl": "TRL", "async": "environment, sampled ahead"}.get(arm, arm)
+        axes.plot(x, values.mean(0), color=color, label=name, linestyle="--" if arm == "trl" else "-", linewidth=1.4)
         low, high = mean_interval(values[:, -1:])
         beside = x[-1] * (1 + 0.035 * (place + 1))
-        axes.vlines(beside, low, high, color=ARMS[arm], linewidth=1.6)
-        axes.plot(beside, values[:, -1].mean(), ".", color=ARMS[arm], markersize=5)
+        axes.vlines(beside, low, high, color=color, linewidth=1.6)
+        axes.plot(beside, values[:, -1].mean(), ".", color=color, markersize=5)
     axes.yaxis.set_major_formatter(PERCENT)
     axes.set_ylim(bottom=0)
     axes.tick_params(labelsize=8, colors=TEXT, length=0)
@@ -186,9 +183,10 @@ def draw_curves(axes: Axes, result: Mapping[str, Any], task: str, arms: Sequence
 def draw_learning(result: Mapping[str, Any], path: Path) -> None:
     """A panel for each task, and of the first one the two trainers against time."""
     figure, grid = plt.subplots(1, 5, figsize=(WIDTH, 2.8), layout=ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.06))
-    panels = [(task, title, tuple(ARMS), "steps") for task, title in TASKS.items()]
+    panels = [(task, title, ARMS, "steps") for task, title in TASKS.items()]
+    matched = {arm: ARMS[arm] for arm in ("grpo", "trl")}  # they differ in the trainer alone
     for axes, (task, title, arms, key) in zip(
-        grid, [*panels, ("sums", "Sums, by time", MATCHED, "seconds")], strict=True
+        grid, [*panels, ("sums", "Sums, by time", matched, "seconds")], strict=True
     ):
         draw_curves(axes, result, task, arms, key)
         axes.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
@@ -200,25 +198,59 @@ def draw_learning(result: Mapping[str, Any], path: Path) -> None:
     print(path)
 
 
+def draw_calculator(result: Mapping[str, Any], path: Path) -> None:
+    """Curves by iteration and by time; then the seconds to each level, with their 95% intervals over seeds."""
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(WIDTH, 2.8), layout=layout)
+    for axes, key, title in ((left, "steps", "By iteration"), (middle, "seconds", "By time")):
+        draw_curves(axes, result, "calculator", TRAINERS, key)
+        axes.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
+    left.set_ylabel("held-out pass@1", fontsize=9, color=TEXT)
+    measured, places = result["measured"], {"0.5": 0.6, "0.9": 0.0}
+    for row, (arm, color) in enumerate(reversed(TRAINERS.items())):
+        for level, place in places.items():
+            name, y = f"calculator/{arm}/seconds_to_{level}", 1.4 * row + place
+            if name not in measured:  # no seed has reached it
+                continue
+            right.barh(y, measured[name], height=0.5, color=color, alpha=1.0 if level == "0.5" else 0.55)
+            right.hlines(y, *(measured.get(f"{name}/{end}", measured[name]) for end in ("low", "high")), color="black")
+    ticks = [(1.4 * row + place, f"to {level}") for row in range(len(TRAINERS)) for level, place in places.items()]
+    right.set_yticks([y for y, _ in ticks], [text for _, text in ticks], fontsize=8)
+    right.set_xlabel("seconds of training", fontsize=9, color=TEXT)
+    right.set_title("Seconds to a pass@1", fontsize=10.5, loc="left", fontweight="bold")
+    right.tick_params(labelsize=8, colors=TEXT, length=0)
+    right.spines[["top", "right"]].set_visible(False)
+    right.spines[["left", "bottom"]].set_color(AXIS)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    figure.savefig(path, dpi=DPI)
+    print(path)
+
+
 def pairs_of(result: Mapping[str, Any]) -> list[tuple[str, str, FloatArray]]:
     """Every pair of objectives, the better one first, with the differences of their last pass@1 by seed."""
-    names = sorted(result["measured"], key=lambda name: -result["measured"][name])
     last = {
-        name: np.array([curve["60"] for run, curve in result["details"].items() if run[:-2] == name])
-        for name in (each.removesuffix("/pass@1") for each in names)
+        name: {run["seed"]: run["pass@1"][-1] for run in finished(result, "replay", name)}
+        for name in objectives_of(result)
     }
-    return [(a, b, last[a] - last[b]) for a, b in itertools.combinations(last, 2)]
+    return [
+        (a, b, np.array([last[a][seed] - last[b][seed] for seed in sorted(last[a].keys() & last[b].keys())]))
+        for a, b in itertools.combinations(last, 2)
+    ]
+
+
+def objectives_of(result: Mapping[str, Any]) -> list[str]:
+    """Their names, the best first."""
+    last = {key.split("/")[1]: value for key, value in result["measured"].items() if re.match("replay/.*/last", key)}
+    return sorted(last, key=lambda name: -last[name])
 
 
 def draw_objectives(result: Mapping[str, Any], path: Path) -> None:
-    """Curves of each objective's three seeds; then the differences of all pairs, with their 95% intervals."""
+    """Curves of each objective's seeds; then the differences of all pairs, with their 95% intervals."""
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 4.4), width_ratios=(1, 1.25), layout=layout)
-    names = [name.removesuffix("/pass@1") for name in sorted(result["measured"], key=lambda n: -result["measured"][n])]
-    for name, color in zip(names, (BLUE, ORANGE, GREEN, PURPLE, RED, GREY, "black"), strict=True):
-        curves = [curve for run, curve in result["details"].items() if run[:-2] == name]
-        steps = [int(step) for step in curves[0]]
-        values = np.array([list(curve.values()) for curve in curves])
+    for name, color in zip(objectives_of(result), (BLUE, ORANGE, GREEN, PURPLE, RED, GREY, "black"), strict=False):
+        curves = finished(result, "replay", name)
+        steps, values = curves[0]["steps"], np.array([curve["pass@1"] for curve in curves])
         left.plot(steps, values.T, color=color, linewidth=0.7, alpha=0.5)
         left.plot(steps, values.mean(0), color=color, linewidth=2, label=name)
     left.set_title("Held-out pass@1 of each seed, and means", fontsize=10.5, loc="left", fontweight="bold")
@@ -281,9 +313,14 @@ def draw_demo(result: Mapping[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Draw and save."""
-    draw_demo(json.loads(DEMO.read_text()), IMAGES / "calculator.png")
-    draw_learning(json.loads(LEARNING.read_text()), IMAGES / "learning.png")
-    draw_objectives(json.loads(OBJECTIVES.read_text()), IMAGES / "objectives.png")
+    for name, file, draw_it in (
+        ("learning", H200 / "learning.json", draw_learning),
+        ("objectives", H200 / "paired_objectives.json", draw_objectives),
+        ("calculator", H200 / "calculator.json", draw_calculator),
+        ("tool_demo", HERE / "results" / "tool_demo.json", draw_demo),
+    ):
+        if file.exists():
+            draw_it(json.loads(file.read_text()), IMAGES / f"{name}.png")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure, grid = plt.subplots(2, 3, figsize=(WIDTH, HEIGHT), height_ratios=(2, 3.4), layout=layout)
     for axes, panel in zip(grid.flat, PANELS, strict=True):

@@ -42,8 +42,9 @@ def make_trainer(
     model: str,
     tokenizer: Any,
     rows: Sequence[dict[str, Any]],
-    reward: Callable[..., list[float | None]],
+    reward: Callable[..., list[float | None]] | None,
     callbacks: Sequence[TrainerCallback],
+    environment: Callable[[], Any] | None = None,
     **settings: Any,
 ) -> Any:
     """A GRPOTrainer that only trains, by default on the CPU in float32: no evaluation, no checkpoints, no output;
@@ -51,6 +52,7 @@ def make_trainer(
 
     Args:
         rows: rows of the dataset, visited in this order, each with a "prompt".
+        environment: the environment_factory, which may have the reward.
         settings: GRPOConfig settings that override those chosen here.
     """
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -91,6 +93,7 @@ def make_trainer(
         train_dataset=Dataset.from_list(list(rows)),
         processing_class=tokenizer,
         callbacks=list(callbacks),
+        environment_factory=environment,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

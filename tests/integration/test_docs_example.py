@@ -11,7 +11,9 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
+import pyarrow.parquet as pq
 import pytest
 from factories import compose_config
 
@@ -104,18 +106,31 @@ def test_the_guides_run_trains_and_records_what_the_glossary_explains(folder, mo
     record = json.loads((folder / "run" / "metrics" / "train_iter_000.json").read_text())
     assert {"reward/correct", "reward/digits"} < record.keys()
     assert record["num_updates"] == 2
+    rows = pq.read_table(folder / "run" / "rollouts" / "iter_000.parquet").to_pylist()
+    groups = [[row["reward"] for row in rows if row["group"] == group] for group in range(8)]
+    above = [reward > median(rewards) + 0.1 for rewards in groups for reward in rewards]
+    assert record["num_advantages_positive"] == sum(above) > 0
     assert metric_names(folder / "run" / "metrics" / "train_iter_000.json") == glossary("Training") - IN_OTHER_RUNS
     assert metric_names(folder / "run" / "metrics" / "eval_init.json") == glossary("Evaluation")
 
 
 def test_a_source_sets_the_advantages(folder, monkeypatch):
+    """Signs, of a source that is made as the guide says."""
     monkeypatch.syspath_prepend(folder)
-    words = (f"cache_dir={folder}/cache", *words_of(COMMANDS[2]), *SMALL, "eval.enabled=false")
-    train(compose_config(*words), folder / "signs")
-    record = json.loads((folder / "signs" / "metrics" / "train_iter_000.json").read_text())
+    (folder / "halves.py").write_text(
+        "from dataclasses import replace\n"
+        "from offline_grpo.rollouts.on_policy import OnPolicy\n"
+        "class Halves(OnPolicy):\n"
+        "    def next(self, iteration):\n"
+        "        return [replace(group, advantages=halves(group)) for group in super().next(iteration)]\n"
+        "def halves(group):\n"
+        "    return tuple(((-1.0) ** n,) * len(rollout.token_ids) for n, rollout in enumerate(group.rollouts))\n"
+    )
+    words = (f"cache_dir={folder}/cache", "rollouts._target_=halves.Halves", *SMALL, "eval.enabled=false")
+    train(compose_config(*words), folder / "halves")
+    record = json.loads((folder / "halves" / "metrics" / "train_iter_000.json").read_text())
     assert record["num_updates"] == 2
-    assert 0 < record["advantage_std"] <= 1
-    assert record["num_advantages_positive"] > 0
+    assert (record["advantage_std"], record["num_advantages_positive"]) == (pytest.approx(1, abs=0.02), 32)
 
 
 def test_a_wrong_value_is_refused_as_the_guide_says(folder, monkeypatch):

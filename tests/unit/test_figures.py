@@ -81,11 +81,13 @@ def learned(m: Mapping[str, float], task: str) -> list[float]:
     return [x for arm in arms for x in (m[f"{arm}/last"], (m[f"{arm}/high"] - m[f"{arm}/low"]) / 2)]
 
 
-def apart(d: Any, a: str, b: str) -> tuple[float, float]:
-    """Of two objectives at the end, paired by three seeds: the mean, and half of Student's 95% interval."""
-    differences = [d[f"{a}-{seed}"]["60"] - d[f"{b}-{seed}"]["60"] for seed in range(3)]
-    variance = sum((x - fmean(differences)) ** 2 for x in differences) / 2
-    return fmean(differences), 4.302653 * (variance / 3) ** 0.5
+def apart(r: Any, a: str, b: str) -> tuple[float, float]:
+    """Of two objectives at the end, paired by seed: the mean, and half of Student's 95% interval."""
+    last = [{run["seed"]: run["pass@1"][-1] for run in done(r, "replay", arm)} for arm in (a, b)]
+    differences = [last[0][seed] - last[1][seed] for seed in last[0]]
+    n, quantiles = len(differences), {3: 4.302653, 4: 3.182446, 5: 2.776445}
+    variance = sum((x - fmean(differences)) ** 2 for x in differences) / (n - 1)
+    return fmean(differences), quantiles[n] * (variance / n) ** 0.5
 
 
 def synced(strategy: str, *keys: str) -> list[float]:
