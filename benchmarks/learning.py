@@ -259,7 +259,7 @@ def our_command(job: Job, args: argparse.Namespace, folder: Path, url: str) -> l
     words = f"""
         model=hf {"" if job.arm in IN_PROCESS or args.in_process else served}
         generation.max_new_tokens={limit(job, args)} checkpoint.enabled=false eval.ks=[1]
-        data.problems_per_iteration={args.prompts} data.rollouts_per_problem={args.group} seed={job.seed}
+        seed={job.seed}
         train/loss={loss} train.updates_per_iteration={UPDATES} train.iterations={args.iterations}
         train.lr={LR} train.schedule=constant train.kl_coef=0 train.drop_zero_signal_groups=false
         eval.interval={args.eval_interval} eval.num_ids={min(num_held_out, args.eval_problems)}
@@ -281,15 +281,16 @@ def task_words(job: Job, args: argparse.Namespace) -> list[str]:
         replay = ["rollouts=replay", f"rollouts.path={args.work / RECORDED / 'run'}", "rollouts.shuffle=true"]
         replay += [f"train/advantage={job.arm}", *REPLAYS[job.task]]
         return ["task=dataset", f"task.path={data}", "scoring.workers=2", *replay]
+    batch = [f"data.problems_per_iteration={args.prompts}", f"data.rollouts_per_problem={args.group}"]
     if job.task not in learning_tasks.EXPERIMENTS:
         reward = f"task.reward=learning_tasks:{learning_tasks.REWARDS[job.task]}"
-        return ["task=dataset", f"task.path={data}", "scoring.workers=2", reward]
+        return ["task=dataset", f"task.path={data}", "scoring.workers=2", reward, *batch]
     episodes = learning_tasks.episodes(data)
     own = [] if job.arm == "agent" else ["task.environment=" + episodes["world"]]
     limits = [f"task.{name}={json.dumps(value)}" for name, value in episodes["limits"].items()]
     # Compiling the model would take longer than all iterations.
     words = [f"task.path={data}", "task.prompt_field=messages", "scoring.episodes=256", "model.compile=false"]
-    return [*EPISODES[job.arm], *own, *words, *limits, f"model.chat_template={data / learning_tasks.TEMPLATE}"]
+    return [*EPISODES[job.arm], *batch, *own, *words, *limits, f"model.chat_template={data / learning_tasks.TEMPLATE}"]
 
 
 def limit(job: Job, args: argparse.Namespace) -> int:

@@ -25,6 +25,9 @@ from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.seeding import derive_seed
 from offline_grpo.task.rewards import imported
 
+RESULT_TOKENS = 32
+"""Of two results of a calculation, which TRL counts as completion and our runs do not."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -165,6 +168,8 @@ def main() -> None:
         tokenizer.response_template = qwen3_template  # how calls are read, which TRL knows of its own templates alone
         own["environment"] = imported(episodes["world"], "world", "class")
         own["max_tool_calling_iterations"] = episodes["limits"]["max_turns"] - 1
+        if not settings.on_cpu:
+            own["generation_kwargs"] = {"max_tokens": episodes["limits"]["max_turn_tokens"]}  # of one reply
     held_out = HeldOut(settings, tokenizer, folder / "curve.json")
     num_sequences = settings.prompts * settings.group
     held_out.trainer = make_trainer(
@@ -178,7 +183,7 @@ def main() -> None:
         steps_per_generation=num_sequences // settings.microbatch,
         num_generations=settings.group,
         num_generations_eval=1,
-        max_completion_length=settings.tokens,
+        max_completion_length=settings.tokens + (0 if score else RESULT_TOKENS),
         learning_rate=settings.lr,
         logging_steps=settings.updates,
         max_steps=settings.iterations * settings.updates,
