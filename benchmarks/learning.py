@@ -246,7 +246,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def sized(args: argparse.Namespace, task: str) -> argparse.Namespace:
     """The settings with the sizes of a task."""
-    return argparse.Namespace(**vars(args) | ({} if args.small else SIZES.get(task, {})))
+    return argparse.Namespace(**{**vars(args), **({} if args.small else SIZES.get(task, {}))})
 
 
 def our_command(job: Job, args: argparse.Namespace, folder: Path, url: str) -> list[str]:
