@@ -220,7 +220,8 @@ class Advantage(Protocol):
         Args:
             groups: of all processes, none dropped yet, with those rollouts alone that have a score: its reward (with
                 `train.loss.kl_placement=reward`, less the KL penalty), and its `parts`.
-            batch: the same rollouts as sequences, all with logprobs; `completion_mask` says what is trained.
+            batch: the same rollouts, of `rollout_lengths` tokens, all with logprobs; `completion_mask` says what is
+                trained.
         """
         ...
 

@@ -277,9 +277,9 @@ class Rollout:
         return sum(self.is_sampled)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence."""
-        return tuple(end - start for start, end in pairwise((*self.starts, len(self.token_ids))))
+    def bounds(self) -> list[tuple[int, int]]:
+        """Where each sequence begins and ends."""
+        return list(pairwise((*self.starts, len(self.token_ids))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,8 @@ class RolloutGroup:
     def check(self, *, vocab_size: int, max_tokens: int | None) -> None:
         """Raise UnusableGroup unless a model of this vocabulary and this length of sequences can learn from it."""
         for rollout in self.rollouts:
-            length, highest = max(rollout.lengths), max(rollout.token_ids, default=0)
+            length = max(end - start for start, end in rollout.bounds)
+            highest = max(rollout.token_ids, default=0)
             if max_tokens is not None and length > max_tokens:
                 raise UnusableGroup("too_long", f"a sequence of {length} tokens, where {max_tokens} are the limit")
             if highest >= vocab_size or min(rollout.token_ids, default=0) < 0:

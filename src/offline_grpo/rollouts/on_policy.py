@@ -153,11 +153,13 @@ class OnPolicy(Source):
 
     def _with_penalties(self, group: RolloutGroup, name: str, cache: float) -> RolloutGroup:
         """The group with a part of this name in every reward: DAPO's soft overlong punishment (arXiv 2503.14476,
-        equation 13), 0 up to `cache` tokens below the limit, and from there on linear down to -1 at the limit.
+        equation 13), 0 up to `cache` tokens below the limit, and from there on linear down to -1 at the limit. Of
+        several sequences, which have the limit each, the one with the most trained tokens counts.
         """
         rollouts = []
         for rollout in group.rollouts:
-            num_beyond = rollout.num_sampled - (self.sampling.max_new_tokens - cache)
+            longest = max(sum(rollout.is_sampled[start:end]) for start, end in rollout.bounds)
+            num_beyond = longest - (self.sampling.max_new_tokens - cache)
             penalty, score = -min(max(num_beyond, 0) / cache, 1.0), rollout.score
             score = replace(score, reward=score.reward + penalty, parts={**score.parts, name: penalty})
             rollouts.append(replace(rollout, score=score))

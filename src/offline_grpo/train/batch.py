@@ -30,7 +30,7 @@ def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
     `ref_logprobs` and `teacher_logprobs` None unless all have some.
     """
     # Whose token each one is, and whether the model sampled it.
-    lengths = [length for r in rollouts for length in r.lengths]  # [S]
+    lengths = [end - start for r in rollouts for start, end in r.bounds]  # [S]
     owners = [number for number, r in enumerate(rollouts) for _ in r.starts]  # [S]
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)  # [T]
     starts = np.cumsum([0, *lengths])[:-1]  # [S]

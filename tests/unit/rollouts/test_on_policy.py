@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 from dialogues import PROBLEMS, on_policy
+from factories import make_rollout
 
 from offline_grpo.rollouts.curriculum import problem_key
 from offline_grpo.rollouts.on_policy import OnPolicy
-from offline_grpo.types import Completion, FinishReason, Score
+from offline_grpo.types import Completion, FinishReason, RolloutGroup, Score
 
 
 class Client:
@@ -88,6 +89,13 @@ def test_the_soft_overlong_penalty_is_dapos():
             parts = {**before.score.parts, "overlong": penalty}
             expected = replace(before.score, reward=before.score.reward + penalty, parts=parts)
             assert after == replace(before, score=expected)
+
+
+def test_each_sequence_of_an_episode_has_the_limit_for_itself():
+    one = make_rollout([1], [3] * 7)
+    fork = replace(one, is_sampled=(False, *[True] * 3, False, *[True] * 3), starts=(0, 4))
+    found = source(soft_overlong_tokens=4)._with_penalties(RolloutGroup(None, (one, fork)), "overlong", 4)
+    assert [rollout.score.reward for rollout in found.rollouts] == [-0.75, 0.0]
 
 
 class Easy(Rare):

@@ -88,7 +88,7 @@ class AgainstTheOldPolicy(Advantage):
     needs = ("old",)
 
     def __call__(self, groups, batch):
-        rows = iter((-batch.old_logprobs).split(batch.sequence_lengths))
+        rows = iter((-batch.old_logprobs).split(batch.rollout_lengths))
         return [[next(rows).tolist() for _ in group.rollouts] for group in groups]
 
     def is_silent(self, group):
