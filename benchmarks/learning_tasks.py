@@ -126,20 +126,24 @@ def save_episodes(folder: Path, experiment: str) -> None:
     """
     from offline_grpo.config.compose import composed, register, typed
     from offline_grpo.config.problems import build_task, task_data
+    from offline_grpo.task.environment import Environment
 
     register()
     config = typed(composed([f"experiment={experiment}", "eval.num_ids=all", "data.num_train_seeds=null"]))
-    node, data, tools = config.task, task_data(config), build_task(config.task).tools
+    node, data, task, template = config.task, task_data(config), build_task(config.task), config.model.chat_template
+    assert isinstance(task, Environment)
+    assert data.train is not None
+    assert template is not None
     folder.mkdir(parents=True, exist_ok=True)
     for name, problems in (("train", data.train[:NUM_TRAIN]), ("test", data.held_out[:NUM_TEST])):
         rows = [{**problem.fields, "messages": problem.messages} for problem in problems]
-        own = {"world": node["environment"], "schemas": json.dumps(tools)}
+        own = {"world": node["environment"], "schemas": json.dumps(task.tools)}
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row | own) + "\n" for row in rows))
     limits = ("max_turns", "max_turn_tokens", "max_environment_tokens", "correct_threshold")
     told = {"world": node["environment"], "tokens": config.generation["max_new_tokens"]}
     told["limits"] = {name: node[name] for name in limits}
     (folder / "episodes.json").write_text(json.dumps(told))
-    shutil.copy(config.model.chat_template, folder / TEMPLATE)
+    shutil.copy(template, folder / TEMPLATE)
 
 
 def episodes(folder: Path) -> dict[str, Any]:

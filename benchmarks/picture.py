@@ -1,6 +1,6 @@
-"""Draws what was measured on H100s and H200s: docs/images/h100.png from the results in `results/h100`; learning.png,
-objectives.png and calculator.png from `learning.json`, `paired_objectives.json` and `calculator.json` in
-`results/h200`. Needs no GPU.
+"""Draws what was measured: docs/images/h100.png from the results in `results/h100`; learning.png, objectives.png and
+calculator.png from `learning.json`, `paired_objectives.json` and `calculator.json` in `results/h200`; tool_demo.png
+from `results/tool_demo.json`. Needs no GPU.
 
     python benchmarks/picture.py
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,15 +277,50 @@ def draw_objectives(result: Mapping[str, Any], path: Path) -> None:
     print(path)
 
 
+def draw_demo(result: Mapping[str, Any], path: Path) -> None:
+    """Each evaluation against time, and an episode before and after: what was sampled in colour, all else in grey."""
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.0), width_ratios=(1, 2.1), layout=layout)
+    curve = result["details"]["evaluations"]
+    low, middle, high = (np.array([each[f"pass@1{end}"] for each in curve]) for end in ("_low", "", "_high"))
+    minutes = [each["seconds"] / 60 for each in curve]
+    left.errorbar(minutes, middle, yerr=(middle - low, high - middle), color=BLUE, marker="o", markersize=4, capsize=2)
+    left.set_title("Held-out pass@1", fontsize=10.5, loc="left", fontweight="bold")
+    left.set_xlabel("minutes since the command, two cores", fontsize=9, color=TEXT)
+    left.set_ylim(0, 1.03)
+    left.set_xlim(left=0)
+    left.yaxis.set_major_formatter(PERCENT)
+    left.tick_params(labelsize=8, colors=TEXT, length=0)
+    left.spines[["top", "right"]].set_visible(False)
+    left.spines[["left", "bottom"]].set_color(AXIS)
+    row, rows = 0.0, []
+    for title, turns in zip(("Before", "After"), result["details"]["episodes"], strict=True):
+        rows.append((row, title, TEXT, "bold"))
+        for who, text in turns:
+            color = BLUE if who == "policy" else GREY
+            shown = text.replace("<|im_end|>", "\n").replace("<|im_start|>", "").split("\n")
+            for line in (part for each in shown if each.strip() for part in textwrap.wrap(each, 108)):
+                row += 1
+                rows.append((row, line, color, "normal"))
+        row += 1.5
+    for row, text, color, weight in rows:
+        right.text(0, row, text, color=color, fontweight=weight, fontsize=8, va="top", family="monospace")
+    right.set_ylim(row + 1, 0)
+    right.set_axis_off()
+    figure.savefig(path, dpi=DPI)
+    print(path)
+
+
 def main() -> None:
     """Draw and save."""
     for name, file, draw_it in (
-        ("learning", "learning", draw_learning),
-        ("objectives", "paired_objectives", draw_objectives),
-        ("calculator", "calculator", draw_calculator),
+        ("learning", H200 / "learning.json", draw_learning),
+        ("objectives", H200 / "paired_objectives.json", draw_objectives),
+        ("calculator", H200 / "calculator.json", draw_calculator),
+        ("tool_demo", HERE / "results" / "tool_demo.json", draw_demo),
     ):
-        if (path := H200 / f"{file}.json").exists():
-            draw_it(json.loads(path.read_text()), IMAGES / f"{name}.png")
+        if file.exists():
+            draw_it(json.loads(file.read_text()), IMAGES / f"{name}.png")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure, grid = plt.subplots(2, 3, figsize=(WIDTH, HEIGHT), height_ratios=(2, 3.4), layout=layout)
     for axes, panel in zip(grid.flat, PANELS, strict=True):

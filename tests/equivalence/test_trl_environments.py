@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dialogues import Scripted, call_text, codec_of
+from dialogues import Scripted, call_text, codec_of, model_of
+from factories import compose_config
 from worlds import Shop, environment
 
+from offline_grpo.config.compose import typed
+from offline_grpo.config.problems import build_task
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.task.environment import Environment
+from offline_grpo.task.games import Calculator
 from offline_grpo.task.rows import Row
-from offline_grpo.types import Rollout, SamplingParams
+from offline_grpo.types import Rollout, SamplingParams, Split
 
 NAMES = ("glm4moe", "gptoss", "llama3_1", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_instruct_2507", "smollm2_tools")
 SAMPLING = SamplingParams(max_new_tokens=1000)
@@ -33,12 +39,15 @@ def theirs(name: str, replies: list[list[int]], tools: list[Any], shop: Shop) ->
         get_training_chat_template,
         is_chat_template_prefix_preserving,
         parse_response,
+        qwen3_template,
     )
     from trl.trainer.grpo_trainer import GRPOTrainer  # takes seconds
 
     tokenizer: Any = codec_of(name).tokenizer
     with suppress(ValueError):
         tokenizer = add_response_schema(tokenizer)
+    if name == "smollm2_tools":
+        tokenizer.response_template = qwen3_template  # which writes calls alike
     template = None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)
     messages = [{"role": "user", "content": "What will you buy? " + shop.reset(5)}]
     prompt_ids = tokenizer.apply_chat_template(
@@ -88,3 +97,41 @@ def test_ids_and_masks_are_those_of_trl(name: str) -> None:
     assert list(rollout.token_ids[len(prompt_ids) :]) == completion_ids
     assert list(rollout.is_sampled[len(prompt_ids) :]) == [bool(number) for number in mask]
     assert (rollout.score.reward, rollout.score.measured["tool_errors"]) == (3.0, 1.0)
+
+
+@pytest.mark.slow
+def test_trl_trains_on_the_calculator(tmp_path: Path) -> None:
+    """The class as it is, by its `environment_factory`; what it samples is scripted."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.chat_template_utils import qwen3_template
+
+    codec, task = codec_of("smollm2_tools"), build_task(typed(compose_config("task=calculator")).task)
+    problem = task.problems(Split.TRAIN)[0]
+    encode, end = partial(codec.tokenizer.encode, add_special_tokens=False), codec.tokenizer.eos_token_id
+    call = '<tool_call>{{"name": "calculate", "arguments": {{"expression": "{}"}}}}</tool_call>'
+    calls = [call.format(expression) for expression in (problem.fields["prompt"][8:-1], "1+1")]
+    first, then = ([[*encode(text), end] for text in texts] for texts in (calls, ("Done.", "2")))
+    codec.tokenizer.response_template = qwen3_template
+    asked: list[Any] = []
+
+    def sample(prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        asked.append(prompt_ids)
+        return [[*ids] for ids in (first if len(asked) == 1 else then)], None  # TRL appends to them
+
+    sizes = {"per_device_train_batch_size": 2, "num_generations": 2, "max_steps": 1, "max_completion_length": 2000}
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], logging_steps=1, **sizes)
+    rows = Dataset.from_list([{**problem.fields, "prompt": [dict(each) for each in problem.messages]}])
+    trainer = GRPOTrainer(
+        model_of(codec), args=args, train_dataset=rows, processing_class=codec.tokenizer, environment_factory=Calculator
+    )
+    trainer._generate_single_turn = sample
+    trainer.train()
+    found = next(each for each in trainer.state.log_history if "reward" in each)
+    assert (found["rewards/Calculator/mean"], found["rewards/Calculator/std"] > 0) == (0.5, True)
+    for i, reward in enumerate((1.0, 0.0)):
+        client = Scripted([first[i], then[i]])
+        [group] = sample_in_order(client, task, codec, [(problem, 0)], SamplingParams(2000), group_size=1)
+        [own] = group.rollouts
+        assert own.score.reward == reward
+        assert [list(own.token_ids[: turn.start]) for turn in own.turns] == [ids[i] for ids in asked]
