@@ -184,7 +184,7 @@ def print_sample(console: Console, sample: Mapping[str, Any], *, full: bool = Fa
     answer = [("answer", Text(visible(sample["answer"], full=full)))] if sample["answer"] else []
     verdict = ("correct" if sample["is_correct"] else "wrong", Text("  ".join(facts), "bold"))
     grid = Table.grid(padding=(0, 2), pad_edge=True)
-    grid.add_column(style="dim", width=9)
+    grid.add_column(style="dim", width=11)
     grid.add_column(overflow="fold")
     for label, text in [*([*texts[:start], *answer] if has_prompt else []), verdict, *texts[start:]]:
         grid.add_row(visible(label), text)
