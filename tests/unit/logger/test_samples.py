@@ -101,7 +101,7 @@ def test_no_text_garbles_the_console(tmp_path, monkeypatch):
     assert lines[0] == "sample 1/1 before training"
     assert [line.split() for line in lines[1:3]] == [["user", "2+2="], ["answer", "4"]]
     assert lines[3].split() == ["correct", *["reward", "1", "1", "tokens", "stop", "version", "0"]]
-    assert lines[4].rstrip() == r"  policy   \ud800 \x1b[2J [bold]\u202e\r\n\tö 中文"
+    assert lines[4].rstrip() == r"  policy     \ud800 \x1b[2J [bold]\u202e\r\n\tö 中文"
     assert lines[5].strip().startswith(":smile:xxx")
     assert max(map(len, lines)) <= 80
     output.getvalue().encode()
