@@ -135,6 +135,18 @@ def test_a_source_sets_the_advantages(folder, monkeypatch):
     assert record["advantage_std"] == pytest.approx(1, abs=0.05), "half of the tokens has 1, the other half -1"
 
 
+def test_a_reward_is_tried_as_the_page_on_rewards_says(tmp_path, monkeypatch):
+    """With README's function and a row of three right characters."""
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/rewards.md"))
+    (tmp_path / "my_rewards.py").write_text(readme.partition("# my_rewards.py\n")[2].partition("```")[0])
+    (tmp_path / "my.jsonl").write_text(readme.partition("```json\n")[2].partition("```")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {}
+    exec(page.partition("from Python:\n\n```python\n")[2].partition("```")[0], found)
+    assert found["score"].reward == found["score"].parts["brief"] == pytest.approx(1 - 0.001 * 2)
+
+
 def test_a_wrong_value_is_refused_as_the_guide_says(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     overrides = [word for word in words_of(COMMANDS[1]) if "=" in word]
