@@ -383,11 +383,12 @@ class _Line:
             return b""
 
     def write(self, data: bytes) -> None:
-        self.machine.actor.write.remote(self.number, data)
+        if not self.scorers.is_closed:  # else Ray would connect anew
+            self.machine.actor.write.remote(self.number, data)
 
     def close(self) -> None:
         self.machine.num_open -= 1
-        if not self.scorers.is_closed:  # else Ray would connect anew
+        if not self.scorers.is_closed:
             self.machine.actor.end.remote(self.number)
 
 
