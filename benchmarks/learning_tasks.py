@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,9 @@ def episodes(folder: Path) -> dict[str, Any]:
 
 
 def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """An agent that plays the row's environment with a client of OpenAI's API."""
-    import httpx
+    """An agent that plays the row's environment by OpenAI's API. 256 processes import this, so its client is small."""
+    from http.client import HTTPConnection
+    from urllib.parse import urlsplit
 
     from offline_grpo.task.rewards import imported
 
@@ -161,9 +163,12 @@ def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
     messages = [dict(message) for message in row["messages"]]
     messages[-1]["content"] += world.reset(**row) or ""
     asked = {"model": "policy", "tools": json.loads(row["schemas"]), "messages": messages}
-    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=None) as http:
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    place = urlsplit(base_url)
+    with closing(HTTPConnection(place.netloc)) as http:
         while True:
-            choice = http.post("/chat/completions", json=asked).json()["choices"][0]
+            http.request("POST", f"{place.path}/chat/completions", json.dumps(asked), headers)
+            choice = json.load(http.getresponse())["choices"][0]
             messages.append(choice["message"])
             calls = choice["message"].get("tool_calls") or []
             if choice["finish_reason"] == "length" or not calls:
