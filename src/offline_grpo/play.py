@@ -154,10 +154,11 @@ class Player:
 
     def typed(self, limit: int) -> Completion:
         """The next reply, and the token that ends it; where there is none, an empty one that is cut."""
-        tokenizer, whole = self.codec.tokenizer, list[int]()
+        tokenizer: Any = self.codec.tokenizer
+        whole: list[int] = []
         if (text := next(self.replies, None)) is not None:
             whole = tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False)
-            whole += [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+            whole += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         end = FinishReason.STOP if 0 < len(whole) <= limit else FinishReason.LENGTH
         ids = tuple(whole[:limit])
         return Completion(ids, (0.0,) * len(ids), end, (0,) * len(ids))
@@ -173,6 +174,9 @@ class Player:
             grid.add_row("" if number else who, Text(visible(line, full=True), "green" if who == POLICY else "cyan"))
         grid.add_row(f"{len(ids) - start} ids", Text(" ".join(map(str, ids[start:])), "dim"))
         output_console().print(grid)
+
+    def close(self) -> None:
+        """It has no connection."""
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def on_cluster(cluster: Any, make: Callable[[], Any], **settings: Any) -> Isolat
 def test_episodes_are_the_same_on_a_cluster(cluster: Any) -> None:
     """Those of environments, also where they misbehave, and of agents, which ask this machine by its own address."""
     for make, timeout_s, hows in (
-        (partial(worlds.environment, "worlds:Bad"), 2.0, ("", "raise", "kill", "fork", "hang")),
+        (partial(worlds.environment, "worlds:Bad"), 10.0, ("", "raise", "kill", "fork", "hang")),
         (partial(worlds.agent, "worlds:chats", max_turns=2), 60.0, ("",) * 3),
     ):
         problems, found = [problem_of(make(), turns=2, how=how) for how in hows], []
