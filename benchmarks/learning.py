@@ -246,7 +246,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def sized(args: argparse.Namespace, task: str) -> argparse.Namespace:
     """The settings with the sizes of a task."""
-    return argparse.Namespace(**vars(args) | ({} if args.small else SIZES.get(task, {})))
+    return argparse.Namespace(**{**vars(args), **({} if args.small else SIZES.get(task, {}))})
 
 
 def our_command(job: Job, args: argparse.Namespace, folder: Path, url: str) -> list[str]:
@@ -416,11 +416,12 @@ def curve_of(folder: Path) -> dict[str, Any] | None:
         return json.loads(path.read_text())
     history = load_run(folder / "run")
     held_out, seconds = history.series("eval/pass@1"), history.series("train/time/iteration_s").values
-    eval_s = [metrics.get("time/eval_s", 0.0) for metrics in history.train.values()]
     if not len(held_out):
         return None
-    # Evaluations do not count, but where the next iteration is sampled meanwhile.
-    trained = np.concatenate([[0.0], np.cumsum(seconds - np.array(eval_s) * ("-async-" not in folder.name))])
+    counted = seconds - np.array([metrics.get("time/eval_s", 0.0) for metrics in history.train.values()])
+    if "-async-" in folder.name:  # evaluations count, the first one too: what is trained on next is sampled meanwhile
+        counted = seconds + history.series("train/time/start_eval_s").values[0] * (np.arange(len(seconds)) == 0)
+    trained = np.concatenate([[0.0], np.cumsum(counted)])
     tens = {
         key: [float(values[i : i + 10].mean()) for i in range(0, len(values), 10)]
         for key in SERIES

@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +127,24 @@ def save_episodes(folder: Path, experiment: str) -> None:
     """
     from offline_grpo.config.compose import composed, register, typed
     from offline_grpo.config.problems import build_task, task_data
+    from offline_grpo.task.environment import Environment
 
     register()
     config = typed(composed([f"experiment={experiment}", "eval.num_ids=all", "data.num_train_seeds=null"]))
-    node, data, tools = config.task, task_data(config), build_task(config.task).tools
+    node, data, task, template = config.task, task_data(config), build_task(config.task), config.model.chat_template
+    assert isinstance(task, Environment)
+    assert data.train is not None
+    assert template is not None
     folder.mkdir(parents=True, exist_ok=True)
     for name, problems in (("train", data.train[:NUM_TRAIN]), ("test", data.held_out[:NUM_TEST])):
         rows = [{**problem.fields, "messages": problem.messages} for problem in problems]
-        own = {"world": node["environment"], "schemas": json.dumps(tools)}
+        own = {"world": node["environment"], "schemas": json.dumps(task.tools)}
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row | own) + "\n" for row in rows))
     limits = ("max_turns", "max_turn_tokens", "max_environment_tokens", "correct_threshold")
     told = {"world": node["environment"], "tokens": config.generation["max_new_tokens"]}
     told["limits"] = {name: node[name] for name in limits}
     (folder / "episodes.json").write_text(json.dumps(told))
-    shutil.copy(config.model.chat_template, folder / TEMPLATE)
+    shutil.copy(template, folder / TEMPLATE)
 
 
 def episodes(folder: Path) -> dict[str, Any]:
@@ -148,8 +153,9 @@ def episodes(folder: Path) -> dict[str, Any]:
 
 
 def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """An agent that plays the row's environment with a client of OpenAI's API."""
-    import httpx
+    """An agent that plays the row's environment by OpenAI's API. 256 processes import this, so its client is small."""
+    from http.client import HTTPConnection
+    from urllib.parse import urlsplit
 
     from offline_grpo.task.rewards import imported
 
@@ -157,9 +163,12 @@ def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
     messages = [dict(message) for message in row["messages"]]
     messages[-1]["content"] += world.reset(**row) or ""
     asked = {"model": "policy", "tools": json.loads(row["schemas"]), "messages": messages}
-    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=None) as http:
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    place = urlsplit(base_url)
+    with closing(HTTPConnection(place.netloc)) as http:
         while True:
-            choice = http.post("/chat/completions", json=asked).json()["choices"][0]
+            http.request("POST", f"{place.path}/chat/completions", json.dumps(asked), headers)
+            choice = json.load(http.getresponse())["choices"][0]
             messages.append(choice["message"])
             calls = choice["message"].get("tool_calls") or []
             if choice["finish_reason"] == "length" or not calls:

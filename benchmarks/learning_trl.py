@@ -149,7 +149,7 @@ def check_prompt(trainer: Any, row: dict[str, Any]) -> None:
 def main() -> None:
     folder, settings = Path(sys.argv[1]), Settings(**json.loads(sys.argv[2]))
     rows = in_our_order(rows_of(settings, "train"), settings)
-    score = getattr(learning_tasks, settings.reward or "", None)
+    score: Any = getattr(learning_tasks, settings.reward or "", None)
 
     def reward(completions: Any, answer: Any, **_: Any) -> list[float | None]:
         return [score(completion[0]["content"], each) for completion, each in zip(completions, answer, strict=True)]

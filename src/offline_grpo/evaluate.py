@@ -5,7 +5,6 @@ which is better.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import re
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from offline_grpo.commands import cli
 from offline_grpo.config.compose import key_of, readable
 from offline_grpo.disk import require_new
 from offline_grpo.errors import ConfigError
-from offline_grpo.history.records import ToTerminal
+from offline_grpo.history.records import told_on
 
 EPILOG = """
 Values with commas make several sets of problems: task=arithmetic,gsm8k. The settings of a checkpoint are those of its
@@ -56,11 +55,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"{word}: acts in training alone, and nothing is trained here; leave it out")
     out = options.out or Path("outputs/evaluate") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
     require_new(out, f"--out={out}")
-    log, console = logging.getLogger("offline_grpo"), Console(stderr=True)
-    to_terminal = ToTerminal(console)
-    log.setLevel(logging.INFO)
-    log.addHandler(to_terminal)
-    try:
+    console = Console(stderr=True)
+    with told_on(console) as log:
         log.info("offline-grpo: loading ...")
         for name in names:
             hub.need_model(name, "MODEL")  # before imports that take seconds
@@ -68,8 +64,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
         models = dict(zip(ascii_uppercase, names, strict=False))
         evaluate_and_print(models, words, out, console, trust=options.trust_remote_code)
-    finally:
-        log.removeHandler(to_terminal)
 
 
 def main() -> None:

@@ -142,6 +142,19 @@ def write_sums(path: Path, count: int = 300, largest: int = 20) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+class Waits:
+    """Says that it plays, and waits for a file."""
+
+    def reset(self, go: str, places: str, **row: Any) -> None:
+        self.go = Path(go)
+        Path(places, str(os.getpid())).touch()
+
+    def get_reward(self) -> float:
+        while not self.go.exists():
+            time.sleep(0.05)
+        return 1.0
+
+
 class Bad(Talk):
     """Misbehaves at its second turn, as its row says."""
 

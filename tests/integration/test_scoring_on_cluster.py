@@ -7,21 +7,28 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import bad_rewards
 import psutil
 import pytest
+import worlds
+from dialogues import InProcess, isolated, problem_of, sampled
 from engines import save_model
 from factories import compose_config
-from runs import assert_same, drawn, metrics_of, run, wait_until
+from runs import assert_same, drawn, five, metrics_of, wait_until
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
+from offline_grpo.engine.streaming import in_background
 from offline_grpo.errors import ConfigError, ScoreError
-from offline_grpo.generation.scoring import IsolatedTask
+from offline_grpo.generation.scoring import ClusterScorers, IsolatedTask
+from offline_grpo.run import train
+from offline_grpo.types import Rollout, Score
 
 HOST = "offline_grpo.generation.scoring_worker"
 
@@ -81,20 +88,91 @@ def test_a_completion_that_costs_machines_does_not_cost_them_all(cluster: Any) -
         task.close()
 
 
+REWARD = ("task=dataset", "task.reward=bad_rewards:vowels")
+GAME = ("task=environment", "task.environment=worlds:Talk", "task.max_environment_tokens=20")
+GAME += ("generation.max_new_tokens=12", "task.max_turn_tokens=5")
+
+
 @pytest.mark.slow  # a run of its own for each side
-def test_a_run_is_the_same_wherever_it_is_scored(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", [REWARD, GAME], ids=["reward", "episodes"])
+def test_a_run_is_the_same_wherever_it_is_scored(task: tuple[str, ...], cluster: Any, tmp_path: Path) -> None:
     model, rows = save_model(tmp_path / "model"), tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{i} plus 1?", "answer": str(i + 1)}) + "\n" for i in range(40)))
-    task = ("task=dataset", f"task.path={rows}", "task.reward=bad_rewards:vowels")
-    task += ("task._target_=offline_grpo.task.dataset.Dataset",)  # which `five` has set to another
-    task += ("data.num_train_seeds=null", "train.iterations=2", "scoring.workers=2")
-    run(tmp_path / "here", model, *task)
+    own = ({"prompt": f"{i} plus 1?", "answer": str(i + 1), "turns": 2} for i in range(40))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in own))
+    words = [word for word in five(model) if not word.startswith("task.")]
+    words += [*task, f"task.path={rows}", "data.num_train_seeds=null", "train.iterations=2", "scoring.workers=2"]
+    train(compose_config(*words), tmp_path / "here")
     there = ("placement=ray", f"placement.address={cluster.address}", "placement.score_on_cluster=true")
-    run(tmp_path / "there", model, *task, *there)
+    train(compose_config(*words, *there), tmp_path / "there")
     assert_same(metrics_of(tmp_path / "here"), metrics_of(tmp_path / "there"))
     assert drawn(tmp_path / "here") == drawn(tmp_path / "there")
     log = (tmp_path / "there" / "run.log").read_text()
     assert "scoring on 2 machines of the Ray cluster: " in log
+
+
+def on_cluster(cluster: Any, make: Callable[[], Any], **settings: Any) -> IsolatedTask:
+    config = bad_rewards.scoring_config(
+        **{"workers": 6, "episodes": 6, "timeout_s": 10.0, "memory_mib": 1024, **settings}
+    )
+    return IsolatedTask(make(), ClusterScorers(cluster.address, {}, bad_rewards.setup_of(make, config)), config, 6)
+
+
+@pytest.mark.slow
+def test_episodes_are_the_same_on_a_cluster(cluster: Any) -> None:
+    """Those of environments, also where they misbehave, and of agents, which ask this machine by its own address."""
+    for make, timeout_s, hows in (
+        (partial(worlds.environment, "worlds:Bad"), 2.0, ("", "raise", "kill", "fork", "hang")),
+        (partial(worlds.agent, "worlds:chats", max_turns=2), 60.0, ("",) * 3),
+    ):
+        problems, found = [problem_of(make(), turns=2, how=how) for how in hows], []
+        for task in (
+            isolated(make, memory_mib=1024, timeout_s=timeout_s),
+            on_cluster(cluster, make, timeout_s=timeout_s),
+        ):
+            try:
+                found.append(sampled(InProcess(), task, problems))
+            finally:
+                task.close()
+        here, there = ([replace(each, score=told(each)) for own in sides for each in own] for sides in found)
+        assert here == there
+        assert {r.score.failure for r in here} == (
+            {None, "raised", "crashed", "timeout"} if hows[0] != hows[1] else {None}
+        )
+
+
+def told(rollout: Rollout) -> Score:
+    """Without the words of a failure, which name places in the code; nan is not equal to itself."""
+    score = rollout.score
+    failure = None if score.failure is None else score.failure.partition(":")[0]
+    return replace(score, failure=failure, reward=score.reward if score.is_scored else 0.0)
+
+
+@pytest.mark.slow  # a machine is lost, and another one comes
+def test_a_lost_machine_costs_the_episodes_that_it_plays(cluster: Any, tmp_path: Path) -> None:
+    go, places, before = tmp_path / "go", tmp_path / "places", {process.pid for process in hosts()}
+    places.mkdir()
+    task = on_cluster(cluster, partial(worlds.environment, "worlds:Waits"), timeout_s=60.0)
+    try:
+        problems = [problem_of(worlds.environment("worlds:Waits"), go=str(go), places=str(places))] * 3
+        import ray
+
+        num_nodes = sum(node["Alive"] for node in ray.nodes())
+        playing = in_background(lambda: sampled(InProcess(), task, problems, group_size=2))
+        wait_until(lambda: playing.done() or len(list(places.iterdir())) == 6)
+        cluster.remove_node(cluster.machines.pop(), allow_graceful=False)
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == num_nodes - 1)
+        go.touch()  # not before: until then the lost machine might still answer
+        rollouts = [each for own in playing.result() for each in own]
+        assert sorted(str(r.score.failure).partition(":")[0] for r in rollouts) == ["None"] * 3 + ["crashed"] * 3
+        assert {each.score.reward for own in sampled(InProcess(), task, problems) for each in own} == {1.0}
+        for process in hosts():
+            if process.pid not in before:
+                process.kill()
+        sampled(InProcess(), task, problems)  # whose workers may just have died
+        assert {each.score.reward for own in sampled(InProcess(), task, problems) for each in own} == {1.0}
+    finally:
+        task.close()
+        cluster.machines.append(cluster.add_node(num_cpus=1))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ SOURCE = ROOT / "src" / "offline_grpo"
 FILES = sorted(SOURCE.rglob("*.py"))
 ROOT_MODULES = {"types", "interfaces", "errors", "settings", "seeding", "progress", "redaction", "hub", "disk"}
 LIFE = {"run", "state", "loop"}
-COMMANDS = {"__main__", "check", "compare", "evaluate", "export", "model_info", "sample"}
+COMMANDS = {"__main__", "check", "compare", "evaluate", "export", "model_info", "play", "sample", "score"}
 """`python -m offline_grpo.COMMAND`: reads its words; the work is in a room."""
 TOGETHER = {"config", "history", "start", "commands", *LIFE}
 """Rooms and modules that put all others together."""

@@ -28,7 +28,7 @@ from offline_grpo.model.load import build_on_meta, load_causal_lm, load_tokenize
 from offline_grpo.model.policy import save_model
 
 KEY = "MODEL"
-"""What messages call the name that was given."""
+"""What messages call the name that was given, unless that is a setting."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,13 @@ class ModelSource:
     config: Mapping[str, Any] | None
     trained_dtype: torch.dtype | None  # that it computed in
     quantization: str | None  # of the base that an adapter was trained on; None where it was not quantised
+    key: str = KEY  # what messages call the name
 
     def tokenizer(self, chat_template: str | None = None) -> PreTrainedTokenizerBase:
         """The one beside the weights, or else that of the base. `chat_template`: see `use_template`."""
         local = Path(self.adapter) if self.adapter is not None else None
         has_own = local is not None and (local / "tokenizer_config.json").exists()
-        how = {"key": KEY, "trust_remote_code": self.trust_remote_code, "chat_template": chat_template}
+        how = {"key": self.key, "trust_remote_code": self.trust_remote_code, "chat_template": chat_template}
         return load_tokenizer(str(local) if has_own else self.weights, **how)
 
     def load(
@@ -67,20 +68,20 @@ class ModelSource:
         and rounds the sum once.
         """
         make_current(device)
-        how: Any = {"key": KEY, "trust_remote_code": self.trust_remote_code}
+        how: Any = {"key": self.key, "trust_remote_code": self.trust_remote_code}
         how["quantization"] = None if merge else self.quantization
         model = load_causal_lm(self.weights, attn_implementation, device, dtype or self.trained_dtype, **how)
         model.requires_grad_(False)
         if self.adapter is None:
             return model
         own = model.dtype
-        adapted = with_saved_adapter(model.float() if merge else model, self.adapter, key=KEY, is_trainable=False)
+        adapted = with_saved_adapter(model.float() if merge else model, self.adapter, key=self.key, is_trainable=False)
         if not merge:
             return adapted.eval()
         return adapted.merge_and_unload().to(own).eval()  # type: ignore[return-value, operator]
 
 
-def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
+def find_model(name: str, *, trust_remote_code: bool = False, key: str = KEY) -> ModelSource:
     """Find out what `name` is. Of a run folder, the best checkpoint is taken if the run kept it, else the newest.
     `trust_remote_code` is never taken from a checkpoint's own settings. Raises ConfigError or CheckpointError.
     """
@@ -92,12 +93,12 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
         found = best if best.exists() else latest_checkpoint(folder / "checkpoints")
         if found is None:
             fix = "a run without a checkpoint; give a checkpoint, a model folder or a Hugging Face id"
-            raise ConfigError(f"{KEY}={name}: {fix}")
+            raise ConfigError(f"{key}={name}: {fix}")
         folder = found
     checkpoint = folder.resolve() if is_run or os.path.lexists(folder / "trainer") else None
-    state = verified_state(checkpoint, key=KEY) if checkpoint is not None else None
+    state = verified_state(checkpoint, key=key) if checkpoint is not None else None
     place = str(checkpoint or folder) if os.path.exists(folder) else name
-    hub.need_model(place, KEY)
+    hub.need_model(place, key)
 
     # An adapter names the model that it was trained on; `read_model_config` says if there is no model at all.
     base = None
@@ -105,8 +106,8 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
         found = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         if (file := cached_file(place, ADAPTER_CONFIG_NAME, **found)) is not None:
             base = str(json.loads(Path(file).read_text())["base_model_name_or_path"])
-    key = KEY if base is None else f"{KEY}={name}: an adapter, whose base_model_name_or_path"
-    read_model_config(base or place, key, trust_remote_code=trust_remote_code)
+    of_base = key if base is None else f"{key}={name}: an adapter, whose base_model_name_or_path"
+    read_model_config(base or place, of_base, trust_remote_code=trust_remote_code)
     adapter = place if base is not None else None
     config = None if state is None else state.config
     return ModelSource(
@@ -120,6 +121,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
         config=config,
         trained_dtype=None if config is None else torch_dtype(config["train"]["precision"]),
         quantization=None if config is None else config["model"].get("quantization"),
+        key=key,
     )
 
 

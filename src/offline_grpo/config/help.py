@@ -34,6 +34,8 @@ Train a language model with GRPO on problems whose answers a program can check.
   uv run run_grpo.py --cfg job [OVERRIDE] ...   print the configuration
   uv run run_grpo.py --multirun KEY=A,B ...     a run for each value
   uv run run_grpo.py --hydra-help               Hydra's own options
+  uv run -m offline_grpo.play [OVERRIDE] ...    play one problem, or type it
+  uv run -m offline_grpo.score [OVERRIDE] ... TEXT   the reward of a text
 
 A list is [A,B]. Quote what the shell would change: 'eval.ks=[1,4]'.
 """

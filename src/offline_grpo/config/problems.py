@@ -201,9 +201,6 @@ def isolated(
     if on_cluster:
         from offline_grpo.generation.scoring import ClusterScorers
 
-        if num_live:
-            fix = "episodes are played on this machine; leave it at false"
-            raise ConfigError("placement.score_on_cluster", "true", fix)
         assert config.placement.address is not None
         scorers = ClusterScorers(config.placement.address, config.placement.ray_init, setup)
     else:

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 SAFE_TO_RETRY_STATUS = (429, 502, 503, 504)
 """The server, or a proxy before it, says that it has not handled the request."""
+LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_S = 3.0
 """How long an idle connection is kept. Servers close theirs after 5 s, and a request sent at that moment would break.
 """

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from offline_grpo import progress
+from offline_grpo.engine.http import LOOPBACK
 from offline_grpo.engine.streaming import in_background
 from offline_grpo.errors import GrpoError, RequestError, ScoreError, told
 from offline_grpo.generation.dialogue import OVER, Ask, Dialogue, transcript
@@ -184,7 +185,7 @@ def play_groups(
                 if problem.rules.has_address and proxy is None:
                     from offline_grpo.generation.proxy import Proxy
 
-                    proxy = Proxy(codec.chat_template_kwargs, said)
+                    proxy = Proxy(codec.chat_template_kwargs, said, getattr(task, "own_address", LOOPBACK))
                 dialogue = Dialogue(codec.chat, sampling, problem.rules, codec.encode(problem.messages), seed + j)
                 chance = derive_seed(seed, "environment")  # the same for all of a group
                 own_proxy = proxy if problem.rules.has_address else None

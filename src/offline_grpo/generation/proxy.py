@@ -1,4 +1,4 @@
-"""The policy behind an address on this machine, for programs that bring a client of OpenAI's API.
+"""The policy behind an address of this machine, for programs that bring a client of OpenAI's API.
 
 Each episode has an address with a random key in it, and answers come from its dialogue: see `Episode.ask`. What a
 client asks for that would change the prompt, or what tokens are drawn from, is refused. Other wishes do not count; the
@@ -25,6 +25,7 @@ from aiohttp.http import HttpProcessingError
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PositiveInt, ValidationError
 from pydantic_core import from_json
 
+from offline_grpo.engine.http import LOOPBACK
 from offline_grpo.errors import RequestError
 from offline_grpo.generation.judging import warn_once
 from offline_grpo.model.tool_calls import arguments_of
@@ -121,14 +122,15 @@ Ask = Callable[[Sequence[Message], Sequence[Schema], int | None], Future[Reply]]
 
 
 class Proxy(web.Server):
-    """Listens on a free port of the loopback interface, on an event loop in a thread of its own, until it is closed.
+    """Listens on a free port, on an event loop in a thread of its own, until it is closed.
 
     Args:
         template_kwargs: the run's arguments of the chat template.
         said: what was logged once in this run, and is not again.
+        host: the address of this machine that programs ask.
     """
 
-    def __init__(self, template_kwargs: Mapping[str, Any], said: set[str]) -> None:
+    def __init__(self, template_kwargs: Mapping[str, Any], said: set[str], host: str = LOOPBACK) -> None:
         self._said, own = said, {name: (value,) for name, value in template_kwargs.items()}
         self._allowed = {**ALLOWED, **own, "chat_template_kwargs": (template_kwargs,)}
         self._most_strangers = int(STRANGERS_FRAC * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -139,7 +141,7 @@ class Proxy(web.Server):
         how: dict[str, Any] = {"access_log": None, "auto_decompress": False, "keepalive_timeout": IDLE_S}
         super().__init__(self._answer, request_factory=read, loop=self._own_loop, **how)
         # It listens from now on, so that episodes can be told its address before the thread serves.
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = socket.create_server((host, 0))
 
         def run() -> None:
             with asyncio.Runner(loop_factory=lambda: self._own_loop) as runner:
@@ -151,7 +153,8 @@ class Proxy(web.Server):
         """The address and the key of an episode, which is asked by `ask` until it is over."""
         key = secrets.token_urlsafe(24)
         self._asks[key] = ask
-        return f"http://127.0.0.1:{self._socket.getsockname()[1]}/{key}/v1", key
+        host, port = self._socket.getsockname()
+        return f"http://{host}:{port}/{key}/v1", key
 
     def end(self, key: str) -> None:
         """Close the connections of an episode that is over."""

@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offline_grpo.engine.http import LOOPBACK
 from offline_grpo.engine.ray_actor import connect, fate
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.generation.judging import about_completion, warn_once
@@ -43,7 +44,10 @@ LONGEST_LINE = 2**31  # bytes of what a worker says: an episode's program asks w
 LOOK_INTERVAL_S = 60.0
 """How often machines are looked for that have none of our actors: new ones, and lost ones, which Ray may still count
 for as long."""
+CALLS = 100_000  # of an actor, at a time: each of its workers has one that waits for what it says
 MAX_LOST = 3  # so many machines may be lost with a completion before it counts as one that kills them
+
+MAX_TRIED = 20  # so many machines may turn out to be lost while a process for an episode is started
 
 Asked = str | tuple[str, ...]
 """A completion's text, or the texts of a group of them."""
@@ -59,7 +63,7 @@ class IsolatedTask:
     def __init__(
         self, task: Task, scorers: Scorers | ClusterScorers, settings: ScoringConfig, num_live: int = 0
     ) -> None:
-        self._task, self._scorers, self.num_live = task, scorers, num_live
+        self._task, self._scorers, self.num_live, self.own_address = task, scorers, num_live, scorers.own_address
         self._on_failure = settings.on_failure
         self.rewards_groups = TaskFacts.of(task).rewards_groups
         self.said: set[str] = set()  # what was logged once in this run, and is not again
@@ -85,7 +89,6 @@ class IsolatedTask:
         return [self._score(each, about_completion(problem, text)) for each, text in pairs]
 
     async def play(self, problem: Problem, episode: Episode) -> Score:
-        assert isinstance(self._scorers, Scorers)
         return self._score(await self._scorers.answer(problem, episode), f"problem {problem.problem_id}")
 
     def _score(self, answer: dict[str, Any], about: str) -> Score:
@@ -111,8 +114,8 @@ class _Worker:
     """The run's end of a connection to a worker."""
 
     number: int
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    reader: asyncio.StreamReader | _Line
+    writer: asyncio.StreamWriter | _Line
     is_shared: bool  # it takes any request; otherwise it was started for one
     is_alive: bool = True
     inboxes: dict[int, asyncio.Queue[dict[str, Any] | None]] = field(default_factory=dict)  # of open requests
@@ -124,20 +127,15 @@ class _Worker:
             self.writer.write(frame(reply.exception() or reply.result()))
 
 
-class Scorers:
-    """Starts workers when they are needed, asks them, and ends those that fail with all that they started.
+class Host:
+    """The process above the workers of this machine. It starts now, because it imports what they need.
 
     Not `pebble` or `multiprocessing`: a worker awaits many async scores at a time, processes that a score has started
     are killed with it, and nothing outlives a run that is killed.
     """
 
     def __init__(self, setup: Setup) -> None:
-        self._setup = setup
         self._numbers = count()
-        self._num_to_start = setup.num_workers
-        self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None, or one that has ended: start another
-        self._room_alone = asyncio.Semaphore(setup.num_workers)
-        # The process above all workers starts now, because it imports what they need; its settings come by a pipe.
         self._control, theirs = socket.socketpair()
         with theirs:
             run = f"from offline_grpo.generation.scoring_worker import main; main({theirs.fileno()})"
@@ -149,8 +147,52 @@ class Scorers:
                 start_new_session=True,
             )
         assert self._host.stdin is not None
-        with self._host.stdin as stdin:
+        with self._host.stdin as stdin:  # its settings come by a pipe
             pickle.dump(setup, stdin)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._control.fileno() < 0
+
+    @property
+    def has_died(self) -> bool:
+        return self._host.poll() is not None
+
+    async def begin(self) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Start a worker: its number, and our end of a connection to it."""
+        ours, theirs = socket.socketpair()
+        number = next(self._numbers)
+        with theirs, suppress(OSError):  # the process that starts them has ended, and nobody answers
+            socket.send_fds(self._control, [number.to_bytes(MESSAGE_BYTES, "big")], [theirs.fileno()])
+        return number, *await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
+
+    def end(self, number: int) -> None:
+        """Kill a worker with all that it started."""
+        with suppress(OSError):  # nothing is left of it where the process that started it has ended
+            self._control.send(number.to_bytes(MESSAGE_BYTES, "big"))
+
+    def close(self) -> None:
+        """End all processes of it."""
+        self._control.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._host.wait(CLOSE_S)
+        self._host.kill()  # its workers die with it
+        self._host.wait()
+
+
+class Scorers:
+    """Has workers started when they are needed, asks them, and has those ended that fail.
+
+    Args:
+        host: starts and ends workers; without one this machine's own.
+    """
+
+    def __init__(self, setup: Setup, host: Host | ClusterScorers | None = None) -> None:
+        self._setup, self._host, self.own_address = setup, host or Host(setup), LOOPBACK
+        self._numbers = count()
+        self._num_to_start = setup.num_workers
+        self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None, or one that has ended: start another
+        self._room_alone = asyncio.Semaphore(setup.num_workers)
 
     async def answer(self, problem: Problem, asked: Asked | Episode) -> dict[str, Any]:
         """A worker's answer: the fields of a `Score`, or of `failed`. To cancel it ends the worker of a score that is
@@ -185,18 +227,10 @@ class Scorers:
 
     def close(self) -> None:
         """End all processes of it."""
-        self._control.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._host.wait(CLOSE_S)
-        self._host.kill()  # its workers die with it
-        self._host.wait()
+        self._host.close()
 
     async def _start(self, *, is_shared: bool) -> _Worker:
-        ours, theirs = socket.socketpair()
-        number = next(self._numbers)
-        with theirs, suppress(OSError):  # the process that starts them has ended, and nobody answers
-            socket.send_fds(self._control, [number.to_bytes(MESSAGE_BYTES, "big")], [theirs.fileno()])
-        worker = _Worker(number, *await asyncio.open_connection(sock=ours, limit=LONGEST_LINE), is_shared)
+        worker = _Worker(*await self._host.begin(), is_shared)
         # It says first whether it can make the task: if not, no other one can.
         try:
             first = json.loads(await worker.reader.readline() or '{"broken": "one has died"}')
@@ -217,16 +251,14 @@ class Scorers:
                 message = json.loads(line)
                 if (inbox := worker.inboxes.get(message["number"])) is not None:  # else its caller has given up
                     inbox.put_nowait(message)
-        is_closed = self._control.fileno() < 0
-        self._end(worker, None if is_closed else failed("crashed"))
+        self._end(worker, None if self._host.is_closed else failed("crashed"))
 
     def _end(self, worker: _Worker, answer: dict[str, Any] | None = None) -> None:
         """Kill a worker with all that it started. `answer` is the one to its request, if it has one alone."""
         if not worker.is_alive:
             return
         worker.is_alive = False
-        with suppress(OSError):  # nothing is left of it where the process that started it has ended
-            self._control.send(worker.number.to_bytes(MESSAGE_BYTES, "big"))
+        self._host.end(worker.number)
         worker.writer.close()
         for inbox in worker.inboxes.values():
             inbox.put_nowait(answer if len(worker.inboxes) == 1 else None)
@@ -296,21 +328,73 @@ class ScoringActor:
         with suppress(OSError):
             os.chdir(folder)
         sys.path.extend(path for path in paths if path not in sys.path)
-        self._scorers = Scorers(setup)
+        self._host, self._streams = Host(setup), dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
+        self._scorers = Scorers(setup, self._host)
 
     async def answer(self, problem: Problem, asked: Asked) -> dict[str, Any]:
         return await self._scorers.answer(problem, asked)
+
+    # Of a worker that plays episodes, whose requests the run itself makes and answers: see `_Line`.
+
+    async def begin(self) -> tuple[int, bytes]:
+        number, reader, writer = await self._host.begin()
+        self._streams[number] = reader, writer
+        first = await reader.readline()
+        if self._host.has_died:  # and no worker starts any more: this machine counts as lost
+            os._exit(1)
+        return number, first
+
+    async def readline(self, number: int) -> bytes:
+        return await self._streams[number][0].readline()
+
+    async def write(self, number: int, data: bytes) -> None:
+        self._streams[number][1].write(data)
+
+    async def end(self, number: int) -> None:
+        self._host.end(number)
+        self._streams.pop(number)[1].close()
 
 
 @dataclass(eq=False)
 class _Machine:
     name: str
     actor: Any
-    num_open: int = 0
+    num_open: int = 0  # requests, and workers that play episodes
+
+
+@dataclass(eq=False)
+class _Line:
+    """The run's end of a connection to a worker on another machine, in place of asyncio's streams."""
+
+    scorers: ClusterScorers
+    machine: _Machine
+    number: int
+    first: bytes  # what the worker has said
+
+    async def readline(self) -> bytes:
+        from ray.exceptions import RayError
+
+        line, self.first = self.first, b""
+        if line:
+            return line
+        try:
+            return await self.machine.actor.readline.remote(self.number)
+        except RayError:  # the machine is lost, and all that it played
+            return b""
+
+    def write(self, data: bytes) -> None:
+        if not self.scorers.is_closed:  # else Ray would connect anew
+            self.machine.actor.write.remote(self.number, data)
+
+    def close(self) -> None:
+        self.machine.num_open -= 1
+        if not self.scorers.is_closed:
+            self.machine.actor.end.remote(self.number)
 
 
 class ClusterScorers:
-    """Asks the machine with the fewest open requests. The requests of a lost machine go to another one.
+    """Asks the machine with the fewest open requests. The requests of a lost machine go to another one; an episode that
+    it played is lost, as one of a worker that dies is.
 
     Actors, because a plain Ray task would hold a Ray process for every completion that is awaited.
 
@@ -323,7 +407,8 @@ class ClusterScorers:
         self._address, self._setup = address, setup
         self._is_ours = connect(address, ray_init)
         self._machines: dict[str, _Machine] = {}  # by Ray's id of the node
-        self._is_closed = False
+        self._episodes = Scorers(setup, self)
+        self.is_closed = False
         self._look()
         if not self._machines:
             self.close()
@@ -332,40 +417,69 @@ class ClusterScorers:
         names = ", ".join(machine.name for machine in self._machines.values())
         log.info("scoring on %d machines of the Ray cluster: %s", len(self._machines), names)
 
-    async def answer(self, problem: Problem, asked: Asked) -> dict[str, Any]:
+    @property
+    def own_address(self) -> str:
+        """Of this machine, for the others of the cluster."""
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    async def answer(self, problem: Problem, asked: Asked | Episode) -> dict[str, Any]:
         """See `Scorers.answer`. Raises ScoreError as there, also if no machine is left."""
+        if not isinstance(asked, (str, tuple)):
+            return await self._episodes.answer(problem, asked)
+        for _ in range(MAX_LOST):
+            _, answer = await self._asked("answer", problem, asked)
+            if answer is not None:
+                return answer
+        return failed("crashed", f"{MAX_LOST} machines of the Ray cluster were lost while they scored it")
+
+    async def begin(self) -> tuple[int, _Line, _Line]:
+        """Start a worker for episodes: see `Host.begin`. Raises ScoreError if that ends one machine after the other."""
+        for _ in range(MAX_TRIED):
+            machine, begun = await self._asked("begin")
+            if begun is not None:
+                machine.num_open += 1
+                line = _Line(self, machine, *begun)
+                return line.number, line, line
+        raise ScoreError(f"no process that plays episodes starts: {MAX_TRIED} machines of the Ray cluster were lost")
+
+    def end(self, number: int) -> None:
+        """Its line does so, which knows its machine."""
+
+    async def _asked(self, method: str, *args: object) -> tuple[_Machine, Any]:
+        """The machine that is least busy, and what it answers; None where it is lost."""
         from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
-        for _ in range(MAX_LOST):
-            # Ask the machine that is least busy; now and then see whether there are new ones.
-            if self._is_closed:
-                raise ScoreError("the run leaves the Ray cluster, so nothing is scored there any more")
-            if not self._machines or time.monotonic() - self._looked_s > LOOK_INTERVAL_S:
-                self._look()
-            if not self._machines:
-                where = f"in the Ray cluster at placement.address={self._address}"
-                raise ScoreError(f"no machine is left {where} to score on")
-            node, machine = min(self._machines.items(), key=lambda item: item[1].num_open)
-            machine.num_open += 1
-            try:
-                return await machine.actor.answer.remote(problem, asked)
-            except RayTaskError as error:
-                raise error.cause from None
-            except (RayActorError, ActorUnschedulableError) as error:  # the second: Ray does not know of it yet
-                if self._machines.get(node) is machine and not self._is_closed:
-                    del self._machines[node]
-                    self._looked_s = time.monotonic()
-                    words = "the machine %s of the Ray cluster %s; its completions are scored on others"
-                    log.warning(words, machine.name, fate(error))
-            finally:
-                machine.num_open -= 1
-        return failed("crashed", f"{MAX_LOST} machines of the Ray cluster were lost while they scored it")
+        # Now and then see whether there are new ones.
+        if self.is_closed:
+            raise ScoreError("the run leaves the Ray cluster, so nothing is scored there any more")
+        if not self._machines or time.monotonic() - self._looked_s > LOOK_INTERVAL_S:
+            self._look()
+        if not self._machines:
+            where = f"in the Ray cluster at placement.address={self._address}"
+            raise ScoreError(f"no machine is left {where} to score on")
+        node, machine = min(self._machines.items(), key=lambda item: item[1].num_open)
+        machine.num_open += 1
+        try:
+            return machine, await getattr(machine.actor, method).remote(*args)
+        except RayTaskError as error:
+            raise error.cause from None
+        except (RayActorError, ActorUnschedulableError) as error:  # the second: Ray does not know of it yet
+            if self._machines.get(node) is machine and not self.is_closed:
+                del self._machines[node]
+                self._looked_s = time.monotonic()
+                words = "the machine %s of the Ray cluster %s; its completions are scored on others"
+                log.warning(words, machine.name, fate(error))
+            return machine, None
+        finally:
+            machine.num_open -= 1
 
     def close(self) -> None:
         """End all processes of it, on every machine."""
         import ray
 
-        self._is_closed = True
+        self.is_closed = True
         for machine in self._machines.values():
             with suppress(Exception):  # the cluster may be gone
                 ray.kill(machine.actor)
@@ -382,6 +496,7 @@ class ClusterScorers:
             if node["NodeID"] not in self._machines and node["Alive"] and node["Resources"].get("CPU"):
                 there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 # of no CPU core as Ray counts them: those are for servers, and scoring is short
-                kind = ray.remote(ScoringActor).options(num_cpus=0, scheduling_strategy=there)
+                about: Any = {"max_concurrency": CALLS, "scheduling_strategy": there}
+                kind = ray.remote(ScoringActor).options(num_cpus=0, **about)
                 actor = kind.remote(self._setup, Path.cwd(), sys.path)
                 self._machines[node["NodeID"]] = _Machine(node["NodeManagerHostname"], actor)

@@ -48,6 +48,18 @@ class ToTerminal(logging.Handler):
 
 
 @contextmanager
+def told_on(console: Console) -> Iterator[logging.Logger]:
+    """The package's logger, whose messages are printed."""
+    log, to_terminal = logging.getLogger("offline_grpo"), ToTerminal(console)
+    log.setLevel(logging.INFO)
+    log.addHandler(to_terminal)
+    try:
+        yield log
+    finally:
+        log.removeHandler(to_terminal)
+
+
+@contextmanager
 def kept_for_log() -> Iterator[MemoryHandler]:
     """Keep messages until `log_to` knows the run's folder; those of a refused start are dropped."""
     package, early = logging.getLogger("offline_grpo"), MemoryHandler(10_000, logging.CRITICAL + 1, flushOnClose=False)

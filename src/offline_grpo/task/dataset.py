@@ -42,26 +42,26 @@ class Dataset(RowTask):
         place, template = f"{{{self.prompt_field}}}", self.prompt_template
         fix = f"must contain {place}, which is replaced by the field {self.prompt_field} (task.prompt_field)"
         self.check("prompt_template", template is None or place in template, fix)
-        has_answer = bool(self._rewards) or self.answer_field is not None
+        has_answer = bool(self.rewards) or self.answer_field is not None
         self.check("answer_field", has_answer, "name the field with the answer, or set task.reward")
 
     @cached_property
-    def _rewards(self) -> Mapping[str, Rewards]:
+    def rewards(self) -> Mapping[str, Rewards]:
         """Those of a completion, `reward`, and of its group, `group_reward`, where there are any."""
         given = {name: value for name in ("reward", "group_reward") if (value := getattr(self, name)) is not None}
         return {name: load_rewards(value, self.correct_threshold, f"task.{name}") for name, value in given.items()}
 
     @property
     def rewards_groups(self) -> bool:
-        return "group_reward" in self._rewards
+        return "group_reward" in self.rewards
 
     def score_group(self, problem: Problem, texts: Sequence[str]) -> list[Score] | Awaitable[list[Score]]:
-        return self._rewards["group_reward"].score_group(problem, texts)
+        return self.rewards["group_reward"].score_group(problem, texts)
 
     def score(self, problem: Problem, text: str) -> Score | Awaitable[Score]:
         """Compare the answer of a completion with the row's, or ask the reward functions."""
-        if "reward" in self._rewards:
-            return self._rewards["reward"].score(problem, text)
+        if "reward" in self.rewards:
+            return self.rewards["reward"].score(problem, text)
         if self.answer_field is None:
             return Score.unscored()  # the group's reward is all
         is_correct = is_right(self.answer_kind, problem.answer, text)
@@ -82,7 +82,7 @@ class Dataset(RowTask):
         given = {self.prompt_field, self.answer_field} & {*GIVEN}
         fields = {str(key): value for key, value in row.value.items() if key not in given}
         # The answer: reward functions get it as it is, if there is one; otherwise it is what completions must have.
-        answer, name, has_reward = "", self.answer_field, "reward" in self._rewards
+        answer, name, has_reward = "", self.answer_field, "reward" in self.rewards
         if name is not None and not (has_reward and row.value.get(name) is None):
             answer = text_field(row, name, "task.answer_field")
         if name is not None and not has_reward:
@@ -96,7 +96,7 @@ class Dataset(RowTask):
                 raise ConfigError(f"{row.where} has no regular expression ({error}) {place}") from error
         messages, tools = self.messages(row, prompt), tools_of(row)
         problem = Problem(problem_id, messages, answer, fields, tools=tools)
-        for rewards in self._rewards.values():
+        for rewards in self.rewards.values():
             rewards.check(problem)
         return problem
 

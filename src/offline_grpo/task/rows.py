@@ -228,6 +228,11 @@ class RowTask(BaseTask, ABC):
         return ({"role": "system", "content": self.system_prompt}, *prompt)
 
     @cached_property
+    def all_rows(self) -> Sequence[Problem]:
+        """The problems of `train_split` in their order, also those that are held out of it."""
+        return self._load(self.train_split, Split.TRAIN)[1]
+
+    @cached_property
     def _splits(self) -> Mapping[Split, Sequence[Problem]]:
         rows, train = self._load(self.train_split, Split.TRAIN)
         # Without a setting the data set's own split for evaluation, if it has one; otherwise a part of these rows.
