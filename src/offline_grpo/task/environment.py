@@ -183,7 +183,8 @@ class Environment(ToolEpisodes, EpisodeTask):
     def messages(self, row: Row, prompt: Sequence[Message]) -> tuple[Message, ...]:
         """The prompt, after the system message and the examples."""
         whole = Row("task:", 0, {"examples": [*self.examples, {"role": "user", "content": ""}]})
-        return super().messages(row, [*messages_or_text(whole, "examples", "task.examples")[:-1], *prompt])
+        examples: Any = messages_or_text(whole, "examples", "task.examples")[:-1]
+        return super().messages(row, [*examples, *prompt])
 
     @property
     def tools(self) -> tuple[Schema, ...]:

@@ -79,7 +79,8 @@ def test_a_game_is_won_by_halving_and_lost_after_six_guesses() -> None:
         guesses.append((low + high) // 2)
         low, high = (guesses[-1] + 1, high) if guesses[-1] < number else (low, guesses[-1] - 1)
     won = played(task, [f"I say {guess}." for guess in guesses])
-    heard = [message["content"] for message in won.conversation if message["role"] == "user"][1:]
+    own = won.conversation[len(task.problems(Split.TRAIN)[0].messages) :]
+    heard = [message["content"] for message in own if message["role"] == "user"]
     assert (won.score.reward, len(won.turns)) == (1.0, len(guesses))
     assert heard == ["Higher." if guess < number else "Lower." for guess in guesses[:-1]]
     lost = played(task, ["What?", *["1" if number > 1 else "2"] * 6])
