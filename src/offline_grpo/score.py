@@ -29,7 +29,7 @@ from offline_grpo.types import Problem, Score, Split
 
 ROW = "number of the problem, from 0: the row of a data set, or else the training problem (default: 0)"
 LINE = '{"completion": TEXT}, with "row": NUMBER where that is not N'
-EPILOG = "The last line is the reward alone, of a file the mean; nan if there is none, and then the exit code is 1."
+EPILOG = "The last line is the reward alone, of a file their mean, or nan. If a completion has none, the exit code is 1."
 PRINTED_CHARS = 4000  # of what the code that scores prints, its end is shown
 
 
@@ -68,11 +68,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
                 print(*shown(f"{place}, {problem.problem_id}", task, problem, score), sep="\n")
                 rewards += [score.reward] if score.is_scored else []
     print(f"{fmean(rewards) if rewards else nan:.10g}", flush=True)
-    require(
-        not faults, "--file", options.file, f"{len(faults)} lines were not scored, such as {next(iter(faults), '')}"
-    )
-    if not rewards:
-        raise ScoreError("no completion has a reward, see above")
+    about = f"{len(faults)} lines were not scored, such as {next(iter(faults), '')}"
+    require(not faults, "--file", options.file, about)
+    num_asked = sum(map(len, asked.values()))
+    if len(rewards) < max(num_asked, 1):
+        raise ScoreError(f"{num_asked - len(rewards)} of {num_asked} completions have no reward")
 
 
 def read(file: Path, row: int) -> tuple[dict[int, dict[str, str]], list[str]]:

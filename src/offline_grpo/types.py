@@ -347,8 +347,6 @@ class RolloutGroup:
             reward, temperature, failure = rollout.score.reward, rollout.temperature, rollout.score.failure
             if not ((isfinite(reward) or failure is not None) and 0 < temperature < inf):
                 raise UnusableGroup("numbers", f"a reward of {reward} at a temperature of {temperature}")
-        if not any(rollout.num_sampled for rollout in self.rollouts):
-            raise UnusableGroup("masks", "no token is sampled")
 
 
 def by_task(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:

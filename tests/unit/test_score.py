@@ -93,7 +93,7 @@ def test_completions_of_one_row_are_a_group() -> None:
 
 
 def test_without_a_reward_the_last_line_is_nan(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ScoreError, match="no completion has a reward"):
+    with pytest.raises(ScoreError, match="completions have no reward"):
         score.run([*dataset("rewards_to_try:fails"), "x\x1b[31m"])
     *_, why, last = capsys.readouterr().out.splitlines()
     assert last == "nan"

@@ -128,6 +128,8 @@ class GroupReader:
             rollouts.append(rollout)
         found = RolloutGroup(None, tuple(rollouts), None if advantages is None else tuple(map(tuple, advantages)))
         found.check(vocab_size=self.vocab_size, max_tokens=self.max_token_len)
+        if not any(rollout.num_sampled for rollout in found.rollouts):
+            raise UnusableGroup("masks", "no token is sampled")
         return found
 
 

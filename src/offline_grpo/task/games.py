@@ -23,9 +23,9 @@ class Calculator:
         Args:
             expression: Such as 3*(14+5).
         """
-        found = evaluate(expression)
+        found = evaluate(str(expression))
         if found is None:
-            raise ValueError("give numbers with + - * / and brackets")
+            raise ValueError("not calculated: write whole numbers with + - * / and brackets, such as 3*(14+5)")
         self.result = found[0]
         return str(self.result)
 
