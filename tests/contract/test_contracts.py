@@ -82,7 +82,7 @@ ARGUMENTS: list[dict[str, Any]] = [{"language": "en"}, {}, {"relation": "at leas
 INSTRUCTIONS = {"instruction_id_list": KINDS, "kwargs": ARGUMENTS}
 
 
-SCORE_NO_TEXTS = {"agent", "environment", "openenv", "verifiers"}
+SCORE_NO_TEXTS = {"agent", "calculator", "environment", "higher_lower", "openenv", "verifiers"}
 WITH_OTHER_ROWS = {"dataset", "ifeval_sample", "math_sample"}
 """What another option is, apart from the rows, which are made here."""
 
