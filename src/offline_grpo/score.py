@@ -29,7 +29,7 @@ from offline_grpo.types import Problem, Score, Split
 
 ROW = "number of the problem, from 0: the row of a data set, or else the training problem (default: 0)"
 LINE = '{"completion": TEXT}, with "row": NUMBER where that is not N'
-EPILOG = "The last line is the reward alone, of a file their mean, or nan. If a completion has none, the exit code is 1."
+EPILOG = "The last line is the reward alone, of a file their mean, or nan. If one has none, the exit code is 1."
 PRINTED_CHARS = 4000  # of what the code that scores prints, its end is shown
 
 
