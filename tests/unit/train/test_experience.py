@@ -200,7 +200,7 @@ def test_a_truncated_completion_pays_its_penalty_although_its_tokens_are_not_tra
         ({"token_ids": (5, 6, 7, 8, 9, 10, 12)}, "vocabulary"),
         ({"logprobs": (0.0, 1.0, -0.6, 9.9, 9.9, -0.7, -0.8)}, "numbers"),
         ({"score": Score(float("inf"), True, {})}, "numbers"),
-        ({"is_sampled": (False,) * 7}, "masks"),
+        ({"is_sampled": (False,) * 7}, None),  # an agent that asked nothing
     ],
 )
 def test_a_group_from_elsewhere_is_checked_before_it_is_learnt_from(change, reason):
