@@ -50,6 +50,9 @@ SMALL = (
 differ.
 """
 
+CLUSTER_OF = "TESTED_CLUSTER_OF"
+"""A variable of the environment of all processes of a Ray cluster: the process of the tests that started it."""
+
 
 Mishap = Mapping[tuple[str, int], Callable[[], Any]]
 """What happens at the beginning of a phase of an iteration, such as `("sync", 3)`."""

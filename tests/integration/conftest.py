@@ -4,11 +4,12 @@ are asked to.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from runs import draw_nothing
+from runs import CLUSTER_OF, draw_nothing
 
 from offline_grpo.report import plots
 
@@ -30,6 +31,7 @@ def cluster() -> Iterator[Any]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv(CLUSTER_OF, str(os.getpid()))  # which all its processes inherit
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 0, "include_dashboard": False, "_system_config": QUICKLY}

@@ -20,7 +20,7 @@ import worlds
 from dialogues import InProcess, isolated, problem_of, sampled
 from engines import save_model
 from factories import compose_config
-from runs import assert_same, drawn, five, metrics_of, wait_until
+from runs import CLUSTER_OF, assert_same, drawn, five, metrics_of, wait_until
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
@@ -39,8 +39,10 @@ def scored(task: IsolatedTask, kinds: Sequence[str]) -> list[Any]:
 
 
 def hosts() -> list[psutil.Process]:
-    """The processes above those that score."""
-    return [process for process in psutil.process_iter(["cmdline"]) if HOST in " ".join(process.info["cmdline"] or [])]
+    """The processes above those that score, of this process's cluster: other tests run at the same time."""
+    found = [process for process in psutil.process_iter(["cmdline", "environ"]) if process.info["environ"]]
+    ours = [process for process in found if process.info["environ"].get(CLUSTER_OF) == str(os.getpid())]
+    return [process for process in ours if HOST in " ".join(process.info["cmdline"] or [])]
 
 
 @pytest.mark.slow  # a cluster starts, loses a machine and gets another
