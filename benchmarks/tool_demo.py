@@ -65,7 +65,7 @@ def main() -> None:
             Target("last/pass@1", ">=", 0.95),
             Target("minutes", "<=", 10),
         ],
-        settings={"words": " ".join(words)},
+        settings={"words": " ".join(words).replace(str(args.work), "WORK")},
         measured=measured,
         details={"evaluations": curve, "episodes": episodes(run), "iterations": records},
     )
