@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ from offline_grpo.config.parts import sampling_of
 from offline_grpo.errors import ScoreError
 from offline_grpo.history.records import hide_progress_bars, told_on
 from offline_grpo.logger import output_console
-from offline_grpo.logger.samples import POLICY, visible
+from offline_grpo.logger.samples import POLICY, text_from, visible
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.score import ROW, configured, judging, problem_of, shown
 from offline_grpo.seeding import derive_seed
@@ -164,9 +165,8 @@ class Player:
         return Completion(ids, (0.0,) * len(ids), end, (0,) * len(ids))
 
     def show(self, who: str, ids: Sequence[int], start: int) -> None:
-        """Print the tokens from `start` on. The one before them is decoded too: some decoders drop a blank at first."""
-        before = self.codec.decode(ids[:start][-1:], skip_special_tokens=False)
-        text = self.codec.decode(ids[max(start - 1, 0) :], skip_special_tokens=False).removeprefix(before)
+        """Print the tokens from `start` on."""
+        text = text_from(partial(self.codec.decode, skip_special_tokens=False), ids, start)
         grid = Table.grid(padding=(0, 2), pad_edge=True)
         grid.add_column(style="dim", no_wrap=True, width=10)
         grid.add_column(overflow="fold")

@@ -147,9 +147,7 @@ def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | Non
         start = first
         for is_sampled, run in groupby(rollout.is_sampled[first:last]):
             end = start + len(list(run))
-            # after the token before it, because some decoders drop a blank at the start of a text
-            before = rollout.token_ids[start - 1 : start] if start > first else ()
-            text = decode([*before, *rollout.token_ids[start:end]]).removeprefix(decode(before))
+            text = text_from(decode, rollout.token_ids[first:end], start - first)
             if is_sampled:
                 who = POLICY
             elif start == first:
@@ -159,6 +157,14 @@ def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | Non
             found.append((who, text))
             start = end
     return found
+
+
+def text_from(decode: Decode, token_ids: Sequence[int], start: int) -> str:
+    """The text of the tokens from `start` on. The one before them is decoded too, because some decoders drop a blank at
+    the start of a text.
+    """
+    before = token_ids[:start][-1:]
+    return decode([*before, *token_ids[start:]]).removeprefix(decode(before))
 
 
 def print_sample(console: Console, sample: Mapping[str, Any], *, full: bool = False, has_prompt: bool = True) -> None:
