@@ -26,6 +26,7 @@ IN_PROCESS = "offline_grpo.generation.transformers_client.TransformersClient"
 TWO = "placement.num_engines=2"
 TAUGHT_BY = "train/advantage=distill train.advantage.teacher="
 LISTED = "generation=vllm_server weight_sync=reload generation.base_url=[http://127.0.0.1:1,http://127.0.0.1:2]"
+SGLANG = "generation=sglang_server weight_sync=reload weight_sync.pause_mode=abort"
 REFUSED = {
     f"{OWN} {TWO}": "placement.num_engines=2: serves one engine",
     "model/lora=default model.ref_device=cpu": "model.ref_device=cpu",
@@ -33,7 +34,7 @@ REFUSED = {
     f"{OWN} generation.base_url=[http://a:1,http://a:1/v1/]": "generation.base_url=[http://a:1,http://a:1/v1/]",
     f"{OWN} generation.base_url=[http://a:1,b]": "generation.base_url=b",
     "generation.repetition_penalty=1.1": "generation.repetition_penalty=1.1: training on samples with a penalty",
-    "generation=sglang_server weight_sync=reload weight_sync.pause_mode=abort generation.min_p=0.1": "generation.min_p=0.1: SGLang does not say",
+    f"{SGLANG} generation.min_p=0.1": "generation.min_p=0.1: SGLang does not say",
     f"{TAUGHT_BY}http://a:1 generation.top_p=0.9": "generation.top_p=0.9: a server tells logprobs of the whole",
     "generation.min_p=2": "generation.min_p=2: a share",
     "task=mixture +task@task.tasks.a=arithmetic task.tasks.a.assistant_prefix=x": "task.tasks.a.assistant_prefix=x: a",
