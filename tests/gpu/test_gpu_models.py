@@ -17,6 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from offline_grpo.generation import decoding_graph
 from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.model.filtered_head import filtered_head
 from offline_grpo.model.layers import not_compiled
 from offline_grpo.model.layouts import LAYOUTS, Flash4, Varlen, _flash4_forward, has_flash4
 from offline_grpo.model.lm_head import KeptHead
@@ -92,6 +93,39 @@ def test_the_kept_head_is_right(height: int, kept_bytes: int, softcap: float | N
     torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-5)
     for gradient, expected in zip(found, torch.autograd.grad(right @ coefs.double(), wide), strict=True):
         assert (gradient.double() - expected).norm() / expected.norm() < 0.006
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("most", [0, 12, 1500])  # alternatives of a token; the last are enough for tiles
+def test_the_filtered_head_is_the_masked_one(most: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    num_tokens, hidden_size, vocab_size, softcap = 333, 192, 5003, 30.0
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=CUDA).to(dtype).requires_grad_()
+
+    hidden, weight, bias = leaf(num_tokens, hidden_size), leaf(vocab_size, hidden_size), leaf(vocab_size)
+    temperature = torch.linspace(0.5, 2, num_tokens, device=CUDA) * 10
+    coefs = torch.linspace(-1, 2, num_tokens, device=CUDA)
+    counts = torch.randint(most + 1, (num_tokens,))
+    drawn = [torch.randperm(vocab_size)[: 1 + count] for count in counts]
+    kept = torch.zeros(num_tokens, vocab_size, dtype=torch.bool)
+    for row, ids in zip(kept, drawn, strict=True):
+        row[ids] = True
+    targets, others = torch.stack([ids[0] for ids in drawn]), torch.cat([ids[1:] for ids in drawn])
+    sets = {"num_alternatives": counts.to(CUDA), "alternatives": others.to(CUDA), "softcap": softcap}
+    given = (hidden, weight, bias, targets.to(CUDA), temperature)
+    logprobs, entropy = filtered_head(*given, **sets, entropy_requires_grad=True)
+    found = torch.autograd.grad(logprobs @ coefs + entropy @ coefs.flip(0), [hidden, weight, bias])
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = softcap * torch.tanh((wide[0] @ wide[1].T + wide[2]) / softcap) / temperature.double()[:, None]
+    log_p = torch.log_softmax(logits.masked_fill(~kept.to(CUDA), -1e9), -1)
+    right, right_entropy = log_p.gather(1, targets.to(CUDA)[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(logprobs.double(), right, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropy.double(), right_entropy, rtol=1e-5, atol=1e-4)
+    expected = torch.autograd.grad(right @ coefs.double() + right_entropy @ coefs.flip(0).double(), wide)
+    for gradient, other in zip(found, expected, strict=True):
+        assert (gradient.double() - other).norm() <= (1e-5 if dtype == torch.float32 else 0.006) * other.norm()
 
 
 @pytest.mark.parametrize(
