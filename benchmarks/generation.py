@@ -47,7 +47,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import psutil
 import torch
 from common import RESULTS, Target, Timings, complete_in_order, parser_of, write_result
 
@@ -122,23 +121,11 @@ class Served:
             if_it_fails.pop_all()
         self.start_s = time.monotonic() - started
         self.last: list[list[Completion]] = []
-        self.cpu_us_per_token: dict[str, float] = {}
 
     def generate(self, asked: Sequence[SamplingRequest], tokens: int, **filters: Any) -> list[Group]:
-        before = self._cpu_s()
         found = complete_in_order(self.client, asked, SamplingParams(max_new_tokens=tokens, **filters))
         self.last = found if filters.get("needs_alternatives") else self.last
-        num_tokens = tokens * sum(request.num_completions for request in asked)
-        taken = {name.strip("()"): 1e6 * (s - before.get(name, s)) / num_tokens for name, s in self._cpu_s().items()}
-        self.cpu_us_per_token = {name: value for name, value in taken.items() if value > 0.5}
         return [[(completion.token_ids, completion.logprobs) for completion in group] for group in found]
-
-    def _cpu_s(self) -> dict[str, float]:
-        """Of the API server (`python`) and the engine's processes, by name."""
-        found: dict[str, float] = {}
-        for process in psutil.Process(self.client.pid).children(recursive=True):
-            found[process.name()] = found.get(process.name(), 0.0) + sum(process.cpu_times()[:2])
-        return found
 
     def close(self) -> None:
         self.client.stop()
@@ -265,15 +252,8 @@ def against_offline(
         found = complete_in_order(stock, asked, SamplingParams(max_new_tokens=tokens))
         return [[(completion.token_ids, completion.logprobs) for completion in group] for group in found]
 
-    cpu: dict[str, float] = {}
-
-    def ask_server(asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
-        found = served.generate(asked, tokens)
-        cpu.update(served.cpu_us_per_token)
-        return found
-
     arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]] = {
-        "server": ask_server,
+        "server": served.generate,
         "offline": offline.generate,
     }
     check_equal({**arms, "stock": ask_stock}, 64 if not arguments.small else 32)
@@ -284,9 +264,7 @@ def against_offline(
     measured = {"server_start_s": served.start_s, "offline_start_s": offline_start_s}
     for count, found in timings.items():
         measured[f"server_vs_offline_{count}"] = 1 / found.ratio("server", "offline")
-    measured |= tokens_per_s(timings, arguments.tokens) | {
-        f"cpu_us_per_token_{name}": value for name, value in cpu.items()
-    }
+    measured |= tokens_per_s(timings, arguments.tokens)
     save(
         arguments,
         "generation",
@@ -333,9 +311,6 @@ def several_servers(
             if sizes := [1 + len(left) for group in server.last for c in group for left in c.alternatives or ()]:
                 measured[f"{arm}_set_size"] = statistics.fmean(sizes)
         measured |= {f"{arm}_gain_{count}": timings[count].ratio(baseline, arm) for arm in servers if arm != baseline}
-        for arm, server in servers.items():
-            for name, value in server.cpu_us_per_token.items():
-                measured[f"{arm}_{count}_cpu_us_per_token_{name}"] = value
     measured |= tokens_per_s(timings, arguments.tokens)
     targets = [Target(f"fp8_gain_{count}", ">=", 1.12) for count in arguments.sequences if "fp8" in servers]
     for arm in servers if arguments.filters else ():

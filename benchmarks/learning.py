@@ -84,10 +84,10 @@ REPLAYS: Mapping[str, Sequence[str]] = {
 WORTH: Sequence[tuple[str, Sequence[str], range]] = (
     ("sums", ("grpo",), range(1)),
     ("longer_sums", ("resample",), range(1)),
+    ("sums", ("grpo", "filters", "filtered_eval"), range(5)),
     ("calculator", ("trl", *EPISODES), range(5)),
     ("replay", OBJECTIVES, range(5)),
     ("parts", ("gdpo", "group_std"), range(5)),
-    ("sums", ("grpo", "filters", "filtered_eval"), range(5)),
     ("sums", ("trl",), range(3)),
     ("products", ("trl", "grpo"), range(3)),
     ("search", tuple(learning_tasks.SEARCH), range(1)),
@@ -106,12 +106,7 @@ EXPECTED_S = {"resample": 420, "TRL's calculator": 200, "TRL's": 240, "calculato
 """Kind of job -> how long it takes, until one of its kind has ended; 200 if it is not here."""
 MATCHED = {"calculator": "environment"}
 """Task -> our arm that TRL's is compared with; grpo if it is not here."""
-RESULT_OF = {
-    "replay": "paired_objectives",
-    "parts": "paired_objectives",
-    "calculator": "calculator",
-    "search": "search",
-}
+RESULT_OF = {task: task for task in ("calculator", "search")} | dict.fromkeys(REPLAYS, "paired_objectives")
 """Task -> its result; learning if it is not here."""
 CLAIMS = {
     "learning": "A small real model learns with five losses, and with TRL alike, within the intervals over seeds",
