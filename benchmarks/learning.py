@@ -124,7 +124,11 @@ IN_PROCESS = ("lora", "nf4")
 SERVED: Mapping[str, Sequence[str]] = {"fp8": ["--quantization", "fp8"]}
 """Arm -> options of a server of its own."""
 SERIES = ("reward_mean", "success_rate", "entropy", "completion_tokens_mean", "kl_divergence", "clip_frac", "grad_norm")
-SERIES += ("alignment/diff_abs_mean", "mismatch/kl_k3", "mismatch/ess_frac", "sync/probe_diff_abs_mean")
+SERIES += (
+    "alignment/diff_abs_mean",
+    "sync/probe_diff_abs_mean",
+    *(f"mismatch/{x}" for x in ("kl_k3", "ess_frac", "ratio_mean")),
+)
 """Of training, kept with each curve as means over ten iterations."""
 
 
