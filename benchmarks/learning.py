@@ -265,6 +265,7 @@ def our_command(job: Job, args: argparse.Namespace, folder: Path, url: str) -> l
     if job.task == "search":  # the experiment as it is, in process; a GPU takes no trees and has nothing to compile
         own = f"experiment=calculator_smollm2 train.iterations={args.iterations} eval.interval={args.eval_interval}"
         own += " eval.num_ids=all eval.replicates=2 checkpoint.enabled=false model.layout=auto model.compile=false"
+        own += " train.batch_size=null train.tokens_per_microbatch=8192"
         own += f" seed={job.seed} model.gguf_file=null model.train_id={args.model} hydra.run.dir={folder}/run"
         templates = args.work / "data" / job.task
         words = [word.replace("TEMPLATES", str(templates)) for word in learning_tasks.SEARCH[job.arm]]
