@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from itertools import compress, groupby, pairwise
+from itertools import chain, compress, groupby, pairwise
 from math import inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,7 @@ class Problem:
 class SamplingParams:
     """How completions are drawn. Temperature 0 means greedy; `top_k=0`, `top_p=1`, `min_p=0`, `repetition_penalty=1`
     are off. The tokens of the first of the `stop` strings are kept; the text that is judged is cut before it, or behind
-    it with `include_stop_str_in_output`.
+    it with `include_stop_str_in_output`. With `needs_alternatives` completions say what else might have been drawn.
     """
 
     max_new_tokens: int
@@ -91,11 +91,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    needs_alternatives: bool = False
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
 
     @property
     def is_filtered(self) -> bool:
         """Whether tokens are drawn from something else than the softmax at this temperature."""
-        return (self.top_p, self.top_k, self.min_p, self.repetition_penalty) != (1.0, 0, 0.0, 1.0)
+        return self.has_filters or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,8 @@ class Completion:
     logprobs: tuple[float, ...]  # [C] nats, under the sampling distribution
     finish_reason: FinishReason
     versions: tuple[int, ...]  # [C] optimizer updates in the weights that drew the token
+    alternatives: tuple[tuple[int, ...], ...] | None = None
+    """[C] the tokens that the sampler's filters left beside the drawn one, in any order; None: the whole vocabulary."""
 
 
 EQUAL_REWARDS = 1e-6
@@ -246,10 +254,11 @@ class Rollout:
     turns: tuple[Turn, ...] = ()  # in an environment, in the order in which they were answered; elsewhere empty
     conversation: tuple[Message, ...] = ()  # the same: all messages of the last sequence, the prompt's too
     starts: tuple[int, ...] = (0,)  # where each sequence begins
+    alternatives: tuple[tuple[int, ...], ...] | None = None  # [N] as in `Completion`; () where not sampled
 
     def __post_init__(self) -> None:
         rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions)
-        given = (self.ref_logprobs, self.teacher_logprobs)
+        given = (self.ref_logprobs, self.teacher_logprobs, self.alternatives)
         lengths = {len(row) for row in (*rows, *given) if row is not None}
         if len(lengths) != 1:
             raise UnusableGroup("malformed", f"a rollout whose fields differ in length: {sorted(lengths)}")
@@ -270,6 +279,7 @@ class Rollout:
             finish_reason=completion.finish_reason,
             text=text,
             score=score,
+            alternatives=None if (found := completion.alternatives) is None else ((),) * blank + found,
         )
 
     @property
@@ -338,10 +348,11 @@ class RolloutGroup:
         """Raise UnusableGroup unless a model of this vocabulary and this length of sequences can learn from it."""
         for rollout in self.rollouts:
             length = max(end - start for start, end in rollout.bounds)
-            highest = max(rollout.token_ids, default=0)
+            ids = (*rollout.token_ids, *chain.from_iterable(rollout.alternatives or ()))
+            highest = max(ids, default=0)
             if max_tokens is not None and length > max_tokens:
                 raise UnusableGroup("too_long", f"a sequence of {length} tokens, where {max_tokens} are the limit")
-            if highest >= vocab_size or min(rollout.token_ids, default=0) < 0:
+            if highest >= vocab_size or min(ids, default=0) < 0:
                 raise UnusableGroup("vocabulary", f"token {highest}, and the model has tokens 0 to {vocab_size - 1}")
             for logprobs in filter(None, (rollout.logprobs, rollout.ref_logprobs, rollout.teacher_logprobs)):
                 sampled = list(compress(logprobs, rollout.is_sampled))
@@ -389,6 +400,9 @@ class TokenBatch:
     completion_index: Tensor | None = None  # see `completion_positions`
     teacher_logprobs: Tensor | None = None  # [T] float32, nats, from a frozen teacher; None where there is none
     rollout_sizes: Tensor | None = None  # [T] trained tokens of each one's rollout; None: each rollout is one sequence
+    num_alternatives: Tensor | None = None  # [T] int64, of each token in `alternatives`; None: the whole vocabulary
+    alternatives: Tensor | None = None
+    """[M] int64: of one token after the other, those that the sampler's filters left beside it."""
 
     @property
     def completion_positions(self) -> Tensor:
@@ -417,6 +431,16 @@ class TokenBatch:
             ref_logprobs=self.ref_logprobs if ref is None else ref,
         )
 
+    def masked(self, is_trained: Tensor) -> TokenBatch:
+        """The same batch on the CPU, of whose trained tokens only those of `is_trained` [T] are left."""
+        names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")
+        found = {name: values for name in names if (values := getattr(self, name)) is not None}
+        changed = {name: values.where(is_trained, 0.0) for name, values in found.items()}
+        if self.num_alternatives is not None and self.alternatives is not None:
+            changed["alternatives"] = self.alternatives[is_trained.repeat_interleave(self.num_alternatives)]
+            changed["num_alternatives"] = self.num_alternatives * is_trained
+        return replace(self, completion_mask=is_trained, **changed)
+
     def with_top_entropy(self, entropy: Tensor, frac: float) -> TokenBatch:
         """The same batch on the CPU, with advantages of 0 for all trained tokens but the share `frac` whose entropy [T]
         is highest (arXiv 2506.01939).
@@ -433,9 +457,13 @@ class TokenBatch:
 
         index, lengths = self.positions_of(sequences), tuple(self.sequence_lengths[s] for s in sequences)
         # torch would wake every core for each tensor: on a virtual machine of 32 cores that took 12 ms
-        chosen: dict[str, Any] = {
-            name: torch.from_numpy(values.numpy()[index]) for name, values in self._tensors().items()
-        }
+        tensors = self._tensors()
+        alternatives, counts = tensors.pop("alternatives", None), tensors.get("num_alternatives")
+        chosen: dict[str, Any] = {name: torch.from_numpy(values.numpy()[index]) for name, values in tensors.items()}
+        if alternatives is not None and counts is not None:
+            before = np.cumsum(counts.numpy()) - counts.numpy()
+            own = _runs(before[index], counts.numpy()[index])
+            chosen["alternatives"] = torch.from_numpy(alternatives.numpy()[own])
         chosen["sequence_ids"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
         numbers: dict[int, int] = {}
         owners = tuple(numbers.setdefault(self.owners[s], len(numbers)) for s in sequences)
@@ -446,9 +474,7 @@ class TokenBatch:
         import numpy as np
 
         all_lengths, chosen = np.array(self.sequence_lengths, np.int64), np.array(sequences, np.int64)
-        lengths, starts = all_lengths[chosen], (np.cumsum(all_lengths) - all_lengths)[chosen]
-        first = np.cumsum(lengths) - lengths  # where each of them begins in the result
-        return np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
+        return _runs((np.cumsum(all_lengths) - all_lengths)[chosen], all_lengths[chosen])
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on another device; to a GPU through pinned memory, so that nothing waits."""
@@ -461,6 +487,14 @@ class TokenBatch:
         on_host = ("sequence_lengths", "owners", "completion_index")
         names = (field.name for field in fields(self) if field.name not in on_host)
         return {name: values for name in names if (values := getattr(self, name)) is not None}
+
+
+def _runs(starts: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Of each run its numbers from the start on: of starts 5, 2 and lengths 2, 3 [5, 6, 2, 3, 4]."""
+    import numpy as np
+
+    first = np.cumsum(lengths) - lengths  # where each of them begins in the result
+    return np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
 
 
 @dataclass(frozen=True, slots=True)

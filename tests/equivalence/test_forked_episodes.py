@@ -47,6 +47,7 @@ class Turn:
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
     reward: float
+    alternatives: tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,25 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def play(number: int, question: str) -> Episode:
+def play(number: int, question: str, *, filtered: bool = False) -> Episode:
     """One of four: goes straight on; forks after its first reply, where its second goes on; rewrites its history; both,
-    and ends at a limit.
+    and ends at a limit. Filtered: each token was drawn from one to three.
     """
-    dialogue = Dialogue(CODEC.chat, SamplingParams(MAX_NEW_TOKENS), RULES, CODEC.encode([user(question)]), number)
+    sampling = SamplingParams(MAX_NEW_TOKENS, needs_alternatives=filtered)
+    dialogue = Dialogue(CODEC.chat, sampling, RULES, CODEC.encode([user(question)]), number)
     turns: list[Turn] = []
 
     def say(*messages: Message) -> Message:
         ask = dialogue.ask(messages, ())
         assert ask is not None
         completion, reward = answer(ask.request), 0.25 * ((number + len(turns)) % 3)
+        if filtered:
+            places = enumerate(completion.token_ids)
+            sets = [tuple((token + 1 + k) % len(TOKENIZER) for k in range((number + i) % 3)) for i, token in places]
+            completion = replace(completion, alternatives=tuple(sets))
         reply = dialogue.answer(ask, completion)
         dialogue.pay(reward)
-        turns.append(Turn(ask.request.prompt_ids, completion.token_ids, reward))
+        turns.append(Turn(ask.request.prompt_ids, completion.token_ids, reward, completion.alternatives))
         return reply.message
 
     asked, kind = user(question), number % 4
@@ -90,9 +96,11 @@ def play(number: int, question: str) -> Episode:
     return Episode(tuple(turns), replace(rollout, finish_reason=FinishReason.LENGTH) if kind == 3 else rollout)
 
 
-def played() -> list[list[Episode]]:
+def played(*, filtered: bool) -> list[list[Episode]]:
     numbers = iter(range(sum(SIZES)))
-    return [[play(next(numbers), f"{group}+1=") for _ in range(size)] for group, size in enumerate(SIZES)]
+    return [
+        [play(next(numbers), f"{group}+1=", filtered=filtered) for _ in range(size)] for group, size in enumerate(SIZES)
+    ]
 
 
 def standardised(values: Sequence[float]) -> list[float]:
@@ -117,18 +125,22 @@ def advantages_of(group: Sequence[Episode], *, per_turn: bool) -> list[list[floa
 
 def logprobs(model: Any, turn: Turn) -> Tensor:
     logits = model(torch.tensor([[*turn.prompt, *turn.completion]]), use_cache=False).logits[0]
-    return logits[len(turn.prompt) - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(turn.completion)[:, None])[:, 0]
+    logits = logits[len(turn.prompt) - 1 : -1]
+    if turn.alternatives is None:
+        return logits.log_softmax(-1).gather(-1, torch.tensor(turn.completion)[:, None])[:, 0]
+    sets = [[token, *others] for token, others in zip(turn.completion, turn.alternatives, strict=True)]
+    return torch.stack([row[own].log_softmax(-1)[0] for row, own in zip(logits, sets, strict=True)])
 
 
 def oracle(
-    model: Any, how: str, *, per_turn: bool, updates: int, epochs: int
+    model: Any, how: str, *, per_turn: bool, updates: int, epochs: int, filtered: bool
 ) -> tuple[list[float], list[list[Tensor]]]:
     """The loss and the gradients of each update of plain gradient descent, which changes the model. Old logprobs and
     weights are kept in float32, as the run keeps them.
     """
     episodes = [
         (episode, own)
-        for group in played()
+        for group in played(filtered=filtered)
         for episode, own in zip(group, advantages_of(group, per_turn=per_turn), strict=True)
     ]
     with torch.no_grad():
@@ -184,12 +196,12 @@ LOSSES: dict[str, Any] = {"grpo": GRPO, "dapo": DAPO, "dr_grpo": DrGRPO}
 
 @pytest.mark.parametrize("layout", [Padded(), Varlen(), Tree()], ids=lambda layout: type(layout).__name__.lower())
 @pytest.mark.parametrize(
-    ("how", "per_turn", "updates", "batch_size"),
+    ("how", "per_turn", "updates", "batch_size", "filtered"),
     [
-        ("grpo", False, 1, 100),
-        ("grpo", True, UPDATES, 1),
-        ("dapo", False, UPDATES, 100),
-        ("dr_grpo", False, UPDATES, 1),
+        ("grpo", False, 1, 100, False),
+        ("grpo", True, UPDATES, 1, True),
+        ("dapo", False, UPDATES, 100, True),
+        ("dr_grpo", False, UPDATES, 1, False),
     ],
 )
 def test_loss_and_gradients_are_those_of_a_loop_over_the_turns(
@@ -200,10 +212,12 @@ def test_loss_and_gradients_are_those_of_a_loop_over_the_turns(
     per_turn: bool,
     updates: int,
     batch_size: int,
+    filtered: bool,
 ) -> None:
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_on_cpu)
     model, epochs = make_model(), 1 if updates == 1 else 2
-    expected_losses, expected = oracle(copy.deepcopy(model), how, per_turn=per_turn, updates=updates, epochs=epochs)
+    run = {"per_turn": per_turn, "updates": updates, "epochs": epochs, "filtered": filtered}
+    expected_losses, expected = oracle(copy.deepcopy(model), how, **run)
 
     def loss(**settings: Any) -> Any:
         return LOSSES[how](**{**settings, "entropy_coef": 0.0})
@@ -217,7 +231,7 @@ def test_loss_and_gradients_are_those_of_a_loop_over_the_turns(
     found: list[list[Tensor]] = []
     updater.optimizer.register_step_pre_hook(lambda *_: found.append([p.grad.clone() for p in masters]))
 
-    groups = [RolloutGroup(None, tuple(episode.rollout for episode in group)) for group in played()]
+    groups = [RolloutGroup(None, tuple(episode.rollout for episode in group)) for group in played(filtered=filtered)]
     batch = prepare_batch(groups, updater.passes).batch
     assert batch is not None
     assert (batch.num_rollouts, batch.num_sequences) == (9, 25)
@@ -258,7 +272,9 @@ def test_advantages_and_penalties_count_episodes() -> None:
         parts = {"a": rollout.score.reward, "b": float(rng.normal())}
         return replace(rollout, teacher_logprobs=found, ref_logprobs=found, score=replace(rollout.score, parts=parts))
 
-    groups = [RolloutGroup(None, tuple(scored(episode.rollout) for episode in group)) for group in played()]
+    groups = [
+        RolloutGroup(None, tuple(scored(episode.rollout) for episode in group)) for group in played(filtered=False)
+    ]
     joined = [replace(g, rollouts=tuple(replace(r, starts=(0,)) for r in g.rollouts)) for g in groups]
     batches = [build_batch([r for g in each for r in g.rollouts]) for each in (groups, joined)]
     assert [batch.num_sequences for batch in batches] == [25, 9]
@@ -271,13 +287,13 @@ def test_advantages_and_penalties_count_episodes() -> None:
 
 
 def test_an_episode_is_read_again_as_it_was_recorded() -> None:
-    groups = [RolloutGroup(None, tuple(episode.rollout for episode in group)) for group in played()]
+    groups = [RolloutGroup(None, tuple(episode.rollout for episode in group)) for group in played(filtered=False)]
     table = pq.read_table(pa.BufferReader(parquet(table_of("train", groups, None, 0), {})))
     assert groups_of(table, group_rows(table).values()) == groups
 
 
 def test_atropos_gets_each_sequence_as_one_of_its_own() -> None:
-    group = RolloutGroup(None, tuple(episode.rollout for episode in played()[0]))
+    group = RolloutGroup(None, tuple(episode.rollout for episode in played(filtered=False)[0]))
     found = scored_data(group)
     sequences = [
         (r.token_ids[start:end], r.is_sampled[start:end], r.score.reward)

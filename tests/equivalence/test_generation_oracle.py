@@ -76,14 +76,19 @@ def check(model: PreTrainedModel, prompt: list[int], completion: Completion, sam
         assert logprob == pytest.approx(own[token].item(), abs=1e-5)
         if sampling.temperature == 0:
             assert token == own.argmax()
+    if sampling.needs_alternatives:
+        assert completion.alternatives is not None
+        sets = [{token, *others} for token, others in zip(completion.token_ids, completion.alternatives, strict=True)]
+        assert sets == [set(own.isfinite().nonzero().squeeze(-1).tolist()) for own in expected]
+        assert sum(map(len, completion.alternatives)) == sum(map(len, sets)) - len(sets)
 
 
 @pytest.mark.parametrize(
     "sampling",
     [
         SamplingParams(10, temperature=1.3),
-        SamplingParams(10, temperature=0.9, top_p=0.9, top_k=12, repetition_penalty=1.2),
-        SamplingParams(10, temperature=1.1, min_p=0.3, top_p=0.8),
+        SamplingParams(10, temperature=0.9, top_p=0.9, top_k=12, repetition_penalty=1.2, needs_alternatives=True),
+        SamplingParams(10, temperature=1.1, min_p=0.3, top_p=0.8, needs_alternatives=True),
         SamplingParams(10, temperature=0.0, repetition_penalty=1.5),
     ],
     ids=["plain", "all", "min-p", "greedy-penalty"],

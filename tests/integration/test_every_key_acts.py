@@ -179,7 +179,7 @@ RUNS: dict[str, Acts] = {
     "model.quantization": Acts("model.quantization=nf4", samples, base=LORA),
     "data.shuffle": Acts("data.shuffle=false", prompts),
     "generation.temperature": Acts("generation.temperature=0.3", samples, keeps=prompts),
-    "generation.top_p": Acts("generation.top_p=0.5 generation.allow_truncated_sampling=true", samples, keeps=prompts),
+    "generation.top_p": Acts("generation.top_p=0.5", samples, keeps=prompts),
     "generation.stop": Acts('generation.stop=["1"]', samples, keeps=prompts),
     "model.chat_template": Acts("model.chat_template=@template", prompts),
     "model.chat_template_kwargs": Acts("model.chat_template_kwargs={shout:true}", prompts, base=TEMPLATE),

@@ -34,6 +34,8 @@ OF_OWN_SERVER = ("engine=", "engine.", "placement.engine_devices=", "weight_sync
 """Beginnings of overrides that act on a server which the run starts, and on nothing else."""
 OF_CLUSTER = ("placement=", "placement.address=")
 """As `OF_OWN_SERVER`, where nothing else of the run is in a Ray cluster."""
+LARGEST_SET = 512
+"""The top_k of training, where other filters come without one."""
 TINY_ANSWER = 16
 """Tokens that hold an answer of the tiny model, and of hardly any other."""
 
@@ -188,7 +190,7 @@ def sampling_of(config: RunConfig, key: str) -> SamplingParams:
         if not is_good:
             raise ConfigError(f"{key}.{name}", getattr(sampling, name), fix)
 
-    # Evaluations may be greedy, once for each problem. What training draws must come from the policy's distribution.
+    # Evaluations may be greedy, once for each problem. What training draws must come from a distribution of the policy.
     if key == "eval":
         if settings["replicates"] > 1 and sampling.temperature == 0:
             fix = "greedy decoding draws one completion over and over; use eval.replicates=1 eval.ks=[1]"
@@ -198,10 +200,15 @@ def sampling_of(config: RunConfig, key: str) -> SamplingParams:
             fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0. "
             fix += "For evaluations: eval.temperature=0 eval.replicates=1 eval.ks=[1]"
             raise ConfigError("generation.temperature", 0, fix)
-        for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
-            if (value := getattr(sampling, name)) != off:
-                why = f"training on filtered samples biases the policy ratio; set it to {off}, or say that you mean it"
-                raise ConfigError(f"generation.{name}", value, f"{why} with generation.allow_truncated_sampling=true")
+        if (penalty := sampling.repetition_penalty) != 1:
+            why = "training on samples with a penalty biases the policy ratio; set it to 1, or say that you mean it"
+            raise ConfigError(
+                "generation.repetition_penalty", penalty, f"{why} with generation.allow_truncated_sampling=true"
+            )
+
+    # Training scores each token among those that filters left, so these are recorded, and must not be too many.
+    if key == "generation" and sampling.has_filters and sampling.temperature > 0:
+        return replace(sampling, top_k=sampling.top_k or LARGEST_SET, needs_alternatives=True)
     return sampling
 
 
@@ -253,6 +260,21 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
         if not plan.is_corrected:
             fix = f"engine.args.quantization={served} samples from other probabilities; use token_truncate"
             raise ConfigError("train.loss.importance_correction", "none", fix)
+
+    # What was drawn from, if it is a part of the vocabulary.
+    if plan.sampling.needs_alternatives:
+        off, given = SamplingParams(1), config.generation
+        name = next(
+            each for each in ("top_p", "top_k", "min_p") if given.get(each, getattr(off, each)) != getattr(off, each)
+        )
+        value = given[name]
+        if not engine.engine_class.tells_alternatives:
+            kind = engine.engine_class.name
+            fix = f"{kind} does not say which tokens its filters left; sample in process or with a vLLM server"
+            raise ConfigError(f"generation.{name}", value, fix)
+        if is_url(teacher):
+            fix = "a server tells logprobs of the whole vocabulary alone; load the teacher here by its id"
+            raise ConfigError(f"generation.{name}", value, fix)
 
     # A Ray cluster.
     if placement.score_on_cluster and TaskFacts.of(data.task).scores_safely:

@@ -133,6 +133,7 @@ class VllmEngine(ServerEngine):
     """A vLLM server. One that lacks `TOKENS` is asked at `STOCK` from then on."""
 
     name: ClassVar[str] = "vLLM"
+    tells_alternatives: ClassVar[bool] = True
     path = TOKENS
     oldest, newest = (0, 25), (0, 33)
     pause_modes: ClassVar[tuple[str, ...]] = ("keep", "keep_cache", "wait", "abort")

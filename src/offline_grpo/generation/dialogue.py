@@ -177,11 +177,13 @@ class Dialogue:
                 turns.setdefault(ask, Turn(start, end, ask.reward))
         token_ids = token_ids or [*self.first_ids]
         is_sampled, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [0] * len(token_ids)
+        alternatives: list[tuple[int, ...]] = [()] * len(token_ids)
         for ask, turn in turns.items():
             assert ask.completion is not None
             own = slice(turn.start, turn.end)
             is_sampled[own] = [True] * (turn.end - turn.start)
             logprobs[own], versions[own] = ask.completion.logprobs, ask.completion.versions
+            alternatives[own] = ask.completion.alternatives or alternatives[own]
         # 2. What came in between. An agent may send a prompt of its own in place of the problem's, or with words before
         #    and behind it.
         num_others = 0
@@ -210,6 +212,7 @@ class Dialogue:
             turns=tuple(turns[ask] for ask in self._answered),
             conversation=leaves[-1].messages if leaves else (),
             starts=tuple(starts or [0]),
+            alternatives=tuple(alternatives) if self.sampling.needs_alternatives else None,
         )
 
 

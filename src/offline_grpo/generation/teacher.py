@@ -62,6 +62,8 @@ class TeacherServer:
         hot = batch.temperature[batch.completion_mask & (batch.temperature != 1.0)]
         fix = "a server tells logprobs of prompts at temperature 1; load the teacher here: give its folder or id"
         require(not len(hot), KEY, self.url, f"{fix} (these rollouts have {hot[:1].tolist()})")
+        fix = "a server tells logprobs of the whole vocabulary, and these rollouts were filtered; load the teacher here"
+        require(batch.alternatives is None, KEY, self.url, fix)
         rows = [row.tolist() for row in batch.token_ids.split(batch.sequence_lengths)]
         with ThreadPoolExecutor(IN_FLIGHT) as threads:
             found = [logprob for row in threads.map(self._row, rows) for logprob in row]

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -85,6 +85,7 @@ class TransformersClient(LocalEngine):
         batch_size: sequences decoded together.
     """
 
+    tells_alternatives: ClassVar[bool] = True
     model: LanguageModel
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
@@ -205,7 +206,7 @@ class TransformersClient(LocalEngine):
             token_ids, mask = token_ids[rows], mask[rows]  # [B, P]
 
             # 4. The last logits processor draws the tokens, from random numbers of each row's own.
-            draws = Draws(limits, lm.device)
+            draws = Draws(limits, lm.device, with_alternatives=sampling.needs_alternatives)
             seeds = [requests[index].seed + replicate for index, replicate in batch]
             noise = None if sampling.temperature == 0 else uniforms(seeds, max(limits)).to(lm.device)  # [B, N]
             processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
@@ -274,7 +275,7 @@ class Draws:
     limit, mean nothing.
     """
 
-    def __init__(self, limits: Sequence[int], device: torch.device) -> None:
+    def __init__(self, limits: Sequence[int], device: torch.device, *, with_alternatives: bool = False) -> None:
         num_rows, max_new_tokens = len(limits), max(limits)
         self.limits = None if min(limits) == max_new_tokens else torch.tensor(limits, device=device)  # [B]
         self.token_ids = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)  # [B, N]
@@ -282,6 +283,8 @@ class Draws:
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
         self.ended = torch.zeros(num_rows, dtype=torch.bool, device=device)  # [B]: by EOS or a stop string
         self.rows = torch.arange(num_rows, device=device)  # [R]: those of the B rows that `generate` still has
+        self.alternatives: list[tuple[Tensor, Tensor]] | None = [] if with_alternatives else None
+        """Of each step rows of B and tokens, [pairs] each: what filters have left beside what was drawn."""
         self.step = 0
 
     @property
@@ -305,14 +308,19 @@ class Draws:
     def completions(self, version: int) -> list[Completion]:
         """One completion for each of the B rows."""
         columns = (x.tolist() for x in (self.token_ids, self.logprobs, self.num_tokens, self.ended))
+        sets: list[list[list[int]]] = [[[] for _ in self.alternatives or ()] for _ in self.ended]  # [B][step]
+        for step, pairs in enumerate(self.alternatives or ()):
+            for row, token in zip(*(x.tolist() for x in pairs), strict=True):
+                sets[row][step].append(token)
         return [
             Completion(
                 token_ids=tuple(token_ids[:length]),
                 logprobs=tuple(logprobs[:length]),
                 finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
                 versions=(version,) * length,
+                alternatives=None if self.alternatives is None else tuple(map(tuple, own[:length])),
             )
-            for token_ids, logprobs, length, has_ended in zip(*columns, strict=True)
+            for token_ids, logprobs, length, has_ended, own in zip(*columns, sets, strict=True)
         ]
 
 
@@ -372,6 +380,10 @@ class SeededSampler(LogitsProcessor):
         draws.token_ids[draws.rows, draws.step] = tokens
         draws.logprobs[draws.rows, draws.step] = probs.gather(1, tokens[:, None]).squeeze(1).log()
         draws.step += 1
+        if draws.alternatives is not None:
+            left = (scores > -torch.inf).scatter_(1, tokens[:, None], False)
+            rows, others = left.nonzero(as_tuple=True)
+            draws.alternatives.append((draws.rows[rows], others))
         return torch.zeros_like(scores).scatter_(1, tokens[:, None], 1.0)  # type: ignore[return-value]  # [R, V], argmax = tokens
 
 

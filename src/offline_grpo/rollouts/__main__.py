@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offline_grpo.disk import require_new, write_whole
-from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader
+from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader, require
 from offline_grpo.logger import output_console, print_table
 from offline_grpo.logger.samples import Decode, print_sample, record, visible
 from offline_grpo.rollouts.atropos_groups import NOT_TRAINED
@@ -228,6 +228,8 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
     """
     whole = group.rollouts
     rollouts = [r for r in whole for _ in r.starts]  # of each sequence
+    fix = "Atropos' format cannot say which tokens top_p, top_k or min_p left; export jsonl or datasets"
+    require(all(r.alternatives is None for r in whole), "--format", "atropos", fix)
 
     def cut(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
         return [list(row[start:end]) for row, r in zip(rows, whole, strict=True) for start, end in r.bounds]

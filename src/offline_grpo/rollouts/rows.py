@@ -68,6 +68,8 @@ SCHEMA = pa.schema(
         pa.field("turn_rewards", pa.list_(pa.float64())),  # [K]
         pa.field("conversation", MESSAGES),  # which `messages` is the beginning of; of the last sequence
         pa.field("sequence_starts", pa.list_(pa.int32())),  # those after the first, in completion_ids; null: none
+        # [C] tokens that the sampler's filters left beside the drawn one; null: the whole vocabulary
+        pa.field("alternatives", pa.list_(TOKENS)),
     ]
 )
 
@@ -78,7 +80,8 @@ def _leaves(field: pa.Field) -> list[str]:
         return [f"{field.name}.list.element.{name}" for name in (*_TEXTS, *_JSON)]
     if field.type == NUMBERS:
         return [f"{field.name}.key_value.{name}" for name in ("key", "value")]
-    return [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name]
+    depth = 2 if field.type == pa.list_(TOKENS) else int(pa.types.is_list(field.type))
+    return [field.name + ".list.element" * depth]
 
 
 _PER_TOKEN = [field for field in SCHEMA if pa.types.is_list(field.type) and field.type != MESSAGES]
@@ -135,6 +138,7 @@ def table_of(
                 "turn_rewards": [turn.reward for turn in rollout.turns] or None,
                 "conversation": list(map(_stored, rollout.conversation)) or None,
                 "sequence_starts": [first - start for first in rollout.starts[1:]] or None,
+                "alternatives": None if rollout.alternatives is None else rollout.alternatives[start:],
             }
             rows.append(shared | row)
     return pa.Table.from_pylist(rows, schema=SCHEMA)
@@ -253,6 +257,7 @@ def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGro
                 turns=tuple(turns),
                 conversation=tuple(row["conversation"] or ()),
                 starts=(0, *(blank + first for first in row["sequence_starts"] or ())),
+                alternatives=None if (sets := row["alternatives"]) is None else ((),) * blank + tuple(map(tuple, sets)),
             )
             rollouts.append(rollout)
         groups.append(RolloutGroup(problem, tuple(rollouts), advantages))

@@ -57,6 +57,11 @@ def check_model(run: Run) -> None:
         without = "has no chat template, so a prompt is the plain contents of its messages, line by line"
         log.warning("model.train_id=%s: %s", model_id, without)
 
+    # As many tokens as there are is no filter.
+    sampling, vocab_size = plan.sampling, model_config.get_text_config().vocab_size
+    if sampling.top_k >= vocab_size and (sampling.top_p, sampling.min_p) == (1, 0):
+        plan.sampling = replace(sampling, top_k=0, needs_alternatives=False)
+
     # The problems, in tokens.
     codec = codec_of(plan.config, tokenizer, generation_config_of(model_id))
     train = None if data.train is None else without_long(data.train, codec, settings, "training")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from offline_grpo import progress
+from offline_grpo.errors import require
 from offline_grpo.interfaces import Advantage, Loss, Scorer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
@@ -27,7 +28,8 @@ from offline_grpo.types import BatchTotals, Rollout, RolloutGroup, TokenBatch
 
 def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
     """Lay the S sequences of R rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and
-    `ref_logprobs` and `teacher_logprobs` None unless all have some.
+    `ref_logprobs` and `teacher_logprobs` None unless all have some. Raises ConfigError where some of the rollouts alone
+    were drawn from a part of the vocabulary.
     """
     # Whose token each one is, and whether the model sampled it.
     lengths = [end - start for r in rollouts for start, end in r.bounds]  # [S]
@@ -56,6 +58,15 @@ def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
         is_whole = len(rows) == len(rollouts)
         found = np.where(completion_mask, _flat(rows, np.float32), zeros) if is_whole else None
         tensors[name] = None if found is None else torch.from_numpy(found)
+
+    # What else the sampler could have drawn, if its filters left a part of the vocabulary.
+    sets = [r.alternatives for r in rollouts if r.alternatives is not None]
+    if sets:
+        fix = "name records that were sampled with top_p, top_k or min_p apart from others"
+        require(len(sets) == len(rollouts), "rollouts", f"{len(sets)} of {len(rollouts)} with filters", fix)
+        of_tokens = [*chain.from_iterable(sets)]  # [T]
+        tensors["num_alternatives"] = torch.from_numpy(np.fromiter(map(len, of_tokens), np.int64))
+        tensors["alternatives"] = torch.from_numpy(_flat(of_tokens, np.int64))
     return TokenBatch(**tensors, sequence_lengths=tuple(lengths), owners=tuple(owners))  # type: ignore[arg-type]
 
 

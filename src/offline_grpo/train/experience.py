@@ -106,10 +106,7 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
         metrics["num_groups_masked"] = float(sum(not is_silent[number] for number in kept if number not in whole))
     chosen = [number for number, owner in enumerate(group_of) if keep[owner]]  # rollouts
     sequences = [sequence for sequence, owner in enumerate(batch.owners) if keep[group_of[owner]]]
-    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs")
-    found = {name: values for name in names if (values := getattr(batch, name)) is not None}
-    masked = {name: values.where(trained, 0.0) for name, values in found.items()}  # [T], 0 where nothing is trained
-    batch = replace(batch, completion_mask=trained, **masked)
+    batch = batch.masked(trained)
     batch = batch.select(sequences) if 0 < len(sequences) < batch.num_sequences else batch
     if not sequences or not bool(batch.completion_mask.any()):
         return Experience(None, of_all, metrics, sampled)

@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,11 @@ def _rollout_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     found["num_completion_tokens"] = float(sum(lengths) + sum(group.num_discarded_tokens for group in groups))
     if reasons := [r.finish_reason for r in rollouts if r.finish_reason is not None]:
         found["truncated_frac"] = fmean(reason is FinishReason.LENGTH for reason in reasons)
+
+    # From how many tokens each was drawn, where filters left a part of the vocabulary.
+    filtered = [r for r in rollouts if r.alternatives is not None]
+    if sizes := [1 + len(own) for r in filtered for own in compress(r.alternatives or (), r.is_sampled)]:
+        found["filters/kept_mean"], found["filters/kept_one_frac"] = fmean(sizes), fmean(size == 1 for size in sizes)
     if scored := [group for group in map(RolloutGroup.scored, groups) if group is not None]:
         of_groups = rewards_of(scored), [[float(r.num_sampled) for r in group.rollouts] for group in scored]
         # 0 where they differ by rounding

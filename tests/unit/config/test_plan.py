@@ -26,14 +26,16 @@ IN_PROCESS = "offline_grpo.generation.transformers_client.TransformersClient"
 TWO = "placement.num_engines=2"
 TAUGHT_BY = "train/advantage=distill train.advantage.teacher="
 LISTED = "generation=vllm_server weight_sync=reload generation.base_url=[http://127.0.0.1:1,http://127.0.0.1:2]"
+SGLANG = "generation=sglang_server weight_sync=reload weight_sync.pause_mode=abort"
 REFUSED = {
     f"{OWN} {TWO}": "placement.num_engines=2: serves one engine",
     "model/lora=default model.ref_device=cpu": "model.ref_device=cpu",
     f"{LISTED} weight_sync=shared_vllm": "generation.base_url=[http://127.0.0.1:1,http://127.0.0.1:2]: serves one",
     f"{OWN} generation.base_url=[http://a:1,http://a:1/v1/]": "generation.base_url=[http://a:1,http://a:1/v1/]",
     f"{OWN} generation.base_url=[http://a:1,b]": "generation.base_url=b",
-    "generation.top_p=0.9": "generation.top_p=0.9",
-    "generation.min_p=0.1": "generation.min_p=0.1: training on filtered samples",
+    "generation.repetition_penalty=1.1": "generation.repetition_penalty=1.1: training on samples with a penalty",
+    f"{SGLANG} generation.min_p=0.1": "generation.min_p=0.1: SGLang does not say",
+    f"{TAUGHT_BY}http://a:1 generation.top_p=0.9": "generation.top_p=0.9: a server tells logprobs of the whole",
     "generation.min_p=2": "generation.min_p=2: a share",
     "task=mixture +task@task.tasks.a=arithmetic task.tasks.a.assistant_prefix=x": "task.tasks.a.assistant_prefix=x: a",
     "task.assistant_prefix=1": "task.assistant_prefix=1: must be text",
@@ -133,7 +135,7 @@ def test_what_a_run_compiles_is_kept_for_the_next(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/torch's")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torch's")
     with pytest.raises(ConfigError):
-        train(compose_config("generation.top_p=0.9"), tmp_path / "run")
+        train(compose_config("generation.top_p=2"), tmp_path / "run")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user/offline-grpo/torchinductor"
 
 

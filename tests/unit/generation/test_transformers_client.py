@@ -206,11 +206,13 @@ def test_random_numbers_are_those_of_a_philox_generator_with_the_seed_as_its_key
 
 def test_sampler_records_the_sampling_distribution_and_forces_its_token() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, math.log(2)]])
-    draws = Draws([1, 1], CPU)
+    draws = Draws([1, 1], CPU, with_alternatives=True)
     forced = SeededSampler(draws, torch.tensor([[0.999], [0.3]]))(torch.zeros(2, 1, dtype=torch.long), logits.clone())
     assert forced.argmax(-1).tolist() == draws.token_ids[:, 0].tolist() == [2, 1]
     total = math.e + math.e**2 + 1
     assert draws.logprobs[:, 0].tolist() == pytest.approx([-math.log(total), -math.log(4)], abs=1e-6)
+    draws.num_tokens += 1
+    assert [completion.alternatives for completion in draws.completions(0)] == [((0, 1),), ((0, 2),)]
 
 
 @pytest.mark.parametrize(("stop", "num_tokens"), [("\u00e9#", 5), ("#\u00e9", 7)])

@@ -44,7 +44,7 @@ def test_a_row_says_everything_about_a_completion(store: Path) -> None:
     whole |= {"problem_id": "p1", "answer": "4", "fields": '{"level": 1}', "parts": [("correct", 0.3)]}
     whole |= {"prompt_ids": [1, 2, 1], "completion_ids": [12, 21]}
     nulls = "is_sampled versions ref_logprobs teacher_logprobs failure measured advantages"
-    nulls += " turn_starts turn_rewards conversation sequence_starts"
+    nulls += " turn_starts turn_rewards conversation sequence_starts alternatives"
     assert row == {**dict.fromkeys(nulls.split()), **whole}
     about = json.loads(pq.read_metadata(store / "rollouts" / "iter_002.parquet").metadata[b"offline_grpo"])
     assert about.pop("weights") not in ("", ORIGIN.weights)
@@ -93,6 +93,7 @@ def two_turns() -> RolloutGroup:
         score=Score(0.5, False, {}, None, {"speed": 2.5}),
         ref_logprobs=(0.0, -0.5, 0.0, 0.0, -0.75),
         teacher_logprobs=(0.0, -0.25, 0.0, 0.0, -1.5),
+        alternatives=((), (7, 2**31 - 1), (), (), ()),
         zero_advantage=True,
         turns=(Turn(1, 2), Turn(4, 5, 0.5)),
         conversation=(
@@ -101,7 +102,7 @@ def two_turns() -> RolloutGroup:
         ),
     )
     zeros = dict.fromkeys(("logprobs", "ref_logprobs", "teacher_logprobs"), (0.0,) * 5)
-    none = {"is_sampled": (False,) * 5, "turns": (), "conversation": ()}
+    none = {"is_sampled": (False,) * 5, "turns": (), "conversation": (), "alternatives": ((),) * 5}
     blank = replace(turns, versions=(0,) * 5, **none, **zeros)
     return RolloutGroup(None, (turns, blank), ((0.0, 0.5, 0.0, 0.0, -0.125), (0.0,) * 5))
 

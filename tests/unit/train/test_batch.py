@@ -4,8 +4,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from factories import make_completion, make_passes, make_rollout
 
+from offline_grpo.errors import ConfigError
 from offline_grpo.train.batch import (
     build_batch,
     share_of_rank,
@@ -49,6 +51,29 @@ def test_select_takes_whole_sequences_and_renumbers_them():
     assert both.token_ids.tolist() == [8, 9, 10, 5, 6, 7]
     assert both.sequence_ids.tolist() == [0, 0, 0, 1, 1, 1]
     assert totals_of(batch, [1], max_new_tokens=4).num_completion_tokens == 2
+
+
+def test_alternatives_follow_their_tokens():
+    """By hand: sets of 2, 0 and 3 tokens beside 7, 9 and 10."""
+    sets = ((), (), (1, 2)), ((), (), (3, 4, 5))
+    plain = rollout([5, 6], [7]), rollout([8], [9, 10])
+    batch = build_batch([replace(r, alternatives=own) for r, own in zip(plain, sets, strict=True)])
+    found = [batch, batch.select([1]), batch.select([1, 0])]
+    masked = batch.masked(torch.tensor([False, False, True, False, False, False]))
+    found += [masked, masked.select([0]), masked.select([1])]
+    counts = [each.num_alternatives.tolist() for each in found]
+    assert counts[:3] == [[0, 0, 2, 0, 0, 3], [0, 0, 3], [0, 0, 3, 0, 0, 2]]
+    assert counts[3:] == [[0, 0, 2, 0, 0, 0], [0, 0, 2], [0, 0, 0]]
+    assert [each.alternatives.tolist() for each in found] == [
+        [1, 2, 3, 4, 5],
+        [3, 4, 5],
+        [3, 4, 5, 1, 2],
+        [1, 2],
+        [1, 2],
+        [],
+    ]
+    with pytest.raises(ConfigError, match="1 of 2 with filters"):
+        build_batch([replace(plain[0], alternatives=sets[0]), plain[1]])
 
 
 def passes_with(**settings):
