@@ -37,20 +37,12 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--typed", action="store_true", help=about)
     parser.add_argument("--row", type=int, default=0, metavar="N", help=ROW)
     options = parser.parse_intermixed_args(arguments)
+    typed = (line.decode(errors="replace").rstrip("\r\n") for line in sys.stdin.buffer)
     with told_on(Console(stderr=True)) as log:
-        log.info("offline-grpo: loading ...")
-        rollout = play(options.words, options.row, typed() if options.typed else None)
+        log.info("offline-grpo: loading ...%s", " then each line that you type is a reply" if options.typed else "")
+        rollout = play(options.words, options.row, typed if options.typed else None)
     if not rollout.score.is_scored:
         raise ScoreError("the episode has no reward, see above")
-
-
-def typed() -> Iterator[str]:
-    """The replies on standard input, a line each."""
-    while True:
-        print("your reply: " if sys.stdin.isatty() else "", end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.buffer.readline().decode(errors="replace")):
-            return
-        yield line.rstrip("\r\n")
 
 
 def play(words: Sequence[str], row: int = 0, replies: Iterable[str] | None = None) -> Rollout:
