@@ -61,17 +61,17 @@ def run(arguments: Sequence[str] | None = None) -> None:
             asked.setdefault(number, {})[f"line {index + 1}"] = text
 
     # Those of one problem are a group, which functions that reward groups see whole.
-    rewards: list[float] = []
-    num_asked = sum(map(len, asked.values()))
+    found: list[Score] = []
     with trial(words) as (_, task, problems):
         for problem, texts in [(chosen(problems, row), texts) for row, texts in asked.items()]:
-            scored = Judgement(task, problem, [*texts.values()]).scores()
-            for place, score in zip(texts, scored, strict=True):
+            own = Judgement(task, problem, [*texts.values()]).scores()
+            for place, score in zip(texts, own, strict=True):
                 show(f"{place}, {problem.problem_id}", problem, score)
-                rewards += [score.reward] if score.is_scored else []
+            found += own
+    rewards = [score.reward for score in found if score.is_scored]
     print(f"{fmean(rewards) if rewards else nan:.10g}", flush=True)
-    if len(rewards) < max(num_asked, 1):
-        raise ScoreError(f"{num_asked - len(rewards)} of {num_asked} completions have no reward")
+    if len(rewards) < max(len(found), 1):
+        raise ScoreError(f"{len(found) - len(rewards)} of {len(found)} completions have no reward")
 
 
 def scores(words: Sequence[str], texts: Sequence[str], row: int = 0) -> list[Score]:
