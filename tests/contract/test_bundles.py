@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
+import random
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -74,13 +76,73 @@ def passed_on(
     return [take(scheduler, step, num_others) for step in steps], scheduler
 
 
-def take(scheduler: Any, outputs: list[Any], num_others: int = 0) -> list[Any]:
+def take(scheduler: Any, outputs: list[Any], num_others: int = 0, columns: Any = None) -> list[Any]:
     rows = {one.request_id: row for row, one in enumerate(outputs)}
-    found = SimpleNamespace(
-        req_id_to_index=rows, logprobs=logprobs([one.new_token_ids[0] for one in outputs], num_others)
-    )
+    columns = columns or logprobs([one.new_token_ids[0] for one in outputs], num_others)
+    found = SimpleNamespace(req_id_to_index=rows, logprobs=columns)
     told = SimpleNamespace(outputs=outputs, num_scheduled_tokens=dict.fromkeys(rows, 1))
     return scheduler.update_from_output(told, found)[0].outputs
+
+
+def top(rows: Sequence[tuple[int, Sequence[int]]], num_columns: int) -> Any:
+    """The logprobs of a step: of each row the sampled token, and the ids of the most probable, which filters left;
+    others are minus infinity.
+    """
+    from vllm.v1.outputs import LogprobsLists
+
+    ids = np.array([[token, *kept, *range(90, 90 + num_columns - len(kept))] for token, kept in rows], np.int32)
+    values = np.array(
+        [[-0.5, *[-1.0] * len(kept), *[-np.inf] * (num_columns - len(kept))] for _, kept in rows], np.float32
+    )
+    return LogprobsLists(ids, values, np.ones(len(rows), np.int64))
+
+
+def test_what_filters_left_is_told_in_bundles_as_without(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests that ask for different numbers of tokens in one step, and one for none; as our endpoint reads it,
+    with vLLM's own bookkeeping in between.
+    """
+    from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
+    from vllm.v1.engine import FinishReason
+
+    monkeypatch.syspath_prepend(str(EXTENSION_FOLDER))
+    generate: Any = importlib.import_module("offline_grpo_generate")
+    draw, most = random.Random(0), {"four": 4, "nine": 9, "none": 0}
+    requests = {
+        name: request(logprobs=number, extra_args={"alternatives": True} if number else None)
+        for name, number in most.items()
+    }
+    steps, truth = [], {name: list[tuple[int, list[int]]]() for name in most}
+    for _ in range(70):
+        rows = []
+        for name, number in most.items():
+            kept = draw.sample(range(40), draw.randint(1, number or 9))
+            rows.append((draw.choice([*kept, 77]), kept))  # 77 is as probable as the last one
+            truth[name].append(rows[-1])
+        steps.append(rows)
+
+    def read(outputs: list[Any], number: int) -> tuple[list[int], list[float], list[list[int]]]:
+        flat = FlatLogprobs()
+        for one in outputs:
+            for ids, values, rank in zip(*(field.tolist() for field in one.new_logprobs[:3]), strict=True):
+                append_logprobs_for_next_position(flat, ids, values, itertools.repeat(None), rank, number)
+        firsts = generate.chosen(flat)
+        return [flat.token_ids[i] for i in firsts], [flat.logprobs[i] for i in firsts], generate.beside(flat, firsts)
+
+    def outputs_of(step: int) -> list[Any]:
+        last = {"finish_reason": FinishReason.LENGTH} if step == 69 else {}
+        return [output(name, steps[step][row][0], **last) for row, name in enumerate(requests)]
+
+    _, scheduler = passed_on(module, requests, [])
+    arrived = [one for t in range(70) for one in take(scheduler, outputs_of(t), columns=top(steps[t], 9))]
+    for row, (name, number) in enumerate(most.items()):
+        own = [one for one in arrived if one.request_id == name]
+        assert len(own) <= 4
+        alone = [SimpleNamespace(new_logprobs=top(step, 9).slice_request(row, 1)) for step in steps]
+        for told in (read(own, number), read(alone, 9)):
+            assert told[0] == [token for token, _ in truth[name]]
+            assert told[1] == [-0.5] * 70
+            if number:
+                assert [sorted(ids) for ids in told[2]] == [sorted({*kept} - {token}) for token, kept in truth[name]]
 
 
 @pytest.mark.parametrize("length", [1, 64])

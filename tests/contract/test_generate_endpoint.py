@@ -105,6 +105,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     ),
     '{"prompt": "a", "temperature": "hot"}': (400, "Expected `float`, got `str` - at `$.temperature`"),
     '{"prompt": "a", "seed": 1180591620717411303424}': (400, "can't serialize ints"),
+    '{"prompt": "a", "alternatives": true, "top_p": 0.9}': (400, "alternatives: need top_k > 0"),
     '{"prompt": "a", "model": "nobody"}': (400, "model=nobody: is not served; there are policy"),
 }
 
@@ -187,6 +188,75 @@ def test_logprobs_are_those_of_the_filtered_distribution(server: VllmEngine, mod
         assert scores.isneginf().any()
 
 
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_p": 0.9, "top_k": 20}, {"top_p": 0.8, "top_k": 512}, {"min_p": 0.05, "top_k": 30, "stop": ("e",)}],
+)
+def test_every_route_tells_the_tokens_that_filters_left(
+    server: VllmEngine, model_folder: Path, filters: dict[str, Any]
+) -> None:
+    """They are those of the filters as written down here, in float64, away from their edge; and logprobs are those of
+    the softmax over them alone. With stop strings they come token by token.
+    """
+    sampling = SamplingParams(LENGTH, temperature=0.7, needs_alternatives=True, **filters)
+    client = make_client(server, vocab_size=100)
+    ours, theirs = [], []
+    for path, found in (("/generate_tokens", ours), ("/v1/completions", theirs)):
+        client.path = path
+        for i in range(2):
+            found += complete_in_order(client, [SamplingRequest(tuple(PROMPTS[i]), 3, 2**40 + i)], sampling)[0]
+    client.close()
+    asked = {**filters, "temperature": 0.7, "max_tokens": LENGTH, "seed": 2**40 + 1, "stop_token_ids": [2], "n": 3}
+    answer = generated(server, prompt=IDS, alternatives=True, **asked)
+    for completion, ids, sets in zip(ours[3:], answer["token_ids"], answer["alternatives"], strict=True):
+        assert list(completion.token_ids) == ids
+        assert [set(own) for own in completion.alternatives or ()] == [set(own) for own in sets]
+    assert [[len(one) for one in positions] for positions in answer["logprobs"]] == [
+        [1] * len(c.token_ids) for c in ours[3:]
+    ]
+
+    sizes, model = [], AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    for i, (completion, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert completion.token_ids == other.token_ids
+        assert completion.alternatives is not None
+        prompt = PROMPTS[i // 3]
+        with torch.no_grad():
+            logits = (
+                model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1].double() / 0.7
+            )
+        rows = zip(
+            completion.token_ids,
+            completion.alternatives,
+            other.alternatives or (),
+            logits,
+            completion.logprobs,
+            strict=True,
+        )
+        for token, beside, theirs_beside, row, logprob in rows:
+            assert set(beside) == set(theirs_beside)
+            kept, edge = nucleus(row, **filters)
+            if edge > 1e-4:
+                assert {token, *beside} == kept
+            assert abs(row[token] - row[[token, *beside]].logsumexp(0) - logprob) < 2e-5
+            sizes.append(1 + len(beside))
+    assert min(sizes) < 5 < 9 < max(sizes)
+
+
+def nucleus(
+    row: torch.Tensor, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, **_: Any
+) -> tuple[set[int], float]:
+    """What filters leave of logits: min-p of all, the best k, and of these the fewest that have at least `top_p` of
+    their probability; and how far a probability is from the edge at which it would be another set.
+    """
+    probabilities, order = row.softmax(0).sort(descending=True)
+    edge = (probabilities - min_p * probabilities[0]).abs().min().item() if min_p else 1.0
+    size = min(int((probabilities >= min_p * probabilities[0]).sum()), top_k)
+    left = (probabilities[:size] / probabilities[:size].sum()).cumsum(0)
+    edge = min(edge, (left - top_p).abs().min().item()) if top_p < 1 else edge
+    size = int((left < top_p).sum()) + 1 if top_p < 1 else size
+    return set(order[:size].tolist()), edge
+
+
 def test_tokens_that_nobody_waits_for_travel_in_bundles(server: VllmEngine) -> None:
     """From vLLM's engine to the process that answers; vLLM counts what arrives there, without each first one."""
 
@@ -202,6 +272,7 @@ def test_tokens_that_nobody_waits_for_travel_in_bundles(server: VllmEngine) -> N
 
     assert num_arrived(path="/generate_tokens") == 4  # of 32, 32, 32 and 4
     assert num_arrived() == 4
+    assert num_arrived(alternatives=True, top_k=20, top_p=0.9) == 4
     assert num_arrived(stream=True) == 100
     assert num_arrived(stop=["no text has this"]) == 100
 

@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import httpx
 import psutil
@@ -74,8 +74,14 @@ ELSEWHERE = {
 }
 """Options that `engine.args` must not set, and the setting that controls each."""
 
-Choice = tuple[Sequence[int], Sequence[float], str]
-"""A completion as parsed from an answer: token ids, their logprobs in nats, and the server's finish reason."""
+
+class Choice(NamedTuple):
+    """A completion as parsed from an answer."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]  # nats
+    finish_reason: str
+    alternatives: Sequence[Sequence[int]] | None = None  # where `SamplingParams.needs_alternatives` has asked for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,6 +492,11 @@ class ServerEngine(Streaming, Engine):
             fix = "top_p, top_k, min_p and penalties need processed_logprobs; start the server so"
             key = "engine.args.logprobs_mode" if self.is_managed else f"logprobs_mode of {self.url_key}"
             require(mode in (None, "processed_logprobs"), key, mode, fix)
+        if self.sampling.needs_alternatives:
+            most, needed = self.describe().get("max_logprobs", -1), min(self.sampling.top_k, self.vocab_size)
+            fix = f"training with generation.top_k={self.sampling.top_k} asks for {needed} of each token; use as many"
+            key = "engine.args.max_logprobs" if self.is_managed else f"max_logprobs of {self.url_key}"
+            require(most == -1 or most >= needed, key, most, fix)
 
     # What each kind of server does in its own way
 
@@ -523,8 +534,9 @@ class ServerEngine(Streaming, Engine):
         return None
 
     def describe(self) -> dict[str, Any]:
-        """What it says of itself, if it does: `logprobs_mode`, of which distribution it returns logprobs, and
-        `quantization`, in which format it computes with the weights that it gets, such as fp8 (None: their own).
+        """What it says of itself, if it does: `logprobs_mode`, of which distribution it returns logprobs;
+        `max_logprobs`, of how many tokens (-1: all); and `quantization`, in which format it computes with the weights
+        that it gets, such as fp8 (None: their own).
         """
         return {}
 
@@ -539,7 +551,7 @@ class ServerEngine(Streaming, Engine):
         """The JSON that asks `weights` for the request's completions, the j-th drawn with `seed + j`."""
 
     @abstractmethod
-    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
+    def choices(self, answer: Any, request: SamplingRequest, sampling: SamplingParams) -> list[Choice]:
         """The completions in the server's answer, in order. May raise what `http.read` expects."""
 
     # It samples
@@ -662,7 +674,7 @@ class ServerEngine(Streaming, Engine):
     ) -> list[Completion]:
         """What the server has sampled, if it is what was asked for. Raises what `http.read` expects."""
         # Greedy completions of a prompt are all alike, so a server may be asked for one.
-        choices = self.choices(parsed, request)
+        choices = self.choices(parsed, request, sampling)
         if sampling.temperature == 0 and len(choices) == 1:
             choices = choices * request.num_completions
         if len(choices) != request.num_completions:
@@ -670,13 +682,22 @@ class ServerEngine(Streaming, Engine):
 
         # Each must have as many tokens as may be, all of the model's vocabulary, and a number for each.
         completions = []
-        for token_ids, logprobs, why in choices:
+        for token_ids, logprobs, why, beside in choices:
             finish, most = FinishReason(why), sampling.max_new_tokens
             if not (finish is not FinishReason.ABORT) <= len(token_ids) <= most:
                 raise ValueError(f"{len(token_ids)} tokens where 1 to {most} were asked for")
             if len(logprobs) != len(token_ids):
                 raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
-            for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            alternatives = tuple(map(tuple, beside or ())) if sampling.needs_alternatives else None
+            if alternatives is not None and len(alternatives) != len(token_ids):
+                raise ValueError(f"alternatives of {len(alternatives)} tokens for {len(token_ids)}")
+            for token, others in zip(token_ids, alternatives or (), strict=False):
+                if len({token, *others}) != len(others) + 1 or len(others) > sampling.top_k:
+                    raise ValueError(
+                        f"alternatives of token {token} are {str(others)[:80]}, with top_k={sampling.top_k}"
+                    )
+            ids = (*token_ids, *chain.from_iterable(alternatives or ()))
+            for token in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= token < self.vocab_size:
                     raise ValueError(f"a token has id {token}, and the model that is trained has {self.vocab_size}")
             for position, logprob in enumerate(logprobs):
@@ -684,5 +705,6 @@ class ServerEngine(Streaming, Engine):
                     cause = f"(weights version {version}): these, or activations, are probably not finite"
                     raise ValueError(f"the logprob of token {position} is {logprob} {cause}")
             versions = (version,) * len(token_ids)
-            completions.append(Completion(tuple(token_ids), tuple(map(float, logprobs)), finish, versions))
+            told = tuple(token_ids), tuple(map(float, logprobs)), finish, versions, alternatives
+            completions.append(Completion(*told))
         return completions

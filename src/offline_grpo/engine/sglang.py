@@ -118,7 +118,7 @@ class SglangEngine(ServerEngine):
             "return_logprob": True,
         }
 
-    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
+    def choices(self, answer: Any, request: SamplingRequest, sampling: SamplingParams) -> list[Choice]:
         """The answers of a batch come in its order."""
         found, prompt_length = [], len(request.prompt_ids)
         for meta in (item["meta_info"] for item in answer):
@@ -128,5 +128,5 @@ class SglangEngine(ServerEngine):
             tokens = meta["output_token_logprobs"]  # (logprob, token id, text or None) each
             if meta["completion_tokens"] != len(tokens):
                 raise ValueError(f"{len(tokens)} logprobs for {meta['completion_tokens']} tokens")
-            found.append(([token[1] for token in tokens], [token[0] for token in tokens], reason))
+            found.append(Choice([token[1] for token in tokens], [token[0] for token in tokens], reason))
         return found

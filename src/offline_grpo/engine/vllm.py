@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from offline_grpo.engine.engine import ServedBits
 from offline_grpo.engine.http import TIMEOUT_S, NotFound, Refused, read
-from offline_grpo.engine.server_engine import Choice, Launcher, ServerEngine, flags
+from offline_grpo.engine.server_engine import LOWEST_LOGPROB, Choice, Launcher, ServerEngine, flags
 from offline_grpo.engine.spawn import usable_cores
 from offline_grpo.errors import EngineDied, require
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
@@ -74,6 +74,7 @@ class VllmLauncher(Launcher):
             "gpu_memory_utilization": 0.45,
             "distributed_executor_backend": "auto",
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": 512,
             "generation_config": "vllm",
         },
         "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
@@ -230,10 +231,14 @@ class VllmEngine(ServerEngine):
         self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
-        """vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0."""
-        prompt = list(request.prompt_ids)
-        stock = {"prompt": prompt, "logprobs": 0, "return_token_ids": True}  # logprobs of the sampled token alone
+        """vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0. What filters have
+        left are the tokens with finite logprobs, of which there are at most `top_k`.
+        """
+        prompt, needs_sets = list(request.prompt_ids), sampling.needs_alternatives
+        stock = {"prompt": prompt, "logprobs": min(sampling.top_k, self.vocab_size) if needs_sets else 0}
+        stock |= {"return_token_ids": True} | ({"return_tokens_as_token_ids": True} if needs_sets else {})
         own = {"prompt": {"prompt_token_ids": prompt}, "urgent": request.is_urgent}
+        own |= {"alternatives": True} if needs_sets else {}
         return {
             **(own if self.path == TOKENS else stock),
             "model": weights.name or None,  # None is the base model
@@ -243,15 +248,18 @@ class VllmEngine(ServerEngine):
             **self.sampler_settings(sampling),
         }
 
-    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
+    def choices(self, answer: Any, request: SamplingRequest, sampling: SamplingParams) -> list[Choice]:
         choices = answer["choices"]
         if "prompt_token_ids" in answer:  # of `TOKENS`
             prompt_ids = answer["prompt_token_ids"]
-            found = [(choice["token_ids"], choice["logprobs"], choice["finish_reason"]) for choice in choices]
+            found = [Choice(c["token_ids"], c["logprobs"], c["finish_reason"], c.get("alternatives")) for c in choices]
         else:
             choices = sorted(choices, key=lambda choice: choice["index"])
             prompt_ids = choices[0]["prompt_token_ids"]
-            found = [(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]) for c in choices]
+            found = [Choice(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]) for c in choices]
+            if sampling.needs_alternatives:
+                tops = [choice["logprobs"]["top_logprobs"] for choice in choices]
+                found = [each._replace(alternatives=_beside(each, top)) for each, top in zip(found, tops, strict=True)]
         if prompt_ids != list(request.prompt_ids):
             raise ValueError("the prompt came back changed")
         return found
@@ -276,6 +284,14 @@ class VllmEngine(ServerEngine):
                 log.info("%s has no POST %s; it is asked at %s, slower", self.base_url, TOKENS, STOCK)
                 self.path = STOCK
             return await super().ask(request, sampling)
+
+
+def _beside(choice: Choice, tops: Sequence[Mapping[str, float]]) -> list[list[int]]:
+    """The other ids with finite logprobs, from `{"token_id:17": -0.5}` of each token."""
+    return [
+        [int(name.removeprefix("token_id:")) for name, value in top.items() if value > LOWEST_LOGPROB and name != own]
+        for own, top in zip((f"token_id:{token}" for token in choice.token_ids), tops, strict=True)
+    ]
 
 
 def of_wholes(workers: Sequence[Mapping[str, tuple[int, str]]]) -> dict[str, str]:

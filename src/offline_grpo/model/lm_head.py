@@ -84,7 +84,7 @@ class TiledHead:
             shape = height, min(width, MAX_KEPT_WIDTH)
             return KeptHead.apply(hidden, weight, bias, targets, temperature, softcap, shape, kept_bytes)
         on_cpu = hidden.device.type == "cpu"
-        num_logits = (CPU_TILE_BYTES if on_cpu else GPU_TILE_BYTES) // _stats_dtype(hidden).itemsize
+        num_logits = (CPU_TILE_BYTES if on_cpu else GPU_TILE_BYTES) // stats_dtype(hidden).itemsize
         shape = self._shape(num_logits, MIN_TILE_WIDTH if on_cpu else MIN_GPU_WIDTH, hidden, weight)
         return _TiledHead.apply(hidden, weight, bias, targets, temperature, softcap, shape, entropy_requires_grad)
 
@@ -136,8 +136,8 @@ def _tiles(
     """Of each part its columns, rows, weights [v, H], logits [N, v] before the temperature, and scratch [N, v]. The
     next part overwrites the last two. A CPU multiplies in the dtype of the logits.
     """
-    hidden = hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))
-    buffers = torch.empty(2, math.prod(shape), dtype=_stats_dtype(hidden), device=hidden.device)
+    hidden = hidden if hidden.is_cuda else hidden.to(stats_dtype(hidden))
+    buffers = torch.empty(2, math.prod(shape), dtype=stats_dtype(hidden), device=hidden.device)
     for columns, rows in _parts_of(hidden, weight, shape):
         tile_weight = weight[columns].to(hidden.dtype)
         logits = _logits(buffers[0], hidden[rows], tile_weight)
@@ -161,7 +161,7 @@ class _TiledHead(torch.autograd.Function):
         shape: tuple[int, int],
         entropy_requires_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = _stats_dtype(hidden)
+        dtype = stats_dtype(hidden)
         bits_per_logit = 1 / (math.log(2) * temperature.to(dtype))  # [N]
 
         # Of each tile its largest logit and two sums, and the logit of each row's target in the tile that has it.
@@ -193,9 +193,9 @@ class _TiledHead(torch.autograd.Function):
         hidden, weight, bias, targets, temperature, bits_per_logit, peak, power_sum, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # a sum over tiles, [N, H]
-        grad_hidden = torch.zeros_like(hidden, dtype=_stats_dtype(hidden)) if needs_hidden else None
+        grad_hidden = torch.zeros_like(hidden, dtype=stats_dtype(hidden)) if needs_hidden else None
         grad_weight = _Summed(weight, len(hidden)) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=_stats_dtype(hidden)) if needs_bias else None  # [V]
+        grad_bias = torch.zeros_like(bias, dtype=stats_dtype(hidden)) if needs_bias else None  # [V]
 
         # grad_logits = 2^bits * (offset + slope * bits), plus target_grad at the target
         target_grad = torch.zeros_like(peak) if grad_logprobs is None else grad_logprobs / temperature  # [N]
@@ -204,7 +204,7 @@ class _TiledHead(torch.autograd.Function):
             entropy_grad = grad_entropy / (temperature * power_sum)
             offset, slope = offset - entropy_grad * (entropy - power_sum.log()), -math.log(2) * entropy_grad
 
-        inputs = hidden if hidden.is_cuda else hidden.to(_stats_dtype(hidden))  # as in `_tiles`
+        inputs = hidden if hidden.is_cuda else hidden.to(stats_dtype(hidden))  # as in `_tiles`
         for columns, rows, tile_weight, logits, scratch in _tiles(inputs, weight, bias, ctx.softcap, ctx.shape):
             slope_of_cap = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square_()  # [N, v]
             bits = logits.sub_(peak[rows, None]).mul_(bits_per_logit[rows, None])  # [N, v]
@@ -221,7 +221,7 @@ class _TiledHead(torch.autograd.Function):
                 grad_bias[columns] += grad_logits.sum(0)
             grad_logits = grad_logits.to(inputs.dtype)
             if grad_hidden is not None:
-                _add_matmul_to(grad_hidden[rows], grad_logits, tile_weight)
+                add_matmul_to(grad_hidden[rows], grad_logits, tile_weight)
             if grad_weight is not None:
                 grad_weight.add(columns, rows, grad_logits.T, inputs[rows])
         grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
@@ -257,7 +257,7 @@ class KeptHead(torch.autograd.Function):
             logits = _logits(buffer, hidden[rows], weight[columns])  # [N, v]
             tile_bias = None if bias is None else bias[columns]
             index, inside = _locate(targets[rows], columns)
-            here = _capped(logits[index], None if bias is None else bias[targets[rows]], softcap)
+            here = capped(logits[index], None if bias is None else bias[targets[rows]], softcap)
             target_logits[rows] = torch.where(inside, here, target_logits[rows])
             found, powers = _stats_and_powers(logits, tile_bias, softcap, bits_per_logit[rows], keep=len(kept) < limit)
             stats.append(found)
@@ -325,35 +325,35 @@ class _Summed:
     def add(self, columns: slice, rows: slice, a: Tensor, b: Tensor) -> None:
         is_last = rows.stop == self.num_tokens
         if self.tile is None and is_last:
-            _matmul_into(self.whole[columns], a, b)
+            matmul_into(self.whole[columns], a, b)
             return
         if self.tile is None:
             self.tile = _product(a, b)
         else:
-            _add_matmul_to(self.tile, a, b)
+            add_matmul_to(self.tile, a, b)
         if is_last:
             self.whole[columns], self.tile = self.tile, None
 
 
-def _stats_dtype(hidden: Tensor) -> torch.dtype:
+def stats_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
 def _logits(buffer: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
     """[N, v] in the memory of `buffer`, without bias and soft-cap."""
     logits = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
-    _matmul_into(logits, hidden, weight.T)
+    matmul_into(logits, hidden, weight.T)
     return logits
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32 or wider."""
-    out = a.new_empty(len(a), b.shape[1], dtype=_stats_dtype(a))
-    _matmul_into(out, a, b)
+    out = a.new_empty(len(a), b.shape[1], dtype=stats_dtype(a))
+    matmul_into(out, a, b)
     return out
 
 
-def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+def matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out = a @ b, accumulated in float32 or wider and rounded to `out`'s dtype once."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
@@ -365,7 +365,7 @@ def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
-def _add_matmul_to(out: Tensor, a: Tensor, b: Tensor) -> None:
+def add_matmul_to(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b in `out`'s dtype: a product rounded to 16 bits before every addition would bias the sum."""
     if a.dtype != out.dtype and a.is_cuda:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
@@ -373,7 +373,7 @@ def _add_matmul_to(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
 
 
-def _capped(logits: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+def capped(logits: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
     logits = logits if bias is None else logits + bias
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -387,9 +387,9 @@ def _stats_and_powers(
 
         stats, powers = stats_and_powers(logits, bias, softcap, bits_per_logit, keep=keep)
         return TileStats(*stats), powers
-    capped = _capped(logits, bias, softcap)
-    peak = capped.amax(-1)
-    bits = (capped - peak[:, None]) * bits_per_logit[:, None]
+    z = capped(logits, bias, softcap)
+    peak = z.amax(-1)
+    bits = (z - peak[:, None]) * bits_per_logit[:, None]
     powers = torch.exp2(bits)
-    slope = 1 if softcap is None else 1 - (capped / softcap).square()
+    slope = 1 if softcap is None else 1 - (z / softcap).square()
     return TileStats(peak, powers.sum(-1), (powers * bits).sum(-1)), (powers * slope).bfloat16() if keep else None

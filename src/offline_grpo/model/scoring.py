@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from offline_grpo.errors import require
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, adapters_off, unwrapped
+from offline_grpo.model.filtered_head import filtered_head
 from offline_grpo.model.layers import decoder_of, output_embeddings
 from offline_grpo.types import TokenBatch, TokenStats
 
@@ -75,7 +77,11 @@ class Scoring(nn.Module):
             hidden = self.layout.hidden_states(decoder_of(self.causal_lm), batch)  # [T, H]
             output = self.output
             at = batch.completion_positions  # [N]
-            logprobs, entropy = self.head(
+            head: Any = self.head
+            if batch.num_alternatives is not None:  # the sampler's filters left a part of the vocabulary
+                sets = {"num_alternatives": batch.num_alternatives[at], "alternatives": batch.alternatives}
+                head = partial(filtered_head, **sets)
+            logprobs, entropy = head(
                 hidden[at - 1],  # the only shift by one: a token is predicted at the position before it
                 output.weight,
                 output.bias,

@@ -9,6 +9,10 @@ The last is the probe's: fixed prompts and seeds. Updates may change less than t
 3. Otherwise the server must be nearer to the new weights than to the old ones, by the median too: single tokens may be
    far off. The first push of an adapter is compared with the base model, and noise is |base - server|.
 
+Where training has filters (top_p, top_k, min_p), so has the probe: the trainer scores a token among those that the
+server's filters left. A server with old weights also leaves the old ones, so it is found in the same way. A token that
+was left alone has logprob 0 under all weights, and says nothing.
+
 A server that quantises to FP8 has no bits of its linear layers to compare, and samples from other logprobs than the
 trainer's. How far they may be apart is derived from the format: the trainer scores the probe once more with its linear
 layers rounded to e4m3, and `FP8_ERRORS` times the mean difference is added to the tolerance.
@@ -23,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from statistics import median
 from typing import NamedTuple
@@ -113,7 +117,7 @@ def prove(
     """
     # All servers sample at the same time, meanwhile their bits are compared; the policy scores all samples together.
     policy, prompts = snapshot.policy, probe_prompts(snapshot.policy)
-    probing = started(lambda one: sample_probe(one, prompts, one.sampling.temperature), engines)
+    probing = started(lambda one: sample_probe(one, prompts, one.sampling), engines)
     bits: list[tuple[str | None, list[str], int]] = [(None, [], 0)] * len(engines)
     try:
         if tag is not None:
@@ -209,13 +213,17 @@ def probe_prompts(policy: Policy, lengths: Sequence[int] | None = None) -> list[
     return [draw_ids(num_ids, length, draw).tolist() for length in lengths]
 
 
-def sample_probe(client: Streaming, prompts: Sequence[Sequence[int]], temperature: float) -> list[Rollout]:
+def sample_probe(client: Streaming, prompts: Sequence[Sequence[int]], run: SamplingParams) -> list[Rollout]:
     """A completion of each prompt, by a request that does not wait behind rollouts that are sampled ahead.
 
-    The whole softmax at the run's temperature: greedy completions have the logprobs of temperature 1.
+    At the run's temperature, where greedy completions have the logprobs of temperature 1, and with its filters, if what
+    they leave is recorded; else from the whole softmax.
     """
     requests = [SamplingRequest(tuple(prompt), 1, seed, is_urgent=True) for seed, prompt in enumerate(prompts)]
-    sampling, unscored = SamplingParams(PROBE_TOKENS, temperature or 1.0), Score(0.0, False, {})
+    sampling, unscored = SamplingParams(PROBE_TOKENS, run.temperature or 1.0), Score(0.0, False, {})
+    if run.needs_alternatives:
+        filters = {"top_p": run.top_p, "top_k": run.top_k, "min_p": run.min_p}
+        sampling = replace(sampling, **filters, needs_alternatives=True)
     completions = client.generate_now(requests, sampling)
     return [
         Rollout.of_one_turn(request.prompt_ids, completion, temperature=sampling.temperature, text="", score=unscored)
@@ -248,6 +256,9 @@ def has_followed(now: Probe, before: Probe) -> bool | None:
         return len(pairs) < sum(map(len, before)) or None
 
     # The trainer must have moved by more than the noise, before the server is asked to have followed.
+    pairs = [(old, new) for old, new in pairs if (old.trainer, new.trainer) != (0, 0)]
+    if not pairs:
+        return None
     noise = median(abs(old.trainer - old.server) for old, _ in pairs)
     moved = median(abs(new.trainer - old.trainer) for old, new in pairs)
     if moved <= NOISES * max(noise, LEAST_NOISE_NATS):

@@ -58,9 +58,18 @@ ON_CPU = pytest.mark.parametrize("where", [pytest.param(CPU, id="cpu")], indirec
 """What is about the order of requests, and not about what computes them."""
 
 
+FILTERED = SamplingParams(1, temperature=0.7, top_p=0.9, top_k=20, needs_alternatives=True)
+OF_RUNS = pytest.mark.parametrize("sampling", [SamplingParams(1), FILTERED], ids=["whole", "filtered"])
+"""How a run draws, and so its probe."""
+
+
+@OF_RUNS
 @pytest.mark.parametrize("option", STRATEGIES)
-def test_what_is_served_is_what_was_trained(option: str, connect: Callable[..., Any], where: Where) -> None:
+def test_what_is_served_is_what_was_trained(
+    option: str, sampling: SamplingParams, connect: Callable[..., Any], where: Where
+) -> None:
     sync, policy, client = connect(option)
+    client.sampling = sampling
     for version in range(3):
         if version > 0:
             before = sample(client)
@@ -114,10 +123,14 @@ def test_what_is_not_pushed_is_noticed(connect: Callable[..., Any], where: Where
         sync._strategy.verify(sync.engines, sync._snapshot(policy), 1)
 
 
-def test_a_stale_prefix_cache_is_noticed(connect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@OF_RUNS
+def test_a_stale_prefix_cache_is_noticed(
+    sampling: SamplingParams, connect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sync, policy, _ = connect("shared_vllm")
-    sync.push(policy, version=1)
     control = sync.engines[0]
+    control.sampling = sampling
+    sync.push(policy, version=1)
     monkeypatch.setattr(control, "pause", lambda mode: None)  # which flushes the cache
     train(policy, seed=1, scale=0.2)
     with pytest.raises(EngineError, match=r"\[MISMATCH\].*stale weights or caches"):
@@ -173,6 +186,13 @@ def test_raw_logprobs_are_no_use_to_filtered_samples(
     filtered = deploy(strategy("reload"), client, sampling=top_5)
     with pytest.raises(ConfigError, match=r"^logprobs_mode of generation.base_url=raw_logprobs: top_p, top_k"):
         filtered.connect(policy)
+    monkeypatch.setattr(VllmEngine, "describe", describe)
+    for top_k in (512, 513):
+        sampling = SamplingParams(1, top_p=0.9, top_k=top_k, needs_alternatives=True)
+        wide = deploy(strategy("reload"), client, sampling=sampling)
+        fix = r"^max_logprobs of generation.base_url=512: training with generation.top_k=513 asks for 513"
+        with pytest.raises(ConfigError, match=fix) if top_k == 513 else nullcontext():
+            wide.connect(policy)
 
 
 def test_shared_weights_are_one_copy(connect: Callable[..., Any], where: Where) -> None:

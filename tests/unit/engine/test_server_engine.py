@@ -141,8 +141,8 @@ def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
     )
     generate(lab.client, [PROMPT], sampling, group_size=2, seeds=[5])
     body = lab.server.requests[0].body
-    of_text = ("skip_special_tokens", "include_stop_str_in_output")  # which nobody reads
-    for field in (field for field in fields(SamplingParams) if field.name not in of_text):
+    unsent = ("skip_special_tokens", "include_stop_str_in_output", "needs_alternatives")  # of text that nobody reads
+    for field in (field for field in fields(SamplingParams) if field.name not in unsent):
         value, name = getattr(sampling, field.name), {"max_new_tokens": "max_tokens"}.get(field.name, field.name)
         assert body[name] == (list(value) if field.name == "stop" else value)
     assert body["stop_token_ids"] == [2]
@@ -214,6 +214,27 @@ def test_an_answer_that_is_not_what_was_asked_for(lab: Lab, answer: Any, expecte
     lab.set_script(lambda _: reply)
     assert re.search(expected, lab.error())
     assert len(lab.server.requests) == (2 if reply.status == 404 else 1)  # as a stock server is asked
+
+
+@pytest.mark.parametrize(
+    ("alternatives", "expected"),
+    [
+        (None, "alternatives of 0 tokens for 2"),
+        ([[]], "alternatives of 1 tokens for 2"),
+        ([[], [4, 5]], r"alternatives of token 5 are \(4, 5\)"),
+        ([[4, 4], []], r"alternatives of token 6 are \(4, 4\)"),
+        ([[1, 2, 3, 4], []], r"with top_k=3"),
+        ([[], [1000]], "a token has id 1000"),
+        ([[], [-1]], "a token has id -1"),
+        ([[], ["a"]], "TypeError"),
+    ],
+)
+def test_alternatives_that_cannot_be(lab: Lab, alternatives: Any, expected: str) -> None:
+    choice = {"token_ids": [6, 5], "logprobs": [-1.0, -1.0], "finish_reason": "stop", "alternatives": alternatives}
+    lab.set_script(lambda _: Reply({"prompt_token_ids": PROMPT, "choices": [choice]}))
+    with pytest.raises(EngineError, match=f"malformed answer.*{expected}"):
+        generate(lab.client, [PROMPT], SamplingParams(4, top_k=3, needs_alternatives=True), group_size=1, seeds=[0])
+    assert lab.server.requests[0].body["alternatives"] is True
 
 
 def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab) -> None:

@@ -57,10 +57,11 @@ class Answering:
 @pytest.mark.parametrize(("temperature", "asked"), [(1.0, 1.0), (0.7, 0.7), (0.0, 1.0)])
 def test_a_probe_compares_at_the_temperature_of_the_run(temperature: float, asked: float) -> None:
     """Greedy completions have the logprobs of temperature 1."""
+    run = SamplingParams(99, temperature=temperature, top_p=0.9, repetition_penalty=1.1)
     policy = make_policy(make_qwen2(vocab_size=40), build_char_tokenizer(64))
 
     def probe(server: Any) -> torch.Tensor:
-        return probe_difference(scored(policy, sample_probe(server, probe_prompts(policy), temperature)))
+        return probe_difference(scored(policy, sample_probe(server, probe_prompts(policy), run)))
 
     server = Answering(policy)
     assert probe(server).abs().max() < 1e-5

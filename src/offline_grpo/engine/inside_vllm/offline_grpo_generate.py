@@ -13,6 +13,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -60,8 +61,9 @@ class Generate:
     parameters. `logprobs` is 0 where it is not given: that of the chosen token alone. `model` names an adapter, or the
     base model; without it the adapter that was loaded last is sampled from, so that callers need not know that weights
     are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`; `urgent: true` is computed before
-    others that wait. A request to /generate_tokens has the same, but for `stream`, and without `model` it asks the base
-    model.
+    others that wait. `alternatives: true`, with a `top_k`, also answers with the ids of the tokens that the sampler's
+    filters left beside each chosen one. A request to /generate_tokens has the same, but for `stream`, and without
+    `model` it asks the base model.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -166,13 +168,22 @@ class Request:
 
         # How to sample. Integers beyond 64 bits would be the engine's death.
         self._priority = -1 if fields.pop("urgent", False) else 0
+        self._has_alternatives = bool(fields.pop("alternatives", False))
         if unknown := fields.keys() - SAMPLING:
-            known = ", ".join(["prompt", "model", "stream", "urgent", *sorted(SAMPLING)])
+            known = ", ".join(["prompt", "model", "stream", "urgent", "alternatives", *sorted(SAMPLING)])
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a request may have {known}")
         msgspec.msgpack.encode(fields)
         if fields.get("logprobs") is None:
             fields["logprobs"] = 0
         params = msgspec.convert(fields, SamplingParams, str_keys=True)
+        if self._has_alternatives:
+            mode = str(state.engine_client.model_config.logprobs_mode)
+            if params.top_k < 1 or mode != "processed_logprobs":
+                raise ValueError(
+                    f"alternatives: need top_k > 0 and processed_logprobs; these are {params.top_k}, {mode}"
+                )
+            params.logprobs = min(params.top_k, vocab_size)
+            params.extra_args = {**(params.extra_args or {}), "alternatives": True}  # the scheduler reads it
         params.output_kind = RequestOutputKind.CUMULATIVE if self.is_stream else RequestOutputKind.FINAL_ONLY
         params.flat_logprobs = not self.is_stream
         self._wants_text = params.detokenize
@@ -183,16 +194,13 @@ class Request:
     async def whole(self, outputs: AsyncIterator[Any]) -> dict[str, Any]:
         """The answer in one piece."""
         [final] = [output async for output in outputs]
+        choices: list[dict[str, Any]] = []
+        for output in final.outputs:
+            firsts, values = chosen(output.logprobs), output.logprobs.logprobs
+            choice = {"token_ids": list(output.token_ids), "logprobs": finite([values[first] for first in firsts])}
+            choice |= {"alternatives": beside(output.logprobs, firsts)} if self._has_alternatives else {}
+            choices.append({**choice, "finish_reason": output.finish_reason})
         if self._of_tokens:
-            choices = [
-                {
-                    "token_ids": list(output.token_ids),
-                    "logprobs": [values[first] for first in output.logprobs.start_indices],
-                    "finish_reason": output.finish_reason,
-                }
-                for output in final.outputs
-                for values in [finite(output.logprobs.logprobs)]
-            ]
             return {"prompt_token_ids": final.prompt_token_ids, "choices": choices}
 
         # The text of a token can depend on those before it, so the end of the prompt is decoded too, and taken off.
@@ -212,8 +220,12 @@ class Request:
             "finish_reasons": [output.finish_reason for output in final.outputs],
             "logprobs": [[[position] for position in by_position(output.logprobs)] for output in final.outputs],
             "prompt_token_ids": self._prompt_ids,
-            "token_ids": [list(output.token_ids) for output in final.outputs],
+            "token_ids": [choice["token_ids"] for choice in choices],
         }
+        if self._has_alternatives:
+            pairs = [zip(choice["token_ids"], choice["logprobs"], strict=True) for choice in choices]
+            answer["logprobs"] = [[[{token: logprob}] for token, logprob in each] for each in pairs]
+            answer["alternatives"] = [choice["alternatives"] for choice in choices]
         if self._params.prompt_logprobs is not None:
             answer["prompt_logprobs"] = [position or None for position in by_position(final.prompt_logprobs)]
         return answer
@@ -273,6 +285,24 @@ class Request:
                 await asyncio.sleep(PAUSED_POLL_S)
             except NOT_NOW as error:
                 raise Refusal(503, str(error)) from error
+
+
+def chosen(logprobs: Any) -> list[int]:
+    """Where each chosen token is in vLLM's `FlatLogprobs`: first of its position, unless our scheduler has joined them:
+    then other tokens have infinity.
+    """
+    values = logprobs.logprobs
+    is_joined = math.inf in values
+    return [i for i, value in enumerate(values) if value != math.inf] if is_joined else logprobs.start_indices
+
+
+def beside(logprobs: Any, firsts: Sequence[int]) -> list[list[int]]:
+    """The ids of other tokens that could have been chosen, of each position; see `chosen`."""
+    ids, values = logprobs.token_ids, logprobs.logprobs
+    return [
+        [ids[j] for j in range(first + 1, end) if values[j] > -math.inf and ids[j] != ids[first]]
+        for first, end in pairwise([*firsts, len(ids)])
+    ]
 
 
 def by_position(logprobs: Any) -> list[dict[int, float]]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import time
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -70,44 +71,70 @@ class Step:
     """
 
     def __init__(self, output: Any, logprobs: LogprobsLists) -> None:
-        self.logprobs, self.ranks = logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist()
+        self._ids, self._logprobs = logprobs.logprob_token_ids, logprobs.logprobs  # [R, K + 1], the sampled ones first
+        self.logprobs, self.ranks = self._logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist()
         starts, rows = logprobs.cu_num_generated_tokens, output.req_id_to_index
         self.starts = rows if starts is None else {name: starts[row] for name, row in rows.items()}
+
+    @cached_property
+    def choices(self) -> list[tuple[Any, Any]]:
+        """Of each row, the ids that the sampler chose from, the sampled one first, and its logprob, before infinity for
+        each other one.
+        """
+        width = 1 + np.count_nonzero(self._logprobs[:, 1:].max(0) != -np.inf)  # of others, which are sorted
+        ids, logprobs = self._ids[:, :width], self._logprobs[:, :width]
+        is_choice = np.isfinite(logprobs) & (ids != ids[:, :1])
+        is_choice[:, 0] = True
+        bounds = [0, *is_choice.sum(1).cumsum().tolist()]
+        ids, values = ids[is_choice], np.full(bounds[-1], np.inf, np.float32)
+        values[bounds[:-1]] = logprobs[:, 0]
+        return [(ids[start:end], values[start:end]) for start, end in pairwise(bounds)]
 
 
 class Held:
     """The tokens of one request that are not passed on yet. They are as soon as there are `limit` of them."""
 
-    __slots__ = ("events", "has_logprobs", "limit", "logprobs", "prefill_stats", "ranks", "token_ids")
+    __slots__ = ("choices", "events", "limit", "logprobs", "num_columns", "prefill_stats", "ranks", "token_ids")
 
     def __init__(self, first: EngineCoreOutput, params: SamplingParams, limit: int) -> None:
         self.limit, self.prefill_stats = limit, first.prefill_stats
-        self.has_logprobs = params.logprobs is not None
+        self.num_columns = None if params.logprobs is None else params.logprobs + 1
         self._empty()
 
     def _empty(self) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.ranks: list[int] = []
+        self.choices: list[tuple[Any, Any]] = []
         self.events: list[Any] = []
 
     def add(self, output: EngineCoreOutput, step: Step | None) -> None:
-        ids, own = output.new_token_ids, output.new_logprobs
+        ids = output.new_token_ids
         self.token_ids += ids
         if output.events:
             self.events += output.events
-        if own is not None:  # the first column is the sampled token's; others are for other requests of the step
-            self.logprobs += own.logprobs[:, 0].tolist()
-            self.ranks += own.sampled_token_ranks.tolist()
-        elif step is not None and self.has_logprobs and ids:
+        if step is not None and self.num_columns is not None and ids:
             start = step.starts[output.request_id]
-            self.logprobs += step.logprobs[start : start + len(ids)]
-            self.ranks += step.ranks[start : start + len(ids)]
+            rows = slice(start, start + len(ids))
+            self.logprobs += step.logprobs[rows]
+            self.ranks += step.ranks[rows]
+            if self.num_columns > 1:
+                self.choices += step.choices[rows]
 
     def joined(self, last: EngineCoreOutput) -> EngineCoreOutput:
         """One output that tells the same as all that were added, the last of which is `last`."""
         last.new_token_ids, last.prefill_stats, last.events = self.token_ids, self.prefill_stats, self.events or None
-        if self.has_logprobs:
+        if self.choices:
+            # All choices of all tokens, end to end in rows of the length that vLLM reads. What is too much at the end
+            # is the last token once more, at least once: infinity says which form this is.
+            parts = [(ids[: self.num_columns], values[: self.num_columns]) for ids, values in self.choices]
+            num_choices = sum(len(ids) for ids, _ in parts)
+            width = min(self.num_columns or 1, num_choices + 1)
+            filling = np.full(width - num_choices % width, np.inf, np.float32)
+            parts.append((np.full_like(filling, self.token_ids[-1], parts[0][0].dtype), filling))
+            ids, values = (np.concatenate(each).reshape(-1, width) for each in zip(*parts, strict=True))
+            last.new_logprobs = LogprobsLists(ids, values, np.zeros(len(ids), np.int64))
+        elif self.num_columns is not None:
             ids = np.array(self.token_ids, np.int32)[:, None]
             last.new_logprobs = LogprobsLists(ids, np.array(self.logprobs, np.float32)[:, None], np.array(self.ranks))
         self.limit, self.prefill_stats = BUNDLE_TOKENS, None
@@ -166,9 +193,10 @@ class Bundling:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See `Scheduler.update_from_output`: the outputs of a step, {client: outputs}."""
         # Where all requests of the step are held, their logprobs stay numbers.
-        step, logprobs = None, model_runner_output.logprobs
-        if logprobs is not None and scheduler_output.num_scheduled_tokens.keys() <= self._held.keys():
-            step, model_runner_output.logprobs = Step(model_runner_output, logprobs), None
+        logprobs = model_runner_output.logprobs
+        step = None if logprobs is None else Step(model_runner_output, logprobs)
+        if scheduler_output.num_scheduled_tokens.keys() <= self._held.keys():
+            model_runner_output.logprobs = None
         of_clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for of_client in of_clients.values():
             passed_on = []
@@ -177,14 +205,15 @@ class Bundling:
                 is_whole = output.finish_reason is not None or not _is_plain(output)
 
                 # A request is held if nobody reads its tokens one by one: its answer has no parts and no logprobs of
-                # other tokens, and nobody looks for strings in its text.
+                # other tokens, though perhaps their ids, and nobody looks for strings in its text.
                 if held is None:
                     request: Any = self.requests.get(output.request_id)
                     params: SamplingParams | None = None if request is None else request.sampling_params
                     if (
                         is_whole
                         or params is None
-                        or params.logprobs
+                        or (params.logprobs and "alternatives" not in (params.extra_args or {}))
+                        or params.prompt_logprobs is not None
                         or params.logprob_token_ids
                         or params.detokenize
                         or params.output_kind is not RequestOutputKind.FINAL_ONLY

@@ -130,6 +130,7 @@ class WorkerExtension:
             "refusals": refusals,
             "quantization": quantization,
             "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
+            "max_logprobs": self.vllm_config.model_config.max_logprobs,
         }
 
     def grpo_layout(self) -> list[dict[str, Any]]:
