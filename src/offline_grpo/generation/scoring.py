@@ -352,6 +352,9 @@ class ScoringActor:
     async def end(self, number: int) -> None:
         self._host.end(number)
 
+    async def close(self) -> None:
+        self._host.close()
+
 
 @dataclass(eq=False)
 class _Machine:
@@ -455,9 +458,12 @@ class ClusterScorers:
         import ray
 
         self.is_closed = True
-        for machine in self._machines.values():
-            with suppress(Exception):  # the cluster may be gone
-                ray.kill(machine.actor)
+        actors = [machine.actor for machine in self._machines.values()]
+        with suppress(Exception):  # the cluster may be gone
+            ray.get([actor.close.remote() for actor in actors], timeout=CLOSE_S)
+        for actor in actors:
+            with suppress(Exception):
+                ray.kill(actor)
         if self._is_ours:
             ray.shutdown()
 
