@@ -153,9 +153,14 @@ def test_an_adapter_that_the_server_ignores_is_noticed(where: Where, model_folde
 
     with running(make_server(CPU, tmp_path, args=args, python=preloaded_python(tmp_path)), model_folder) as server:
         client, scale = make_client(server), 1e-3
-        for targets, is_ignored in ((["down_proj"], True), (["q_proj"], False)):
+        ways = [
+            (["down_proj"], True, SamplingParams(1)),
+            (["down_proj"], True, FILTERED),
+            (["q_proj"], False, FILTERED),
+        ]
+        for targets, is_ignored, sampling in ways:
             policy = policy_of(*targets)
-            sync = deploy(strategy("lora_hotswap"), client)
+            sync = deploy(strategy("lora_hotswap"), client, sampling=sampling)
             sync.connect(policy)
             sync.push(policy, version=0)
             train(policy, seed=1, scale=scale)

@@ -57,7 +57,7 @@ class Answering:
 @pytest.mark.parametrize(("temperature", "asked"), [(1.0, 1.0), (0.7, 0.7), (0.0, 1.0)])
 def test_a_probe_compares_at_the_temperature_of_the_run(temperature: float, asked: float) -> None:
     """Greedy completions have the logprobs of temperature 1."""
-    run = SamplingParams(99, temperature=temperature, top_p=0.9, repetition_penalty=1.1)
+    run = SamplingParams(99, temperature=temperature, repetition_penalty=1.1, top_p=0.9)  # of which nothing is recorded
     policy = make_policy(make_qwen2(vocab_size=40), build_char_tokenizer(64))
 
     def probe(server: Any) -> torch.Tensor:
@@ -100,11 +100,12 @@ def test_fp8_may_differ_by_what_it_does_to_the_trainer() -> None:
 
 class Pushes:
     """Probes of 64 tokens whose logprobs move by `step` nats each push, and reach trainer and server with noise: of
-    `noise` nats, and a hundred times as much in one token of fifty.
+    `noise` nats, and a hundred times as much in one token of fifty. Filters left `num_alone` of them alone.
     """
 
-    def __init__(self, noise: float, step: float, seed: int) -> None:
+    def __init__(self, noise: float, step: float, seed: int, *, num_alone: int = 0) -> None:
         self.noise, self.step, self.draw = noise, step, torch.Generator().manual_seed(seed)
+        self.num_alone = num_alone
         self.true = -3 * torch.rand(64, generator=self.draw) - 0.5
         self.served = self.true
 
@@ -112,6 +113,7 @@ class Pushes:
         self.true = self.true + self.step * torch.randn(64, generator=self.draw)
         self.served = self.true if arrives else self.served
         ours, theirs = (logprobs + self.noisy() for logprobs in (self.true, self.served))
+        ours[: self.num_alone] = theirs[: self.num_alone] = 0.0
         tokens = [Probed(*values) for values in zip(range(64), ours.tolist(), theirs.tolist(), strict=True)]
         return [tokens[i : i + 8] for i in range(0, 64, 8)]
 
@@ -145,6 +147,14 @@ def test_a_server_that_stays_behind_is_found(noise: float, step: float, at_most:
         verdicts = [has_followed(pushes.push(arrives=False), before) for _ in range(at_most)]
         assert set(verdicts) <= {None, False}
         assert False in verdicts, seed
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_token_without_alternatives_says_nothing(arrives: bool) -> None:
+    pushes, alone = Pushes(0.001, 0.1, 0, num_alone=40), Pushes(0.001, 0.1, 0, num_alone=64)
+    before = pushes.push()
+    assert has_followed(pushes.push(arrives=arrives), before) is arrives
+    assert has_followed(alone.push(arrives=arrives), alone.push()) is None
 
 
 def test_other_tokens_are_other_weights() -> None:
