@@ -34,16 +34,6 @@ if TYPE_CHECKING:
 
 REQUESTS = "_requests"
 
-TEMPLATE = """{% if tools %}<|im_start|>system
-Call a tool by <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Tools:{% for tool in tools %}
-{{ tool | tojson }}{% endfor %}<|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}
-{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>
-{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
 
 class Talk:
     """Adds up what the policy says, and asks on."""
@@ -137,6 +127,7 @@ def main() -> None:
     from common import Target, alternate, environment, make_model, records_of, write_result
     from generation import CPU_ARGS, CPU_ENV, Served
 
+    import offline_grpo
     from offline_grpo.config.compose import composed, register, typed
     from offline_grpo.config.problems import build_task, isolated
     from offline_grpo.engine.vllm import VllmEngine
@@ -151,7 +142,6 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": f"{i}+{i + 3}=", "turns": arguments.turns} for i in range(2 * arguments.problems)]
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (work / "tools.jinja").write_text(TEMPLATE)
     kind, model, stop = "Calculator", arguments.model, []
     args: dict[str, Any] = {"dtype": "bfloat16", "gpu_memory_utilization": arguments.share, "max_model_len": 4096}
     if model is None:  # its tokens are numbers: the more sevens, the longer a reply
@@ -168,7 +158,8 @@ def main() -> None:
         *("task.max_environment_tokens=240", "eval.enabled=false", "generation=vllm_server", "weight_sync=reload"),
         f"generation.stop={json.dumps(stop)}",
     ]
-    words += [f"model.chat_template={work}/tools.jinja"] if arguments.model else []
+    template = str(Path(offline_grpo.__file__).parent / "model" / "smollm2_tools.jinja") if arguments.model else None
+    words += [f"model.chat_template={template}"] if template else []
     words += ["train.precision=fp32", "model.device=cpu"] if arguments.small else ["train.precision=bf16"]
     tasks = {
         "environment": ["task=environment", f"task.environment=environment_gpu:{kind}"],
@@ -180,7 +171,6 @@ def main() -> None:
         served = Served(model, args, work, CPU_ENV if arguments.small else {})
         stack.callback(served.close)
         server = served.client
-        template = str(work / "tools.jinja") if arguments.model else None
         tokenizer = load_tokenizer(str(model), chat_template=template)
         codec = TokenizerCodec(tokenizer, end_ids(generation_config_of(str(model)), tokenizer))
         vocab_size = read_model_config(str(model), "model").get_text_config().vocab_size

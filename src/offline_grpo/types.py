@@ -8,7 +8,7 @@ Everything here is plain data: no component is imported, nothing is mutated afte
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain, compress, groupby, pairwise
@@ -326,6 +326,11 @@ class RolloutGroup:
             return self
         return self.select(members) if len(members) > 1 else None
 
+    def with_scores(self, scores: Iterable[Score]) -> RolloutGroup:
+        """The group with another score for each rollout."""
+        pairs = zip(self.rollouts, scores, strict=True)
+        return replace(self, rollouts=tuple(replace(rollout, score=score) for rollout, score in pairs))
+
     def with_failures(self, on_failure: str) -> RolloutGroup:
         """The group with a reward in place of each that is missing: `scoring.on_failure`.
 
@@ -337,9 +342,7 @@ class RolloutGroup:
             return self
         known = [score.reward for score in scores if score.is_scored]
         reward = 0.0 if on_failure == "zero" else min([0.0, *known])
-        filled = [score if score.is_scored else replace(score, reward=reward) for score in scores]
-        pairs = zip(self.rollouts, filled, strict=True)
-        return replace(self, rollouts=tuple(replace(rollout, score=score) for rollout, score in pairs))
+        return self.with_scores([score if score.is_scored else replace(score, reward=reward) for score in scores])
 
     def check(self, *, vocab_size: int, max_tokens: int | None) -> None:
         """Raise UnusableGroup unless a model of this vocabulary and this length of sequences can learn from it."""

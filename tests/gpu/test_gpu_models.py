@@ -1,5 +1,5 @@
-"""Every architecture of the zoo on a GPU: layouts, compiled blocks, the head that keeps its tiles, FlashAttention 4,
-and decoding steps as CUDA graphs.
+"""Every architecture of the zoo on a GPU: layouts, compiled blocks, the head that keeps its tiles and the filtered one,
+FlashAttention 4, and decoding steps as CUDA graphs.
 
 `pytest -m gpu tests/gpu`, on one GPU.
 """
@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from offline_grpo.generation import decoding_graph
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.filtered_head import filtered_head
+from offline_grpo.model import filtered_head as filtered
 from offline_grpo.model.layers import not_compiled
 from offline_grpo.model.layouts import LAYOUTS, Flash4, Varlen, _flash4_forward, has_flash4
 from offline_grpo.model.lm_head import KeptHead
@@ -95,37 +95,46 @@ def test_the_kept_head_is_right(height: int, kept_bytes: int, softcap: float | N
         assert (gradient.double() - expected).norm() / expected.norm() < 0.006
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("most", [0, 12, 1500])  # alternatives of a token; the last are enough for tiles
-def test_the_filtered_head_is_the_masked_one(most: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mean", [8, 400])
+@pytest.mark.parametrize("way", [None, filtered.GATHERED, filtered.TILED], ids=["kernels", "gathered", "tiled"])
+def test_the_filtered_head_is_right(way: filtered.Way | None, mean: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    num_tokens, hidden_size, vocab_size, softcap = 333, 192, 5003, 30.0
+    num_tokens, hidden_size, vocab_size = 333, 272, 5003
+    monkeypatch.setitem(filtered.TILE_SIDE, "cuda", 256)
+    if way is None:
+        monkeypatch.setattr(filtered, "TILED_FRAC", 1.0)
+    else:
+        monkeypatch.setattr(filtered, "way_for", lambda *args: way)
 
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=CUDA).to(dtype).requires_grad_()
+    # A third of the sets have the target alone, one the whole vocabulary; in all others is token 7.
+    hidden, weight = (torch.randn(n, hidden_size, device=CUDA).bfloat16() for n in (num_tokens, vocab_size))
+    weight[:, :] *= 0.2
+    targets = torch.randint(8, vocab_size, (num_tokens,), device=CUDA)
+    inside = torch.rand(num_tokens, vocab_size, device=CUDA) < mean / vocab_size
+    inside[:, 7] = True
+    inside[::3], inside[1] = False, True
+    inside.scatter_(1, targets[:, None], False)
+    sets = {"num_alternatives": inside.sum(1), "alternatives": inside.nonzero()[:, 1]}
+    inside.scatter_(1, targets[:, None], True)
+    temperature, coefs = (torch.linspace(low, 2, num_tokens, device=CUDA) for low in (0.5, -1))
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
 
-    hidden, weight, bias = leaf(num_tokens, hidden_size), leaf(vocab_size, hidden_size), leaf(vocab_size)
-    temperature = torch.linspace(0.5, 2, num_tokens, device=CUDA) * 10
-    coefs = torch.linspace(-1, 2, num_tokens, device=CUDA)
-    counts = torch.randint(most + 1, (num_tokens,))
-    drawn = [torch.randperm(vocab_size)[: 1 + count] for count in counts]
-    kept = torch.zeros(num_tokens, vocab_size, dtype=torch.bool)
-    for row, ids in zip(kept, drawn, strict=True):
-        row[ids] = True
-    targets, others = torch.stack([ids[0] for ids in drawn]), torch.cat([ids[1:] for ids in drawn])
-    sets = {"num_alternatives": counts.to(CUDA), "alternatives": others.to(CUDA), "softcap": softcap}
-    given = (hidden, weight, bias, targets.to(CUDA), temperature)
-    logprobs, entropy = filtered_head(*given, **sets, entropy_requires_grad=True)
-    found = torch.autograd.grad(logprobs @ coefs + entropy @ coefs.flip(0), [hidden, weight, bias])
-    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
-    logits = softcap * torch.tanh((wide[0] @ wide[1].T + wide[2]) / softcap) / temperature.double()[:, None]
-    log_p = torch.log_softmax(logits.masked_fill(~kept.to(CUDA), -1e9), -1)
-    right, right_entropy = log_p.gather(1, targets.to(CUDA)[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
-    torch.testing.assert_close(logprobs.double(), right, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(entropy.double(), right_entropy, rtol=1e-5, atol=1e-4)
-    expected = torch.autograd.grad(right @ coefs.double() + right_entropy @ coefs.flip(0).double(), wide)
-    for gradient, other in zip(found, expected, strict=True):
-        assert (gradient.double() - other).norm() <= (1e-5 if dtype == torch.float32 else 0.006) * other.norm()
+    # Nothing waits for the GPU, but tiles.
+    torch.cuda.set_sync_debug_mode("default" if way is filtered.TILED else "error")
+    try:
+        found = filtered.filtered_head(hidden, weight, None, targets, temperature, **sets, entropy_requires_grad=True)
+        gradients = torch.autograd.grad((found[0] + found[1]) @ coefs, leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    log_p = torch.log_softmax(
+        (wide[0] @ wide[1].T / temperature.double()[:, None]).masked_fill(~inside, -torch.inf), -1
+    )
+    right = log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p.masked_fill(~inside, 0.0)).sum(-1)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5, check_dtype=False)
+    expected = torch.autograd.grad((right[0] + right[1]) @ coefs.double(), wide)
+    for gradient, exact in zip(gradients, expected, strict=True):
+        assert (gradient.double() - exact).norm() / exact.norm() < 0.006
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,10 @@ def on_cluster(cluster: Any, make: Callable[[], Any], **settings: Any) -> Isolat
 
 @pytest.mark.slow
 def test_episodes_are_the_same_on_a_cluster(cluster: Any) -> None:
-    """Those of environments, also where they misbehave, and of agents, which ask this machine by its own address."""
+    """Those of environments, also where they misbehave, and of agents, which ask this machine by its own address. What
+    they have started ends with the run.
+    """
+    before = {process.pid for process in hosts()}
     for make, timeout_s, hows in (
         (partial(worlds.environment, "worlds:Bad"), 10.0, ("", "raise", "kill", "fork", "hang")),
         (partial(worlds.agent, "worlds:chats", max_turns=2), 60.0, ("",) * 3),
@@ -140,6 +143,7 @@ def test_episodes_are_the_same_on_a_cluster(cluster: Any) -> None:
         assert {r.score.failure for r in here} == (
             {None, "raised", "crashed", "timeout"} if hows[0] != hows[1] else {None}
         )
+    assert {process.pid for process in hosts()} <= before
 
 
 def told(rollout: Rollout) -> Score:

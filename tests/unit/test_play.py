@@ -57,20 +57,23 @@ def test_typed_replies_become_ids_of_the_tiny_models_tokenizer(capsys: pytest.Ca
     assert rollout.is_sampled[-4:] == (False, True, True, True)
     assert not Path("none").exists()
     out = capsys.readouterr().out
-    assert "  policy    12<eos>" in blocks(out)
-    assert "  3 ids     22 23 2" in blocks(out)
+    assert "  policy     12<eos>" in blocks(out)
+    assert "  3 ids      22 23 2" in blocks(out)
     assert "format" in out
-    assert "= 0.1 x 1" in out
+
+
+def test_a_typed_end_token_ends_the_reply() -> None:
+    assert play.play(["task=arithmetic", "cache_dir=none"], 3, ["1<eos>2"]).token_ids[-2:] == (22, 2)
 
 
 def test_a_game_is_played_by_hand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Paid 1 for a reply of more than one character; half a character, and one line that a backslash continues."""
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"1\\\n2\n\xf0"), isatty=lambda: False))
+    """Paid 1 for a reply of more than one character; the second is half a character."""
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"12\n\xf0"), isatty=lambda: False))
     play.run([*TALK, "--typed"])
     out = blocks(capsys.readouterr().out)
-    assert out[:2] == ["  prompt    <bos>1+1=", "  5 ids     1 22 16 22 34"]
-    assert out[2:4] == ["  policy    1", "            2<eos>"]
-    assert out[5] == "  inserted  1+1="
+    assert out[:2] == ["  prompt     <bos>1+1=", "  5 ids      1 22 16 22 34"]
+    assert out[2] == "  policy     12<eos>"
+    assert out[4] == "  inserted   1+1="
     assert ["turns", "1"] in [line.split() for line in out]
 
 
@@ -78,7 +81,7 @@ def test_an_episode_is_cut_where_the_replies_end(capsys: pytest.CaptureFixture[s
     rollout = play.play(TALK, 0, ["12"])
     assert rollout.finish_reason == "length"
     assert rollout.score.parts["turns"] == 1.0
-    assert "cut by a limit" in capsys.readouterr().out
+    assert "at a limit, or the last reply" in capsys.readouterr().out
 
 
 def test_tools_are_called_by_hand_as_the_chat_template_writes_it(qwen: list[str]) -> None:

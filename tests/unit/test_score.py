@@ -57,39 +57,56 @@ def test_parts_have_their_weights_and_the_reward_stands_alone_at_the_end(capfd: 
     assert head == "the completion, train-1, answer 4"
     assert [part.split() for part in parts] == [
         ["brief", "0.75"],
-        ["facts/two", "1", "=", "0.5", "x", "2"],
-        ["facts/\\x1b[31m", "0.5", "=", "0.5", "x", "1"],
+        ["facts/two", "1"],
+        ["facts/\\x1b[31m", "0.5"],
     ]
     assert total.split() == ["total", "2.25,", "which", "counts", "as", "right"]
     assert last == "2.25"
     assert "judging 4" in err
 
 
-def test_lines_that_are_wrong_cost_themselves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ['{"completion": "2"}', "{", "[]", '{"completion": "x", "row": 9}', '{"completion": "4", "row": 1}', ""]
-    lines += [
-        '{"completion": "?", "row": 2}',
-        '{"completion": "4", "problem_id": "train-1"}',
-        '{"completion": "\\ud83d"}',
-    ]
-    (folder / "texts.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff")
-    with pytest.raises(ConfigError, match="5 lines were not scored, such as line 2, which is not"):
-        score.run([*dataset(), "--file", "texts.jsonl"])
+def test_a_file_has_completions_of_several_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ['{"completion": "2"}', '{"completion": "4", "row": 1}', '{"completion": "?", "row": 2}', ""]
+    (folder / "texts.jsonl").write_text("\n".join([*lines, '{"completion": ""}']))
+    score.run([*dataset(), "--file", "texts.jsonl"])
     out = capsys.readouterr().out.splitlines()
     heads = [line for line in out if line.startswith("line")]
     assert heads == [
         "line 1, train-0, answer 2",
-        "line 9, train-0, answer 2",
-        "line 5, train-1, answer 4",
-        "line 7, train-2, answer 6",
+        "line 4, train-0, answer 2",
+        "line 2, train-1, answer 4",
+        "line 3, train-2, answer 6",
     ]
     assert out[-1] == "0.5"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "row 2, is not valid JSONL"),
+        ("[]", "row 2, is not a JSON object"),
+        ('{"completion": 4}', "row 2, must have a text as completion"),
+        ('{"completion": "4", "problem_id": "train-1"}', "row 2, must have a text as completion, and as row the"),
+        ('{"completion": "4", "row": 9}', "--row=9: the task has 3 problems"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named(folder: Path, line: str, said: str) -> None:
+    (folder / "texts.jsonl").write_text('{"completion": "2"}\n' + line)
+    with pytest.raises(ConfigError) as error:
+        score.run([*dataset(), "--file", "texts.jsonl"])
+    assert said in str(error.value)
 
 
 def test_completions_of_one_row_are_a_group() -> None:
     both = [*dataset("rewards_to_try:brief"), "task.group_reward=rewards_to_try:rank"]
     found = score.scores(both, ["6", "no"], row=2)
     assert [each.parts for each in found] == [{"brief": 0.75, "rank": 2.0}, {"brief": -0.5, "rank": 2.0}]
+
+
+def test_a_text_alone_is_no_episode(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ScoreError, match="completions have no reward"):
+        score.run(["task=environment", "task.environment=worlds:Talk", "task.path=rows.jsonl", "x"])
+    assert "train-0 is played in turns; a text alone has no score" in capsys.readouterr().out
 
 
 def test_without_a_reward_the_last_line_is_nan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,8 +124,7 @@ def test_without_a_reward_the_last_line_is_nan(capsys: pytest.CaptureFixture[str
         (dataset(), "TEXT=task.path=rows.jsonl: the last word must be the completion"),
         ([*dataset(), "--row", "3", "x"], "--row=3: the task has 3 problems, 0 to 2"),
         ([*dataset(), "--row=-1", "x"], "--row=-1: the task has 3 problems, 0 to 2"),
-        ([*dataset(), "--file", "none.jsonl"], "--file=none.jsonl: cannot be read"),
-        (["task=environment", "task.environment=worlds:Talk", "task.path=rows.jsonl", "x"], "is played in turns"),
+        ([*dataset(), "--file", "none.jsonl"], "--file=none.jsonl: is no file"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(words: list[str], said: str) -> None:

@@ -56,6 +56,7 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
 
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run the `main` of a command without Hydra's own, and exit; errors as in `exit_with`."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - where it is closed
     try:
         with ending_with_reader():
             main()

@@ -334,7 +334,7 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
         for override in overrides:
             key = key_of(override)
             if key.startswith("data.") and key != "data.resample_zero_signal" and f"${{{key}}}" not in read:
-                fix = "this source does not read it, so it would do nothing; see conf/rollouts for its own"
+                fix = "this source does not read it, so it would do nothing; leave it out (its own: conf/rollouts)"
                 raise ConfigError(f"{override}: {fix}")
 
 

@@ -44,6 +44,7 @@ class Ask:
     messages: tuple[Message, ...]  # all, the reply too once it is there
     key: tuple[Any, ...]  # of those, see `_canonical`
     tools: tuple[Schema, ...]
+    is_short: bool = False  # its program wants fewer tokens than the run would allow
     completion: Completion | None = None
     reply: Reply = OVER
     reward: float = 0.0
@@ -57,6 +58,11 @@ class Ask:
             path.append(parent)
             parent = parent.parent
         return path[::-1]
+
+    @property
+    def hit_limit(self) -> bool:
+        """Whether the reply was cut, and not because its program wanted it short."""
+        return self.reply.is_cut and not self.is_short
 
     @property
     def num_sampled(self) -> int:
@@ -116,7 +122,7 @@ class Dialogue:
         num_sampled = 0 if parent is None else parent.num_sampled
         most = len(self.first_ids) + rules.max_environment_tokens  # of what is not sampled
         length = len(str([*new, *tools]))
-        if len(path) >= rules.max_turns or (path and path[-1].reply.is_cut) or length > most * _LONGEST_TOKEN:
+        if len(path) >= rules.max_turns or (path and path[-1].hit_limit) or length > most * _LONGEST_TOKEN:
             self._hit_limit = True
             return None
         # 4. Ids so far are kept as they are; only what is new is encoded.
@@ -132,8 +138,10 @@ class Dialogue:
         # 5. Equal prompts are drawn with other seeds each time.
         seed = derive_seed(self.seed, hashlib.sha256(np.array(ids).tobytes()).hexdigest(), self._num_asked[ids])
         self._num_asked[ids] += 1
-        limit = int(min(limit, max(longest, 1) if longest is not None else limit))
-        return Ask(SamplingRequest(ids, 1, seed, limit, self.seed), parent, tuple(messages), key, tuple(tools))
+        is_short = longest is not None and longest < limit
+        limit = int(max(longest, 1) if longest is not None and is_short else limit)
+        request = SamplingRequest(ids, 1, seed, limit, self.seed)
+        return Ask(request, parent, tuple(messages), key, tuple(tools), is_short)
 
     def answer(self, ask: Ask, completion: Completion) -> Reply:
         """The policy's reply."""
@@ -191,7 +199,7 @@ class Dialogue:
             "malformed_calls": float(sum(ask.reply.num_malformed for ask in turns)),
             "environment_tokens": float(num_others),
         }
-        was_cut = self._hit_limit or any(leaf.reply.is_cut for leaf in leaves)
+        was_cut = self._hit_limit or any(leaf.hit_limit for leaf in leaves)
         return Rollout(
             token_ids=tuple(token_ids),
             is_sampled=tuple(is_sampled),

@@ -7,7 +7,7 @@ turn of the episode, or another one with the same instructions.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,9 +76,3 @@ def num_equal(some: Sequence[int] | np.ndarray, others: Sequence[int] | np.ndarr
     length = min(len(some), len(others))
     differ = np.asarray(some[:length]) != np.asarray(others[:length])
     return int(differ.argmax()) if differ.any() else length
-
-
-def common_beginning(prompts: Collection[tuple[int, ...]]) -> tuple[int, ...]:
-    """What all of them begin with: in the order of the alphabet, the first and the last one differ soonest."""
-    first, last = min(prompts), max(prompts)
-    return first[: num_equal(first, last)]

@@ -12,13 +12,15 @@ import json
 import logging
 import os
 import pickle
+import secrets
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,9 +46,7 @@ LONGEST_LINE = 2**31  # bytes of what a worker says: an episode's program asks w
 LOOK_INTERVAL_S = 60.0
 """How often machines are looked for that have none of our actors: new ones, and lost ones, which Ray may still count
 for as long."""
-CALLS = 100_000  # of an actor, at a time: each of its workers has one that waits for what it says
 MAX_LOST = 3  # so many machines may be lost with a completion before it counts as one that kills them
-
 MAX_TRIED = 20  # so many machines may turn out to be lost while a process for an episode is started
 
 Asked = str | tuple[str, ...]
@@ -113,9 +113,9 @@ class IsolatedTask:
 class _Worker:
     """The run's end of a connection to a worker."""
 
-    number: int
-    reader: asyncio.StreamReader | _Line
-    writer: asyncio.StreamWriter | _Line
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    kill: Callable[[], None]  # it, with all that it started
     is_shared: bool  # it takes any request; otherwise it was started for one
     is_alive: bool = True
     inboxes: dict[int, asyncio.Queue[dict[str, Any] | None]] = field(default_factory=dict)  # of open requests
@@ -158,13 +158,18 @@ class Host:
     def has_died(self) -> bool:
         return self._host.poll() is not None
 
-    async def begin(self) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Start a worker: its number, and our end of a connection to it."""
+    async def begin(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], None]]:
+        """Start a worker: our end of a connection to it, and what kills it."""
         ours, theirs = socket.socketpair()
+        number = self.start(theirs)
+        return *await asyncio.open_connection(sock=ours, limit=LONGEST_LINE), partial(self.end, number)
+
+    def start(self, theirs: socket.socket) -> int:
+        """Start a worker at this end of a connection: its number."""
         number = next(self._numbers)
         with theirs, suppress(OSError):  # the process that starts them has ended, and nobody answers
             socket.send_fds(self._control, [number.to_bytes(MESSAGE_BYTES, "big")], [theirs.fileno()])
-        return number, *await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
+        return number
 
     def end(self, number: int) -> None:
         """Kill a worker with all that it started."""
@@ -258,7 +263,7 @@ class Scorers:
         if not worker.is_alive:
             return
         worker.is_alive = False
-        self._host.end(worker.number)
+        worker.kill()
         worker.writer.close()
         for inbox in worker.inboxes.values():
             inbox.put_nowait(answer if len(worker.inboxes) == 1 else None)
@@ -328,31 +333,27 @@ class ScoringActor:
         with suppress(OSError):
             os.chdir(folder)
         sys.path.extend(path for path in paths if path not in sys.path)
-        self._host, self._streams = Host(setup), dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
+        self._host = Host(setup)
         self._scorers = Scorers(setup, self._host)
 
     async def answer(self, problem: Problem, asked: Asked) -> dict[str, Any]:
         return await self._scorers.answer(problem, asked)
 
-    # Of a worker that plays episodes, whose requests the run itself makes and answers: see `_Line`.
-
-    async def begin(self) -> tuple[int, bytes]:
-        number, reader, writer = await self._host.begin()
-        self._streams[number] = reader, writer
-        first = await reader.readline()
+    async def begin(self, address: tuple[str, int], key: bytes) -> int:
+        """Start a worker that plays an episode: the run itself asks and answers it, by a connection to that address."""
+        theirs = socket.create_connection(address)
+        theirs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        theirs.sendall(key)
+        number = self._host.start(theirs)
         if self._host.has_died:  # and no worker starts any more: this machine counts as lost
             os._exit(1)
-        return number, first
-
-    async def readline(self, number: int) -> bytes:
-        return await self._streams[number][0].readline()
-
-    async def write(self, number: int, data: bytes) -> None:
-        self._streams[number][1].write(data)
+        return number
 
     async def end(self, number: int) -> None:
         self._host.end(number)
-        self._streams.pop(number)[1].close()
+
+    async def close(self) -> None:
+        self._host.close()
 
 
 @dataclass(eq=False)
@@ -360,36 +361,6 @@ class _Machine:
     name: str
     actor: Any
     num_open: int = 0  # requests, and workers that play episodes
-
-
-@dataclass(eq=False)
-class _Line:
-    """The run's end of a connection to a worker on another machine, in place of asyncio's streams."""
-
-    scorers: ClusterScorers
-    machine: _Machine
-    number: int
-    first: bytes  # what the worker has said
-
-    async def readline(self) -> bytes:
-        from ray.exceptions import RayError
-
-        line, self.first = self.first, b""
-        if line:
-            return line
-        try:
-            return await self.machine.actor.readline.remote(self.number)
-        except RayError:  # the machine is lost, and all that it played
-            return b""
-
-    def write(self, data: bytes) -> None:
-        if not self.scorers.is_closed:  # else Ray would connect anew
-            self.machine.actor.write.remote(self.number, data)
-
-    def close(self) -> None:
-        self.machine.num_open -= 1
-        if not self.scorers.is_closed:
-            self.machine.actor.end.remote(self.number)
 
 
 class ClusterScorers:
@@ -434,18 +405,25 @@ class ClusterScorers:
                 return answer
         return failed("crashed", f"{MAX_LOST} machines of the Ray cluster were lost while they scored it")
 
-    async def begin(self) -> tuple[int, _Line, _Line]:
+    async def begin(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], None]]:
         """Start a worker for episodes: see `Host.begin`. Raises ScoreError if that ends one machine after the other."""
         for _ in range(MAX_TRIED):
-            machine, begun = await self._asked("begin")
-            if begun is not None:
+            key = secrets.token_bytes(16)  # anyone may have connected
+            with socket.create_server((self.own_address, 0)) as listening:
+                machine, number = await self._asked("begin", listening.getsockname(), key)
+                if number is None:
+                    continue
+                connection, _ = listening.accept()
+            reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
+            if await reader.read(len(key)) == key:
                 machine.num_open += 1
-                line = _Line(self, machine, *begun)
-                return line.number, line, line
+                return reader, writer, partial(self._end, machine, number)
         raise ScoreError(f"no process that plays episodes starts: {MAX_TRIED} machines of the Ray cluster were lost")
 
-    def end(self, number: int) -> None:
-        """Its line does so, which knows its machine."""
+    def _end(self, machine: _Machine, number: int) -> None:
+        machine.num_open -= 1
+        if not self.is_closed:  # else Ray would connect anew
+            machine.actor.end.remote(number)
 
     async def _asked(self, method: str, *args: object) -> tuple[_Machine, Any]:
         """The machine that is least busy, and what it answers; None where it is lost."""
@@ -480,9 +458,12 @@ class ClusterScorers:
         import ray
 
         self.is_closed = True
-        for machine in self._machines.values():
-            with suppress(Exception):  # the cluster may be gone
-                ray.kill(machine.actor)
+        actors = [machine.actor for machine in self._machines.values()]
+        with suppress(Exception):  # the cluster may be gone
+            ray.get([actor.close.remote() for actor in actors], timeout=CLOSE_S)
+        for actor in actors:
+            with suppress(Exception):
+                ray.kill(actor)
         if self._is_ours:
             ray.shutdown()
 
@@ -496,7 +477,6 @@ class ClusterScorers:
             if node["NodeID"] not in self._machines and node["Alive"] and node["Resources"].get("CPU"):
                 there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 # of no CPU core as Ray counts them: those are for servers, and scoring is short
-                about: Any = {"max_concurrency": CALLS, "scheduling_strategy": there}
-                kind = ray.remote(ScoringActor).options(num_cpus=0, **about)
+                kind = ray.remote(ScoringActor).options(num_cpus=0, scheduling_strategy=there)
                 actor = kind.remote(self._setup, Path.cwd(), sys.path)
                 self._machines[node["NodeID"]] = _Machine(node["NodeManagerHostname"], actor)

@@ -43,7 +43,7 @@ from offline_grpo import progress
 from offline_grpo.engine.engine import LocalEngine
 from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.decoding_graph import graphed_steps, has_graphs, shared_heads, with_fixed_size
-from offline_grpo.generation.prefixes import Prefixes, common_beginning, fill
+from offline_grpo.generation.prefixes import Prefixes, fill, num_equal
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.layers import decoder_of, not_compiled
 from offline_grpo.model.load import context_length
@@ -184,7 +184,8 @@ class TransformersClient(LocalEngine):
             cache, num_new = self._empty_cache(), width
             is_played = self._keeps_all and None not in episodes.values()
             if is_played:
-                beginning = common_beginning(prompts)
+                first, last = min(prompts), max(prompts)  # in this order, which differ soonest
+                beginning = first[: num_equal(first, last)]
                 known = kept.longest(None, beginning)
                 if len(prompts) > 1 and len(beginning) - known[0] > WORTH_TOKENS:
                     own, ids = self._empty_cache(), torch.tensor([beginning], device=lm.device)

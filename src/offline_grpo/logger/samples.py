@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, groupby, pairwise
@@ -189,10 +189,15 @@ def print_sample(console: Console, sample: Mapping[str, Any], *, full: bool = Fa
     ]
     answer = [("answer", Text(visible(sample["answer"], full=full)))] if sample["answer"] else []
     verdict = ("correct" if sample["is_correct"] else "wrong", Text("  ".join(facts), "bold"))
+    print_rows(console, [*([*texts[:start], *answer] if has_prompt else []), verdict, *texts[start:]])
+
+
+def print_rows(console: Console, rows: Iterable[tuple[str, Text]]) -> None:
+    """Labels, and beside each its text."""
     grid = Table.grid(padding=(0, 2), pad_edge=True)
     grid.add_column(style="dim", width=11)
     grid.add_column(overflow="fold")
-    for label, text in [*([*texts[:start], *answer] if has_prompt else []), verdict, *texts[start:]]:
+    for label, text in rows:
         grid.add_row(visible(label), text)
     console.print(grid)
 

@@ -156,14 +156,13 @@ class OnPolicy(Source):
         equation 13), 0 up to `cache` tokens below the limit, and from there on linear down to -1 at the limit. Of
         several sequences, which have the limit each, the one with the most trained tokens counts.
         """
-        rollouts = []
+        scores = []
         for rollout in group.rollouts:
             longest = max(sum(rollout.is_sampled[start:end]) for start, end in rollout.bounds)
             num_beyond = longest - (self.sampling.max_new_tokens - cache)
             penalty, score = -min(max(num_beyond, 0) / cache, 1.0), rollout.score
-            score = replace(score, reward=score.reward + penalty, parts={**score.parts, name: penalty})
-            rollouts.append(replace(rollout, score=score))
-        return replace(group, rollouts=tuple(rollouts))
+            scores.append(replace(score, reward=score.reward + penalty, parts={**score.parts, name: penalty}))
+        return group.with_scores(scores)
 
     def _indices(self, iteration: int) -> list[int]:
         """The problems of an iteration, of all processes."""

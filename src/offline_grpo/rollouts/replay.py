@@ -115,8 +115,7 @@ class Replay(Source):
                 groups = groups_of(table, rows[:_RECORDED])
                 if not config.rollouts["rescore"]:
                     return groups
-                unscored = Score.unscored("rescored")
-                return [replace(g, rollouts=tuple(replace(r, score=unscored) for r in g.rollouts)) for g in groups]
+                return [group.with_scores([Score.unscored("rescored")] * len(group.rollouts)) for group in groups]
         return []
 
     def start(self, iteration: int, state: Mapping[str, Any] | None) -> None:
@@ -197,8 +196,7 @@ class Replay(Source):
                     about = "these rollouts were recorded without their problems; use false"
                     raise ConfigError(f"rollouts.rescore=true: {about}")
                 judgement = Judgement(self.task, group.problem, [rollout.text for rollout in group.rollouts])
-                pairs = zip(group.rollouts, judgement.scores(), strict=True)
-                group = RolloutGroup(group.problem, tuple(replace(rollout, score=score) for rollout, score in pairs))
+                group = replace(group, advantages=None).with_scores(judgement.scores())
             found.append(group)
         return found
 

@@ -81,8 +81,8 @@ def _from_hub(path: str, name: str | None, what: str, function: str, **settings:
         raise ConfigError(f"{about} failed: {reason_of(error)}. Without a network, {fix}") from error
 
 
-def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, each with its place."""
+def file_rows(file: Path, key: str = "task.path") -> Iterator[tuple[str, Any]]:
+    """The rows of the file that `key` names, each with its place."""
     number = 0
     try:
         if file.suffix == ".parquet":
@@ -103,10 +103,10 @@ def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
             if file.suffix == ".csv" and (None in value or None in value.values()):
                 raise csv.Error("not as many cells as the header; commas separate cells")
             number += 1
-            yield f"task.path: {file}, row {number},", value
+            yield f"{key}: {file}, row {number},", value
     except (ValueError, RecursionError, csv.Error) as error:
         kind = file.suffix.removeprefix(".").upper()
-        raise ConfigError(f"task.path: {file}, row {number + 1}, is not valid {kind} ({reason_of(error)})") from error
+        raise ConfigError(f"{key}: {file}, row {number + 1}, is not valid {kind} ({reason_of(error)})") from error
 
 
 # What a row says.
@@ -269,7 +269,7 @@ class RowTask(BaseTask, ABC):
             if not files:
                 kinds = ", ".join([*(f"{name}{suffix}" for suffix in SUFFIXES), f"{name}-*.parquet"])
                 raise ConfigError(f"{key}={name}: the folder {source} (task.path) has none of {kinds}")
-            found = [row for file in files for row in _file_rows(file)]
+            found = [row for file in files for row in file_rows(file)]
         start, stop = (None if match[bound] is None else int(match[bound]) for bound in ("start", "stop"))
         rows = [Row(where, index, value) for index, (where, value) in enumerate(found)][start:stop]
         if not rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, islice
 from statistics import fmean
 from typing import NamedTuple
 
@@ -70,9 +70,8 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
         require(all(group.advantages is None for group in groups), "train.loss.kl_placement", "reward", fix)
         penalties = passes.reward_penalty(batch).tolist()  # [R]
         metrics["kl_penalty_mean"] = fmean(penalties)
-        scores = [replace(r.score, reward=r.score.reward - less) for r, less in zip(rollouts, penalties, strict=True)]
-        lowered = iter([replace(r, score=score) for r, score in zip(rollouts, scores, strict=True)])
-        rewarded = [replace(group, rollouts=tuple(next(lowered) for _ in group.rollouts)) for group in groups]
+        lowered = (replace(r.score, reward=r.score.reward - less) for r, less in zip(rollouts, penalties, strict=True))
+        rewarded = [group.with_scores(islice(lowered, len(group.rollouts))) for group in groups]
     advantages: list[float | Sequence[float]] = []  # [R]
     for group, computed in zip(groups, advantage(rewarded, replace(batch, completion_mask=trained)), strict=True):
         for rollout, own in zip(group.rollouts, group.advantages or computed, strict=True):

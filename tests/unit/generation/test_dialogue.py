@@ -76,6 +76,23 @@ def test_a_reply_is_known_again_whatever_a_client_does_that_says_the_same(edit: 
     assert (measured["turns"], measured["sequences"]) == (2.0, 1.0)
 
 
+def test_a_reply_that_its_program_wanted_short_is_not_cut_by_the_run() -> None:
+    """The next prompt has what the template writes at the end of a reply."""
+    codec = codec_of("qwen3")
+    dialogue = dialogue_of(codec)
+    tokens = tuple(codec.tokenizer.encode("No", add_special_tokens=False))
+    blank = (0,) * len(tokens)
+    ask = dialogue.ask([ASK], (), len(tokens))
+    assert ask is not None
+    assert ask.request.max_new_tokens == len(tokens)
+    dialogue.answer(ask, Completion(tokens, blank, FinishReason.LENGTH, blank))
+    assert dialogue.rollout(Score(0.0, False, {})).finish_reason is FinishReason.STOP
+    second = answered(dialogue, codec, [ASK, {"role": "assistant", "content": "No"}, ASK], "Done.")
+    assert second.parent is ask
+    text = codec.decode(second.request.prompt_ids, skip_special_tokens=False)
+    assert "No<|im_end|>\n<|im_start|>user\nWhich?<|im_end|>" in text
+
+
 @pytest.mark.parametrize(
     "rewritten",
     [
