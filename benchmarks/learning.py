@@ -265,11 +265,12 @@ def our_command(job: Job, args: argparse.Namespace, folder: Path, url: str) -> l
     if job.task == "search":  # the experiment as it is, in process; a GPU takes no trees and has nothing to compile
         own = f"experiment=calculator_smollm2 train.iterations={args.iterations} eval.interval={args.eval_interval}"
         own += " eval.num_ids=all eval.replicates=2 checkpoint.enabled=false model.layout=auto model.compile=false"
-        own += " train.batch_size=null train.tokens_per_microbatch=8192"
+        own += " train.batch_size=null generation.batch_size=96"
         own += f" seed={job.seed} model.gguf_file=null model.train_id={args.model} hydra.run.dir={folder}/run"
         templates = args.work / "data" / job.task
         words = [word.replace("TEMPLATES", str(templates)) for word in learning_tasks.SEARCH[job.arm]]
-        return [sys.executable, str(ROOT / "run_grpo.py"), *own.split(), *words, *args.overrides]
+        own_memory = "train.tokens_per_microbatch=2048"  # beside the servers of other tasks
+        return [sys.executable, str(ROOT / "run_grpo.py"), *own.split(), *args.overrides, own_memory, *words]
     on_gpu = ["train.precision=bf16", "train.batch_size=null", "train.tokens_per_microbatch=16384"]
     on_cpu = ["train.precision=fp32", "train.batch_size=8", "model.device=cpu"]
     loss = job.arm if job.arm in LOSSES else "grpo"
