@@ -8,6 +8,9 @@ memory.
     # 8-bit weights and activations? At most eight minutes with an 80 GB card
     python benchmarks/generation.py --shape 8b --servers '{"bf16": {}, "fp8": {"args": {"quantization": "fp8"}}}'
         --server-args '{"kv_cache_memory_bytes": 20000000000}' --sequences 64 256 --limit-s 200 --out fp8_generation
+    # what do filters cost, and what does it cost to be told which tokens they left?
+    python benchmarks/generation.py --servers '{"0.6b": {}, "smollm2": {"model": "FOLDER"}}' --share 0.3
+        --filters '{"top_p": 0.95, "top_k": 20}' --sequences 256 --tokens 512 --rounds 5 --out filters
     python benchmarks/generation.py --small        # a tiny model and vLLM's CPU build; says nothing about speed
 
 Every sequence has exactly `--tokens` tokens after a prompt of 40, in groups of 8, each with a seed of its own. First,
@@ -20,8 +23,9 @@ Arms:
     offline_bare      the same without logprobs
 
 With --servers there are several servers on the card, which start at the same time. Each is as runs use it, with vLLM's
-options and the environment variables that the JSON adds; gains are over the first. --tokens may differ for the two
-numbers of sequences.
+options, the environment variables and the model that the JSON adds; gains are over the first. --tokens may differ for
+the numbers of sequences. With --filters each server is asked in three ways: without, with them (`_filtered`), and with
+them but without the sets of tokens that they leave (`_untold`).
 """
 
 from __future__ import annotations
@@ -32,21 +36,22 @@ import math
 import multiprocessing
 import os
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import psutil
 import torch
 from common import RESULTS, Target, Timings, complete_in_order, parser_of, write_result
 
 from offline_grpo.engine.vllm import STOCK, VllmEngine, VllmLauncher
-from offline_grpo.types import SamplingParams, SamplingRequest, ServedWeights
+from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
 
 COMMON: dict[str, Any] = {
     "max_model_len": 4096,
@@ -115,22 +120,12 @@ class Served:
             self.client.start(str(model), {})
             if_it_fails.pop_all()
         self.start_s = time.monotonic() - started
-        self.cpu_us_per_token: dict[str, float] = {}
+        self.last: list[list[Completion]] = []
 
-    def generate(self, asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
-        before = self._cpu_s()
-        found = complete_in_order(self.client, asked, SamplingParams(max_new_tokens=tokens))
-        num_tokens = tokens * sum(request.num_completions for request in asked)
-        taken = {name.strip("()"): 1e6 * (s - before.get(name, s)) / num_tokens for name, s in self._cpu_s().items()}
-        self.cpu_us_per_token = {name: value for name, value in taken.items() if value > 0.5}
+    def generate(self, asked: Sequence[SamplingRequest], tokens: int, **filters: Any) -> list[Group]:
+        found = complete_in_order(self.client, asked, SamplingParams(max_new_tokens=tokens, **filters))
+        self.last = found if filters.get("needs_alternatives") else self.last
         return [[(completion.token_ids, completion.logprobs) for completion in group] for group in found]
-
-    def _cpu_s(self) -> dict[str, float]:
-        """Of the API server (`python`) and the engine's processes, by name."""
-        found: dict[str, float] = {}
-        for process in psutil.Process(self.client.pid).children(recursive=True):
-            found[process.name()] = found.get(process.name(), 0.0) + sum(process.cpu_times()[:2])
-        return found
 
     def close(self) -> None:
         self.client.stop()
@@ -257,15 +252,8 @@ def against_offline(
         found = complete_in_order(stock, asked, SamplingParams(max_new_tokens=tokens))
         return [[(completion.token_ids, completion.logprobs) for completion in group] for group in found]
 
-    cpu: dict[str, float] = {}
-
-    def ask_server(asked: Sequence[SamplingRequest], tokens: int) -> list[Group]:
-        found = served.generate(asked, tokens)
-        cpu.update(served.cpu_us_per_token)
-        return found
-
     arms: dict[str, Callable[[Sequence[SamplingRequest], int], list[Group]]] = {
-        "server": ask_server,
+        "server": served.generate,
         "offline": offline.generate,
     }
     check_equal({**arms, "stock": ask_stock}, 64 if not arguments.small else 32)
@@ -276,9 +264,7 @@ def against_offline(
     measured = {"server_start_s": served.start_s, "offline_start_s": offline_start_s}
     for count, found in timings.items():
         measured[f"server_vs_offline_{count}"] = 1 / found.ratio("server", "offline")
-    measured |= tokens_per_s(timings, arguments.tokens) | {
-        f"cpu_us_per_token_{name}": value for name, value in cpu.items()
-    }
+    measured |= tokens_per_s(timings, arguments.tokens)
     save(
         arguments,
         "generation",
@@ -295,7 +281,10 @@ def several_servers(
     def start(arm: str) -> Served:
         asked = arguments.servers[arm]
         found = Served(
-            model, {**args, **arguments.server_args, **asked.get("args", {})}, folder / arm, asked.get("env", {})
+            asked.get("model", model),
+            {**args, **arguments.server_args, **asked.get("args", {})},
+            folder / arm,
+            asked.get("env", {}),
         )
         stack.callback(found.close)
         print(f"server {arm} up after {found.start_s:.0f} s", flush=True)
@@ -309,21 +298,28 @@ def several_servers(
         servers = dict(zip(arguments.servers, threads.map(start, arguments.servers), strict=True))
     baseline = next(iter(servers))
     measured = {f"{arm}_start_s": server.start_s for arm, server in servers.items()}
+    ways: dict[str, dict[str, Any]] = {"": {}}
+    if arguments.filters:
+        ways |= {"_filtered": {**arguments.filters, "needs_alternatives": True}, "_untold": arguments.filters}
+    arms = {arm + way: partial(server.generate, **ways[way]) for arm, server in servers.items() for way in ways}
     timings: dict[int, Timings] = {}
     for count, tokens in zip(arguments.sequences, arguments.tokens, strict=True):
-        timings[count] = measure(
-            {arm: server.generate for arm, server in servers.items()}, count, tokens, arguments.rounds, deadline
-        )
-        measured |= {f"{arm}_gain_{count}": timings[count].ratio(baseline, arm) for arm in servers if arm != baseline}
+        timings[count] = measure(arms, count, tokens, arguments.rounds, deadline)
         for arm, server in servers.items():
-            for name, value in server.cpu_us_per_token.items():
-                measured[f"{arm}_{count}_cpu_us_per_token_{name}"] = value
+            for way in list(ways)[1:]:
+                measured[f"{arm}{way}_speed_{count}"] = timings[count].ratio(arm, arm + way)
+            if sizes := [1 + len(left) for group in server.last for c in group for left in c.alternatives or ()]:
+                measured[f"{arm}_set_size"] = statistics.fmean(sizes)
+        measured |= {f"{arm}_gain_{count}": timings[count].ratio(baseline, arm) for arm in servers if arm != baseline}
     measured |= tokens_per_s(timings, arguments.tokens)
+    targets = [Target(f"fp8_gain_{count}", ">=", 1.12) for count in arguments.sequences if "fp8" in servers]
+    for arm in servers if arguments.filters else ():
+        targets += [Target(f"{arm}_filtered_speed_{count}", ">=", 0.95) for count in arguments.sequences]
     save(
         arguments,
         "generation_servers",
         claim=f"Servers on one GPU that differ in their options, against {baseline}",
-        targets=[Target(f"fp8_gain_{count}", ">=", 1.12) for count in arguments.sequences if "fp8" in servers],
+        targets=targets,
         measured=measured,
         details={count: found.summary(baseline) for count, found in timings.items()},
     )
@@ -344,9 +340,10 @@ def parse() -> argparse.Namespace:
         default={},
         help='JSON, such as {"runs": {}, "eager": {"args": {"enforce_eager": true}}}',
     )
-    parser.add_argument("--sequences", type=int, nargs=2, default=[256, 1024])
+    parser.add_argument("--filters", type=json.loads, default={}, help="JSON of sampling settings")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[256, 1024], help="two, but with --servers")
     parser.add_argument(
-        "--tokens", type=int, nargs=2, default=[512, 512], help="of each sequence, for each of --sequences"
+        "--tokens", type=int, nargs="+", default=[512, 512], help="of each sequence, for each of --sequences"
     )
     parser.add_argument("--shape", default="0.6b", help="of the model, a name of shapes.py")
     parser.add_argument("--rounds", type=int, default=2)

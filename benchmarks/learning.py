@@ -1,5 +1,6 @@
 """Learning curves of a real model: five losses and TRL's GRPOTrainer on texts, a calculator as environment, as agent,
-asynchronously and by TRL's environment_factory, and objectives on one recording; several seeds, many runs at a time.
+asynchronously and by TRL's environment_factory, with filters and without, objectives on one recording, and a search
+over what the demonstrations' experiments say; several seeds, many runs at a time.
 
     python benchmarks/learning.py WORK --model FOLDER --minutes 18      # all cards that are visible, 4 runs on each
     python benchmarks/learning.py WORK --model FOLDER --tasks calculator
@@ -44,25 +45,30 @@ from offline_grpo.report.runs import load_run
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 LR, UPDATES = 1e-5, 2
-SIZES: Mapping[str, Mapping[str, int]] = {"calculator": {"iterations": 12, "eval_interval": 2}}
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "calculator": {"iterations": 12, "eval_interval": 2},
+    "search": {"iterations": 10, "eval_interval": 1},
+}
 """Of tasks that have others than the rest."""
 KV_BYTES = 4 << 30
 MAX_LEN = 2048
-EXTRAS: Mapping[str, tuple[str, Sequence[str]]] = {
-    "terse": ("sums", ["train.lr=3e-5", "task.reward=learning_tasks:terse", "train.kl_coef=0.001"]),
-    "lr_1e-4": ("sums", ["train.lr=1e-4", "train.kl_coef=0.001"]),
-    "lr_3e-6": ("sums", ["train.lr=3e-6"]),
-    "lr_3e-5": ("sums", ["train.lr=3e-5"]),
-    "kl_0.05": ("sums", ["train.kl_coef=0.05"]),
-    "resample": ("longer_sums", ["data.resample_zero_signal=true"]),
-    "group_16": ("longer_sums", ["data.problems_per_iteration=16", "data.rollouts_per_problem=16"]),
-    "lora": ("sums", ["model/lora=default", "train.lr=1e-4"]),
-    "nf4": ("sums", ["model/lora=default", "train.lr=1e-4", "model.quantization=nf4"]),
-    "fp8": ("sums", []),
+EXTRAS: Mapping[str, Sequence[str]] = {
+    "terse": ["train.lr=3e-5", "task.reward=learning_tasks:terse", "train.kl_coef=0.001"],
+    "lr_1e-4": ["train.lr=1e-4", "train.kl_coef=0.001"],
+    "lr_3e-6": ["train.lr=3e-6"],
+    "lr_3e-5": ["train.lr=3e-5"],
+    "kl_0.05": ["train.kl_coef=0.05"],
+    "resample": ["data.resample_zero_signal=true"],
+    "group_16": ["data.problems_per_iteration=16", "data.rollouts_per_problem=16"],
+    "lora": ["model/lora=default", "train.lr=1e-4"],
+    "nf4": ["model/lora=default", "train.lr=1e-4", "model.quantization=nf4"],
+    "filters": ["generation.top_p=0.95", "generation.top_k=20"],
+    "filtered_eval": ["eval.top_p=0.95", "eval.top_k=20"],
 }
-"""Arm -> its task, and what it changes of the arm grpo. The first two look for a collapse."""
+"""Arm -> what it changes of the arm grpo, or environment. The first two look for a collapse."""
 EPISODES: Mapping[str, Sequence[str]] = {
     "environment": ["task=environment"],
+    "filters": ["task=environment"],
     "async": ["task=environment", "mode=async", f"rollouts.max_staleness={UPDATES}"],
     "agent": ["task=agent", "task.agent=learning_tasks:solve"],
 }
@@ -76,34 +82,36 @@ REPLAYS: Mapping[str, Sequence[str]] = {
 }
 """Tasks of which each arm is an objective on the recording, as it is or with a reward of two parts."""
 WORTH: Sequence[tuple[str, Sequence[str], range]] = (
-    ("calculator", ("trl", *EPISODES), range(5)),
+    ("sums", ("grpo",), range(1)),
     ("longer_sums", ("resample",), range(1)),
-    ("sums", ("grpo", "trl", "lr_3e-5", "lr_3e-6", "kl_0.05"), range(1)),
-    ("longer_sums", ("grpo", "group_16"), range(1)),
-    ("sums", ("trl", "grpo"), range(3)),
-    ("products", ("trl", "grpo"), range(3)),
+    ("sums", ("grpo", "filters", "filtered_eval"), range(5)),
+    ("calculator", ("trl", *EPISODES), range(5)),
     ("replay", OBJECTIVES, range(5)),
     ("parts", ("gdpo", "group_std"), range(5)),
+    ("sums", ("trl",), range(3)),
+    ("products", ("trl", "grpo"), range(3)),
+    ("search", tuple(learning_tasks.SEARCH), range(1)),
+    ("sums", ("lr_3e-5", "lr_3e-6", "kl_0.05"), range(3)),
     ("longer_sums", ("trl", "grpo"), range(3)),
-    ("sums", ("lr_3e-5", "kl_0.05"), range(3)),
     ("longer_sums", ("resample", "group_16"), range(3)),
     *((task, ("trl", "grpo"), range(5)) for task in ("sums", "products", "longer_sums")),
-    ("sums", ("lr_3e-6", "terse", "lr_1e-4", "lora", "nf4", "fp8"), range(3)),
+    ("sums", ("terse", "lr_1e-4", "lora", "nf4", "fp8"), range(3)),
     *((task, LOSSES, range(5)) for task in ("sums", "products", "longer_sums")),
     ("instructions", ("trl", *LOSSES), range(5)),
 )
 """Tasks, arms and seeds in the order in which they run, because the time may end before the last: what is known least
 comes first, and of that what takes least.
 """
-EXPECTED_S = {"resample": 420, "TRL's calculator": 200, "TRL's": 240, "calculator": 150, "replay": 110}
+EXPECTED_S = {"resample": 420, "TRL's calculator": 200, "TRL's": 240, "calculator": 150, "replay": 90, "search": 80}
 """Kind of job -> how long it takes, until one of its kind has ended; 200 if it is not here."""
 MATCHED = {"calculator": "environment"}
 """Task -> our arm that TRL's is compared with; grpo if it is not here."""
-RESULT_OF = {"replay": "paired_objectives", "parts": "paired_objectives", "calculator": "calculator"}
+RESULT_OF = {task: task for task in ("calculator", "search")} | dict.fromkeys(REPLAYS, "paired_objectives")
 """Task -> its result; learning if it is not here."""
 CLAIMS = {
     "learning": "A small real model learns with five losses, and with TRL alike, within the intervals over seeds",
     "calculator": "A small real model learns to call a tool as TRL's environment_factory teaches it, and no slower",
+    "search": "The calculator's experiment with one thing changed at a time: held-out pass@1 after each iteration",
     "paired_objectives": "Objectives on the same recorded rollouts of a small real model, with the same seeds",
 }
 LEVELS = (0.5, 0.9)
@@ -116,7 +124,11 @@ IN_PROCESS = ("lora", "nf4")
 SERVED: Mapping[str, Sequence[str]] = {"fp8": ["--quantization", "fp8"]}
 """Arm -> options of a server of its own."""
 SERIES = ("reward_mean", "success_rate", "entropy", "completion_tokens_mean", "kl_divergence", "clip_frac", "grad_norm")
-SERIES += ("alignment/diff_abs_mean", "mismatch/kl_k3", "mismatch/ess_frac", "sync/probe_diff_abs_mean")
+SERIES += (
+    "alignment/diff_abs_mean",
+    "sync/probe_diff_abs_mean",
+    *(f"mismatch/{x}" for x in ("kl_k3", "ess_frac", "ratio_mean")),
+)
 """Of training, kept with each curve as means over ten iterations."""
 
 
@@ -211,7 +223,7 @@ class Worker:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         args = sized(self.args, job.task)
-        needs_server = job.is_ours and job.arm not in IN_PROCESS and not args.in_process
+        needs_server = job.is_ours and job.arm not in IN_PROCESS and job.task != "search" and not args.in_process
         url = self.serve(SERVED.get(job.arm, ())) if needs_server else ""
         command = our_command(job, args, folder, url) if job.is_ours else trl_command(job, args)
         began = time.time()
@@ -250,6 +262,14 @@ def sized(args: argparse.Namespace, task: str) -> argparse.Namespace:
 
 
 def our_command(job: Job, args: argparse.Namespace, folder: Path, url: str) -> list[str]:
+    if job.task == "search":  # the experiment as it is, in process; a GPU takes no trees and has nothing to compile
+        own = f"experiment=calculator_smollm2 train.iterations={args.iterations} eval.interval={args.eval_interval}"
+        own += " eval.num_ids=all eval.replicates=2 checkpoint.enabled=false model.layout=auto model.compile=false"
+        own += " train.batch_size=null train.tokens_per_microbatch=8192"
+        own += f" seed={job.seed} model.gguf_file=null model.train_id={args.model} hydra.run.dir={folder}/run"
+        templates = args.work / "data" / job.task
+        words = [word.replace("TEMPLATES", str(templates)) for word in learning_tasks.SEARCH[job.arm]]
+        return [sys.executable, str(ROOT / "run_grpo.py"), *own.split(), *words, *args.overrides]
     on_gpu = ["train.precision=bf16", "train.batch_size=null", "train.tokens_per_microbatch=16384"]
     on_cpu = ["train.precision=fp32", "train.batch_size=8", "model.device=cpu"]
     loss = job.arm if job.arm in LOSSES else "grpo"
@@ -269,7 +289,7 @@ def our_command(job: Job, args: argparse.Namespace, folder: Path, url: str) -> l
         *(sys.executable, str(ROOT / "run_grpo.py"), *words.split(), *task_words(job, args)),
         *(f"model.train_id={args.model}", f"hydra.run.dir={folder}/run"),
         *(on_cpu if args.small else on_gpu),
-        *EXTRAS.get(job.arm, ("", []))[1],
+        *EXTRAS.get(job.arm, ()),
         *args.overrides,
     ]
 
@@ -569,7 +589,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=18.0)
     parser.add_argument("--gpus", nargs="+", default=None, help="cards (default: all that are visible)")
     parser.add_argument("--workers", type=int, default=4, help="runs at the same time on each card")
-    tasks = [*learning_tasks.TOKENS, *REPLAYS, *learning_tasks.EXPERIMENTS]
+    tasks = [*learning_tasks.TOKENS, *REPLAYS, *learning_tasks.EXPERIMENTS, "search"]
     parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks)
     parser.add_argument("--arms", nargs="+", default=None)
     sizes = {"seeds": 5, "iterations": 60, "prompts": 32, "group": 8}
@@ -598,7 +618,7 @@ def main() -> None:
 
         args.gpus = args.gpus or [str(i) for i in range(torch.cuda.device_count())]
         for task in {job.data for job in jobs_of(args)}:
-            if not (args.work / "data" / task / "test.jsonl").exists():
+            if not (args.work / "data" / task).exists():
                 learning_tasks.save(args.work / "data" / task, task)
         run_all(args)
     collect(args)

@@ -7,6 +7,7 @@ longer_sums     the same with three terms
 products        products of reasoning-gym: two factors of one or two digits
 instructions    texts with one or two instructions, which IFEval's checks judge
 calculator      the environment of the experiment of this name
+search          templates for this experiment
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,50 @@ EXPERIMENTS = {"calculator": "calculator_smollm2"}
 """Task -> the experiment that it is of."""
 TEMPLATE = "template.jinja"
 REWARDS = {task: "obeys" if task == "instructions" else "last_number" for task in TOKENS}
+
+FIRST, SECOND = (3, 14, 5), (21, 8, 40, 6)
+"""Numbers of the sums of the experiment's worked calls."""
+
+
+def worked(*sums: tuple[int, ...], plus: str = "+", answer: str = "{}") -> str:
+    """The override that shows calls for these sums."""
+    shown: list[str] = []
+    for numbers in sums:
+        asked, call, total = " + ".join(map(str, numbers)), plus.join(map(str, numbers)), sum(numbers)
+        shown += [f'{{role:user,content:"What is {asked}?"}}']
+        calls = f'[{{function:{{name:calculate,arguments:{{expression:"{call}"}}}}}}]'
+        shown += [f"{{role:assistant,tool_calls:{calls}}}", f'{{role:tool,content:"{total}"}}']
+        shown += [f'{{role:assistant,content:"{answer.format(total)}"}}']
+    return f"task.examples=[{','.join(shown)}]"
+
+
+HOW = 'Write a call as <tool_call>{"name": NAME, "arguments": {...}}</tool_call>'
+OF_TOOL = "tool.function.name ~ ': ' ~ tool.function.description ~ ' ' ~ parameters | tojson"
+TEMPLATES: Mapping[str, Sequence[tuple[str, str]]] = {
+    "silent": [(HOW, "")],
+    "llama": [("<tool_call>", ""), ("</tool_call>", ""), ('"arguments"', '"parameters"')],
+    "schema": [(OF_TOOL, "tool | tojson")],
+}
+"""How each differs from the model's: it does not say how calls are written, it writes them as Llama 3 does, or it shows
+whole schemas.
+"""
+SEARCH: Mapping[str, Sequence[str]] = {
+    "unchanged": [],
+    "one_call": [worked(FIRST)],
+    "three_calls": [worked(FIRST, SECOND, (7, 60, 32, 5, 18))],
+    "other_calls": [worked((13, 24, 35), (46, 57, 68, 79, 81))],
+    "blanks": [worked(FIRST, SECOND, plus=" + ")],
+    "sentences": [worked(FIRST, SECOND, answer="The answer is {}.")],
+    **{f"template_{name}": [f"model.chat_template=TEMPLATES/{name}.jinja"] for name in TEMPLATES},
+    **{f"lr_{rate}": [f"train.lr={rate}"] for rate in ("1e-5", "2e-5", "5e-5")},
+    **{f"updates_{n}": [f"train.updates_per_iteration={n}"] for n in (1, 4)},
+    "batch_4x8": ["data.problems_per_iteration=4"],
+    "batch_12x8": ["data.problems_per_iteration=12", "train.lr=2e-5"],
+    "batch_3x16": ["data.problems_per_iteration=3", "data.rollouts_per_problem=16"],
+    "tokens_24": ["task.max_turn_tokens=24", "generation.max_new_tokens=48"],
+    "grpo": ["train/loss=grpo", "train.kl_coef=0"],
+}
+"""Arm -> what it changes of the calculator's experiment."""
 
 TEXTS = ("Write a short text", "Write a few sentences", "Tell a short story", "Write a note", "Write a diary entry")
 TOPICS = (
@@ -108,6 +153,9 @@ def save(folder: Path, task: str) -> None:
     if task in EXPERIMENTS:
         save_episodes(folder, EXPERIMENTS[task])
         return
+    if task == "search":
+        save_templates(folder)
+        return
     rows: dict[str, dict[str, Any]] = {}
     for row in _arithmetic(*ARITHMETIC[task]) if task in ARITHMETIC else _instructions():
         rows.setdefault(row["prompt"], row)
@@ -119,6 +167,20 @@ def save(folder: Path, task: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "test.jsonl").write_text("".join(lines[:NUM_TEST]))
     (folder / "train.jsonl").write_text("".join(lines[NUM_TEST:]))
+
+
+def save_templates(folder: Path) -> None:
+    from offline_grpo.config.compose import composed, register
+
+    register()
+    own = Path(composed(["model=smollm2_135m"]).model.chat_template).read_text()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, changes in TEMPLATES.items():
+        text = own
+        for old, new in changes:
+            assert old in text, f"{name}: {old!r}"
+            text = text.replace(old, new)
+        (folder / f"{name}.jinja").write_text(text)
 
 
 def save_episodes(folder: Path, experiment: str) -> None:
@@ -183,5 +245,5 @@ def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 if __name__ == "__main__":
-    for task in sys.argv[2:] or [*TOKENS, *EXPERIMENTS]:
+    for task in sys.argv[2:] or [*TOKENS, *EXPERIMENTS, "search"]:
         save(Path(sys.argv[1]) / task, task)

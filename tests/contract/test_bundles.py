@@ -125,8 +125,8 @@ def test_what_filters_left_is_told_in_bundles_as_without(module: ModuleType, mon
         for one in outputs:
             for ids, values, rank in zip(*(field.tolist() for field in one.new_logprobs[:3]), strict=True):
                 append_logprobs_for_next_position(flat, ids, values, itertools.repeat(None), rank, number)
-        firsts = generate.chosen(flat)
-        return [flat.token_ids[i] for i in firsts], [flat.logprobs[i] for i in firsts], generate.beside(flat, firsts)
+        firsts, sent = flat.start_indices, generate.alternatives(flat, number or 9)
+        return [flat.token_ids[i] for i in firsts], [flat.logprobs[i] for i in firsts], sent
 
     def outputs_of(step: int) -> list[Any]:
         last = {"finish_reason": FinishReason.LENGTH} if step == 69 else {}
@@ -138,11 +138,11 @@ def test_what_filters_left_is_told_in_bundles_as_without(module: ModuleType, mon
         own = [one for one in arrived if one.request_id == name]
         assert len(own) <= 4
         alone = [SimpleNamespace(new_logprobs=top(step, 9).slice_request(row, 1)) for step in steps]
-        for told in (read(own, number), read(alone, 9)):
+        for told in (read(own, number), read(alone, number or 9)):
             assert told[0] == [token for token, _ in truth[name]]
             assert told[1] == [-0.5] * 70
             if number:
-                assert [sorted(ids) for ids in told[2]] == [sorted({*kept} - {token}) for token, kept in truth[name]]
+                assert told[2] == [[one for one in kept if one != token] for token, kept in truth[name]]
 
 
 @pytest.mark.parametrize("length", [1, 64])

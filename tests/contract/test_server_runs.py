@@ -166,6 +166,24 @@ def test_a_frozen_server_is_asked_and_never_touched(
     )
 
 
+def test_filtered_samples_are_what_the_policy_would_draw(
+    server: VllmEngine, stock: ScriptedServer, model_folder: Path, tmp_path: Path
+) -> None:
+    """From a stock server, and then from one that gets the weights: the trainer has their logprobs."""
+    filters = ("generation.top_p=0.9", "generation.min_p=0.02", "generation.temperature=0.7")
+    found = {
+        name: run(tmp_path / name, model_folder, *at(url), *TWO, *filters, *words)
+        for name, url, *words in (
+            ("stock", stock.base_url, "weight_sync=none", "train.iterations=1"),
+            ("ours", server, "weight_sync=shared_vllm", "generation.top_k=20"),
+        )
+    }
+    for metrics in (found["ours"]["train_iter_001.json"], *(each["train_iter_000.json"] for each in found.values())):
+        assert metrics["alignment/diff_abs_mean"] < 1e-5
+        assert metrics["mismatch/ess_frac"] > 0.9999
+    assert found["ours"]["train_iter_001.json"]["sync/version"] > 0
+
+
 def distance_of(policy: Any, rollouts: list[Rollout]) -> float:
     """Mean |policy - server| over the rollouts' tokens, in nats."""
     completions = []

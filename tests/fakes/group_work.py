@@ -4,7 +4,7 @@ with the whole model in each; and calls that fail in one of them.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +35,17 @@ LOSSES = {"cispo": cispo.CISPO, "dapo": dapo.DAPO, "dr_grpo": dr_grpo.DrGRPO, "g
 Result = tuple[dict[str, float], dict[str, Tensor]]
 
 
-def batch_of(seed: int) -> TokenBatch:
-    """Seven sequences of odd lengths."""
+def batch_of(seed: int, *, filtered: bool = False) -> TokenBatch:
+    """Seven sequences of odd lengths; of their tokens, if filtered, every third was the only one left."""
     draw = torch.Generator().manual_seed(seed)
 
     def ids(length: int) -> list[int]:
         return torch.randint(8, VOCAB, (length,), generator=draw).tolist()
 
     rollouts = [make_rollout(ids(3), ids(length)) for length in (2, 13, 5, 7, 3, 11, 2)]
+    if filtered:  # token ids below 8 are not drawn
+        sets = [((), (), (), *(tuple(range(t % 3)) for t in r.token_ids[3:])) for r in rollouts]
+        rollouts = [replace(r, alternatives=own) for r, own in zip(rollouts, sets, strict=True)]
     return with_advantages(build_batch(rollouts), torch.randn(7, generator=draw).tolist())
 
 
@@ -93,7 +96,7 @@ def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Resu
         seed=0,
         failure_dir=folder,
     )
-    metrics = updater.run(passes.score(batch_of(1)), iteration=0)
+    metrics = updater.run(passes.score(batch_of(1, filtered=case.get("filtered", False))), iteration=0)
     is_whole = not case.get("lora")
     weights = sharding.lead(
         lambda: {name: t.clone() for name, t in sharding.full_weights(policy) if is_whole or "lora" in name}

@@ -1,5 +1,5 @@
-"""Every architecture of the zoo on a GPU: layouts, compiled blocks, the head that keeps its tiles, FlashAttention 4,
-and decoding steps as CUDA graphs.
+"""Every architecture of the zoo on a GPU: layouts, compiled blocks, the head that keeps its tiles and the filtered one,
+FlashAttention 4, and decoding steps as CUDA graphs.
 
 `pytest -m gpu tests/gpu`, on one GPU.
 """
@@ -17,6 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from offline_grpo.generation import decoding_graph
 from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.model import filtered_head as filtered
 from offline_grpo.model.layers import not_compiled
 from offline_grpo.model.layouts import LAYOUTS, Flash4, Varlen, _flash4_forward, has_flash4
 from offline_grpo.model.lm_head import KeptHead
@@ -92,6 +93,48 @@ def test_the_kept_head_is_right(height: int, kept_bytes: int, softcap: float | N
     torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-5)
     for gradient, expected in zip(found, torch.autograd.grad(right @ coefs.double(), wide), strict=True):
         assert (gradient.double() - expected).norm() / expected.norm() < 0.006
+
+
+@pytest.mark.parametrize("mean", [8, 400])
+@pytest.mark.parametrize("way", [None, filtered.GATHERED, filtered.TILED], ids=["kernels", "gathered", "tiled"])
+def test_the_filtered_head_is_right(way: filtered.Way | None, mean: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    num_tokens, hidden_size, vocab_size = 333, 272, 5003
+    monkeypatch.setitem(filtered.TILE_SIDE, "cuda", 256)
+    if way is None:
+        monkeypatch.setattr(filtered, "TILED_FRAC", 1.0)
+    else:
+        monkeypatch.setattr(filtered, "way_for", lambda *args: way)
+
+    # A third of the sets have the target alone, one the whole vocabulary; in all others is token 7.
+    hidden, weight = (torch.randn(n, hidden_size, device=CUDA).bfloat16() for n in (num_tokens, vocab_size))
+    weight[:, :] *= 0.2
+    targets = torch.randint(8, vocab_size, (num_tokens,), device=CUDA)
+    inside = torch.rand(num_tokens, vocab_size, device=CUDA) < mean / vocab_size
+    inside[:, 7] = True
+    inside[::3], inside[1] = False, True
+    inside.scatter_(1, targets[:, None], False)
+    sets = {"num_alternatives": inside.sum(1), "alternatives": inside.nonzero()[:, 1]}
+    inside.scatter_(1, targets[:, None], True)
+    temperature, coefs = (torch.linspace(low, 2, num_tokens, device=CUDA) for low in (0.5, -1))
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+
+    # Nothing waits for the GPU, but tiles.
+    torch.cuda.set_sync_debug_mode("default" if way is filtered.TILED else "error")
+    try:
+        found = filtered.filtered_head(hidden, weight, None, targets, temperature, **sets, entropy_requires_grad=True)
+        gradients = torch.autograd.grad((found[0] + found[1]) @ coefs, leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    log_p = torch.log_softmax(
+        (wide[0] @ wide[1].T / temperature.double()[:, None]).masked_fill(~inside, -torch.inf), -1
+    )
+    right = log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p.masked_fill(~inside, 0.0)).sum(-1)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5, check_dtype=False)
+    expected = torch.autograd.grad((right[0] + right[1]) @ coefs.double(), wide)
+    for gradient, exact in zip(gradients, expected, strict=True):
+        assert (gradient.double() - exact).norm() / exact.norm() < 0.006
 
 
 @pytest.mark.parametrize(

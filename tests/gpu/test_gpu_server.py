@@ -93,7 +93,8 @@ def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at_push: int) -> Deaths:
     return deaths
 
 
-def test_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("filters", [(), ("generation.top_p=0.7", "generation.top_k=5")], ids=["no filter", "filters"])
+def test_end_to_end(filters: tuple[str, ...], tmp_path: Path) -> None:
     """One copy of the weights, CUDA graphs on, from the first rollout to the last checkpoint."""
     run_dir = tmp_path / "run"
     small = (
@@ -112,6 +113,7 @@ def test_end_to_end(tmp_path: Path) -> None:
             *OVERRIDES,
             *small,
             *memory,
+            *filters,
             f"cache_dir={tmp_path}/cache",
         ),
         run_dir,
@@ -123,6 +125,7 @@ def test_end_to_end(tmp_path: Path) -> None:
         assert found["sync/num_bytes"] == 0
         assert found["sync/num_tensors_proven"] == found["sync/num_tensors"] > 0
         assert found["alignment/diff_abs_mean"] < 0.05
+        assert found["mismatch/ratio_mean"] == pytest.approx(1, abs=0.02), "before the first update"
     assert {"eval_init.json", "eval_iter_001.json", "eval_iter_003.json"} <= set(metrics)
     assert (run_dir / "checkpoints" / "iter_003" / "model.safetensors").exists()
     assert processes_naming(str(tmp_path)) == []
@@ -134,10 +137,7 @@ def test_end_to_end(tmp_path: Path) -> None:
 def test_a_killed_trainer_leaves_nothing(option: str, where: str, tmp_path: Path) -> None:
     """SIGKILL in the middle of a push: CUDA IPC has files in shared memory too, the server's or the trainer's."""
     files, processes = set(os.listdir("/dev/shm")), processes_naming(str(tmp_path))
-    server = (
-        *("generation=vllm_server", f"weight_sync={option}", "engine.args.gpu_memory_utilization=0.2"),
-        "engine.args.enforce_eager=true",
-    )
+    server = ("generation=vllm_server", f"weight_sync={option}", *SMALL_SERVER)
     overrides = (
         *SMALL,
         *OVERRIDES,

@@ -59,6 +59,7 @@ def test_nccl_reaches_a_server_on_the_other_gpu(composite: str | None, quantizat
     server = (
         *("generation=vllm_server", "weight_sync=nccl", "engine.args.gpu_memory_utilization=0.1"),
         *("engine.args.enforce_eager=true", f"+engine.args.quantization={quantization}"),
+        "+engine.args.kv_cache_memory_bytes=1073741824",
     )
     overrides = (*SMALL, "model.tiny.hidden_size=128", "train.precision=bf16", f"cache_dir={tmp_path}/cache")
     if composite is not None:

@@ -7,14 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAIRS, WIDTH = 16, 128  # of one step: pairs, and numbers of each vector
-SUMMED_PAIRS, SUMMED_WIDTH = 16, 256
+PAIRS = tl.constexpr(16)  # of one step
+WIDTH = tl.constexpr(128)  # numbers of each vector in one step
+SUM_WIDTH = tl.constexpr(256)
 
 
 def products(a: Tensor, b: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
     """See `filtered_head.Way`; `a` and `b` are contiguous."""
     out = torch.empty(len(ids), dtype=torch.float32, device=a.device)
-    _products[(triton.cdiv(len(ids), PAIRS),)](a, b, rows, ids, out, len(ids), a.shape[1], PAIRS, WIDTH)
+    _products[(triton.cdiv(len(ids), PAIRS.value),)](a, b, rows, ids, out, len(ids), a.shape[1])
     return out
 
 
@@ -24,13 +25,13 @@ def sums(factors: Tensor, a: Tensor, rows: Tensor, b: Tensor, ids: Tensor) -> Te
     rows, order = rows.sort(stable=True)
     starts = torch.searchsorted(rows, torch.arange(len(a) + 1, device=a.device))
     out = torch.empty_like(a)
-    grid = len(a), triton.cdiv(a.shape[1], SUMMED_WIDTH)
-    _sums[grid](factors[order], b, ids[order], starts, out, a.shape[1], SUMMED_PAIRS, SUMMED_WIDTH)
+    grid = len(a), triton.cdiv(a.shape[1], SUM_WIDTH.value)
+    _sums[grid](factors[order], b, ids[order], starts, out, a.shape[1])
     return out
 
 
 @triton.jit
-def _products(a, b, rows, ids, out, num_pairs, size, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
+def _products(a, b, rows, ids, out, num_pairs, size):
     p = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = p < num_pairs
     of_a = tl.load(rows + p, mask=inside, other=0) * size
@@ -46,12 +47,12 @@ def _products(a, b, rows, ids, out, num_pairs, size, PAIRS: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def _sums(factors, b, ids, starts, out, size, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
+def _sums(factors, b, ids, starts, out, size):
     # One program makes this width of one sum.
     row = tl.program_id(0)
-    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    columns = tl.program_id(1) * SUM_WIDTH + tl.arange(0, SUM_WIDTH)
     start, end = tl.load(starts + row), tl.load(starts + row + 1)
-    total = tl.zeros((PAIRS, WIDTH), tl.float32)
+    total = tl.zeros((PAIRS, SUM_WIDTH), tl.float32)
     for first in range(start, end, PAIRS):
         p = first + tl.arange(0, PAIRS)
         factor = tl.load(factors + p, mask=p < end, other=0.0)

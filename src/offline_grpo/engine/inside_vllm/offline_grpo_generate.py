@@ -13,7 +13,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from itertools import pairwise
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -196,10 +196,12 @@ class Request:
         [final] = [output async for output in outputs]
         choices: list[dict[str, Any]] = []
         for output in final.outputs:
-            firsts, values = chosen(output.logprobs), output.logprobs.logprobs
-            choice = {"token_ids": list(output.token_ids), "logprobs": finite([values[first] for first in firsts])}
-            choice |= {"alternatives": beside(output.logprobs, firsts)} if self._has_alternatives else {}
-            choices.append({**choice, "finish_reason": output.finish_reason})
+            values = finite([output.logprobs.logprobs[first] for first in output.logprobs.start_indices])
+            choice: dict[str, Any] = {"token_ids": list(output.token_ids), "logprobs": values}
+            choice["finish_reason"] = output.finish_reason
+            if self._has_alternatives:
+                choice["alternatives"] = alternatives(output.logprobs, self._params.top_k)
+            choices.append(choice)
         if self._of_tokens:
             return {"prompt_token_ids": final.prompt_token_ids, "choices": choices}
 
@@ -287,22 +289,17 @@ class Request:
                 raise Refusal(503, str(error)) from error
 
 
-def chosen(logprobs: Any) -> list[int]:
-    """Where each chosen token is in vLLM's `FlatLogprobs`: first of its position, unless our scheduler has joined them:
-    then other tokens have infinity.
-    """
-    values = logprobs.logprobs
-    is_joined = math.inf in values
-    return [i for i, value in enumerate(values) if value != math.inf] if is_joined else logprobs.start_indices
-
-
-def beside(logprobs: Any, firsts: Sequence[int]) -> list[list[int]]:
-    """The ids of other tokens that could have been chosen, of each position; see `chosen`."""
+def alternatives(logprobs: Any, top_k: int) -> list[list[int]]:
+    """The ids of the tokens that could have been chosen instead, of each position of vLLM's `FlatLogprobs`."""
+    found = []
     ids, values = logprobs.token_ids, logprobs.logprobs
-    return [
-        [ids[j] for j in range(first + 1, end) if values[j] > -math.inf and ids[j] != ids[first]]
-        for first, end in pairwise([*firsts, len(ids)])
-    ]
+    for first, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
+        if isinstance(rank := logprobs.ranks[first], bytes):  # our scheduler has written them in its place
+            found.append(memoryview(rank)[:-1].cast("i").tolist()[:top_k])
+        else:
+            is_beside = (values[j] > -math.inf and ids[j] != ids[first] for j in range(first, end))
+            found.append(list(compress(ids[first:end], is_beside)))
+    return found
 
 
 def by_position(logprobs: Any) -> list[dict[int, float]]:
