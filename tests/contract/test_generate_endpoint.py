@@ -21,7 +21,7 @@ import torch
 from engines import CPU, PROMPTS, Where, load, make_client, metric, num_running, score, serve_again, switch_of, train
 from factories import complete_in_order
 from runs import wait_until
-from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopPLogitsWarper
+from transformers import AutoModelForCausalLM, AutoTokenizer, MinPLogitsWarper, TopPLogitsWarper
 
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.model.policy import Policy
@@ -402,3 +402,27 @@ def test_adapters_are_sampled_from_by_name_or_the_newest(connect: Callable[..., 
     for answer, choice in ((unnamed, theirs), (base, base_theirs)):
         logprobs = [next(iter(position.values())) for [position] in answer["logprobs"][0]]
         assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+
+
+def test_tokens_as_probable_as_the_last_of_top_k_are_told_too(
+    server: VllmEngine, model_folder: Path, where: Where, tmp_path: Path
+) -> None:
+    """Of a model to which the tokens 2i and 2i + 1 are one: the fifth most probable comes with its twin."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    rows = model.get_output_embeddings().weight.data
+    rows[1::2] = rows[::2]
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
+    serve_again(server, tmp_path, where)
+    client, sampling = make_client(server, vocab_size=100), SamplingParams(LENGTH, top_k=5, needs_alternatives=True)
+    for client.path in ("/generate_tokens", "/v1/completions"):
+        [[completion]] = complete_in_order(client, [SamplingRequest(tuple(PROMPTS[1]), 1, 7)], sampling)
+        assert completion.alternatives is not None
+        sets = [sorted([t, *own]) for t, own in zip(completion.token_ids, completion.alternatives, strict=True)]
+        assert all(len(own) == 6 and [t ^ 1 for t in own[::2]] == own[1::2] for own in sets)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*PROMPTS[1], *completion.token_ids]])).logits[0, len(PROMPTS[1]) - 1 : -1]
+        pairs = zip(logits, completion.token_ids, sets, strict=True)
+        right = [(row[token] - row[own].logsumexp(0)).item() for row, token, own in pairs]
+        assert completion.logprobs == pytest.approx(right, abs=2e-5)
+    client.close()

@@ -59,6 +59,8 @@ PATIENCE_S = 30.0  # health-check timeout: vLLM's server has one thread, which l
 START_POLL_S, START_SAYS_S = 0.25, 30.0
 """How often a server that starts is looked at, and how often a log says for how long it has been waited for."""
 LOWEST_LOGPROB = -9999.0  # servers send this or a lower value for minus infinity, which JSON cannot represent
+TIES = 64
+"""Beyond `top_k`, because top-k keeps all tokens that are as probable as the k-th; 16-bit logits often have some."""
 SHARED_PREFIX = ".weights-"
 LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
 """Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
@@ -493,7 +495,7 @@ class ServerEngine(Streaming, Engine):
             key = "engine.args.logprobs_mode" if self.is_managed else f"logprobs_mode of {self.url_key}"
             require(mode in (None, "processed_logprobs"), key, mode, fix)
         if self.sampling.needs_alternatives:
-            most, needed = self.describe().get("max_logprobs", -1), min(self.sampling.top_k, self.vocab_size)
+            most, needed = self.describe().get("max_logprobs", -1), min(self.sampling.top_k + TIES, self.vocab_size)
             fix = f"training with generation.top_k={self.sampling.top_k} asks for {needed} of each token; use as many"
             key = "engine.args.max_logprobs" if self.is_managed else f"max_logprobs of {self.url_key}"
             require(most == -1 or most >= needed, key, most, fix)
@@ -692,10 +694,10 @@ class ServerEngine(Streaming, Engine):
             if alternatives is not None and len(alternatives) != len(token_ids):
                 raise ValueError(f"alternatives of {len(alternatives)} tokens for {len(token_ids)}")
             for token, others in zip(token_ids, alternatives or (), strict=False):
-                if len({token, *others}) != len(others) + 1 or len(others) > sampling.top_k:
-                    raise ValueError(
-                        f"alternatives of token {token} are {str(others)[:80]}, with top_k={sampling.top_k}"
-                    )
+                size, most_told = len(others) + 1, sampling.top_k + TIES
+                if len({token, *others}) != size or most_told <= size < self.vocab_size:
+                    about = f"{size} tokens, with top_k={sampling.top_k}: {str(others)[:80]}"
+                    raise ValueError(f"token {token} was drawn from {about}")
             ids = (*token_ids, *chain.from_iterable(alternatives or ()))
             for token in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= token < self.vocab_size:

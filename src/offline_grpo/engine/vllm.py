@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from offline_grpo.engine.engine import ServedBits
 from offline_grpo.engine.http import TIMEOUT_S, NotFound, Refused, read
-from offline_grpo.engine.server_engine import LOWEST_LOGPROB, Choice, Launcher, ServerEngine, flags
+from offline_grpo.engine.server_engine import LOWEST_LOGPROB, TIES, Choice, Launcher, ServerEngine, flags
 from offline_grpo.engine.spawn import usable_cores
 from offline_grpo.errors import EngineDied, require
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
@@ -74,7 +74,7 @@ class VllmLauncher(Launcher):
             "gpu_memory_utilization": 0.45,
             "distributed_executor_backend": "auto",
             "logprobs_mode": "processed_logprobs",
-            "max_logprobs": 512,
+            "max_logprobs": 576,
             "generation_config": "vllm",
         },
         "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
@@ -232,10 +232,10 @@ class VllmEngine(ServerEngine):
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
         """vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0. What filters have
-        left are the tokens with finite logprobs, of which there are at most `top_k`.
+        left are the tokens with finite logprobs, `top_k` of them and those as probable as the last.
         """
         prompt, needs_sets = list(request.prompt_ids), sampling.needs_alternatives
-        stock = {"prompt": prompt, "logprobs": min(sampling.top_k, self.vocab_size) if needs_sets else 0}
+        stock = {"prompt": prompt, "logprobs": min(sampling.top_k + TIES, self.vocab_size) if needs_sets else 0}
         stock |= {"return_token_ids": True} | ({"return_tokens_as_token_ids": True} if needs_sets else {})
         own = {"prompt": {"prompt_token_ids": prompt}, "urgent": request.is_urgent}
         own |= {"alternatives": True} if needs_sets else {}

@@ -221,9 +221,9 @@ def test_an_answer_that_is_not_what_was_asked_for(lab: Lab, answer: Any, expecte
     [
         (None, "alternatives of 0 tokens for 2"),
         ([[]], "alternatives of 1 tokens for 2"),
-        ([[], [4, 5]], r"alternatives of token 5 are \(4, 5\)"),
-        ([[4, 4], []], r"alternatives of token 6 are \(4, 4\)"),
-        ([[1, 2, 3, 4], []], r"with top_k=3"),
+        ([[], [4, 5]], r"token 5 was drawn from 3 tokens, with top_k=3: \(4, 5\)"),
+        ([[4, 4], []], r"token 6 was drawn from 3 tokens, with top_k=3: \(4, 4\)"),
+        ([[], [*range(6, 72)]], r"token 5 was drawn from 67 tokens, with top_k=3"),
         ([[], [1000]], "a token has id 1000"),
         ([[], [-1]], "a token has id -1"),
         ([[], ["a"]], "TypeError"),

@@ -32,6 +32,8 @@ TOKENS_PATH = "/generate_tokens"
 PAUSE_PATH = "/pause"
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent; vLLM's own endpoints use the same number."""
+TIES = 64
+"""Beyond `top_k`, because top-k keeps all tokens that are as probable as the k-th; 16-bit logits often have some."""
 CONTEXT_TOKENS = 8  # of the prompt, decoded together with a completion
 
 OURS = {"output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length", "stream_interval"}
@@ -182,7 +184,7 @@ class Request:
                 raise ValueError(
                     f"alternatives: need top_k > 0 and processed_logprobs; these are {params.top_k}, {mode}"
                 )
-            params.logprobs = min(params.top_k, vocab_size)
+            params.logprobs = min(params.top_k + TIES, vocab_size)
             params.extra_args = {**(params.extra_args or {}), "alternatives": True}  # the scheduler reads it
         params.output_kind = RequestOutputKind.CUMULATIVE if self.is_stream else RequestOutputKind.FINAL_ONLY
         params.flat_logprobs = not self.is_stream
@@ -200,7 +202,7 @@ class Request:
             choice: dict[str, Any] = {"token_ids": list(output.token_ids), "logprobs": values}
             choice["finish_reason"] = output.finish_reason
             if self._has_alternatives:
-                choice["alternatives"] = alternatives(output.logprobs, self._params.top_k)
+                choice["alternatives"] = alternatives(output.logprobs)
             choices.append(choice)
         if self._of_tokens:
             return {"prompt_token_ids": final.prompt_token_ids, "choices": choices}
@@ -289,13 +291,13 @@ class Request:
                 raise Refusal(503, str(error)) from error
 
 
-def alternatives(logprobs: Any, top_k: int) -> list[list[int]]:
+def alternatives(logprobs: Any) -> list[list[int]]:
     """The ids of the tokens that could have been chosen instead, of each position of vLLM's `FlatLogprobs`."""
     found = []
     ids, values = logprobs.token_ids, logprobs.logprobs
     for first, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
         if isinstance(rank := logprobs.ranks[first], bytes):  # our scheduler has written them in its place
-            found.append(memoryview(rank)[:-1].cast("i").tolist()[:top_k])
+            found.append(memoryview(rank)[:-1].cast("i").tolist())
         else:
             is_beside = (values[j] > -math.inf and ids[j] != ids[first] for j in range(first, end))
             found.append(list(compress(ids[first:end], is_beside)))
