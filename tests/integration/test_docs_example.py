@@ -1,5 +1,5 @@
 """docs/adding_a_component.md works as it is written, and what its run records is in the glossary of
-docs/numerics.md; so does the calculator of README.md and docs/environments.md.
+docs/numerics.md; so does the calculator of README.md.
 """
 
 from __future__ import annotations
@@ -157,10 +157,10 @@ def test_a_wrong_value_is_refused_as_the_guide_says(folder, monkeypatch):
     assert f"exit code {error.value.exit_code} and `error: {error.value}`" in GUIDE
 
 
-@pytest.fixture(params=["README.md", "docs/environments.md"])
-def calculator(request, tmp_path, monkeypatch):
-    """The words of a page's command, in a folder with the page's file."""
-    text = (ROOT / request.param).read_text()
+@pytest.fixture
+def calculator(tmp_path, monkeypatch):
+    """The words of README's command, in a folder with README's file."""
+    text = (ROOT / "README.md").read_text()
     (tmp_path / "my_env.py").write_text(re.search(r"^# my_env.py\n.*?(?=^```$)", text, re.MULTILINE | re.DOTALL)[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -172,7 +172,7 @@ def calculator(request, tmp_path, monkeypatch):
     return words[5:]
 
 
-def test_the_calculator_of_the_pages_is_the_one_that_the_package_has(calculator):
+def test_the_calculator_of_readme_is_the_one_that_the_package_has(calculator):
     plan = make_plan(typed(compose_config(*calculator)))
     own, packaged = sys.modules["my_env"].Calculator(), Calculator()
     for each in (own, packaged):
@@ -186,10 +186,10 @@ def test_the_calculator_of_the_pages_is_the_one_that_the_package_has(calculator)
 
 
 @pytest.mark.slow
-def test_the_calculator_of_the_pages_trains(calculator, tmp_path):
+def test_the_calculator_of_readme_trains(calculator, tmp_path):
     small = ("data.problems_per_iteration=1", "data.rollouts_per_problem=4", "train.iterations=1", "eval.num_ids=1")
     small += ("eval.replicates=1", "eval.ks=[1]", "checkpoint.enabled=false", "train.drop_zero_signal_groups=false")
     small += (f"cache_dir={tmp_path.parent}/smollm2", "model.device=cpu", "num_threads=1")
     train(compose_config(*calculator, *small), tmp_path / "run")
     assert metrics_of(tmp_path / "run")["train_iter_000.json"]["num_updates"] == 2
-    assert "calculate: Calculate." in (tmp_path / "run" / "samples" / "iter_000.jsonl").read_text(), "the page's tool"
+    assert "calculate: Calculate." in (tmp_path / "run" / "samples" / "iter_000.jsonl").read_text(), "README's tool"
