@@ -8,9 +8,11 @@ import asyncio
 import logging
 import os
 import sys
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -252,7 +254,7 @@ class VllmEngine(ServerEngine):
         choices = answer["choices"]
         if "prompt_token_ids" in answer:  # of `TOKENS`
             prompt_ids = answer["prompt_token_ids"]
-            found = [Choice(c["token_ids"], c["logprobs"], c["finish_reason"], c.get("alternatives")) for c in choices]
+            found = [Choice(c["token_ids"], c["logprobs"], c["finish_reason"], _decoded(c)) for c in choices]
         else:
             choices = sorted(choices, key=lambda choice: choice["index"])
             prompt_ids = choices[0]["prompt_token_ids"]
@@ -284,6 +286,17 @@ class VllmEngine(ServerEngine):
                 log.info("%s has no POST %s; it is asked at %s, slower", self.base_url, TOKENS, STOCK)
                 self.path = STOCK
             return await super().ask(request, sampling)
+
+
+def _decoded(choice: Mapping[str, Any]) -> list[list[int]] | None:
+    """The alternatives of each token, from the base64 of all as int32 and how many each token has."""
+    if "alternatives" not in choice:
+        return None
+    ids = memoryview(b64decode(choice["alternatives"])).cast("i").tolist()
+    *_, end = bounds = [*accumulate(choice["num_alternatives"], initial=0)]
+    if end != len(ids):
+        raise ValueError(f"{len(ids)} alternatives where {end} were announced")
+    return [ids[start:end] for start, end in pairwise(bounds)]
 
 
 def _beside(choice: Choice, tops: Sequence[Mapping[str, float]]) -> list[list[int]]:

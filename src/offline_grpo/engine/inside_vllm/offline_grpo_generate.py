@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import math
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import msgspec
@@ -205,6 +206,10 @@ class Request:
                 choice["alternatives"] = alternatives(output.logprobs)
             choices.append(choice)
         if self._of_tokens:
+            for choice in choices if self._has_alternatives else ():  # a string is read five times as fast
+                sets = choice.pop("alternatives")
+                choice["num_alternatives"] = [len(own) for own in sets]
+                choice["alternatives"] = array("i", chain.from_iterable(sets)).tobytes()  # base64 in JSON
             return {"prompt_token_ids": final.prompt_token_ids, "choices": choices}
 
         # The text of a token can depend on those before it, so the end of the prompt is decoded too, and taken off.
