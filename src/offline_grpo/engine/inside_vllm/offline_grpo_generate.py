@@ -14,7 +14,7 @@ import math
 import uuid
 from array import array
 from collections.abc import AsyncIterator, Sequence
-from itertools import chain, compress
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -206,10 +206,9 @@ class Request:
                 choice["alternatives"] = alternatives(output.logprobs)
             choices.append(choice)
         if self._of_tokens:
-            for choice in choices if self._has_alternatives else ():  # a string is read five times as fast
-                sets = choice.pop("alternatives")
-                choice["num_alternatives"] = [len(own) for own in sets]
-                choice["alternatives"] = array("i", chain.from_iterable(sets)).tobytes()  # base64 in JSON
+            for choice in choices if self._has_alternatives else ():  # one string is read five times as fast
+                choice["num_alternatives"] = [len(ids) // 4 for ids in choice["alternatives"]]
+                choice["alternatives"] = b"".join(choice["alternatives"])  # base64 in JSON
             return {"prompt_token_ids": final.prompt_token_ids, "choices": choices}
 
         # The text of a token can depend on those before it, so the end of the prompt is decoded too, and taken off.
@@ -234,7 +233,8 @@ class Request:
         if self._has_alternatives:
             pairs = [zip(choice["token_ids"], choice["logprobs"], strict=True) for choice in choices]
             answer["logprobs"] = [[[{token: logprob}] for token, logprob in each] for each in pairs]
-            answer["alternatives"] = [choice["alternatives"] for choice in choices]
+            sets = (choice["alternatives"] for choice in choices)
+            answer["alternatives"] = [[memoryview(ids).cast("i").tolist() for ids in own] for own in sets]
         if self._params.prompt_logprobs is not None:
             answer["prompt_logprobs"] = [position or None for position in by_position(final.prompt_logprobs)]
         return answer
@@ -296,16 +296,18 @@ class Request:
                 raise Refusal(503, str(error)) from error
 
 
-def alternatives(logprobs: Any) -> list[list[int]]:
-    """The ids of the tokens that could have been chosen instead, of each position of vLLM's `FlatLogprobs`."""
+def alternatives(logprobs: Any) -> list[bytes]:
+    """The ids of the tokens that could have been chosen instead, in 4 bytes each, of each position of vLLM's
+    `FlatLogprobs`.
+    """
     found = []
     ids, values = logprobs.token_ids, logprobs.logprobs
     for first, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
         if isinstance(rank := logprobs.ranks[first], bytes):  # our scheduler has written them in its place
-            found.append(memoryview(rank)[:-1].cast("i").tolist())
+            found.append(rank[:-1])
         else:
             is_beside = (values[j] > -math.inf and ids[j] != ids[first] for j in range(first, end))
-            found.append(list(compress(ids[first:end], is_beside)))
+            found.append(array("i", compress(ids[first:end], is_beside)).tobytes())
     return found
 
 

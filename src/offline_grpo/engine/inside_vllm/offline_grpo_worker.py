@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offline_grpo_topk import use_in_samplers
 from offline_grpo_weights import (
     Described,
     as_part,
@@ -57,7 +56,6 @@ def prepare_process() -> None:
 
         threading.Thread(target=end_with_guardian, name="ends with its guardian", daemon=True).start()
 
-    use_in_samplers()
     if torch.cuda.is_available():
         from offline_grpo_scheduler import look_further_ahead
 
