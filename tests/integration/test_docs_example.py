@@ -44,11 +44,13 @@ IN_OTHER_RUNS = {
     "curriculum/num_passed_over",
     "num_groups_masked",
     "num_groups_unscored",
+    "filters/kept_mean",
+    "filters/kept_one_frac",
     "perf/gpu_memory_card_gb",
     "perf/gpu_memory_gb",
     "perf/gpu_memory_reserved_gb",
     "perf/mfu",
-}  # with train.loss.kl_placement=reward, with data.pass_rate, with train.mask_truncated, with failed scores, on a GPU
+}  # with train.loss.kl_placement=reward, data.pass_rate, train.mask_truncated, failed scores, top-p, or on a GPU
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from offline_grpo.model.lm_head import add_matmul_to, capped, matmul_into, stats
 
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 TILE_SIDE = {"cpu": 1024, "cuda": 8192}
-TILED_FRAC = 1 / 200
+TILED_FRAC = 1 / 100
 """Of [N, V]: with more pairs than that, tiles are faster."""
 
 
