@@ -349,11 +349,12 @@ class RolloutGroup:
         for rollout in self.rollouts:
             length = max(end - start for start, end in rollout.bounds)
             ids = (*rollout.token_ids, *chain.from_iterable(rollout.alternatives or ()))
-            highest = max(ids, default=0)
+            lowest, highest = min(ids, default=0), max(ids, default=0)
             if max_tokens is not None and length > max_tokens:
                 raise UnusableGroup("too_long", f"a sequence of {length} tokens, where {max_tokens} are the limit")
-            if highest >= vocab_size or min(ids, default=0) < 0:
-                raise UnusableGroup("vocabulary", f"token {highest}, and the model has tokens 0 to {vocab_size - 1}")
+            if highest >= vocab_size or lowest < 0:
+                about = f"token {lowest if lowest < 0 else highest}, and the model has tokens 0 to {vocab_size - 1}"
+                raise UnusableGroup("vocabulary", about)
             for logprobs in filter(None, (rollout.logprobs, rollout.ref_logprobs, rollout.teacher_logprobs)):
                 sampled = list(compress(logprobs, rollout.is_sampled))
                 if not (isfinite(sum(logprobs)) and max(sampled, default=0.0) <= LOGPROB_ROUNDING):

@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     ),
     '{"prompt": "a", "temperature": "hot"}': (400, "Expected `float`, got `str` - at `$.temperature`"),
     '{"prompt": "a", "seed": 1180591620717411303424}': (400, "can't serialize ints"),
-    '{"prompt": "a", "alternatives": true, "top_p": 0.9}': (400, "alternatives: need top_k > 0"),
+    '{"prompt": "a", "alternatives": true, "top_p": 0.9}': (400, "alternatives: need temperature and top_k above 0"),
     '{"prompt": "a", "model": "nobody"}': (400, "model=nobody: is not served; there are policy"),
 }
 

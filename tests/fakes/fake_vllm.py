@@ -156,7 +156,7 @@ def make_worker(model: nn.Module, **changes: Any) -> Any:
             use_mla=False,
             enable_sleep_mode=False,
             logprobs_mode="processed_logprobs",
-            max_logprobs=576,
+            max_logprobs=832,
         ),
         parallel_config=SimpleNamespace(world_size=1),
         cache_config=SimpleNamespace(cpu_offload_gb=0),

@@ -196,10 +196,11 @@ def sampling_of(config: RunConfig, key: str) -> SamplingParams:
             fix = "greedy decoding draws one completion over and over; use eval.replicates=1 eval.ks=[1]"
             raise ConfigError("eval.replicates", settings["replicates"], fix)
     elif not settings.get("allow_truncated_sampling", False):
-        if sampling.temperature == 0:
-            fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0. "
-            fix += "For evaluations: eval.temperature=0 eval.replicates=1 eval.ks=[1]"
-            raise ConfigError("generation.temperature", 0, fix)
+        for name, is_greedy in (("temperature", sampling.temperature == 0), ("top_k", sampling.top_k == 1)):
+            if is_greedy:
+                fix = "greedy completions of a prompt are all equal and teach nothing; train at a temperature above 0. "
+                fix += "For evaluations: eval.temperature=0 eval.replicates=1 eval.ks=[1]"
+                raise ConfigError(f"generation.{name}", getattr(sampling, name), fix)
         if (penalty := sampling.repetition_penalty) != 1:
             why = "training on samples with a penalty biases the policy ratio; set it to 1, or say that you mean it"
             raise ConfigError(
@@ -261,19 +262,21 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
             fix = f"engine.args.quantization={served} samples from other probabilities; use token_truncate"
             raise ConfigError("train.loss.importance_correction", "none", fix)
 
-    # What was drawn from, if it is a part of the vocabulary.
+    # What was drawn from, if it is a part of the vocabulary. Filters may be those of a model's preset.
     if plan.sampling.needs_alternatives:
-        off, given = SamplingParams(1), config.generation
-        name = next(
-            each for each in ("top_p", "top_k", "min_p") if given.get(each, getattr(off, each)) != getattr(off, each)
-        )
-        value = given[name]
+        off = {name: getattr(SamplingParams(1), name) for name in ("top_p", "top_k", "min_p")}
+        on = {name: value for name in off if (value := config.generation.get(name, off[name])) != off[name]}
+        name, value = next(iter(on.items()))
+        without = "switch filters off: " + " ".join(f"generation.{each}={off[each]:g}" for each in on)
+        if config.source.has_environments:
+            fix = f"environments sample by themselves, and do not tell what filters left; {without}"
+            raise ConfigError(f"generation.{name}", value, fix)
         if not engine.engine_class.tells_alternatives:
             kind = engine.engine_class.name
-            fix = f"{kind} does not say which tokens its filters left; sample in process or with a vLLM server"
+            fix = f"{kind} does not tell what filters left; use vLLM or sample in process, or {without}"
             raise ConfigError(f"generation.{name}", value, fix)
         if is_url(teacher):
-            fix = "a server tells logprobs of the whole vocabulary alone; load the teacher here by its id"
+            fix = f"a server tells logprobs of the whole vocabulary alone; load the teacher by its id, or {without}"
             raise ConfigError(f"generation.{name}", value, fix)
 
     # A Ray cluster.

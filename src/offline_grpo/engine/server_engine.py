@@ -59,8 +59,6 @@ PATIENCE_S = 30.0  # health-check timeout: vLLM's server has one thread, which l
 START_POLL_S, START_SAYS_S = 0.25, 30.0
 """How often a server that starts is looked at, and how often a log says for how long it has been waited for."""
 LOWEST_LOGPROB = -9999.0  # servers send this or a lower value for minus infinity, which JSON cannot represent
-TIES = 64
-"""Beyond `top_k`, because top-k keeps all tokens that are as probable as the k-th; 16-bit logits often have some."""
 SHARED_PREFIX = ".weights-"
 LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
 """Bytes of a folder in which a socket may have a UUID for its name: the kernel allows 107 for the whole path."""
@@ -171,6 +169,13 @@ class Launcher(ABC):
             ours |= {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder), **kept_compiled()}
         command = self.command(model, port, args) + self.key_args(scratch)
         return Child(command, env=self.environment(ours, gpus), log_path=log_path, remove=scratch)
+
+
+def num_told(top_k: int) -> int:
+    """Of how many tokens a server is asked which ones its filters left: top-k keeps all that are as probable as the
+    k-th, as some are in 16 bits, and the more, the larger k is.
+    """
+    return top_k + top_k // 2 + 64
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:
@@ -495,7 +500,7 @@ class ServerEngine(Streaming, Engine):
             key = "engine.args.logprobs_mode" if self.is_managed else f"logprobs_mode of {self.url_key}"
             require(mode in (None, "processed_logprobs"), key, mode, fix)
         if self.sampling.needs_alternatives:
-            most, needed = self.describe().get("max_logprobs", -1), min(self.sampling.top_k + TIES, self.vocab_size)
+            most, needed = self.describe().get("max_logprobs", -1), min(num_told(self.sampling.top_k), self.vocab_size)
             fix = f"training with generation.top_k={self.sampling.top_k} asks for {needed} of each token; use as many"
             key = "engine.args.max_logprobs" if self.is_managed else f"max_logprobs of {self.url_key}"
             require(most == -1 or most >= needed, key, most, fix)
@@ -553,7 +558,7 @@ class ServerEngine(Streaming, Engine):
         """The JSON that asks `weights` for the request's completions, the j-th drawn with `seed + j`."""
 
     @abstractmethod
-    def choices(self, answer: Any, request: SamplingRequest, sampling: SamplingParams) -> list[Choice]:
+    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
         """The completions in the server's answer, in order. May raise what `http.read` expects."""
 
     # It samples
@@ -676,7 +681,7 @@ class ServerEngine(Streaming, Engine):
     ) -> list[Completion]:
         """What the server has sampled, if it is what was asked for. Raises what `http.read` expects."""
         # Greedy completions of a prompt are all alike, so a server may be asked for one.
-        choices = self.choices(parsed, request, sampling)
+        choices = [Choice(*choice) for choice in self.choices(parsed, request)]
         if sampling.temperature == 0 and len(choices) == 1:
             choices = choices * request.num_completions
         if len(choices) != request.num_completions:
@@ -694,8 +699,9 @@ class ServerEngine(Streaming, Engine):
             if alternatives is not None and len(alternatives) != len(token_ids):
                 raise ValueError(f"alternatives of {len(alternatives)} tokens for {len(token_ids)}")
             largest = 1 + max(map(len, alternatives or ()), default=0)
-            if sampling.needs_alternatives and sampling.top_k + TIES <= largest < self.vocab_size:
-                raise ValueError(f"a token was drawn from {largest} tokens, with top_k={sampling.top_k}")
+            if sampling.needs_alternatives and num_told(sampling.top_k) <= largest < self.vocab_size:
+                fix = f"more tokens are as probable as the last one of generation.top_k={sampling.top_k}; lower it"
+                raise EngineError(f"{self.base_url}: a token was drawn from {largest}, or more than it tells: {fix}")
             ids = (*token_ids, *chain.from_iterable(alternatives or ()))
             for token in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= token < self.vocab_size:

@@ -118,7 +118,7 @@ class SglangEngine(ServerEngine):
             "return_logprob": True,
         }
 
-    def choices(self, answer: Any, request: SamplingRequest, sampling: SamplingParams) -> list[Choice]:
+    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
         """The answers of a batch come in its order."""
         found, prompt_length = [], len(request.prompt_ids)
         for meta in (item["meta_info"] for item in answer):

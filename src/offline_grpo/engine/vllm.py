@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from offline_grpo.engine.engine import ServedBits
 from offline_grpo.engine.http import TIMEOUT_S, NotFound, Refused, read
-from offline_grpo.engine.server_engine import LOWEST_LOGPROB, TIES, Choice, Launcher, ServerEngine, flags
+from offline_grpo.engine.server_engine import LOWEST_LOGPROB, Choice, Launcher, ServerEngine, flags, num_told
 from offline_grpo.engine.spawn import usable_cores
 from offline_grpo.errors import EngineDied, require
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
@@ -76,7 +76,7 @@ class VllmLauncher(Launcher):
             "gpu_memory_utilization": 0.45,
             "distributed_executor_backend": "auto",
             "logprobs_mode": "processed_logprobs",
-            "max_logprobs": 576,
+            "max_logprobs": 832,
             "generation_config": "vllm",
         },
         "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
@@ -237,7 +237,7 @@ class VllmEngine(ServerEngine):
         left are the tokens with finite logprobs, `top_k` of them and those as probable as the last.
         """
         prompt, needs_sets = list(request.prompt_ids), sampling.needs_alternatives
-        stock = {"prompt": prompt, "logprobs": min(sampling.top_k + TIES, self.vocab_size) if needs_sets else 0}
+        stock = {"prompt": prompt, "logprobs": min(num_told(sampling.top_k), self.vocab_size) if needs_sets else 0}
         stock |= {"return_token_ids": True} | ({"return_tokens_as_token_ids": True} if needs_sets else {})
         own = {"prompt": {"prompt_token_ids": prompt}, "urgent": request.is_urgent}
         own |= {"alternatives": True} if needs_sets else {}
@@ -250,7 +250,7 @@ class VllmEngine(ServerEngine):
             **self.sampler_settings(sampling),
         }
 
-    def choices(self, answer: Any, request: SamplingRequest, sampling: SamplingParams) -> list[Choice]:
+    def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
         choices = answer["choices"]
         if "prompt_token_ids" in answer:  # of `TOKENS`
             prompt_ids = answer["prompt_token_ids"]
@@ -259,7 +259,8 @@ class VllmEngine(ServerEngine):
             choices = sorted(choices, key=lambda choice: choice["index"])
             prompt_ids = choices[0]["prompt_token_ids"]
             found = [Choice(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]) for c in choices]
-            if sampling.needs_alternatives:
+            words = choices[0]["logprobs"].get("tokens") or [""]
+            if words[0].startswith("token_id:"):  # as `body` asks where it needs sets
                 tops = [choice["logprobs"]["top_logprobs"] for choice in choices]
                 found = [each._replace(alternatives=_beside(each, top)) for each, top in zip(found, tops, strict=True)]
         if prompt_ids != list(request.prompt_ids):

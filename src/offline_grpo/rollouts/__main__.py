@@ -215,10 +215,14 @@ def export(tables: Iterable[tuple[Shard, pa.Table]], out: Path, kind: str) -> in
         groups = (group.scored() for _, table in tables for group in groups_of(table, group_rows(table).values()))
         lines = map(scored_data, filter(None, groups))
     count = 0
-    with out.open("w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            count += 1
+    try:
+        with out.open("w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                count += 1
+    except GrpoError:  # half of them are no export
+        out.unlink()
+        raise
     return count
 
 

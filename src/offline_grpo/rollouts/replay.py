@@ -128,18 +128,21 @@ class Replay(Source):
         # 1. The whole of each file is read, and the groups that pass the filters are noted.
         def facts(shard: Shard) -> pa.Table | ConfigError:
             try:
-                return shard.table().select(_FACTS)
+                table = shard.table()
+                return table.select(_FACTS).append_column("is_filtered", table["alternatives"].is_valid())
             except ConfigError as error:
                 return error
 
         groups: list[_Group] = []
         sound: list[Shard] = []
+        filtered: list[list[bool]] = []  # of each file and row, whether top-p, top-k or min-p were on
         with ThreadPoolExecutor(_THREADS) as threads:  # pyarrow reads without Python's lock
             for number, (shard, found) in enumerate(zip(shards, threads.map(facts, shards), strict=True)):
                 progress.report(number, len(shards), "files")
                 if isinstance(found, pa.Table):
                     groups += self._chosen(found, len(sound))
                     sound.append(shard)
+                    filtered.append(found["is_filtered"].to_pylist())
                 elif self.skip_damaged:
                     log.warning("%s; left out", found)
                 else:
@@ -148,6 +151,10 @@ class Replay(Source):
         given = ", ".join(f"rollouts.{name}={value}" for name, value in filters.items() if value is not None)
         fix = f"no group of at least two completions is left of {len(shards)} files; filters: {given or 'none'}"
         require(bool(groups), "rollouts.path", self.path, fix)
+        kinds = {filtered[group.shard][row]: sound[group.shard].path for group in groups for row in group.rows}
+        if len(kinds) > 1:
+            about = f"{kinds[True]} was sampled with top_p, top_k or min_p, and {kinds[False]} was not"
+            raise ConfigError(f"rollouts.path: {about}; replay one after the other")
 
         # 2. An iteration takes a recorded one, or so many groups; a resumed run the same as before.
         self._read = lru_cache(_CACHED)(lambda index: sound[index].table())

@@ -214,7 +214,8 @@ def typed_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray 
 def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGroup]:
     """The groups of these rows."""
     rows = [list(row) for row in rows]
-    plain, groups = iter(plain_rows(table.take([index for row in rows for index in row]))), []
+    taken = table.take(pa.array([index for row in rows for index in row], pa.int64()))
+    plain, groups = iter(plain_rows(taken)), []
     for numbers in rows:
         members = [next(plain) for _ in numbers]
         first, problem, advantages = members[0], None, None

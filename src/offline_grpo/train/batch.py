@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offline_grpo import progress
-from offline_grpo.errors import require
+from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Advantage, Loss, Scorer
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import Scoring
@@ -62,8 +62,9 @@ def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
     # What else the sampler could have drawn, if its filters left a part of the vocabulary.
     sets = [r.alternatives for r in rollouts if r.alternatives is not None]
     if sets:
-        fix = "name records that were sampled with top_p, top_k or min_p apart from others"
-        require(len(sets) == len(rollouts), "rollouts", f"{len(sets)} of {len(rollouts)} with filters", fix)
+        if len(sets) < len(rollouts):
+            about = "were sampled with top_p, top_k or min_p, and cannot be in one batch with others"
+            raise ConfigError(f"rollouts: {len(sets)} of {len(rollouts)} {about}")
         of_tokens = [*chain.from_iterable(sets)]  # [T]
         tensors["num_alternatives"] = torch.from_numpy(np.fromiter(map(len, of_tokens), np.int64))
         tensors["alternatives"] = torch.from_numpy(_flat(of_tokens, np.int64))

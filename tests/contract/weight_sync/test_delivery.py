@@ -195,7 +195,7 @@ def test_raw_logprobs_are_no_use_to_filtered_samples(
     for top_k in (512, 513):
         sampling = SamplingParams(1, top_p=0.9, top_k=top_k, needs_alternatives=True)
         wide = deploy(strategy("reload"), client, sampling=sampling)
-        fix = r"^max_logprobs of generation.base_url=576: training with generation.top_k=513 asks for 577"
+        fix = r"^max_logprobs of generation.base_url=832: training with generation.top_k=513 asks for 833"
         with pytest.raises(ConfigError, match=fix) if top_k == 513 else nullcontext():
             wide.connect(policy)
 

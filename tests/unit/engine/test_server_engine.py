@@ -225,7 +225,6 @@ def test_an_answer_that_is_not_what_was_asked_for(lab: Lab, answer: Any, expecte
         (None, "alternatives of 0 tokens for 2"),
         ([[], [4]], "1 alternatives where 2 were announced"),
         ([[]], "alternatives of 1 tokens for 2"),
-        ([[], [*range(6, 72)]], "a token was drawn from 67 tokens, with top_k=3"),
         ([[], [1000]], "a token has id 1000"),
         ([[], [-1]], "a token has id -1"),
     ],
@@ -241,6 +240,15 @@ def test_alternatives_that_cannot_be(lab: Lab, alternatives: Any, expected: str)
     with pytest.raises(EngineError, match=f"malformed answer.*{expected}"):
         generate(lab.client, [PROMPT], SamplingParams(4, top_k=3, needs_alternatives=True), group_size=1, seeds=[0])
     assert lab.server.requests[0].body["alternatives"] is True
+
+
+def test_more_ties_than_were_asked_for_are_no_set(lab: Lab) -> None:
+    ids = array("i", range(100, 167)).tobytes()
+    choice = {"token_ids": [6], "logprobs": [-1.0], "finish_reason": "stop", "num_alternatives": [67]}
+    choice |= {"alternatives": base64.b64encode(ids).decode()}
+    lab.set_script(lambda _: Reply({"prompt_token_ids": PROMPT, "choices": [choice]}))
+    with pytest.raises(EngineError, match=r"drawn from 68, or more .* as the last one of generation.top_k=3; lower it"):
+        generate(lab.client, [PROMPT], SamplingParams(4, top_k=3, needs_alternatives=True), group_size=1, seeds=[0])
 
 
 def test_a_server_that_is_too_slow_is_not_asked_again(lab: Lab) -> None:

@@ -6,6 +6,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from factories import compose_config
 from run_folders import ORIGIN, made_groups, make_replay, replayed, write_store
@@ -13,6 +15,7 @@ from run_folders import ORIGIN, made_groups, make_replay, replayed, write_store
 from offline_grpo.config.compose import typed
 from offline_grpo.config.problems import task_data
 from offline_grpo.errors import ConfigError
+from offline_grpo.rollouts.rows import TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +105,17 @@ def test_a_changed_store_is_not_taken_for_the_one_at_the_checkpoint(tmp_path: Pa
     (store / "rollouts" / "iter_003.parquet").unlink()
     with pytest.raises(ConfigError, match=r"rollouts.path=.*: has not the groups that it had at the checkpoint"):
         make_replay(store).start(2, source.state_dict())
+
+
+def test_filtered_and_unfiltered_rollouts_are_not_mixed(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "run")
+    path = store / "rollouts" / "iter_001.parquet"
+    table = pq.read_table(path)
+    sets = pa.array([[[]] * len(ids) for ids in table["completion_ids"].to_pylist()], pa.list_(TOKENS))
+    pq.write_table(table.set_column(table.column_names.index("alternatives"), "alternatives", sets), path)
+    with pytest.raises(ConfigError, match=r"iter_001.parquet was sampled with top_p.* was not; replay one after"):
+        make_replay(store).start(0, None)
+    make_replay(store, "rollouts.iterations=[2,2]").start(0, None)
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "architecture"])

@@ -72,7 +72,7 @@ def test_alternatives_follow_their_tokens():
         [1, 2],
         [],
     ]
-    with pytest.raises(ConfigError, match="1 of 2 with filters"):
+    with pytest.raises(ConfigError, match="1 of 2 were sampled with"):
         build_batch([replace(plain[0], alternatives=sets[0]), plain[1]])
 
 

@@ -33,8 +33,6 @@ TOKENS_PATH = "/generate_tokens"
 PAUSE_PATH = "/pause"
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent; vLLM's own endpoints use the same number."""
-TIES = 64
-"""Beyond `top_k`, because top-k keeps all tokens that are as probable as the k-th; 16-bit logits often have some."""
 CONTEXT_TOKENS = 8  # of the prompt, decoded together with a completion
 
 OURS = {"output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length", "stream_interval"}
@@ -171,7 +169,9 @@ class Request:
 
         # How to sample. Integers beyond 64 bits would be the engine's death.
         self._priority = -1 if fields.pop("urgent", False) else 0
-        self._has_alternatives = bool(fields.pop("alternatives", False))
+        self._has_alternatives = fields.pop("alternatives", False)
+        if not isinstance(self._has_alternatives, bool):
+            raise ValueError("alternatives: must be true or false")
         if unknown := fields.keys() - SAMPLING:
             known = ", ".join(["prompt", "model", "stream", "urgent", "alternatives", *sorted(SAMPLING)])
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a request may have {known}")
@@ -182,10 +182,9 @@ class Request:
         if self._has_alternatives:
             mode = str(state.engine_client.model_config.logprobs_mode)
             if params.top_k < 1 or mode != "processed_logprobs":
-                raise ValueError(
-                    f"alternatives: need top_k > 0 and processed_logprobs; these are {params.top_k}, {mode}"
-                )
-            params.logprobs = min(params.top_k + TIES, vocab_size)
+                has = f"top_k is {params.top_k}, {mode}"
+                raise ValueError(f"alternatives: need temperature and top_k above 0, and processed_logprobs; {has}")
+            params.logprobs = min(params.top_k + params.top_k // 2 + 64, vocab_size)  # see `server_engine.num_told`
             params.extra_args = {**(params.extra_args or {}), "alternatives": True}  # the scheduler reads it
         params.output_kind = RequestOutputKind.CUMULATIVE if self.is_stream else RequestOutputKind.FINAL_ONLY
         params.flat_logprobs = not self.is_stream
