@@ -139,7 +139,7 @@ class Replay(Source):
         with ThreadPoolExecutor(_THREADS) as threads:  # pyarrow reads without Python's lock
             for number, (shard, found) in enumerate(zip(shards, threads.map(facts, shards), strict=True)):
                 progress.report(number, len(shards), "files")
-                if isinstance(found, pa.Table):
+                if not isinstance(found, ConfigError):
                     groups += self._chosen(found, len(sound))
                     sound.append(shard)
                     filtered.append(found["is_filtered"].to_pylist())
