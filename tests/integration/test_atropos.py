@@ -57,8 +57,11 @@ def killed(tmp_path_factory):
     words += ("experiment=atropos_shared", f"rollouts.url={url}", "model.tiny.hidden_size=128")
     words += ("model.tiny.warm_start_steps=10", "train.lr=1e-5")  # it need neither know nor learn much
     words += ("train.iterations=500", "train.updates_per_iteration=1", "eval.interval=500", "model.device=cpu")
-    turns = f"SENT={folder}/sent.jsonl python {ROOT}/tests/fakes/multi_turn_environment.py"
-    both = f"python -m offline_grpo.commands.task_environment serve & {turns} serve --config $OFFLINE_GRPO_ENV_CONFIG"
+    # That of two turns sends a group before the other one starts, which is faster and would keep the queue full.
+    sent = folder / "sent.jsonl"
+    turns = f"SENT={sent} python {ROOT}/tests/fakes/multi_turn_environment.py serve --config $OFFLINE_GRPO_ENV_CONFIG"
+    first = f"touch {sent}; n=$(wc -l < {sent}); {turns} & until [ $(wc -l < {sent}) -gt $n ]; do sleep 0.1; done"
+    both = f"{first}; python -m offline_grpo.commands.task_environment serve"
     words += (f"rollouts.environment='{both} & wait'", "generation.max_new_tokens=24")
     child = start_command(ROOT, ROOT / "run_grpo.py", *words, outputs=folder)
     trainer = psutil.Process(child.pid)
@@ -68,7 +71,7 @@ def killed(tmp_path_factory):
         assert child.is_alive(), (folder / "out").read_text() + (folder / "err").read_text()
         return path.exists()
 
-    wait_until(lambda: metrics(0))
+    wait_until(lambda: metrics(0) and named(trainer, "task_environment"))
     [environment] = named(trainer, "task_environment")
     environ = environment.environ()
     [api] = named(trainer, "run_api")
