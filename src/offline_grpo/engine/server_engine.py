@@ -695,14 +695,17 @@ class ServerEngine(Streaming, Engine):
                 raise ValueError(f"{len(token_ids)} tokens where 1 to {most} were asked for")
             if len(logprobs) != len(token_ids):
                 raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
-            alternatives = tuple(map(tuple, beside or ())) if sampling.needs_alternatives else None
-            if alternatives is not None and len(alternatives) != len(token_ids):
-                raise ValueError(f"alternatives of {len(alternatives)} tokens for {len(token_ids)}")
-            largest = 1 + max(map(len, alternatives or ()), default=0)
-            if sampling.needs_alternatives and num_told(sampling.top_k) <= largest < self.vocab_size:
-                fix = f"more tokens are as probable as the last one of generation.top_k={sampling.top_k}; lower it"
-                raise EngineError(f"{self.base_url}: a token was drawn from {largest}, or more than it tells: {fix}")
-            ids = (*token_ids, *chain.from_iterable(alternatives or ()))
+            alternatives, ids = None, token_ids
+            if sampling.needs_alternatives:
+                alternatives = tuple(map(tuple, beside or ()))
+                ids = (*token_ids, *chain.from_iterable(alternatives))
+                if len(alternatives) != len(token_ids):
+                    raise ValueError(f"alternatives of {len(alternatives)} tokens for {len(token_ids)}")
+                largest = 1 + max(map(len, alternatives), default=0)
+                if num_told(sampling.top_k) <= largest < self.vocab_size:
+                    fix = f"more tokens are as probable as the last one of generation.top_k={sampling.top_k}; lower it"
+                    about = f"a token was drawn from {largest}, or more than it tells"
+                    raise EngineError(f"{self.base_url}: {about}: {fix}")
             for token in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= token < self.vocab_size:
                     raise ValueError(f"a token has id {token}, and the model that is trained has {self.vocab_size}")

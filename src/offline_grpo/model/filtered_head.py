@@ -143,7 +143,8 @@ def _tiled_sums(factors: Tensor, a: Tensor, rows: Tensor, b: Tensor, ids: Tensor
         tile = (b if b.is_cuda else total).new_zeros(len(a[top]), len(b[left]))
         tile[index] = factors[mine].to(tile.dtype)
         add_matmul_to(total, tile, b[left])
-        out[top] = total
+        if left.stop >= len(b):  # these rows have all their tiles
+            out[top] = total
     return out
 
 
