@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from hashlib import sha256
 from itertools import chain, compress, groupby, pairwise
 from math import inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,10 @@ if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whos
     import torch
     from torch import Tensor
 
-Message = Mapping[str, Any]  # `{"role": "user", "content": "..."}`, of an assistant perhaps with `tool_calls`
+Message = Mapping[str, Any]
+"""`{"role": "user", "content": "..."}`, of an assistant perhaps with `tool_calls`. With pictures the content is a list of
+parts, `{"type": "text", "text": "..."}` and `{"type": "image"}`; the pictures themselves are beside the messages.
+"""
 
 
 class Split(StrEnum):
@@ -46,6 +50,17 @@ Schema = Mapping[str, Any]  # of a tool, as `transformers.utils.get_json_schema`
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """The bytes of an image file, such as a PNG. Pictures are equal if their `key`, the SHA-256 of the bytes, is."""
+
+    data: bytes = field(repr=False, compare=False)
+    key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", sha256(self.data).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """How far an episode may go. See conf/task/environment.yaml."""
 
@@ -67,6 +82,7 @@ class Problem:
     fields: Mapping[str, Any] = field(default_factory=dict)  # the rest of its row in a data set, for reward functions
     rules: Rules | None = None  # of an episode, which `Task.play` plays; None: it is answered in one completion
     tools: tuple[Schema, ...] = ()  # that the prompt offers, where it is answered in one completion
+    pictures: tuple[Picture, ...] = ()  # of the messages' parts `{"type": "image"}`, in their order
 
     @property
     def task(self) -> str:
@@ -115,6 +131,8 @@ class ServedWeights:
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
     """Ask for completions of one prompt; the j-th is drawn with `seed + j`, so batching never changes a result.
+    In `prompt_ids` as many tokens stand for a picture as the model computes of it; in `unexpanded_ids`, which servers
+    are asked with, one placeholder does.
     `max_new_tokens` goes before that of `SamplingParams`. Requests of one `episode` begin alike: a server that answered
     one has most of the next in its cache. One that `is_urgent` is computed before others that wait in a vLLM server.
     """
@@ -125,6 +143,8 @@ class SamplingRequest:
     max_new_tokens: int | None = None
     episode: int | None = None
     is_urgent: bool = False
+    pictures: tuple[Picture, ...] = ()
+    unexpanded_ids: tuple[int, ...] = ()  # empty without pictures
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +275,7 @@ class Rollout:
     conversation: tuple[Message, ...] = ()  # the same: all messages of the last sequence, the prompt's too
     starts: tuple[int, ...] = (0,)  # where each sequence begins
     alternatives: tuple[tuple[int, ...], ...] | None = None  # [N] as in `Completion`; () where not sampled
+    pictures: tuple[tuple[Picture, ...], ...] = ()  # of each sequence, in the order of its tokens; (): it has none
 
     def __post_init__(self) -> None:
         rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions)
@@ -267,7 +288,14 @@ class Rollout:
 
     @classmethod
     def of_one_turn(
-        cls, prompt_ids: Sequence[int], completion: Completion, *, temperature: float, text: str, score: Score
+        cls,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        *,
+        temperature: float,
+        text: str,
+        score: Score,
+        pictures: tuple[Picture, ...] = (),
     ) -> Rollout:
         blank = len(prompt_ids)
         return cls(
@@ -280,6 +308,7 @@ class Rollout:
             text=text,
             score=score,
             alternatives=None if (found := completion.alternatives) is None else ((),) * blank + found,
+            pictures=(pictures,) if pictures else (),
         )
 
     @property
@@ -404,6 +433,7 @@ class TokenBatch:
     num_alternatives: Tensor | None = None  # [T] int64, of each token in `alternatives`; None: the whole vocabulary
     alternatives: Tensor | None = None
     """[M] int64: of one token after the other, those that the sampler's filters left beside it."""
+    pictures: tuple[tuple[Picture, ...], ...] = ()  # [S] of each sequence, on the host; (): there are none
 
     @property
     def completion_positions(self) -> Tensor:
@@ -468,6 +498,7 @@ class TokenBatch:
         chosen["sequence_ids"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
         numbers: dict[int, int] = {}
         owners = tuple(numbers.setdefault(self.owners[s], len(numbers)) for s in sequences)
+        chosen["pictures"] = tuple(self.pictures[s] for s in sequences) if self.pictures else ()
         return replace(self, **chosen, sequence_lengths=lengths, owners=owners, completion_index=None)
 
     def positions_of(self, sequences: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -485,7 +516,7 @@ class TokenBatch:
         return replace(self, **{name: values.to(device, non_blocking=True) for name, values in tensors.items()})
 
     def _tensors(self) -> dict[str, Tensor]:
-        on_host = ("sequence_lengths", "owners", "completion_index")
+        on_host = ("sequence_lengths", "owners", "completion_index", "pictures")
         names = (field.name for field in fields(self) if field.name not in on_host)
         return {name: values for name in names if (values := getattr(self, name)) is not None}
 

@@ -68,7 +68,10 @@ def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
         of_tokens = [*chain.from_iterable(sets)]  # [T]
         tensors["num_alternatives"] = torch.from_numpy(np.fromiter(map(len, of_tokens), np.int64))
         tensors["alternatives"] = torch.from_numpy(_flat(of_tokens, np.int64))
-    return TokenBatch(**tensors, sequence_lengths=tuple(lengths), owners=tuple(owners))  # type: ignore[arg-type]
+    has_pictures = any(r.pictures for r in rollouts)
+    pictures = tuple(own for r in rollouts for own in r.pictures or ((),) * len(r.starts)) if has_pictures else ()
+    how: Any = {"sequence_lengths": tuple(lengths), "owners": tuple(owners), "pictures": pictures}
+    return TokenBatch(**tensors, **how)
 
 
 def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[float]]) -> TokenBatch:
