@@ -75,7 +75,14 @@ class BaseTask(Group):
 def prompt_key(problem: Problem) -> str:
     """Equal for problems that ask the same. An environment asks what it makes of a row."""
     row = {} if problem.rules is None else dict(problem.fields)
-    return json.dumps([*map(dict, problem.messages), row], sort_keys=True, default=str)
+    seen = [picture.key for picture in problem.pictures]
+    return json.dumps([*map(dict, problem.messages), row, seen], sort_keys=True, default=str)
+
+
+def text_of(message: Message) -> str:
+    """The content of a message, without its pictures."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def asked(prompt: str, system_prompt: str | None) -> tuple[Message, ...]:
@@ -110,7 +117,7 @@ def near_duplicates(train: Iterable[Problem], held_out: Sequence[Problem]) -> li
     """
 
     def words_of(problem: Problem) -> list[str]:
-        text = " ".join(message["content"] for message in problem.messages if message["role"] != "system")
+        text = " ".join(text_of(message) for message in problem.messages if message["role"] != "system")
         return re.findall(r"\w+|[^\w\s.,;:!?'\"()]", text.lower())
 
     # Words that most held-out problems have do not count; a text of which little is left has no sequence.
