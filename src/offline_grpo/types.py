@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whos
     from torch import Tensor
 
 Message = Mapping[str, Any]
-"""`{"role": "user", "content": "..."}`, of an assistant perhaps with `tool_calls`. With pictures the content is a list of
-parts, `{"type": "text", "text": "..."}` and `{"type": "image"}`; the pictures themselves are beside the messages.
+"""`{"role": "user", "content": "..."}`, of an assistant perhaps with `tool_calls`. With pictures the content is a list
+of parts, `{"type": "text", "text": "..."}` and `{"type": "image"}`; the pictures themselves are beside the messages.
 """
 
 

@@ -9,7 +9,7 @@ from io import BytesIO
 from typing import Any, NamedTuple
 
 import transformers
-from PIL import Image
+from PIL import Image, ImageOps
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of
 from offline_grpo.model.layers import is_composite
@@ -54,9 +54,9 @@ class Vision:
 
 
 def opened(picture: Picture) -> Image.Image:
-    """The pixels, in RGB; what is transparent is white. Raises RequestError for what is no image."""
+    """The pixels, upright and in RGB; what is transparent is white. Raises RequestError for what is no image."""
     try:
-        image = Image.open(BytesIO(picture.data))
+        image = ImageOps.exif_transpose(Image.open(BytesIO(picture.data)))
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return image.convert("RGB")
