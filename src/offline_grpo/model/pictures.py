@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import transformers
 from PIL import Image, ImageOps
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of
 from offline_grpo.model.layers import is_composite
+from offline_grpo.model.text import Encoded
 from offline_grpo.types import Picture
 
-
-class Encoded(NamedTuple):
-    """A text with pictures, in tokens."""
-
-    ids: list[int]  # with as many tokens in the place of a picture as the model computes of it
-    unexpanded_ids: list[int]  # with one placeholder in the place of a picture
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
+"""The EXIF tag, and its values of photographs whose width is the height of what the camera saw."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,7 @@ class Vision:
     """The eyes of a model: its processor, which is made of the files beside the weights."""
 
     processor: Any
+    _texts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @property
     def placeholder(self) -> str:
@@ -39,29 +40,51 @@ class Vision:
         """Texts of which the processor makes pictures, films or sounds; in what somebody says they are text."""
         return re.compile("|".join(map(re.escape, {self.placeholder, *self.processor.all_special_multimodal_tokens})))
 
-    def encode(self, text: str, pictures: tuple[Picture, ...]) -> Encoded:
+    def encode(self, text: str, pictures: Sequence[Picture]) -> Encoded:
         """The tokens of a text that a chat template wrote. Raises RequestError unless it has a place for each picture,
         or if one of them is no image.
         """
-        unexpanded = self.processor.tokenizer.encode(text, add_special_tokens=False)
-        if (found := text.count(self.placeholder)) != len(pictures):
-            raise RequestError(f"the chat template writes {found} of {len(pictures)} pictures")
-        if not pictures:
-            return Encoded(unexpanded, [])
-        images = [[opened(picture) for picture in pictures]]
-        ids = self.processor(text=[text], images=images, add_special_tokens=False)["input_ids"][0]
-        return Encoded([*ids], unexpanded)
+        tokenizer, pieces = self.processor.tokenizer, text.split(self.placeholder)
+        if len(pieces) != len(pictures) + 1:
+            raise RequestError(f"the model's chat template writes {len(pieces) - 1} of {len(pictures)} pictures")
+        texts = map(self._expanded, map(size_of, pictures))
+        whole = pieces[0] + "".join(chain.from_iterable(zip(texts, pieces[1:], strict=True)))
+        unexpanded = tokenizer.encode(text, add_special_tokens=False) if pictures else []
+        return Encoded(tokenizer.encode(whole, add_special_tokens=False), unexpanded)
+
+    def _expanded(self, size: tuple[int, int]) -> str:
+        """What the processor writes in the place of a picture of this width and height: its pixels change nothing."""
+        if size not in self._texts:
+            blank = [[Image.new("RGB", size)]]
+            ids = self.processor(text=[self.placeholder], images=blank, add_special_tokens=False)["input_ids"][0]
+            self._texts[size] = self.processor.tokenizer.decode(ids, skip_special_tokens=False)
+        return self._texts[size]
+
+
+def size_of(picture: Picture) -> tuple[int, int]:
+    """Width and height in pixels, upright. Raises RequestError for what is no image."""
+    with _as_request(picture):
+        image = Image.open(BytesIO(picture.data))
+        is_turned = image.getexif().get(ORIENTATION, 1) in TURNED
+        return (image.height, image.width) if is_turned else image.size
 
 
 def opened(picture: Picture) -> Image.Image:
     """The pixels, upright and in RGB; what is transparent is white. Raises RequestError for what is no image."""
-    try:
+    with _as_request(picture):
         image = ImageOps.exif_transpose(Image.open(BytesIO(picture.data)))
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return image.convert("RGB")
+
+
+@contextmanager
+def _as_request(picture: Picture) -> Iterator[None]:
+    """What PIL raises, as RequestError."""
+    try:
+        yield
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise RequestError(f"a picture of {len(picture.data)} bytes is no image ({reason_of(error)})") from error
+        raise RequestError(f"a picture of {len(picture.data):,} bytes is no image ({reason_of(error)})") from error
 
 
 def vision_of(model_id: str, config: Any, *, trust_remote_code: bool = False) -> Vision | None:

@@ -147,7 +147,7 @@ def prepare_training(run: Run) -> None:
     public = redacted(run.plain)
     about = {key: value for key, value in public.items() if key not in WITHOUT_EFFECT}
     origin = Origin(run.model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
-    run.codec = prompts.codec_of(config, policy.tokenizer, policy.causal_lm.generation_config)
+    run.codec = prompts.codec_of(config, policy.tokenizer, policy.causal_lm.generation_config, run.vision)
     runtime = {
         "client": run.training.client,
         "task": plan.data.task,
