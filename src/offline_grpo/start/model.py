@@ -126,6 +126,7 @@ def prove(run: Run) -> None:
     """
     with progress.phase("proof"):
         device = run.policy.compute_device
+        run.policy.scoring.vision = run.vision
         longest = min(max(16, run.prompt_tokens[1] + run.plan.sampling.max_new_tokens), LONGEST[device.type])
         check_causality(run.policy.scoring, longest, device)
         samples = run.plan.data.train is not None or run.config.eval.enabled

@@ -71,6 +71,8 @@ def check_model(run: Run) -> None:
     # The problems, in tokens.
     has_pictures = any(map(have_pictures, (data.train or (), data.held_out)))
     run.vision = vision_of(model_id, model_config, **how) if has_pictures else None
+    if run.vision is not None:
+        check_vision(plan)
     codec = codec_of(plan.config, tokenizer, generation_config_of(model_id), run.vision)
     train = None if data.train is None else without_long(data.train, codec, settings, "training")
     plan.data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
@@ -86,6 +88,17 @@ def have_pictures(problems: Sequence[Problem]) -> bool:
     """Whether any has; of those that are made one by one, the first ones tell."""
     known = problems if isinstance(problems, (list, tuple)) else problems[:FIRST_PROBLEMS]
     return any(problem.pictures for problem in known)
+
+
+def check_vision(plan: Plan) -> None:
+    """Raise ConfigError for what does not see the pictures that problems have."""
+    fix = "the problems have pictures, which are shown by generation=transformers and generation=vllm_server alone"
+    for engine in filter(None, (plan.engine, plan.eval_engine)):
+        require(engine.engine_class.shows_pictures, engine.key, engine.engine_class.name, fix)
+    fix = "the problems have pictures, and such a server is asked about tokens alone; name a folder of a model"
+    require(plan.advantage.teacher is None or not is_url(plan.advantage.teacher), KEY, plan.advantage.teacher, fix)
+    fix = "with pictures each process holds the whole model; use train.sharding=none"
+    require(plan.config.train.sharding == "none", "train.sharding", plan.config.train.sharding, fix)
 
 
 def check_episodes(codec: TokenizerCodec, problems: Sequence[Problem]) -> None:
