@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def request_of(vision: Vision, *pictures: Picture, seed: int = 0, number: int = 
     )
 
 
-def logprobs_of(model: Any, processor: Any, request: SamplingRequest, completion: Completion) -> list[float]:
+def logprobs_of(
+    model: Any, processor: Any, request: SamplingRequest, completion: Completion, banned: Sequence[int] = ()
+) -> list[float]:
     """Of the completion's tokens, in nats, by transformers alone: its processor and its forward, one sequence."""
     text = processor.tokenizer.decode(request.unexpanded_ids or request.prompt_ids)
     images = [Image.open(BytesIO(each.data)) for each in request.pictures]
@@ -70,6 +73,7 @@ def logprobs_of(model: Any, processor: Any, request: SamplingRequest, completion
     types = torch.cat([inputs["mm_token_type_ids"], torch.zeros(1, len(completion.token_ids), dtype=torch.int64)], 1)
     with torch.no_grad():
         logits = model(input_ids=ids, mm_token_type_ids=types, **more).logits[0, len(request.prompt_ids) - 1 : -1]
+    logits[:, [*banned]] = -torch.inf
     return logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None]).squeeze(1).tolist()
 
 
@@ -97,3 +101,22 @@ def test_other_tokens_than_the_trainers_are_refused(server: VllmEngine, vision: 
     no_image = replace(right, pictures=(Picture(b"x"),))
     with pytest.raises(EngineError, match="images: cannot identify image"):
         complete_in_order(client, [no_image], SamplingParams(8))
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 30, "needs_alternatives": True}]
+)
+def test_tokens_that_stand_for_pictures_are_never_drawn(
+    server: VllmEngine, vision: Vision, folder: Path, how: dict[str, Any]
+) -> None:
+    """Were they, a third of all tokens of this model would be among these."""
+    client, model = make_client(server), AutoModelForMultimodalLM.from_pretrained(folder).eval()
+    client.banned_ids = [*range(60, 107)]
+    requests = [request_of(vision, *(picture(i) for i in range(n)), seed=n, number=4) for n in range(2)]
+    answers = complete_in_order(client, requests, SamplingParams(8, **how))
+    for request, completions in zip(requests, answers, strict=True):
+        for completion in completions:
+            assert not {*client.banned_ids} & {*completion.token_ids, *chain(*(completion.alternatives or ()))}
+            if how.get("top_k") is None:
+                found = logprobs_of(model, vision.processor, request, completion, client.banned_ids)
+                assert completion.logprobs == pytest.approx(found, abs=5e-5)

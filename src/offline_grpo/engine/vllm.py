@@ -242,6 +242,7 @@ class VllmEngine(ServerEngine):
         stock |= {"return_token_ids": True} | ({"return_tokens_as_token_ids": True} if needs_sets else {})
         images = {"images": [b64encode(each.data).decode() for each in request.pictures]} if request.pictures else {}
         own = {"prompt": {"prompt_token_ids": prompt, **images}, "urgent": request.is_urgent}
+        own |= {"banned_ids": [*self.banned_ids]} if self.banned_ids else {}
         own |= {"alternatives": True} if needs_sets else {}
         return {
             **(own if self.path == TOKENS else stock),
@@ -290,7 +291,7 @@ class VllmEngine(ServerEngine):
             # It may have no endpoint of ours.
             if path == STOCK or not isinstance(refusal, NotFound):
                 raise
-            if request.pictures:
+            if request.pictures or self.banned_ids:
                 fix = "start it by a run, or by python -m offline_grpo.engine.serve"
                 raise EngineError(
                     f"{self.base_url}: the server has no POST {TOKENS}, which takes pictures; {fix}"

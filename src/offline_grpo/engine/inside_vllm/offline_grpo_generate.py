@@ -67,8 +67,9 @@ class Generate:
     that of the chosen token alone. `model` names an adapter, or the base model; without it the adapter that was loaded
     last is sampled from, so that callers need not know that weights are pushed. `stream: true` answers in lines of
     `{"text": [prompt + text]}`; `urgent: true` is computed before others that wait. `alternatives: true`, with a
-    `top_k`, also answers with the ids of the tokens that the sampler's filters left beside each chosen one. A request
-    to /generate_tokens has the same, but for `stream`, and without `model` it asks the base model.
+    `top_k`, also answers with the ids of the tokens that the sampler's filters left beside each chosen one.
+    `banned_ids` are never drawn, and have no part in processed logprobs. A request to /generate_tokens has the same,
+    but for `stream`, and without `model` it asks the base model.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -177,13 +178,17 @@ class Request:
         self._has_alternatives = fields.pop("alternatives", False)
         if not isinstance(self._has_alternatives, bool):
             raise ValueError("alternatives: must be true or false")
+        banned = dict.fromkeys(fields.pop("banned_ids", ()), -math.inf)
         if unknown := fields.keys() - SAMPLING:
-            known = ", ".join(["prompt", "model", "stream", "urgent", "alternatives", *sorted(SAMPLING)])
+            ours = ["prompt", "model", "stream", "urgent", "alternatives", "banned_ids"]
+            known = ", ".join([*ours, *sorted(SAMPLING)])
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a request may have {known}")
         msgspec.msgpack.encode(fields)
         if fields.get("logprobs") is None:
             fields["logprobs"] = 0
         params = msgspec.convert(fields, SamplingParams, str_keys=True)
+        if banned:
+            params.logit_bias = {**(params.logit_bias or {}), **banned}
         if self._has_alternatives:
             mode = str(state.engine_client.model_config.logprobs_mode)
             if params.top_k < 1 or mode != "processed_logprobs":
