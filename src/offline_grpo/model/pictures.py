@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from io import BytesIO
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from PIL import Image, ImageOps
+from torch import Tensor
+from torch.nn.functional import pad
 
-from offline_grpo.errors import ConfigError, RequestError, reason_of
+from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.model.layers import is_composite
 from offline_grpo.types import Picture
+
+FAMILIES = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm"})
+"""By their `model_type`: a batch with pictures has the logprobs and gradients of one sequence at a time."""
+NUM_KEPT = 128
+"""Pictures whose tensors stay in memory: the rows of a group, and the passes over a batch, look at the same ones."""
+STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
+"""Of composites: tokens in whose place features of a tower come."""
+NEVER = -1e4
+"""The logit of what is never sampled: finite, so that it times its probability, 0, is 0."""
 
 
 class Encoded(NamedTuple):
@@ -28,6 +42,11 @@ class Vision:
     """The eyes of a model: its processor, which is made of the files beside the weights."""
 
     processor: Any
+    arguments: frozenset[str]  # of the model's forward
+    stand_ins: tuple[int, ...]
+    """Tokens in whose place features come. They are never sampled, because no picture would belong to them: neither the
+    sampler nor the trainer has them in its softmax.
+    """
 
     @property
     def placeholder(self) -> str:
@@ -52,6 +71,44 @@ class Vision:
         ids = self.processor(text=[text], images=images, add_special_tokens=False)["input_ids"][0]
         return Encoded([*ids], unexpanded)
 
+    def forward(self, lm: Any, pictures: Sequence[Picture], input_ids: Tensor, **how: Any) -> Any:
+        """The output of the model below the head for rows of tokens [S, L] and all their pictures, in this order."""
+        return lm.base_model(input_ids=input_ids, **self.inputs(input_ids, pictures, lm.dtype), **how)
+
+    def inputs(self, rows: Tensor, pictures: Sequence[Picture], dtype: torch.dtype) -> dict[str, Tensor]:
+        """What the model's forward takes beside the rows: pixels, their sizes, and which tokens are a picture's."""
+        parts = [tensors_of(self, picture) for picture in pictures]
+        joined = {name: _joined([part[name] for part in parts]) for name in parts[0]}
+        is_picture = torch.isin(rows, torch.tensor(self.processor.image_token_ids, device=rows.device))
+        types = {name: is_picture.long() for name in ("mm_token_type_ids", "token_type_ids") if name in self.arguments}
+        moved = {name: x.to(rows.device, dtype if x.is_floating_point() else None) for name, x in joined.items()}
+        return moved | types
+
+    def bias(self, weight: Tensor) -> Tensor:
+        """Of the head whose weights [V, H] these are: [V], `NEVER` for what is never sampled, else 0."""
+        bias = weight.new_zeros(len(weight))
+        bias[[*self.stand_ins]] = NEVER
+        return bias
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def tensors_of(vision: Vision, picture: Picture) -> dict[str, Tensor]:
+    """What the processor makes of a picture, as far as the model takes it."""
+    found = vision.processor(text=[vision.placeholder], images=[[opened(picture)]], return_tensors="pt")
+    of_text = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+    return {name: found[name] for name in found.keys() & vision.arguments - of_text}
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Pictures, or their patches or tiles, one after the other, and zeros where one is smaller than others."""
+    sizes = [max(own) for own in zip(*(part.shape[1:] for part in parts), strict=True)]
+    return torch.cat([_padded(part, sizes) for part in parts])
+
+
+def _padded(part: Tensor, sizes: Sequence[int]) -> Tensor:
+    blanks = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
+    return pad(part, [n for blank in reversed(blanks) for n in (0, blank)])
+
 
 def opened(picture: Picture) -> Image.Image:
     """The pixels, upright and in RGB; what is transparent is white. Raises RequestError for what is no image."""
@@ -68,9 +125,15 @@ def vision_of(model_id: str, config: Any, *, trust_remote_code: bool = False) ->
     """What the model sees with; None for a model of text alone. Raises ConfigError if its processor is not there."""
     if not is_composite(config):
         return None
+    fault = f"transformers shows a {config.model_type} pictures in a way that is not known here; choose another model"
+    require(config.model_type in FAMILIES, "model.train_id", model_id, fault)
     try:
         processor = transformers.AutoProcessor.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         fix = "copy the files of its processor (preprocessor_config.json, processor_config.json) beside the model"
         raise ConfigError(f"model.train_id={model_id}: has no processor ({reason_of(error)}); {fix}") from error
-    return Vision(processor)
+    model_class: Any = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    arguments = inspect.signature(model_class.forward).parameters
+    known = range(config.get_text_config().vocab_size)
+    stand_ins = tuple(number for name in STAND_INS if (number := getattr(config, name, -1)) in known)
+    return Vision(processor, frozenset(arguments), stand_ins)
