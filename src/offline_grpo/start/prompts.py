@@ -70,6 +70,7 @@ def check_model(run: Run) -> None:
 
     # The problems, in tokens.
     has_pictures = any(map(have_pictures, (data.train or (), data.held_out)))
+    has_pictures |= any(rollout.pictures for group in data.recorded for rollout in group.rollouts)
     run.vision = vision_of(model_id, model_config, **how) if has_pictures else None
     if run.vision is not None:
         check_vision(plan)

@@ -89,7 +89,7 @@ class Dataset(RowTask):
             fix = f"{row.where} has a list of messages, and no text, as prompt; set it to null"
             raise ConfigError(f"task.prompt_template={self.prompt_template!r}: {fix}")
         # The prompt and the answer too, unless reward functions are given them under these names anyway.
-        given = {self.prompt_field, self.answer_field} & {*GIVEN}
+        given = ({self.prompt_field, self.answer_field} & {*GIVEN}) | {self.image_field}
         fields = {key: value for key, value in without_bytes(row.value).items() if key not in given}
         # The answer: reward functions get it as it is, if there is one; otherwise it is what completions must have.
         answer, name, has_reward = "", self.answer_field, "reward" in self.rewards
