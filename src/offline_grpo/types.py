@@ -22,9 +22,21 @@ if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whos
     from torch import Tensor
 
 Message = Mapping[str, Any]
-"""`{"role": "user", "content": "..."}`, of an assistant perhaps with `tool_calls`. With pictures the content is a list of
-parts, `{"type": "text", "text": "..."}` and `{"type": "image"}`; the pictures themselves are beside the messages.
+"""`{"role": "user", "content": "..."}`, of an assistant perhaps with `tool_calls`. With pictures the content is a list
+of parts, `{"type": "text", "text": "..."}` and `{"type": "image"}`; the pictures themselves are beside the messages.
 """
+
+
+def text_of(message: Message) -> str:
+    """What a message says in words, without its pictures."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def num_pictures(message: Message) -> int:
+    """How many places for pictures a message has."""
+    content = message.get("content")
+    return sum(part["type"] == "image" for part in content) if isinstance(content, (list, tuple)) else 0
 
 
 class Split(StrEnum):

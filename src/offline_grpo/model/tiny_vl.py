@@ -44,7 +44,7 @@ class TinyVisionModel(TinyModel):
     def _reader(self, tokenizer: PreTrainedTokenizerFast) -> Any:
         size = {"longest_edge": self.picture_size}
         pixels = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
-        template = tokenizer.chat_template
+        template: Any = tokenizer.chat_template
         return Idefics3Processor(pixels, tokenizer, image_seq_len=1, chat_template=template)
 
     def _model(self, tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -57,11 +57,12 @@ class TinyVisionModel(TinyModel):
             "patch_size": self.patch_size,
             "initializer_range": self.initializer_range,
         }
+        image: Any = tokenizer.convert_tokens_to_ids("<image>")
         return Idefics3ForConditionalGeneration(
             Idefics3Config(
                 vision_config=tower,
                 text_config=self._text_config(tokenizer).to_dict(),
-                image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+                image_token_id=image,
                 scale_factor=self.picture_size // self.patch_size,
                 tie_word_embeddings=True,
                 dtype="float32",
