@@ -12,6 +12,7 @@ import transformers
 from architectures import build_composite
 from PIL import Image
 
+from offline_grpo.model.pictures import opened
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import Picture
 
@@ -83,3 +84,18 @@ def picture(seed: int, width: int, height: int) -> Picture:
     file = BytesIO()
     Image.fromarray(blocks.repeat(8, 0).repeat(8, 1)[:height, :width]).save(file, "PNG")
     return Picture(file.getvalue())
+
+
+class Camera:
+    """Shows a picture in the row, one when it begins, and another one after each reply."""
+
+    def reset(self, number: int, **row: Any) -> Any:
+        self.number, self.turns = number, 0
+        return ["See: ", opened(picture(100 * number, 24, 24))]
+
+    def respond(self, text: str) -> Any:
+        self.turns += 1
+        return None if self.turns == 3 else opened(picture(100 * self.number + self.turns, 16 * self.turns, 24))
+
+    def get_reward(self) -> float:
+        return float(self.turns + self.number % 2)
