@@ -20,8 +20,13 @@ from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.model.layers import is_composite
 from offline_grpo.types import Picture
 
-FAMILIES = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm"})
-"""By their `model_type`: a batch with pictures has the logprobs and gradients of one sequence at a time."""
+FAMILIES = frozenset(
+    "gemma3 gemma4 glm4v idefics3 internvl lfm2_vl llava llava_next mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe "
+    "qwen3_vl qwen3_vl_moe smolvlm".split()
+)
+"""Their `model_type`. Of each a test shows that a batch with pictures has the logprobs and gradients of one sequence at
+a time. It fails for LLaVA-OneVision, which sees a picture less sharply beside a second one.
+"""
 NUM_KEPT = 128
 """Pictures whose tensors stay in memory: the rows of a group, and the passes over a batch, look at the same ones."""
 STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -69,7 +74,7 @@ class Vision:
             return Encoded(unexpanded, [])
         images = [[opened(picture) for picture in pictures]]
         ids = self.processor(text=[text], images=images, add_special_tokens=False)["input_ids"][0]
-        return Encoded([*ids], unexpanded)
+        return Encoded([*map(int, ids)], unexpanded)  # Pixtral's are tensors
 
     def forward(self, lm: Any, pictures: Sequence[Picture], input_ids: Tensor, **how: Any) -> Any:
         """The output of the model below the head for rows of tokens [S, L] and all their pictures, in this order."""
