@@ -120,9 +120,9 @@ def test_an_environment_shows_pictures(place: Path, tmp_path: Path) -> None:
     shard = Shard(folder / "rollouts/iter_001.parquet")
     groups = shard.groups(shard.table(), [range(4 * i, 4 * i + 4) for i in range(4)])
     assert max(len(rollout.pictures[0]) for group in groups for rollout in group.rollouts) == 4
-    for group, rollout in ((group, rollout) for group in groups for rollout in group.rollouts):
-        assert group.problem is not None
-        number = group.problem.fields["number"]
+    for problem, rollout in ((group.problem, rollout) for group in groups for rollout in group.rollouts):
+        assert problem is not None
+        number = problem.fields["number"]
         shown = [picture(number, 16, 16), *(picture(100 * number + turn, 16 * turn or 24, 24) for turn in range(3))]
         sizes = [size_of(each) for each in rollout.pictures[0]]
         assert sizes == [size_of(each) for each in shown[: len(sizes)]]
