@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -12,24 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import save_served
-from engines import CPU, LORA_ARGS, make_client, make_server, preloaded_python, running
-from factories import complete_in_order
+from architectures import load_composite, save_served
+from engines import CPU, LORA_ARGS, deploy, make_client, make_server, preloaded_python, running
+from factories import complete_in_order, strategy
 from PIL import Image
+from seeing import picture
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import EngineError
+from offline_grpo.model.layouts import Padded
 from offline_grpo.model.pictures import Vision, vision_of
 from offline_grpo.types import Completion, Picture, SamplingParams, SamplingRequest
+from offline_grpo.weight_sync.proof import probe_requests
 
 pytestmark = pytest.mark.slow  # a start of a server
-
-
-def picture(seed: int, width: int = 24, height: int = 16) -> Picture:
-    file = BytesIO()
-    Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(3 * width * height)).save(file, "PNG")
-    return Picture(file.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +88,7 @@ def test_a_server_reads_what_the_trainer_reads(server: VllmEngine, vision: Visio
 
 
 def test_other_tokens_than_the_trainers_are_refused(server: VllmEngine, vision: Vision) -> None:
-    client, right = make_client(server), request_of(vision, picture(1))
+    client, right = make_client(server), request_of(vision, picture(1, 24, 16))
     at = right.prompt_ids.index(right.unexpanded_ids[0])  # of the two tokens of the picture the trainer has one less
     wrong = replace(right, prompt_ids=(*right.prompt_ids[:at], *right.prompt_ids[at + 1 :]))
     says = f"{len(right.prompt_ids)} tokens there, {len(wrong.prompt_ids)} in the trainer, and others from {at + 1} on"
@@ -112,7 +108,7 @@ def test_tokens_that_stand_for_pictures_are_never_drawn(
     """Were they, a third of all tokens of this model would be among these."""
     client, model = make_client(server), AutoModelForMultimodalLM.from_pretrained(folder).eval()
     client.banned_ids = [*range(60, 107)]
-    requests = [request_of(vision, *(picture(i) for i in range(n)), seed=n, number=4) for n in range(2)]
+    requests = [request_of(vision, *(picture(i, 24, 16) for i in range(n)), seed=n, number=4) for n in range(2)]
     answers = complete_in_order(client, requests, SamplingParams(8, **how))
     for request, completions in zip(requests, answers, strict=True):
         for completion in completions:
@@ -120,3 +116,24 @@ def test_tokens_that_stand_for_pictures_are_never_drawn(
             if how.get("top_k") is None:
                 found = logprobs_of(model, vision.processor, request, completion, client.banned_ids)
                 assert completion.logprobs == pytest.approx(found, abs=5e-5)
+
+
+def test_a_server_that_shows_other_pictures_is_found(
+    server: VllmEngine, vision: Vision, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, policy = make_client(server), load_composite(folder, layout=Padded())
+    policy.scoring.vision, client.banned_ids = vision, vision.stand_ins
+    deployment = deploy(strategy("reload", "weight_sync.tolerance_nats=0.1"), client)  # as runs have it, for bf16
+    deployment.connect(policy)
+    assert deployment.push(policy, version=1).alignment["sync/probe_diff_abs_mean"] < 1e-5
+    first, second = (each.pictures for each in probe_requests(policy)[:2])
+    body = client.body
+
+    def swapped(request: SamplingRequest, *others: Any) -> dict[str, Any]:
+        """As a server would that gets them in another order: both are of the same size, and so are their tokens."""
+        return body(replace(request, pictures={first: second, second: first}.get(request.pictures, ())), *others)
+
+    monkeypatch.setattr(client, "body", swapped)
+    with pytest.raises(EngineError, match=r"MISMATCH.*after pictures: the server shows the model something else"):
+        deployment.push(policy, version=2)
+    deployment.close()
