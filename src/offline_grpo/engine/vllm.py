@@ -138,6 +138,7 @@ class VllmEngine(ServerEngine):
 
     name: ClassVar[str] = "vLLM"
     tells_alternatives: ClassVar[bool] = True
+    shows_pictures: ClassVar[bool] = True
     path = TOKENS
     oldest, newest = (0, 25), (0, 33)
     pause_modes: ClassVar[tuple[str, ...]] = ("keep", "keep_cache", "wait", "abort")

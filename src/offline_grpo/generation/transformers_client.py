@@ -89,6 +89,7 @@ class TransformersClient(LocalEngine):
     """
 
     tells_alternatives: ClassVar[bool] = True
+    shows_pictures: ClassVar[bool] = True
     model: LanguageModel
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
