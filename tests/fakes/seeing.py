@@ -21,6 +21,12 @@ QWEN = {
     "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
 }
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+"""A chat template of Qwen's kind."""
 GEMMA = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}
 IDEFICS = {
     "image_token": "<image>",

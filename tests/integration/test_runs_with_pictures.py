@@ -11,7 +11,7 @@ from architectures import ZOO
 from factories import compose_config
 from pyarrow import parquet
 from runs import SMALL, metrics_of
-from seeing import QWEN, picture, save_seeing
+from seeing import QWEN, TEMPLATE, picture, save_seeing
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.tiny import build_char_tokenizer
@@ -19,11 +19,6 @@ from offline_grpo.rollouts import __main__ as rollouts
 from offline_grpo.rollouts.store import Shard
 from offline_grpo.run import train
 
-TEMPLATE = (
-    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-)
 HOW = ("train.loss.kl_coef=0.1", "train.schedule=constant", "train.iterations=4")
 FEW = [o for o in SMALL if not o.startswith("model.tiny")]
 

@@ -192,7 +192,7 @@ def loads_onto_servers_gpu(weight_sync: WeightSync, devices: Devices) -> bool:
 def deployments(run: Run) -> tuple[Deployment, Deployment]:
     """What training samples from and what evaluations ask, which may be the same; not connected yet."""
     plan, policy, ranks, sharding = run.plan, run.policy, run.ranks, run.sharding
-    eos_ids, vision = end_ids(policy.causal_lm.generation_config, policy.tokenizer), policy.scoring.vision
+    eos_ids = end_ids(policy.causal_lm.generation_config, policy.tokenizer)
 
     def deployment(
         spec: EngineSpec, engines: list[ServerEngine], sync: WeightSync, sampling: SamplingParams
@@ -205,7 +205,7 @@ def deployments(run: Run) -> tuple[Deployment, Deployment]:
         for engine in engines:  # what they could not know before there was a policy
             engine.eos_ids, engine.vocab_size = eos_ids, policy.vocab_size
             engine.sampling, engine.is_corrected = sampling, is_corrected
-            engine.banned_ids = () if vision is None else vision.stand_ins
+            engine.banned_ids = () if run.vision is None else run.vision.stand_ins
         leads = (ranks, sharding.lead) if ranks.world_size > 1 else None
         return Deployment(engines, sync, sharding.full_weights, leads)
 
