@@ -18,6 +18,13 @@ from offline_grpo.types import Picture
 
 PROCESSORS: dict[str, Any] = TABLE["seeing"]
 TILES = {"idefics3": "<row_{}_col_{}>", "smolvlm": "<row_{}_col_{}>", "lfm2_vl": "<|img_row_{}_col_{}|>"}
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}> {{ message.content }}{{ eos_token }}"
+    "{% elif message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}> {% endif %}"
+)
+"""A chat template of Qwen's kind."""
 
 
 def save_seeing(model_type: str, folder: Path) -> Path:

@@ -25,26 +25,10 @@ from offline_grpo.types import Picture
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values of photographs whose width is the height of what the camera saw."""
-FAMILIES = frozenset(
-    [
-        "gemma3",
-        "gemma4",
-        "glm4v",
-        "idefics3",
-        "internvl",
-        "lfm2_vl",
-        "llava",
-        "llava_next",
-        "mistral3",
-        "qwen2_5_vl",
-        "qwen2_vl",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "smolvlm",
-    ]
-)
+FAMILIES = {
+    *("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_5_vl"),
+    *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+}
 """Their `model_type`. Of each a test shows that a batch with pictures has the logprobs and gradients of one sequence at
 a time. It fails for LLaVA-OneVision, which sees a picture less sharply beside a second one.
 """
