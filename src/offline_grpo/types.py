@@ -39,6 +39,12 @@ def num_pictures(message: Message) -> int:
     return sum(part["type"] == "image" for part in content) if isinstance(content, (list, tuple)) else 0
 
 
+def pictures_in(messages: Iterable[Message]) -> list[Picture]:
+    """Of an episode's messages, whose parts have their pictures: `{"type": "image", "image": Picture}`."""
+    contents = (message.get("content") for message in messages)
+    return [part["image"] for each in contents if isinstance(each, list) for part in each if part["type"] == "image"]
+
+
 class Split(StrEnum):
     """Which problems of a task: those trained on, or those held out."""
 

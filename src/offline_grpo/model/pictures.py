@@ -25,8 +25,13 @@ from offline_grpo.types import Picture
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values of photographs whose width is the height of what the camera saw."""
-FAMILIES = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm"})
-"""By their `model_type`: a batch with pictures has the logprobs and gradients of one sequence at a time."""
+FAMILIES = {
+    *("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_5_vl"),
+    *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+}
+"""Their `model_type`. Of each a test shows that a batch with pictures has the logprobs and gradients of one sequence at
+a time. It fails for LLaVA-OneVision, which sees a picture less sharply beside a second one.
+"""
 NUM_KEPT = 128
 """Pictures whose tensors stay in memory: the rows of a group, and the passes over a batch, look at the same ones."""
 STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -74,7 +79,7 @@ class Vision:
         if size not in self._texts:
             blank = [[Image.new("RGB", size)]]
             ids = self.processor(text=[self.placeholder], images=blank, add_special_tokens=False)["input_ids"][0]
-            self._texts[size] = self.processor.tokenizer.decode(ids, skip_special_tokens=False)
+            self._texts[size] = self.processor.tokenizer.decode([*map(int, ids)], skip_special_tokens=False)
         return self._texts[size]
 
     def forward(self, lm: Any, pictures: Sequence[Picture], input_ids: Tensor, **how: Any) -> Any:
