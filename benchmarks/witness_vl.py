@@ -54,6 +54,8 @@ TOWER: dict[str, Any] = {
 }
 PATCH, MERGED, TOKENS = 4, 4, 4
 """Pixels of a patch; of how many patches in each direction comes one token; tokens of a picture."""
+SHARPNESS = 5.0
+"""Of the loss of the tower alone, in squares of the mean distance between embeddings of digits."""
 BLANK = "Ġ"
 """As the tokenizer writes it."""
 DRAWINGS = 200
@@ -146,13 +148,15 @@ def loss_of(model: Any, ids: Tensor, labels: Tensor, pixels: Tensor) -> Tensor:
 
 
 def tower_loss(model: Any, pixels: Tensor, digits: Tensor) -> tuple[Tensor, Tensor]:
-    """How far what the tower makes of pictures is from the embeddings of their digits, and the share of those that are
-    nearest to the right one.
+    """How far what the tower makes of pictures is from the embeddings of their digits, and how much farther than from
+    those of others; and the share of those that are nearest to the right one.
     """
-    embedding = model.get_input_embeddings().weight.detach()
-    seen, wanted = model.get_image_features(pixels).pooler_output.float(), embedding[digits]  # [B, N, H]
-    nearest = torch.cdist(seen.detach(), embedding[digits.unique()]).argmin(-1)
-    return F.mse_loss(seen, wanted) / embedding.var(), (digits.unique()[nearest] == digits).float().mean()
+    weight, kinds = model.get_input_embeddings().weight.detach(), digits.unique()
+    embedding, target = weight[kinds], (digits[..., None] == kinds).int().argmax(-1)  # [K, H], [B, N]
+    seen = model.get_image_features(pixels).pooler_output.float()  # [B, N, H]
+    squares = torch.cdist(seen, embedding).square() / torch.pdist(embedding).square().mean()  # [B, N, K]
+    nearness = F.cross_entropy(-SHARPNESS * squares.flatten(0, 1), target.flatten())
+    return nearness + squares.gather(-1, target[..., None]).mean(), (squares.argmin(-1) == target).float().mean()
 
 
 @torch.no_grad()
