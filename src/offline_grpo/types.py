@@ -27,6 +27,24 @@ of parts, `{"type": "text", "text": "..."}` and `{"type": "image"}`; the picture
 """
 
 
+def text_of(message: Message) -> str:
+    """What a message says in words, without its pictures."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def num_pictures(message: Message) -> int:
+    """How many places for pictures a message has."""
+    content = message.get("content")
+    return sum(part["type"] == "image" for part in content) if isinstance(content, (list, tuple)) else 0
+
+
+def pictures_in(messages: Iterable[Message]) -> list[Picture]:
+    """Of an episode's messages, whose parts have their pictures: `{"type": "image", "image": Picture}`."""
+    contents = (message.get("content") for message in messages)
+    return [part["image"] for each in contents if isinstance(each, list) for part in each if part["type"] == "image"]
+
+
 class Split(StrEnum):
     """Which problems of a task: those trained on, or those held out."""
 

@@ -76,7 +76,7 @@ class Play:
             assert self.special(ask.request.prompt_ids[len(before) :]) == self.special(
                 self.codec.chat.following(
                     ask.parent.reply, before[-1], [{**each, "content": "ok"} for each in new], self.tools
-                )
+                ).ids
             )
         return ask
 
@@ -158,7 +158,7 @@ def recorded(rollouts: list[Rollout]) -> list[Rollout]:
     table = pq.read_table(
         pa.BufferReader(parquet(table_of("train", [RolloutGroup(None, tuple(rollouts))], None, 0), {}))
     )
-    [group] = groups_of(table, group_rows(table).values())
+    [group] = groups_of(table, group_rows(table).values(), {}.__getitem__)
     pairs = zip(group.rollouts, rollouts, strict=True)
     return [replace(r, logprobs=o.logprobs, text=o.text, conversation=o.conversation) for r, o in pairs]
 

@@ -15,7 +15,9 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,6 +35,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -47,12 +50,14 @@ from offline_grpo.generation.prefixes import Prefixes, fill, num_equal
 from offline_grpo.model.adapters import LanguageModel, unwrapped
 from offline_grpo.model.layers import decoder_of, not_compiled
 from offline_grpo.model.load import context_length
+from offline_grpo.model.pictures import STAND_INS, Vision
 from offline_grpo.model.scoring import eval_mode
 from offline_grpo.model.text import end_ids
 from offline_grpo.types import (
     Completion,
     CompletionStream,
     FinishReason,
+    Picture,
     SamplingParams,
     SamplingRequest,
     ServedWeights,
@@ -67,9 +72,6 @@ WORTH_TOKENS = 32
 
 CACHE_NAMES = {"cache", "past_key_values"}  # what models call the argument: the former since transformers 5.24
 
-STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
-"""Of composites: tokens in whose place features of a tower come."""
-
 
 @dataclass
 class TransformersClient(LocalEngine):
@@ -83,12 +85,15 @@ class TransformersClient(LocalEngine):
         model: shared with the trainer; its mode and generation config are restored after each call.
         tokenizer: knows EOS, besides the model's generation config, and spells tokens for stop strings.
         batch_size: sequences decoded together.
+        vision: of a run with pictures.
     """
 
     tells_alternatives: ClassVar[bool] = True
+    shows_pictures: ClassVar[bool] = True
     model: LanguageModel
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
+    vision: Vision | None = None
     weights: ServedWeights = field(default_factory=ServedWeights, init=False)
     _lm: Any = field(init=False)  # the transformers model, free of peft's wrapper; LoRA layers sit inside it
     _cache_name: str = field(init=False)  # of its forward's argument
@@ -120,7 +125,7 @@ class TransformersClient(LocalEngine):
             for request in coming:
                 if request is None:
                     break
-                taken.append(request)
+                taken.append(replace(request, episode=None) if request.pictures else request)
             else:
                 is_over = True
             # 1. What does not fit into the model's context is refused before anything is computed.
@@ -166,17 +171,20 @@ class TransformersClient(LocalEngine):
         lm = self._lm
         eos_ids = end_ids(lm.generation_config, self.tokenizer)  # before a neutral one takes its place
         asked = [requests[index] for index, _ in batch]  # [B]
-        episodes = {request.prompt_ids: request.episode for request in asked}  # of each of the U prompts
-        prompts = list(episodes)
+        episodes = {(request.prompt_ids, request.pictures): request.episode for request in asked}  # of the U prompts
+        prompts = [prompt for prompt, _ in episodes]
+        pictures = [*chain.from_iterable(own for _, own in episodes)]
         limits = [request.max_new_tokens or sampling.max_new_tokens for request in asked]
-        with sampling_state(lm), not_compiled(lm), sdpa_kernel(REPEATABLE), shared_heads():
-            # 1. Prompts are padded at the left, each with its own first token: a repetition penalty sees none that it
-            #    lacks.
-            place = {prompt: i for i, prompt in enumerate(prompts)}
-            rows = torch.tensor([place[request.prompt_ids] for request in asked], device=lm.device)  # [B]
+        never = () if self.vision is None else self.vision.stand_ins
+        with sampling_state(lm, self.vision), not_compiled(lm), sdpa_kernel(REPEATABLE), shared_heads():
+            # 1. Prompts are padded at the left, each with its own first token that no feature comes in place of: a
+            #    repetition penalty sees none that it lacks.
+            place = {prompt: i for i, prompt in enumerate(episodes)}
+            rows = torch.tensor([place[each.prompt_ids, each.pictures] for each in asked], device=lm.device)  # [B]
             width = max(map(len, prompts))
             blanks = [width - len(prompt) for prompt in prompts]
-            padded = [[prompt[0]] * blank + [*prompt] for prompt, blank in zip(prompts, blanks, strict=True)]
+            firsts = [next(token for token in prompt if token not in never) for prompt in prompts]
+            padded = [[x] * blank + [*own] for x, blank, own in zip(firsts, blanks, prompts, strict=True)]
             masks = [[0] * blank + [1] * len(prompt) for prompt, blank in zip(prompts, blanks, strict=True)]
             token_ids, mask = torch.tensor(padded, device=lm.device), torch.tensor(masks, device=lm.device)  # [U, P]
 
@@ -192,15 +200,19 @@ class TransformersClient(LocalEngine):
                     fill(own, [known])
                     self._prefill(own, ids, torch.ones_like(ids), known[0])
                     kept.keep(beginning, beginning, own, row=0, start=0)
-                found = [kept.longest(episodes[prompt], prompt) for prompt in prompts]
+                found = [kept.longest(episode, prompt) for (prompt, _), episode in episodes.items()]
                 num_new = max(len(prompt) - length for prompt, (length, _) in zip(prompts, found, strict=True))
                 pairs = zip(prompts, found, strict=True)
                 fill(cache, [(max(len(prompt) - num_new, 0), prefix) for prompt, (_, prefix) in pairs])
 
-            # 3. Rows of one prompt share the prefill, but for its last token, with which `generate` begins.
-            if len(batch) > len(prompts) and width > 1:
+            # 3. Rows of one prompt share the prefill, but for its last token, with which `generate` begins. Only here
+            #    pictures are looked at.
+            deltas = None
+            if (len(batch) > len(prompts) or pictures) and width > 1:
                 if num_new > 1:
-                    self._prefill(cache, token_ids[:, :-1], mask[:, :-1], width - num_new)
+                    self._prefill(cache, token_ids[:, :-1], mask[:, :-1], width - num_new, pictures)
+                if pictures and self._has_deltas:
+                    deltas = lm.base_model.rope_deltas[rows]
                 cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]  # a row may come several times
             if has_graphs(lm) or is_played:  # a growing cache is copied at each step, long histories too
                 cache = with_fixed_size(cache, lm, width + max(limits))
@@ -210,12 +222,13 @@ class TransformersClient(LocalEngine):
             draws = Draws(limits, lm.device, with_alternatives=sampling.needs_alternatives)
             seeds = [requests[index].seed + replicate for index, replicate in batch]
             noise = None if sampling.temperature == 0 else uniforms(seeds, max(limits)).to(lm.device)  # [B, N]
-            processors = LogitsProcessorList([*filters(sampling), SeededSampler(draws, noise)])
+            suppressed = [SuppressTokensLogitsProcessor(never, device=lm.device)] if never else []
+            processors = LogitsProcessorList([*suppressed, *filters(sampling), SeededSampler(draws, noise)])
             ends = StoppingCriteriaList([RowEnds(draws, eos_ids, sampling.stop, self.tokenizer)])
             # 5. Whenever half of the rows have ended, the others go on without them.
             while True:
-                if hasattr(lm.base_model, "rope_deltas"):  # Qwen-VL's and its like keep what images did to rows before
-                    lm.base_model.rope_deltas = None
+                if self._has_deltas:
+                    lm.base_model.rope_deltas = deltas
                 config = GenerationConfig(max_new_tokens=draws.num_steps_left, do_sample=False, use_cache=True)
                 with graphed_steps(lm):
                     token_ids = lm.generate(
@@ -239,27 +252,42 @@ class TransformersClient(LocalEngine):
                 draws.rows = draws.rows[left]
                 if len(left) == 0:
                     return draws
+                deltas = None if deltas is None else deltas[left]
                 token_ids, mask = token_ids[left], pad(mask[left], (0, token_ids.shape[1] - mask.shape[1]), value=1)
                 cache.reorder_cache(left)  # pyright: ignore[reportArgumentType]  # an int64 tensor by another name
 
     def _empty_cache(self) -> DynamicCache:
         return DynamicCache(config=self._lm.config.get_text_config(decoder=True))
 
-    def _prefill(self, cache: DynamicCache, token_ids: Tensor, mask: Tensor, num_cached: int) -> None:
+    @property
+    def _has_deltas(self) -> bool:
+        """Whether the model, as Qwen-VL's, keeps how far a picture moves the positions behind it, of each row."""
+        return hasattr(self._lm.base_model, "rope_deltas")
+
+    def _prefill(
+        self, cache: DynamicCache, token_ids: Tensor, mask: Tensor, num_cached: int, pictures: Sequence[Picture] = ()
+    ) -> None:
         """Compute keys and values of tokens [U, P] behind the first `num_cached` columns, without logits."""
-        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, num_cached:]
-        inputs = {"input_ids": token_ids[:, num_cached:], "attention_mask": mask, "position_ids": position_ids}
-        decoder_of(self._lm)(**inputs, use_cache=True, **{self._cache_name: cache})
+        inputs = {"input_ids": token_ids[:, num_cached:], "attention_mask": mask, self._cache_name: cache}
+        if not (pictures and self._has_deltas):
+            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, num_cached:]
+        forward: Any = decoder_of(self._lm)
+        if pictures:
+            assert self.vision is not None
+            forward = partial(self.vision.forward, self._lm, pictures)
+        forward(**inputs, use_cache=True)
 
 
 @contextmanager
-def sampling_state(lm: Any) -> Iterator[None]:
-    """Inside: dropout off, a neutral generation config, because `generate` takes defaults from the model's own, and no
-    token that stands for an image: Gemma 4 would read such a one that was sampled as padding, and training does not.
+def sampling_state(lm: Any, vision: Vision | None = None) -> Iterator[None]:
+    """Inside: dropout off, a neutral generation config, because `generate` takes defaults from the model's own, and
+    without `vision` no token that stands for an image: Gemma 4 would read such a one that was sampled as padding, and
+    training does not.
     """
     own_config = lm.generation_config
     lm.generation_config = GenerationConfig()
-    stand_ins = {name: number for name in STAND_INS if (number := getattr(lm.config, name, None)) is not None}
+    names = STAND_INS if vision is None else ()
+    stand_ins = {name: number for name in names if (number := getattr(lm.config, name, None)) is not None}
     for name in stand_ins:
         setattr(lm.config, name, -1)
     try:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from io import BytesIO
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
+import torch
 import transformers
 from PIL import Image, ImageOps
+from torch import Tensor
+from torch.nn.functional import pad
 
-from offline_grpo.errors import ConfigError, RequestError, reason_of
+from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.model.layers import is_composite
+from offline_grpo.model.text import Encoded
 from offline_grpo.types import Picture
 
-
-class Encoded(NamedTuple):
-    """A text with pictures, in tokens."""
-
-    ids: list[int]  # with as many tokens in the place of a picture as the model computes of it
-    unexpanded_ids: list[int]  # with one placeholder in the place of a picture
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
+"""The EXIF tag, and its values of photographs whose width is the height of what the camera saw."""
+FAMILIES = frozenset({"qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm"})
+"""By their `model_type`: a batch with pictures has the logprobs and gradients of one sequence at a time."""
+NUM_KEPT = 128
+"""Pictures whose tensors stay in memory: the rows of a group, and the passes over a batch, look at the same ones."""
+STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
+"""Of composites: tokens in whose place features of a tower come."""
+NEVER = -1e4
+"""The logit of what is never sampled: finite, so that it times its probability, 0, is 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +40,12 @@ class Vision:
     """The eyes of a model: its processor, which is made of the files beside the weights."""
 
     processor: Any
+    arguments: frozenset[str]  # of the model's forward
+    stand_ins: tuple[int, ...]
+    """Tokens in whose place features come. They are never sampled, because no picture would belong to them: neither the
+    sampler nor the trainer has them in its softmax.
+    """
+    _texts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @property
     def placeholder(self) -> str:
@@ -39,38 +57,104 @@ class Vision:
         """Texts of which the processor makes pictures, films or sounds; in what somebody says they are text."""
         return re.compile("|".join(map(re.escape, {self.placeholder, *self.processor.all_special_multimodal_tokens})))
 
-    def encode(self, text: str, pictures: tuple[Picture, ...]) -> Encoded:
+    def encode(self, text: str, pictures: Sequence[Picture]) -> Encoded:
         """The tokens of a text that a chat template wrote. Raises RequestError unless it has a place for each picture,
         or if one of them is no image.
         """
-        unexpanded = self.processor.tokenizer.encode(text, add_special_tokens=False)
-        if (found := text.count(self.placeholder)) != len(pictures):
-            raise RequestError(f"the chat template writes {found} of {len(pictures)} pictures")
-        if not pictures:
-            return Encoded(unexpanded, [])
-        images = [[opened(picture) for picture in pictures]]
-        ids = self.processor(text=[text], images=images, add_special_tokens=False)["input_ids"][0]
-        return Encoded([*ids], unexpanded)
+        tokenizer, pieces = self.processor.tokenizer, text.split(self.placeholder)
+        if len(pieces) != len(pictures) + 1:
+            raise RequestError(f"the model's chat template writes {len(pieces) - 1} of {len(pictures)} pictures")
+        texts = map(self._expanded, map(size_of, pictures))
+        whole = pieces[0] + "".join(chain.from_iterable(zip(texts, pieces[1:], strict=True)))
+        unexpanded = tokenizer.encode(text, add_special_tokens=False) if pictures else []
+        return Encoded(tokenizer.encode(whole, add_special_tokens=False), unexpanded)
+
+    def _expanded(self, size: tuple[int, int]) -> str:
+        """What the processor writes in the place of a picture of this width and height: its pixels change nothing."""
+        if size not in self._texts:
+            blank = [[Image.new("RGB", size)]]
+            ids = self.processor(text=[self.placeholder], images=blank, add_special_tokens=False)["input_ids"][0]
+            self._texts[size] = self.processor.tokenizer.decode(ids, skip_special_tokens=False)
+        return self._texts[size]
+
+    def forward(self, lm: Any, pictures: Sequence[Picture], input_ids: Tensor, **how: Any) -> Any:
+        """The output of the model below the head for rows of tokens [S, L] and all their pictures, in this order."""
+        return lm.base_model(input_ids=input_ids, **self.inputs(input_ids, pictures, lm.dtype), **how)
+
+    def inputs(self, rows: Tensor, pictures: Sequence[Picture], dtype: torch.dtype) -> dict[str, Tensor]:
+        """What the model's forward takes beside the rows: pixels, their sizes, and which tokens are a picture's."""
+        parts = [tensors_of(self, picture) for picture in pictures]
+        joined = {name: _joined([part[name] for part in parts]) for name in parts[0]}
+        is_picture = torch.isin(rows, torch.tensor(self.processor.image_token_ids, device=rows.device))
+        types = {name: is_picture.long() for name in ("mm_token_type_ids", "token_type_ids") if name in self.arguments}
+        moved = {name: x.to(rows.device, dtype if x.is_floating_point() else None) for name, x in joined.items()}
+        return moved | types
+
+    def bias(self, weight: Tensor) -> Tensor:
+        """Of the head whose weights [V, H] these are: [V], `NEVER` for what is never sampled, else 0."""
+        bias = weight.new_zeros(len(weight))
+        bias[[*self.stand_ins]] = NEVER
+        return bias
+
+
+def size_of(picture: Picture) -> tuple[int, int]:
+    """Width and height in pixels, upright. Raises RequestError for what is no image."""
+    with _as_request(picture):
+        image = Image.open(BytesIO(picture.data))
+        is_turned = image.getexif().get(ORIENTATION, 1) in TURNED
+        return (image.height, image.width) if is_turned else image.size
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def tensors_of(vision: Vision, picture: Picture) -> dict[str, Tensor]:
+    """What the processor makes of a picture, as far as the model takes it."""
+    found = vision.processor(text=[vision.placeholder], images=[[opened(picture)]], return_tensors="pt")
+    of_text = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+    return {name: found[name] for name in found.keys() & vision.arguments - of_text}
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Pictures, or their patches or tiles, one after the other, and zeros where one is smaller than others."""
+    sizes = [max(own) for own in zip(*(part.shape[1:] for part in parts), strict=True)]
+    return torch.cat([_padded(part, sizes) for part in parts])
+
+
+def _padded(part: Tensor, sizes: Sequence[int]) -> Tensor:
+    blanks = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
+    return pad(part, [n for blank in reversed(blanks) for n in (0, blank)])
 
 
 def opened(picture: Picture) -> Image.Image:
     """The pixels, upright and in RGB; what is transparent is white. Raises RequestError for what is no image."""
-    try:
+    with _as_request(picture):
         image = ImageOps.exif_transpose(Image.open(BytesIO(picture.data)))
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return image.convert("RGB")
+
+
+@contextmanager
+def _as_request(picture: Picture) -> Iterator[None]:
+    """What PIL raises, as RequestError."""
+    try:
+        yield
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise RequestError(f"a picture of {len(picture.data)} bytes is no image ({reason_of(error)})") from error
+        raise RequestError(f"a picture of {len(picture.data):,} bytes is no image ({reason_of(error)})") from error
 
 
 def vision_of(model_id: str, config: Any, *, trust_remote_code: bool = False) -> Vision | None:
     """What the model sees with; None for a model of text alone. Raises ConfigError if its processor is not there."""
     if not is_composite(config):
         return None
+    fault = f"transformers shows a {config.model_type} pictures in a way that is not known here; choose another model"
+    require(config.model_type in FAMILIES, "model.train_id", model_id, fault)
     try:
         processor = transformers.AutoProcessor.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         fix = "copy the files of its processor (preprocessor_config.json, processor_config.json) beside the model"
         raise ConfigError(f"model.train_id={model_id}: has no processor ({reason_of(error)}); {fix}") from error
-    return Vision(processor)
+    model_class: Any = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    arguments = inspect.signature(model_class.forward).parameters
+    known = range(config.get_text_config().vocab_size)
+    stand_ins = tuple(number for name in STAND_INS if (number := getattr(config, name, -1)) in known)
+    return Vision(processor, frozenset(arguments), stand_ins)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,11 +17,13 @@ from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, adapters_off, unwrapped
 from offline_grpo.model.filtered_head import filtered_head
 from offline_grpo.model.layers import decoder_of, output_embeddings
+from offline_grpo.model.layouts import Padded
 from offline_grpo.types import TokenBatch, TokenStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from offline_grpo.model.pictures import Vision
 
 SMALL, HUGE = 2.0**-20, 2.0**20  # powers of two: dividing by them rounds nothing
 RELATIVE_TOLERANCE = 1e-4  # of float32 arithmetic; a bf16 constant would be off by 4e-3
@@ -51,6 +54,7 @@ class Scoring(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.layout, self.head, self.logits = model, layout, head, logits
+        self.vision: Vision | None = None  # of a run with pictures, once what there is without them is proven
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -74,8 +78,11 @@ class Scoring(nn.Module):
         """
         # Triton kernels run on the current GPU, and a reference may have another.
         with torch.accelerator.device_index(self.device.index):
-            hidden = self.layout.hidden_states(decoder_of(self.causal_lm), batch)  # [T, H]
-            output = self.output
+            hidden = self._hidden_states(batch)  # [T, H]
+            output, bias = self.output, self.output.bias
+            if self.vision is not None:
+                never = self.vision.bias(output.weight)
+                bias = never if bias is None else bias + never
             at = batch.completion_positions  # [N]
             head: Any = self.head
             if batch.num_alternatives is not None:  # the sampler's filters left a part of the vocabulary
@@ -84,7 +91,7 @@ class Scoring(nn.Module):
             logprobs, entropy = head(
                 hidden[at - 1],  # the only shift by one: a token is predicted at the position before it
                 output.weight,
-                output.bias,
+                bias,
                 batch.token_ids[at],
                 batch.temperature[at] / self.logits.scale,
                 softcap=self.logits.softcap,
@@ -93,8 +100,25 @@ class Scoring(nn.Module):
         zeros = logprobs.new_zeros(len(batch.token_ids))  # [T]
         return TokenStats(logprobs=zeros.index_copy(0, at, logprobs), entropy=zeros.index_copy(0, at, entropy))
 
+    @property
+    def pads(self) -> bool:
+        """Whether a sequence takes as many positions as the longest of its microbatch."""
+        return self.layout.pads or self.vision is not None
+
+    def _hidden_states(self, batch: TokenBatch) -> Tensor:
+        """The decoder's last hidden states [T, H]. With pictures they come from the model around it, whose tower is
+        frozen, and which counts positions itself, in rows of one sequence each.
+        """
+        if not any(batch.pictures):
+            return self.layout.hidden_states(decoder_of(self.causal_lm), batch)
+        assert self.vision is not None
+        look: Any = partial(self.vision.forward, self.causal_lm, [*chain.from_iterable(batch.pictures)])
+        return Padded().hidden_states(look, batch)
+
     def attention(self, batch: TokenBatch) -> AbstractContextManager[None]:
         """The attention that `forward` uses; a backward pass through checkpointed activations must run inside."""
+        if any(batch.pictures):
+            return nullcontext()
         return self.layout.attention(decoder_of(self.causal_lm), batch)
 
     @torch.no_grad()

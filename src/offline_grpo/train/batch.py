@@ -201,11 +201,11 @@ class Passes:
 
     def microbatches(self, sequences: Sequence[int], batch: TokenBatch) -> list[tuple[Sequence[int], bool]]:
         """This process's microbatches of these sequences, each of so many of them or of so many tokens, padding
-        included where the layout pads; a longer sequence gets one of its own. Then, as often as the sharding asks for
+        included where rows are padded; a longer sequence gets one of its own. Then, as often as the sharding asks for
         it, one that does not count.
         """
         # The longest come first, so that rows of one microbatch pad little, and the first says how wide they are.
-        config, lengths, padded = self.config, batch.sequence_lengths, self.policy.scoring.layout.pads
+        config, lengths, padded = self.config, batch.sequence_lengths, self.policy.scoring.pads
         own: list[list[int]] = []
         size = 0  # tokens of the current one
         for s in share_of_rank(sequences, lengths, rank=self.ranks.rank, world_size=self.ranks.world_size):
