@@ -173,7 +173,7 @@ class Completion:
     logprobs: tuple[float, ...]  # [C] nats, under the sampling distribution
     finish_reason: FinishReason
     versions: tuple[int, ...]  # [C] optimizer updates in the weights that drew the token
-    alternatives: tuple[tuple[int, ...], ...] | None = None
+    alternatives: tuple[Sequence[int], ...] | None = None
     """[C] the tokens that the sampler's filters left beside the drawn one, in any order; None: the whole vocabulary."""
 
 
@@ -292,7 +292,7 @@ class Rollout:
     turns: tuple[Turn, ...] = ()  # in an environment, in the order in which they were answered; elsewhere empty
     conversation: tuple[Message, ...] = ()  # the same: all messages of the last sequence, the prompt's too
     starts: tuple[int, ...] = (0,)  # where each sequence begins
-    alternatives: tuple[tuple[int, ...], ...] | None = None  # [N] as in `Completion`; () where not sampled
+    alternatives: tuple[Sequence[int], ...] | None = None  # [N] as in `Completion`; () where not sampled
     pictures: tuple[tuple[Picture, ...], ...] = ()  # of each sequence, in the order of its tokens; (): it has none
 
     def __post_init__(self) -> None:
