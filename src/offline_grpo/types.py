@@ -14,7 +14,7 @@ from enum import StrEnum
 from hashlib import sha256
 from itertools import chain, compress, groupby, pairwise
 from math import inf, isfinite, isnan, nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whose import takes seconds
     import numpy as np
@@ -88,6 +88,13 @@ class Rules:
     timeout_s: float
     tools: tuple[Schema, ...] = ()  # in the first prompt, as far as they are known before
     has_address: bool = False  # its program is a client of OpenAI's API
+
+
+class Encoded(NamedTuple):
+    """A prompt in tokens."""
+
+    ids: list[int]  # with as many tokens in the place of a picture as the model computes of it
+    unexpanded_ids: list[int]  # with one placeholder in the place of a picture; empty without pictures
 
 
 @dataclass(frozen=True, slots=True)
