@@ -81,6 +81,7 @@ class VllmLauncher(Launcher):
             "distributed_executor_backend": "auto",
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": 832,
+            "mm_processor_cache_gb": 0,
             "generation_config": "vllm",
         },
         "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
