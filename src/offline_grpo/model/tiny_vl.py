@@ -42,10 +42,7 @@ class TinyVisionModel(TinyModel):
         return tokenizer
 
     def _reader(self, tokenizer: PreTrainedTokenizerFast) -> Any:
-        size = {"longest_edge": self.picture_size}
-        pixels = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
-        template: Any = tokenizer.chat_template
-        return Idefics3Processor(pixels, tokenizer, image_seq_len=1, chat_template=template)
+        return make_processor(tokenizer, self.picture_size, tokens_per_picture=1)
 
     def _model(self, tokenizer: PreTrainedTokenizerFast) -> Any:
         tower = {
@@ -69,3 +66,12 @@ class TinyVisionModel(TinyModel):
                 **special_ids(tokenizer),
             )
         )
+
+
+def make_processor(tokenizer: Any, picture_size: int, *, tokens_per_picture: int) -> Idefics3Processor:
+    """Brings each picture to one size; the tokenizer gets the tokens that it lacks."""
+    tokenizer.add_special_tokens({"additional_special_tokens": [*IMAGE_TOKENS]})
+    size = {"longest_edge": picture_size}
+    pixels = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+    own = {"image_seq_len": tokens_per_picture, "chat_template": tokenizer.chat_template}
+    return Idefics3Processor(pixels, tokenizer, **own)
