@@ -103,12 +103,7 @@ def test_an_environment_shows_pictures(place: Path, tmp_path: Path) -> None:
     ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     episodes = ("task=environment", "task.environment=seeing:Camera", "task.image_field=shot")
-    limits = (
-        "task.max_turns=3",
-        "task.max_environment_tokens=200",
-        "task.max_turn_tokens=4",
-        "generation.max_new_tokens=12",
-    )
+    limits = ("task.max_environment_tokens=200", "generation.stop=[a,e,i,o,u,t,n,A,E,I,O,U,T,N]")
     folder = run(place, tmp_path / "run", *limits, task=(*episodes, f"task.path={tmp_path}/rows.parquet"))
     assert metrics_of(folder)["train_iter_001.json"]["alignment/diff_abs_mean"] < 1e-5
     shard = Shard(folder / "rollouts/iter_001.parquet")

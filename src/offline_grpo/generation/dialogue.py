@@ -192,7 +192,7 @@ class Dialogue:
                 turns.setdefault(ask, Turn(start, end, ask.reward))
         token_ids = token_ids or [*self.first_ids]
         is_sampled, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [0] * len(token_ids)
-        alternatives: list[tuple[int, ...]] = [()] * len(token_ids)
+        alternatives: list[Sequence[int]] = [()] * len(token_ids)
         for ask, turn in turns.items():
             assert ask.completion is not None
             own = slice(turn.start, turn.end)

@@ -20,8 +20,7 @@ from torch.nn.functional import pad
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.model.layers import is_composite
-from offline_grpo.model.text import Encoded
-from offline_grpo.types import Picture
+from offline_grpo.types import Encoded, Picture
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values of photographs whose width is the height of what the camera saw."""
@@ -155,7 +154,12 @@ def vision_of(model_id: str, config: Any, *, trust_remote_code: bool = False) ->
     require(config.model_type in FAMILIES, "model.train_id", model_id, fault)
     try:
         processor = transformers.AutoProcessor.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except ImportError as error:
+        fix = "install what it needs, in this repository by uv sync --extra images"
+        raise ConfigError(
+            f"model.train_id={model_id}: its processor cannot be made ({reason_of(error)}); {fix}"
+        ) from error
+    except (OSError, ValueError) as error:
         fix = "copy the files of its processor (preprocessor_config.json, processor_config.json) beside the model"
         raise ConfigError(f"model.train_id={model_id}: has no processor ({reason_of(error)}); {fix}") from error
     model_class: Any = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.model.tool_calls import READERS, Reader, arguments_of
 from offline_grpo.types import (
     Call,
     Completion,
+    Encoded,
     FinishReason,
     Message,
     Picture,
@@ -48,13 +49,6 @@ PROBE_CALL = Call("000000000", "probe", {"text": 'a "b" c', "count": 3})
 THINKING_ENDS = "</think>"
 OURS = ("messages", "add_generation_prompt")
 """Arguments of a chat template that are no setting."""
-
-
-class Encoded(NamedTuple):
-    """A prompt in tokens."""
-
-    ids: list[int]  # with as many tokens in the place of a picture as the model computes of it
-    unexpanded_ids: list[int]  # with one placeholder in the place of a picture; empty without pictures
 
 
 @dataclass(eq=False)
