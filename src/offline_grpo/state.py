@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # which import torch, or transformers
     from offline_grpo.checkpoint.checkpointer import Checkpointer
     from offline_grpo.engine.server_engine import ServerEngine
     from offline_grpo.eval.evaluator import PassAtKEvaluator
+    from offline_grpo.model.pictures import Vision
     from offline_grpo.model.policy import Policy
     from offline_grpo.model.text import TokenizerCodec
     from offline_grpo.placement.devices import Devices
@@ -50,6 +51,7 @@ class Run:
     model_id: str = field(init=False)  # a folder or Hub id
     servers: list[ServerEngine] = field(default_factory=list, init=False)  # that training samples from
     # Once servers have taken their memory.
+    vision: Vision | None = field(init=False)  # what the model sees pictures with; None where no problem has one
     prompt_tokens: tuple[int, int] = field(init=False)  # of the shortest and the longest prompt
     recompute: float = field(init=False)  # share of the blocks whose activations are computed again
     policy: Policy = field(init=False)

@@ -27,6 +27,18 @@ of parts, `{"type": "text", "text": "..."}` and `{"type": "image"}`; the picture
 """
 
 
+def text_of(message: Message) -> str:
+    """What a message says in words, without its pictures."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def num_pictures(message: Message) -> int:
+    """How many places for pictures a message has."""
+    content = message.get("content")
+    return sum(part["type"] == "image" for part in content) if isinstance(content, (list, tuple)) else 0
+
+
 class Split(StrEnum):
     """Which problems of a task: those trained on, or those held out."""
 

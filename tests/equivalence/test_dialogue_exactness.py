@@ -158,7 +158,7 @@ def recorded(rollouts: list[Rollout]) -> list[Rollout]:
     table = pq.read_table(
         pa.BufferReader(parquet(table_of("train", [RolloutGroup(None, tuple(rollouts))], None, 0), {}))
     )
-    [group] = groups_of(table, group_rows(table).values())
+    [group] = groups_of(table, group_rows(table).values(), {}.__getitem__)
     pairs = zip(group.rollouts, rollouts, strict=True)
     return [replace(r, logprobs=o.logprobs, text=o.text, conversation=o.conversation) for r, o in pairs]
 

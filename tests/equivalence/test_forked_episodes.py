@@ -289,7 +289,7 @@ def test_advantages_and_penalties_count_episodes() -> None:
 def test_an_episode_is_read_again_as_it_was_recorded() -> None:
     groups = [RolloutGroup(None, tuple(episode.rollout for episode in group)) for group in played(filtered=False)]
     table = pq.read_table(pa.BufferReader(parquet(table_of("train", groups, None, 0), {})))
-    assert groups_of(table, group_rows(table).values()) == groups
+    assert groups_of(table, group_rows(table).values(), {}.__getitem__) == groups
 
 
 def test_atropos_gets_each_sequence_as_one_of_its_own() -> None:

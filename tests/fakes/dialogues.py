@@ -24,7 +24,7 @@ from offline_grpo.engine.streaming import Streaming
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.generation.scoring import IsolatedTask, Scorers
 from offline_grpo.model import text
-from offline_grpo.model.text import TokenizerCodec
+from offline_grpo.model.text import Encoded, TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.task.environment import EpisodeTask
 from offline_grpo.task.rows import Row
@@ -264,8 +264,8 @@ def isolated(make: Callable[[], Any], printed: Path | None = None, **settings: A
 class Digits:
     """A codec of one prompt, whose texts are the token ids."""
 
-    def encode(self, messages: Any, tools: Any = ()) -> list[int]:
-        return [1]
+    def encode_with(self, messages: Any, pictures: Any, tools: Any = ()) -> Encoded:
+        return Encoded([1], [])
 
     def judged(self, token_ids: Sequence[int], sampling: Any) -> str:
         return "".join(map(str, token_ids))

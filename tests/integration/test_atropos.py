@@ -42,7 +42,7 @@ def spans(rollout):
 def recorded(folder):
     """All rollouts that a run has trained on."""
     tables = map(pq.read_table, sorted((folder / "rollouts").glob("iter_*.parquet")))
-    groups = (group for table in tables for group in groups_of(table, group_rows(table).values()))
+    groups = (group for table in tables for group in groups_of(table, group_rows(table).values(), {}.__getitem__))
     return [rollout for group in groups for rollout in group.rollouts]
 
 

@@ -207,7 +207,7 @@ def test_all_of_them_in_one_run_that_reaches_no_other_machine(servers: list[str]
 
     table = pq.read_table(run / "rollouts" / "iter_000.parquet")
     found: dict[str, list[tuple[Problem, Rollout]]] = {name: [] for name in kinds}
-    for group in groups_of(table, group_rows(table).values()):
+    for group in groups_of(table, group_rows(table).values(), {}.__getitem__):
         assert group.problem is not None
         found[group.problem.task] += [(group.problem, rollout) for rollout in group.rollouts]
     assert {name: len(each) for name, each in found.items()} == dict.fromkeys(kinds, 4)

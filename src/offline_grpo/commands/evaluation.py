@@ -40,11 +40,12 @@ from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.logger.samples import FirstLook
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import generation_config_of, read_model_config
+from offline_grpo.model.pictures import vision_of
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.runs import read_yaml
 from offline_grpo.report.tables import evaluation_lines
 from offline_grpo.settings import RunConfig
-from offline_grpo.start.prompts import check_episodes, codec_of, without_long
+from offline_grpo.start.prompts import check_episodes, codec_of, have_pictures, without_long
 from offline_grpo.train.metrics import score_metrics
 from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
 
@@ -233,19 +234,22 @@ def evaluate(
             # What samples from this model: this process, or a server that is started with it.
             with progress.phase(f"load {letter}"):
                 tokenizer = source.tokenizer(config.model.chat_template)
-                codec = codec_of(config, tokenizer, generation_config_of(source.weights))
+                trust: Any = {"trust_remote_code": source.trust_remote_code}
+                model_config = read_model_config(source.weights, "MODEL", **trust)
+                has_pictures = any(have_pictures(each.problems) for each in sets)
+                vision = vision_of(source.weights, model_config, **trust) if has_pictures else None
+                codec = codec_of(config, tokenizer, generation_config_of(source.weights), vision)
                 runtime: dict[str, Any] = {"tokenizer": tokenizer, "eos_ids": codec.end_ids, "vocab_size": None}
+                runtime |= {"vision": vision, "banned_ids": () if vision is None else vision.stand_ins}
                 place = source.weights
                 if spec.needs_server:
                     if source.adapter is not None:
                         place = str(of_model.enter_context(OwnFolder(out, ".merged_")) / "model")
                         export_model(source, Path(place), merge=True, dtype=None, card="")
-                    how: Any = {"trust_remote_code": source.trust_remote_code}
-                    model_config = read_model_config(source.weights, "MODEL", **how)
                     runtime["vocab_size"] = model_config.get_text_config().vocab_size
                 else:
                     dtype = source.trained_dtype or torch_dtype(config.train.precision)
-                    how = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
+                    how: Any = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
                     runtime["model"] = source.load(device=resolve_device(config.model.device), **how)
                 engine = spec.engine(sampling=sets[0].sampling, is_corrected=True, log_dir=out, **runtime)
                 of_model.callback(engine.stop)

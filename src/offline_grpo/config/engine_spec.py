@@ -21,7 +21,8 @@ from offline_grpo.settings import RunConfig, check_url
 from offline_grpo.types import SamplingParams
 
 OF_SERVER = ("base_url", "api_key", "url_key", "launcher", "number", "log_dir", "log_numbers", "gpus", "room")
-CLIENT_RUNTIME = ("model", "tokenizer", "eos_ids", "vocab_size", "sampling", "is_corrected", *OF_SERVER)
+OF_MODEL = ("model", "tokenizer", "eos_ids", "vocab_size", "vision", "banned_ids", "sampling", "is_corrected")
+CLIENT_RUNTIME = (*OF_MODEL, *OF_SERVER)
 """What an engine's constructor may ask for beside its settings: what exists once the model is loaded, and its server's
 place. See `ServerEngine`."""
 OF_SAMPLING = ("allow_truncated_sampling", *SamplingParams.__dataclass_fields__)

@@ -205,7 +205,8 @@ class ServerEngine(Streaming, Engine):
         batch_size: requests in flight; each asks for all completions of one prompt.
         timeout_s: for one request, from sending it to the last byte of its answer.
         max_retries: further attempts of a request; the pauses between them double, from half a second to at most ten.
-        eos_ids: tokens that end a completion. These four are known once the model is loaded.
+        eos_ids: tokens that end a completion. These five are known once the model is loaded.
+        banned_ids: tokens that are never sampled, with pictures those in whose place their features come.
         vocab_size: ids that the trained model can embed and score; a completion with another one is refused.
         sampling: how the run draws; a proof of the weights uses the same temperature.
         is_corrected: training allows for other probabilities than the trainer's, such as those of quantised weights.
@@ -236,6 +237,7 @@ class ServerEngine(Streaming, Engine):
         timeout_s: float,
         max_retries: int,
         eos_ids: Sequence[int] = (),
+        banned_ids: Sequence[int] = (),
         vocab_size: int = 0,
         sampling: SamplingParams = SamplingParams(1),  # noqa: B008 - it is frozen
         is_corrected: bool = True,
@@ -249,7 +251,7 @@ class ServerEngine(Streaming, Engine):
         gpus: Sequence[int] | None = None,
         room: Room | None = None,
     ) -> None:
-        self.timeout_s, self.max_retries = timeout_s, max_retries
+        self.timeout_s, self.max_retries, self.banned_ids = timeout_s, max_retries, banned_ids
         self.eos_ids, self.vocab_size, self.sampling, self.is_corrected = eos_ids, vocab_size, sampling, is_corrected
         self.url_key, self.launcher, self.log_dir, self.number, self.gpus = url_key, launcher, log_dir, number, gpus
         self._log_numbers, self._room, self.api_key = log_numbers or count(), room, api_key
@@ -494,9 +496,9 @@ class ServerEngine(Streaming, Engine):
         quantization = None if self.is_corrected else self.describe().get("quantization")
         fix = f"{self.base_url} has {quantization} weights, so other probabilities; use token_truncate"
         require(quantization is None, "train.loss.importance_correction", "none", fix)
-        if self.sampling.is_filtered:
+        if self.sampling.is_filtered or self.banned_ids:
             mode = self.describe().get("logprobs_mode")
-            fix = "top_p, top_k, min_p and penalties need processed_logprobs; start the server so"
+            fix = "top_p, top_k, min_p, penalties and pictures need processed_logprobs; start the server so"
             key = "engine.args.logprobs_mode" if self.is_managed else f"logprobs_mode of {self.url_key}"
             require(mode in (None, "processed_logprobs"), key, mode, fix)
         if self.sampling.needs_alternatives:

@@ -8,11 +8,12 @@ import asyncio
 import logging
 import os
 import sys
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from offline_grpo.engine.engine import ServedBits
 from offline_grpo.engine.http import TIMEOUT_S, NotFound, Refused, read
 from offline_grpo.engine.server_engine import LOWEST_LOGPROB, Choice, Launcher, ServerEngine, flags, num_told
 from offline_grpo.engine.spawn import usable_cores
-from offline_grpo.errors import EngineDied, require
+from offline_grpo.errors import EngineDied, EngineError, require
 from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
 
 log = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class VllmEngine(ServerEngine):
 
     name: ClassVar[str] = "vLLM"
     tells_alternatives: ClassVar[bool] = True
+    shows_pictures: ClassVar[bool] = True
     path = TOKENS
     oldest, newest = (0, 25), (0, 33)
     pause_modes: ClassVar[tuple[str, ...]] = ("keep", "keep_cache", "wait", "abort")
@@ -236,10 +238,12 @@ class VllmEngine(ServerEngine):
         """vLLM draws completion j of a request with its seed + j, and refuses n > 1 at temperature 0. What filters have
         left are the tokens with finite logprobs, `top_k` of them and those as probable as the last.
         """
-        prompt, needs_sets = list(request.prompt_ids), sampling.needs_alternatives
+        prompt, needs_sets = list(request.unexpanded_ids or request.prompt_ids), sampling.needs_alternatives
         stock = {"prompt": prompt, "logprobs": min(num_told(sampling.top_k), self.vocab_size) if needs_sets else 0}
         stock |= {"return_token_ids": True} | ({"return_tokens_as_token_ids": True} if needs_sets else {})
-        own = {"prompt": {"prompt_token_ids": prompt}, "urgent": request.is_urgent}
+        images = {"images": [b64encode(each.data).decode() for each in request.pictures]} if request.pictures else {}
+        own = {"prompt": {"prompt_token_ids": prompt, **images}, "urgent": request.is_urgent}
+        own |= {"banned_ids": [*self.banned_ids]} if self.banned_ids else {}
         own |= {"alternatives": True} if needs_sets else {}
         return {
             **(own if self.path == TOKENS else stock),
@@ -263,8 +267,13 @@ class VllmEngine(ServerEngine):
             if words[0].startswith("token_id:"):  # as `body` asks where it needs sets
                 tops = [choice["logprobs"]["top_logprobs"] for choice in choices]
                 found = [each._replace(alternatives=_beside(each, top)) for each, top in zip(found, tops, strict=True)]
-        if prompt_ids != list(request.prompt_ids):
-            raise ValueError("the prompt came back changed")
+        if prompt_ids != (ours := list(request.prompt_ids)):
+            if not request.pictures:
+                raise ValueError("the prompt came back changed")
+            at = sum(takewhile(bool, map(eq, ours, prompt_ids)))
+            has = f"the prompt has {len(prompt_ids)} tokens there, {len(ours)} in the trainer, and others from {at} on"
+            fix = "start the server from the folder of the model, and with no other settings of its processor"
+            raise EngineError(f"{self.base_url}: {has}; {fix}")
         return found
 
     async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
@@ -283,6 +292,11 @@ class VllmEngine(ServerEngine):
             # It may have no endpoint of ours.
             if path == STOCK or not isinstance(refusal, NotFound):
                 raise
+            if request.pictures or self.banned_ids:
+                fix = "start it by a run, or by python -m offline_grpo.engine.serve"
+                raise EngineError(
+                    f"{self.base_url}: the server has no POST {TOKENS}, which takes pictures; {fix}"
+                ) from None
             if self.path == TOKENS:  # else another request was told so
                 log.info("%s has no POST %s; it is asked at %s, slower", self.base_url, TOKENS, STOCK)
                 self.path = STOCK

@@ -43,18 +43,29 @@ def sample_groups(
             yield from ((chosen[number], group) for number, group in own)
         return
 
-    prompts = [tuple(codec.encode(problem.messages, problem.tools)) for problem, _ in draws]
-    requests = (SamplingRequest(prompt, group_size, seed) for prompt, (_, seed) in zip(prompts, draws, strict=True))
+    prompts = [codec.encode_with(problem.messages, problem.pictures, problem.tools) for problem, _ in draws]
+    requests = (
+        SamplingRequest(
+            tuple(prompt.ids),
+            group_size,
+            seed,
+            pictures=problem.pictures,
+            unexpanded_ids=tuple(prompt.unexpanded_ids),
+        )
+        for prompt, (problem, seed) in zip(prompts, draws, strict=True)
+    )
     num_done, num_asked = 0, len(draws) * group_size
     progress.report(num_done, num_asked, "completions")
     waiting: list[tuple[int, list[Completion], list[str], Judgement]] = []
 
     def group(index: int, completions: list[Completion], texts: list[str], judgement: Judgement) -> RolloutGroup:
+        problem, _ = draws[index]
+        how: Any = {"temperature": sampling.temperature, "pictures": problem.pictures}
         rollouts = (
-            Rollout.of_one_turn(prompts[index], completion, temperature=sampling.temperature, text=text, score=score)
+            Rollout.of_one_turn(prompts[index].ids, completion, text=text, score=score, **how)
             for completion, text, score in zip(completions, texts, judgement.scores(), strict=True)
         )
-        return RolloutGroup(draws[index][0], tuple(rollouts))
+        return RolloutGroup(problem, tuple(rollouts))
 
     came_s = time.perf_counter()
     try:

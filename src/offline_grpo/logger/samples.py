@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ Decode = Callable[[Sequence[int]], str]
 
 POLICY = "policy"
 _NUMBER = Range("a number, 0 for none, or all", lambda n: n == "all" or (isinstance(n, int) and n >= 0))
+_SAME = re.compile(r"(<[^<>\s]+>)\1{3,}")
 _SHOWN_CHARS = 400
 _WIDTH = 76
 
@@ -121,6 +123,7 @@ def record(
         "finish_reason": rollout.finish_reason,
         "num_tokens": rollout.num_sampled,
         "version": next(compress(rollout.versions, rollout.is_sampled), -1),
+        "images": list(dict.fromkeys(picture.key for own in rollout.pictures for picture in own)),
     }
 
 
@@ -148,6 +151,8 @@ def rendered(rollout: Rollout, messages: Sequence[Message], decode: Decode | Non
         for is_sampled, run in groupby(rollout.is_sampled[first:last]):
             end = start + len(list(run))
             text = text_from(decode, rollout.token_ids[first:end], start - first)
+            if rollout.pictures:  # of whose many tokens one is shown, and their number
+                text = _SAME.sub(lambda same: f"{same[1]} x {len(same[0]) // len(same[1])}", text)
             if is_sampled:
                 who = POLICY
             elif start == first:
@@ -188,6 +193,8 @@ def print_sample(console: Console, sample: Mapping[str, Any], *, full: bool = Fa
         for place, (who, text) in enumerate(sample["rendered"])
     ]
     answer = [("answer", Text(visible(sample["answer"], full=full)))] if sample["answer"] else []
+    if sample["images"]:
+        answer.insert(0, ("images", Text(", ".join(f"{name[:12]}..." for name in sample["images"]), "dim")))
     verdict = ("correct" if sample["is_correct"] else "wrong", Text("  ".join(facts), "bold"))
     print_rows(console, [*([*texts[:start], *answer] if has_prompt else []), verdict, *texts[start:]])
 

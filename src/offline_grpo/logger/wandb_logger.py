@@ -18,7 +18,7 @@ from offline_grpo.logger.atropos import SECTIONS, Benchmark, Names, mode_of, ren
 from offline_grpo.logger.samples import Advantages, chosen
 from offline_grpo.redaction import redacted, redacted_text
 from offline_grpo.settings import Group, Range, one_of
-from offline_grpo.types import Metrics, RolloutGroup
+from offline_grpo.types import Metrics, RolloutGroup, text_of
 
 STEP_METRIC = "iteration"
 HIGHEST = ("eval/pass@1", "eval/reward_mean_all", "train/reward_mean", "train/success_rate")
@@ -108,7 +108,7 @@ class WandbLogger(RunListener, Group):
 
         table = wandb.Table(columns=["prompt", "completion", "answer", "reward", "is_correct", "problem_id"])
         for sample in chosen(groups, advantages, self.samples):
-            asked = sample["prompt"][-1]["content"] if sample["prompt"] else ""
+            asked = text_of(sample["prompt"][-1]) if sample["prompt"] else ""
             texts = (utf8(text) for text in (asked, sample["completion"], sample["answer"] or ""))
             table.add_data(*texts, sample["reward"], sample["is_correct"], sample["problem_id"])
         self._run.log({STEP_METRIC: completed_iterations(name, iteration), "eval/samples": table})

@@ -184,6 +184,10 @@ def load_frozen(
         is_like_policy = type(model) is type(policy.causal_lm) and device.type == policy.device.type
         settle_layout(frozen, scoring.layout if is_like_policy else layout, device, key=key)
         settle_compile(frozen, config.compile, device, key=key)
+    same = type(model) is type(policy.causal_lm)
+    fix = "reads no pictures as the model to train does; take one of the same kind"
+    require(scoring.vision is None or same, key, model_id, fix)
+    frozen.vision = scoring.vision
     return frozen
 
 

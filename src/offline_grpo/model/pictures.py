@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from io import BytesIO
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 import transformers
@@ -18,28 +20,24 @@ from torch.nn.functional import pad
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.model.layers import is_composite
+from offline_grpo.model.text import Encoded
 from offline_grpo.types import Picture
 
-FAMILIES = frozenset(
-    "gemma3 gemma4 glm4v idefics3 internvl lfm2_vl llava llava_next mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe "
-    "qwen3_vl qwen3_vl_moe smolvlm".split()
+FAMILIES = (
+    *("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_vl"),
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "smolvlm"),
 )
-"""Their `model_type`. Of each a test shows that a batch with pictures has the logprobs and gradients of one sequence at
-a time. It fails for LLaVA-OneVision, which sees a picture less sharply beside a second one.
+"""By their `model_type`. A test shows of each that a batch with pictures has the logprobs and gradients of one sequence
+at a time. It fails for LLaVA-OneVision, which sees a picture less sharply beside another one.
 """
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
+"""The EXIF tag, and its values of photographs whose width is the height of what the camera saw."""
 NUM_KEPT = 128
 """Pictures whose tensors stay in memory: the rows of a group, and the passes over a batch, look at the same ones."""
 STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
 """Of composites: tokens in whose place features of a tower come."""
 NEVER = -1e4
 """The logit of what is never sampled: finite, so that it times its probability, 0, is 0."""
-
-
-class Encoded(NamedTuple):
-    """A text with pictures, in tokens."""
-
-    ids: list[int]  # with as many tokens in the place of a picture as the model computes of it
-    unexpanded_ids: list[int]  # with one placeholder in the place of a picture
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +50,7 @@ class Vision:
     """Tokens in whose place features come. They are never sampled, because no picture would belong to them: neither the
     sampler nor the trainer has them in its softmax.
     """
+    _texts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @property
     def placeholder(self) -> str:
@@ -61,20 +60,29 @@ class Vision:
     @cached_property
     def marks(self) -> re.Pattern[str]:
         """Texts of which the processor makes pictures, films or sounds; in what somebody says they are text."""
-        return re.compile("|".join(map(re.escape, {self.placeholder, *self.processor.all_special_multimodal_tokens})))
+        own = self.processor.tokenizer.convert_ids_to_tokens(self.stand_ins)
+        known = {self.placeholder, *own, *self.processor.all_special_multimodal_tokens}
+        return re.compile("|".join(map(re.escape, known)))
 
-    def encode(self, text: str, pictures: tuple[Picture, ...]) -> Encoded:
+    def encode(self, text: str, pictures: Sequence[Picture]) -> Encoded:
         """The tokens of a text that a chat template wrote. Raises RequestError unless it has a place for each picture,
         or if one of them is no image.
         """
-        unexpanded = self.processor.tokenizer.encode(text, add_special_tokens=False)
-        if (found := text.count(self.placeholder)) != len(pictures):
-            raise RequestError(f"the chat template writes {found} of {len(pictures)} pictures")
-        if not pictures:
-            return Encoded(unexpanded, [])
-        images = [[opened(picture) for picture in pictures]]
-        ids = self.processor(text=[text], images=images, add_special_tokens=False)["input_ids"][0]
-        return Encoded([*map(int, ids)], unexpanded)  # Pixtral's are tensors
+        tokenizer, pieces = self.processor.tokenizer, text.split(self.placeholder)
+        if len(pieces) != len(pictures) + 1:
+            raise RequestError(f"the model's chat template writes {len(pieces) - 1} of {len(pictures)} pictures")
+        texts = map(self._expanded, map(size_of, pictures))
+        whole = pieces[0] + "".join(chain.from_iterable(zip(texts, pieces[1:], strict=True)))
+        unexpanded = tokenizer.encode(text, add_special_tokens=False) if pictures else []
+        return Encoded(tokenizer.encode(whole, add_special_tokens=False), unexpanded)
+
+    def _expanded(self, size: tuple[int, int]) -> str:
+        """What the processor writes in the place of a picture of this width and height: its pixels change nothing."""
+        if size not in self._texts:
+            blank = [[Image.new("RGB", size)]]
+            ids = self.processor(text=[self.placeholder], images=blank, add_special_tokens=False)["input_ids"][0]
+            self._texts[size] = self.processor.tokenizer.decode(ids, skip_special_tokens=False)
+        return self._texts[size]
 
     def forward(self, lm: Any, pictures: Sequence[Picture], input_ids: Tensor, **how: Any) -> Any:
         """The output of the model below the head for rows of tokens [S, L] and all their pictures, in this order."""
@@ -94,6 +102,14 @@ class Vision:
         bias = weight.new_zeros(len(weight))
         bias[[*self.stand_ins]] = NEVER
         return bias
+
+
+def size_of(picture: Picture) -> tuple[int, int]:
+    """Width and height in pixels, upright. Raises RequestError for what is no image."""
+    with _as_request(picture):
+        image = Image.open(BytesIO(picture.data))
+        is_turned = image.getexif().get(ORIENTATION, 1) in TURNED
+        return (image.height, image.width) if is_turned else image.size
 
 
 @lru_cache(maxsize=NUM_KEPT)
@@ -117,13 +133,20 @@ def _padded(part: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def opened(picture: Picture) -> Image.Image:
     """The pixels, upright and in RGB; what is transparent is white. Raises RequestError for what is no image."""
-    try:
+    with _as_request(picture):
         image = ImageOps.exif_transpose(Image.open(BytesIO(picture.data)))
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return image.convert("RGB")
+
+
+@contextmanager
+def _as_request(picture: Picture) -> Iterator[None]:
+    """What PIL raises, as RequestError."""
+    try:
+        yield
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise RequestError(f"a picture of {len(picture.data)} bytes is no image ({reason_of(error)})") from error
+        raise RequestError(f"a picture of {len(picture.data):,} bytes is no image ({reason_of(error)})") from error
 
 
 def vision_of(model_id: str, config: Any, *, trust_remote_code: bool = False) -> Vision | None:

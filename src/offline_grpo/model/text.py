@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.model.tool_calls import READERS, Reader, arguments_of
-from offline_grpo.types import Call, Completion, FinishReason, Message, Reply, SamplingParams, Schema
+from offline_grpo.types import Call, Completion, FinishReason, Message, Picture, Reply, SamplingParams, Schema
 
 if TYPE_CHECKING:  # see types.py
     from transformers import GenerationConfig
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from offline_grpo.model.pictures import Vision
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,13 @@ OURS = ("messages", "add_generation_prompt")
 """Arguments of a chat template that are no setting."""
 
 
+class Encoded(NamedTuple):
+    """A prompt in tokens."""
+
+    ids: list[int]  # with as many tokens in the place of a picture as the model computes of it
+    unexpanded_ids: list[int]  # with one placeholder in the place of a picture; empty without pictures
+
+
 @dataclass(eq=False)
 class TokenizerCodec:
     """Between text and tokens, for one model."""
@@ -46,6 +55,7 @@ class TokenizerCodec:
     end_ids: Collection[int] = ()  # tokens that end a completion, which no text shows
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # such as `enable_thinking`
     assistant_prefix: str = ""  # begins every answer: the end of each prompt, and the beginning of each judged text
+    vision: Vision | None = None  # of a model that gets pictures
 
     def __post_init__(self) -> None:
         key, given = "model.chat_template_kwargs", self.chat_template_kwargs
@@ -61,14 +71,24 @@ class TokenizerCodec:
         """Prompt token ids of a conversation, and of what begins the answer (`task.assistant_prefix`); without a chat
         template, of the contents, line by line. Raises ConfigError if the template refuses it.
         """
+        return self.encode_with(messages, (), tools).ids
+
+    def encode_with(
+        self, messages: Sequence[Message], pictures: Sequence[Picture], tools: Sequence[Schema] = ()
+    ) -> Encoded:
+        """The same of a conversation with pictures, those of its parts in their order."""
+        if pictures and self.vision is None:
+            raise ConfigError("model.train_id: reads no pictures, and the problem has some; choose a model that does")
         try:
             has_calls = any(message.get("tool_calls") for message in messages)
             text = self.rendered(self.chat.in_form(messages) if has_calls else messages, tools)
+            if self.vision is not None:
+                return self.vision.encode(text, pictures)
         except RequestError as error:
             fix = "take another template (model.chat_template=FILE)"
             fix = f"set task.system_prompt=null, or {fix}" if messages[0]["role"] == "system" else fix
             raise ConfigError(f"{error}; {fix}") from error
-        return self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None)
+        return Encoded(self.tokenizer.encode(text, add_special_tokens=self.tokenizer.chat_template is None), [])
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -77,6 +97,8 @@ class TokenizerCodec:
 
     def rendered(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
         """The text that `encode` makes tokens of. Raises RequestError if the chat template refuses it."""
+        if self.vision is not None:
+            messages, tools = as_text([messages, tools], self.vision.marks)
         if self.tokenizer.chat_template is None:
             return "\n".join(str(message["content"]) for message in messages) + self.assistant_prefix
         return self.apply(messages, tools) + self.assistant_prefix
@@ -93,7 +115,8 @@ class TokenizerCodec:
         """
         conversation: list[Any] = [dict(message) for message in messages]
         if self._takes_parts if as_parts is None else as_parts:
-            parts = ([{"type": "text", "text": each["content"] or ""}] for each in conversation)
+            contents = (each["content"] or "" for each in conversation)
+            parts = (own if isinstance(own, list) else [{"type": "text", "text": own}] for own in contents)
             conversation = [{**each, "content": own} for each, own in zip(conversation, parts, strict=True)]
         given = {**self.chat_template_kwargs, **({"tools": [dict(each) for each in tools]} if tools else {})}
         try:
@@ -303,15 +326,20 @@ class ChatFormat:
         return found
 
     def _safe(self, value: Any) -> Any:
-        """The same with special tokens broken by a space of no width, and without halves of characters: what a tool or
-        a user says is text.
-        """
-        if isinstance(value, str):
-            text = value.encode(errors="replace").decode()
-            return self._special.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
-        if isinstance(value, Mapping):
-            return {self._safe(key): self._safe(each) for key, each in value.items()}
-        return [self._safe(each) for each in value] if isinstance(value, (list, tuple)) else value
+        """The same with special tokens as text, see `as_text`."""
+        return as_text(value, self._special)
+
+
+def as_text(value: Any, special: re.Pattern[str]) -> Any:
+    """The same with special tokens broken by a space of no width, and without halves of characters: what a tool or a
+    user says is text.
+    """
+    if isinstance(value, str):
+        text = value.encode(errors="replace").decode()
+        return special.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
+    if isinstance(value, Mapping):
+        return {as_text(key, special): as_text(each, special) for key, each in value.items()}
+    return [as_text(each, special) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, file: str | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +15,7 @@ import numpy as np
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger.samples import record
 from offline_grpo.report.runs import Run
+from offline_grpo.types import Picture
 
 if TYPE_CHECKING:
     from offline_grpo.rollouts.store import Shard
@@ -42,7 +45,7 @@ Solved = Mapping[tuple[str, ...], Tried]
 
 def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The best and the worst completion of some groups of some iterations, evenly over the runs and their length."""
-    from offline_grpo.rollouts.rows import group_rows, groups_of  # pyarrow
+    from offline_grpo.rollouts.rows import group_rows  # pyarrow
 
     budget = max(MAX_SAMPLES // len(runs), 4)
     num_groups = 4 if budget >= 100 else 1
@@ -57,11 +60,12 @@ def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 # Both ends of the group; without a reward a completion is the worst.
                 order = sorted(members, key=lambda row: inf if rewards[row] is None else -rewards[row])
                 rows = list(dict.fromkeys((order[0], order[-1])))
-                [group] = groups_of(table, [rows])
+                [group] = shard.groups(table, [rows])
                 for rollout, row in zip(group.rollouts, rows, strict=True):
                     sample = record(group, rollout, advantages[row], decode)
                     facts = {name: sample[name] for name in FACTS} | {"run": run.name}
                     facts |= {"iteration": table["iteration"][row].as_py() + 1}
+                    facts |= {"images": [_small(shard.picture(name)) for name in sample["images"]]}
                     # The two ends of each text that is long; the many of a long episode are together as long as a few.
                     longest, texts = max(MAX_CHARS // len(sample["rendered"]), MIN_CHARS), []
                     for who, text in sample["rendered"]:
@@ -70,6 +74,16 @@ def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
                         texts.append((who, text if left_out <= 0 else ends))
                     found.append(facts | {"rendered": texts})
     return found
+
+
+def _small(picture: Picture) -> str:
+    """The picture for a page, as a URL of its own, with at most 200 pixels in each direction."""
+    from PIL import Image
+
+    image, file = Image.open(BytesIO(picture.data)).convert("RGB"), BytesIO()
+    image.thumbnail((200, 200))
+    image.save(file, "WEBP", quality=85)
+    return f"data:image/webp;base64,{b64encode(file.getvalue()).decode()}"
 
 
 def highest_reward(folder: Path) -> float | None:
@@ -135,7 +149,7 @@ def solved(run: Run) -> Solved:
 
 
 def _solved(shard: Shard) -> Solved:
-    names = ["problem_id", "is_correct", "messages", "answer", "fields"]
+    names = ["problem_id", "is_correct", "messages", "answer", "fields", "images"]
     table = shard.table(names)
     rows = zip(*(table[name].to_pylist() for name in names), strict=True)
     return summed([{tuple(map(str, asked)): Tried(str(name or ""), right, 1)} for name, right, *asked in rows])

@@ -25,9 +25,10 @@ from rich.text import Text
 from offline_grpo.disk import require_new, write_whole
 from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader, require
 from offline_grpo.logger import output_console, print_table
-from offline_grpo.logger.samples import Decode, print_sample, record, visible
+from offline_grpo.logger.samples import print_sample, record, visible
 from offline_grpo.rollouts.atropos_groups import NOT_TRAINED
-from offline_grpo.rollouts.rows import NUMBERS, SCHEMA, group_rows, groups_of, plain_rows
+from offline_grpo.rollouts.recorder import write_pictures
+from offline_grpo.rollouts.rows import NUMBERS, SCHEMA, group_rows, plain_rows
 from offline_grpo.rollouts.store import ORIGIN_FILE, Shard, shards_of
 from offline_grpo.types import Rollout, RolloutGroup
 
@@ -68,7 +69,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         raise ConfigError(f"PATH={options.path}: has no rollouts of phase {options.phase} that were asked for")
     if options.command == "show":
         shard, table = first
-        show_groups(output_console(), table, options.groups, full=options.full, decode=shard.decode)
+        show_groups(output_console(), shard, table, options.groups, full=options.full)
     elif options.command == "stats":
         print_stats(output_console(), (table for _, table in chain([first], tables)))
     else:
@@ -96,8 +97,9 @@ def _tables(shards: Sequence[Shard], options: argparse.Namespace) -> Iterator[tu
 _ROWS, _BINS = 20, 5  # of the tables by iteration and by length
 
 
-def show_groups(console: Console, table: pa.Table, count: int, *, full: bool, decode: Decode | None = None) -> None:
+def show_groups(console: Console, shard: Shard, table: pa.Table, count: int, *, full: bool) -> None:
     """Print the first `count` groups, those with differing rewards first; `full`: whole and all completions."""
+    decode = shard.decode
     rewards, advantages = (table[name].to_pylist() for name in ("reward", "advantage"))
     newest = max(table["iteration"].to_pylist())  # a folder of `datasets` has all
     found = [(key, rows) for key, rows in group_rows(table).items() if key[0] == newest]
@@ -105,7 +107,7 @@ def show_groups(console: Console, table: pa.Table, count: int, *, full: bool, de
     for (iteration, phase, number), rows in found[:count]:
         # best first; those without a reward last
         order = sorted(rows, key=lambda row: inf if rewards[row] is None else -rewards[row])
-        [group] = groups_of(table, [order])
+        [group] = shard.groups(table, [order])
         pairs = zip(group.rollouts, order, strict=True)
         samples = [record(group, rollout, advantages[row], decode) for rollout, row in pairs]
         name = "" if group.problem is None else f", problem {visible(group.problem.problem_id)}"
@@ -201,6 +203,9 @@ def export(tables: Iterable[tuple[Shard, pa.Table]], out: Path, kind: str) -> in
         whole = pa.concat_tables(parts).cast(pa.schema(zip(SCHEMA.names, types, strict=True)))
         datasets.disable_progress_bars()
         datasets.Dataset(whole).save_to_disk(out)
+        for shard, table in zip(shards, parts, strict=True):
+            names = {name for row in table["images"].to_pylist() for own in row or () for name in own}
+            write_pictures(out, map(shard.picture, names))
         origins = [shard.origin for shard in shards]
         if origins[0] is not None and len({None if o is None else (o.tokenizer, o.architecture) for o in origins}) == 1:
             write_whole(out / ORIGIN_FILE, json.dumps(asdict(origins[0])))
@@ -212,7 +217,8 @@ def export(tables: Iterable[tuple[Shard, pa.Table]], out: Path, kind: str) -> in
         rows = (row for _, table in tables for row in plain_rows(table))
         lines = (row | {"fields": None if row["fields"] is None else from_json(row["fields"])} for row in rows)
     else:
-        groups = (group.scored() for _, table in tables for group in groups_of(table, group_rows(table).values()))
+        found = (shard.groups(table, group_rows(table).values()) for shard, table in tables)
+        groups = (group.scored() for groups in found for group in groups)
         lines = map(scored_data, filter(None, groups))
     count = 0
     try:
@@ -234,6 +240,8 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
     rollouts = [r for r in whole for _ in r.starts]  # of each sequence
     fix = "Atropos' format cannot say which tokens top_p, top_k or min_p left; export jsonl or datasets"
     require(all(r.alternatives is None for r in whole), "--format", "atropos", fix)
+    fix = "Atropos' trainers get no pictures; export jsonl or datasets"
+    require(not any(r.pictures for r in whole), "--format", "atropos", fix)
 
     def cut(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
         return [list(row[start:end]) for row, r in zip(rows, whole, strict=True) for start, end in r.bounds]

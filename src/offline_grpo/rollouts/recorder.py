@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from offline_grpo.disk import write_whole
 from offline_grpo.interfaces import RunListener
-from offline_grpo.types import Metrics, RolloutGroup
+from offline_grpo.types import Metrics, Picture, RolloutGroup
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-FOLDER = "rollouts"
+FOLDER, IMAGES = "rollouts", "images"
 FORMAT = 1  # increased when files of an older version can no longer be read
 KEY = "offline_grpo"  # of the JSON in a file's metadata
 _LAYERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -89,8 +89,18 @@ class Recorder(RunListener):
         content = parquet(table_of(name, groups, advantages, iteration), metadata)
         folder = self.output_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
+        write_pictures(folder, (p for group in groups for r in group.rollouts for own in r.pictures for p in own))
         suffix = "init" if iteration == -1 else f"iter_{iteration:03d}"
         write_whole(folder / f"{'eval_' if name == 'eval' else ''}{suffix}.parquet", content)
+
+
+def write_pictures(folder: Path, pictures: Iterable[Picture]) -> None:
+    """Each of them once, under its name, into `images/` in the folder."""
+    for picture in {each.key: each for each in pictures}.values():
+        file = folder / IMAGES / picture.key
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            write_whole(file, picture.data)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> str:

@@ -23,7 +23,7 @@ from offline_grpo.interfaces import Source, Task
 from offline_grpo.redaction import flat
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.rollouts.recorder import FOLDER, Origin, json_hash
-from offline_grpo.rollouts.rows import group_rows, groups_of
+from offline_grpo.rollouts.rows import group_rows
 from offline_grpo.rollouts.store import Shard, shards_of
 from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
@@ -73,6 +73,7 @@ class Replay(Source):
     world_size: int
 
     _units: list[list[_Group]] = field(default_factory=list, init=False)  # what an iteration takes one or several of
+    _sound: list[Shard] = field(default_factory=list, init=False)
     _read: Callable[[int], pa.Table] = field(init=False)
     _identity: str = field(default="", init=False)
     _epoch: float = field(default=0.0, init=False)
@@ -112,7 +113,7 @@ class Replay(Source):
             with suppress(ConfigError):  # damaged: `start` says so, or leaves it out
                 table = shard.table()
                 rows = [rows for (_, phase, _), rows in group_rows(table).items() if phase == "train"]
-                groups = groups_of(table, rows[:_RECORDED])
+                groups = shard.groups(table, rows[:_RECORDED])
                 if not config.rollouts["rescore"]:
                     return groups
                 return [group.with_scores([Score.unscored("rescored")] * len(group.rollouts)) for group in groups]
@@ -157,6 +158,7 @@ class Replay(Source):
             raise ConfigError(f"rollouts.path: {about}; replay one after the other")
 
         # 2. An iteration takes a recorded one, or so many groups; a resumed run the same as before.
+        self._sound = sound
         self._read = lru_cache(_CACHED)(lambda index: sound[index].table())
         if self.problems_per_iteration is None:
             self._units = [list(part) for _, part in groupby(groups, lambda group: (group.shard, group.iteration))]
@@ -196,7 +198,7 @@ class Replay(Source):
         # This process's share is read, and refused where the model cannot learn from it; another reward scores it anew.
         found = []
         for each in groups[self.rank :: self.world_size]:
-            [group] = groups_of(self._read(each.shard), [each.rows])
+            [group] = self._sound[each.shard].groups(self._read(each.shard), [each.rows])
             group.check(vocab_size=self.vocab_size, max_tokens=self.context)
             if self.rescore:
                 if group.problem is None:

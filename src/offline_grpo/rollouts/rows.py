@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import nan
 from typing import Any
 
@@ -18,11 +18,12 @@ from pydantic_core import from_json
 
 from offline_grpo.disk import utf8
 from offline_grpo.errors import ConfigError
-from offline_grpo.types import FinishReason, Problem, Rollout, RolloutGroup, Score, Turn
+from offline_grpo.types import FinishReason, Picture, Problem, Rollout, RolloutGroup, Score, Turn, num_pictures
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # `json.dumps` makes one at each call
 _HALVES = re.compile("[\ud800-\udfff]")
 TOKENS, LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
+NAMES = pa.list_(pa.list_(pa.string()))
 NUMBERS = pa.map_(pa.string(), pa.float64())
 _TEXTS = ("role", "content", "reasoning_content", "tool_call_id", "name")
 _JSON = ("tool_calls", "other")  # "other": what else a message has, and what of `_TEXTS` is no text in it
@@ -70,6 +71,8 @@ SCHEMA = pa.schema(
         pa.field("sequence_starts", pa.list_(pa.int32())),  # those after the first, in completion_ids; null: none
         # [C] tokens that the sampler's filters left beside the drawn one; null: the whole vocabulary
         pa.field("alternatives", pa.list_(TOKENS)),
+        # of each sequence, the names of its pictures in `images/`, the SHA-256 of their bytes; null: it has none
+        pa.field("images", NAMES),
     ]
 )
 
@@ -80,11 +83,11 @@ def _leaves(field: pa.Field) -> list[str]:
         return [f"{field.name}.list.element.{name}" for name in (*_TEXTS, *_JSON)]
     if field.type == NUMBERS:
         return [f"{field.name}.key_value.{name}" for name in ("key", "value")]
-    depth = 2 if field.type == pa.list_(TOKENS) else int(pa.types.is_list(field.type))
+    depth = 2 if field.type in (pa.list_(TOKENS), NAMES) else int(pa.types.is_list(field.type))
     return [field.name + ".list.element" * depth]
 
 
-_PER_TOKEN = [field for field in SCHEMA if pa.types.is_list(field.type) and field.type != MESSAGES]
+_PER_TOKEN = [field for field in SCHEMA if pa.types.is_list(field.type) and field.type not in (MESSAGES, NAMES)]
 _REPEATED = [leaf for field in SCHEMA if field not in _PER_TOKEN for leaf in _leaves(field)]
 _NUMBERS = [leaf for field in _PER_TOKEN if field.name != "is_sampled" for leaf in _leaves(field)]
 
@@ -139,6 +142,7 @@ def table_of(
                 "conversation": list(map(_stored, rollout.conversation)) or None,
                 "sequence_starts": [first - start for first in rollout.starts[1:]] or None,
                 "alternatives": None if rollout.alternatives is None else rollout.alternatives[start:],
+                "images": [[picture.key for picture in own] for own in rollout.pictures] or None,
             }
             rows.append(shared | row)
     return pa.Table.from_pylist(rows, schema=SCHEMA)
@@ -211,21 +215,24 @@ def typed_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray 
     return pa.array(values, kind)
 
 
-def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGroup]:
-    """The groups of these rows."""
+def groups_of(table: pa.Table, rows: Iterable[Sequence[int]], picture: Callable[[str], Picture]) -> list[RolloutGroup]:
+    """The groups of these rows; `picture` reads one by its name."""
     rows = [list(row) for row in rows]
     taken = table.take(pa.array([index for row in rows for index in row], pa.int64()))
     plain, groups = iter(plain_rows(taken)), []
     for numbers in rows:
         members = [next(plain) for _ in numbers]
         first, problem, advantages = members[0], None, None
+        pictures = [tuple(tuple(map(picture, own)) for own in row["images"] or ()) for row in members]
         if first["messages"] is not None:
-            fields = from_json(first["fields"])
-            problem = Problem(first["problem_id"], tuple(first["messages"]), first["answer"], fields)
+            fields, messages = from_json(first["fields"]), tuple(first["messages"])
+            asked = sum(map(num_pictures, messages))  # further ones came in an episode
+            own = pictures[0][0][:asked] if asked else ()
+            problem = Problem(first["problem_id"], messages, first["answer"], fields, pictures=own)
         if all(row["advantages"] is not None for row in members):
             advantages = tuple((0.0,) * len(row["prompt_ids"]) + tuple(row["advantages"]) for row in members)
         rollouts = []
-        for row in members:
+        for row, images in zip(members, pictures, strict=True):
             prompt, completion = row["prompt_ids"], row["completion_ids"]
             blank, length = len(prompt), len(completion)
             is_sampled = tuple(row["is_sampled"] or (True,) * length)
@@ -259,6 +266,7 @@ def groups_of(table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGro
                 conversation=tuple(row["conversation"] or ()),
                 starts=(0, *(blank + first for first in row["sequence_starts"] or ())),
                 alternatives=None if (sets := row["alternatives"]) is None else ((),) * blank + tuple(map(tuple, sets)),
+                pictures=images,
             )
             rollouts.append(rollout)
         groups.append(RolloutGroup(problem, tuple(rollouts), advantages))

@@ -1,15 +1,15 @@
 """The store of a run's rollouts: `rollouts/` in its folder, a Parquet file for each iteration (`iter_000.parquet`) and
-evaluation (`eval_init.parquet`), which `recorder.py` writes. This module finds and reads them, and folders of
-`datasets`.
+evaluation (`eval_init.parquet`), and `images/` with the pictures of their prompts, which `recorder.py` writes. This
+module finds and reads them, and folders of `datasets`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.hub import is_model_id
 from offline_grpo.logger.samples import Decode
-from offline_grpo.rollouts.recorder import FOLDER, FORMAT, KEY, Origin, tokenizer_hash
-from offline_grpo.rollouts.rows import SCHEMA, typed_column
+from offline_grpo.rollouts.recorder import FOLDER, FORMAT, IMAGES, KEY, Origin, tokenizer_hash
+from offline_grpo.rollouts.rows import SCHEMA, groups_of, typed_column
+from offline_grpo.types import Picture, RolloutGroup
 
 DATASET = "dataset_info.json"
 ORIGIN_FILE = "offline_grpo.json"
@@ -80,6 +81,21 @@ class Shard:
                 if tokenizer_hash(tokenizer) == self.origin.tokenizer:
                     return partial(tokenizer.decode, skip_special_tokens=False)
         return None
+
+    def picture(self, name: str) -> Picture:
+        """The one of this name, which its rollouts have."""
+        file = (self.path if self.path.is_dir() else self.path.parent) / IMAGES / name
+        try:
+            found = Picture(file.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"{file}: a picture of {self.path} cannot be read ({reason_of(error)})") from error
+        if found.key != name:
+            raise ConfigError(f"{file}: a picture of {self.path} is damaged; its bytes have another SHA-256")
+        return found
+
+    def groups(self, table: pa.Table, rows: Iterable[Sequence[int]]) -> list[RolloutGroup]:
+        """The groups of these rows of its table."""
+        return groups_of(table, rows, lru_cache(self.picture))
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Its rows with the columns of `SCHEMA`, or some of them, in the types of that schema."""

@@ -128,6 +128,7 @@ def prove(run: Run) -> None:
         device = run.policy.compute_device
         longest = min(max(16, run.prompt_tokens[1] + run.plan.sampling.max_new_tokens), LONGEST[device.type])
         check_causality(run.policy.scoring, longest, device)
+        run.policy.scoring.vision = run.vision  # from here on tokens that stand for pictures have no probability
         samples = run.plan.data.train is not None or run.config.eval.enabled
         if samples and not run.plan.engine.needs_server:
             with run.sharding.gathered(run.policy):
@@ -147,7 +148,7 @@ def prepare_training(run: Run) -> None:
     public = redacted(run.plain)
     about = {key: value for key, value in public.items() if key not in WITHOUT_EFFECT}
     origin = Origin(run.model_id, architecture_hash(policy.causal_lm.config), tokenizer_hash(policy.tokenizer), about)
-    run.codec = prompts.codec_of(config, policy.tokenizer, policy.causal_lm.generation_config)
+    run.codec = prompts.codec_of(config, policy.tokenizer, policy.causal_lm.generation_config, run.vision)
     runtime = {
         "client": run.training.client,
         "task": plan.data.task,

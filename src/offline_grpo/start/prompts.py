@@ -16,28 +16,34 @@ from offline_grpo.config.problems import PREFIX
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.model.load import context_length, generation_config_of, load_tokenizer, read_model_config
+from offline_grpo.model.pictures import Vision, vision_of
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.settings import DataConfig, RunConfig
 from offline_grpo.start.memory import check_memory
 from offline_grpo.state import Run
 from offline_grpo.train.advantage import is_url
-from offline_grpo.types import Problem
+from offline_grpo.types import Problem, text_of
 
 MAX_LOOKED_AT = 10_000
 """Of more problems, so many are encoded; of the others those that may be too long."""
+
+FIRST_PROBLEMS = 100
 
 log = logging.getLogger(__name__)
 
 
 def codec_of(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None = None,
+    vision: Vision | None = None,
 ) -> TokenizerCodec:
     """What turns a run's conversations into tokens, and completions into what its task judges."""
     prefix = config.task.get(PREFIX) or ""
     if not isinstance(prefix, str):
         raise ConfigError(f"task.{PREFIX}", prefix, "must be text; quote a number twice: '\"1\"'")
     kwargs = config.model.chat_template_kwargs or {}
-    return TokenizerCodec(tokenizer, end_ids(generation_config, tokenizer), kwargs, prefix)
+    return TokenizerCodec(tokenizer, end_ids(generation_config, tokenizer), kwargs, prefix, vision)
 
 
 def check_model(run: Run) -> None:
@@ -63,7 +69,12 @@ def check_model(run: Run) -> None:
         plan.sampling = replace(sampling, top_k=0, needs_alternatives=False)
 
     # The problems, in tokens.
-    codec = codec_of(plan.config, tokenizer, generation_config_of(model_id))
+    has_pictures = any(map(have_pictures, (data.train or (), data.held_out)))
+    has_pictures |= any(rollout.pictures for group in data.recorded for rollout in group.rollouts)
+    run.vision = vision_of(model_id, model_config, **how) if has_pictures else None
+    if run.vision is not None:
+        check_vision(plan)
+    codec = codec_of(plan.config, tokenizer, generation_config_of(model_id), run.vision)
     train = None if data.train is None else without_long(data.train, codec, settings, "training")
     plan.data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
     check_episodes(codec, [*(train or ()), *plan.data.held_out])
@@ -72,6 +83,23 @@ def check_model(run: Run) -> None:
 
     # Whether all of it fits, and how much of the activations is computed again so that it does.
     run.recompute = check_memory(plan, model_id, prompt_tokens=run.prompt_tokens, devices=run.devices)
+
+
+def have_pictures(problems: Sequence[Problem]) -> bool:
+    """Whether any has; of those that are made one by one, the first ones tell."""
+    known = problems if isinstance(problems, (list, tuple)) else problems[:FIRST_PROBLEMS]
+    return any(problem.pictures for problem in known)
+
+
+def check_vision(plan: Plan) -> None:
+    """Raise ConfigError for what does not see the pictures that problems have."""
+    fix = "the problems have pictures, which are shown by generation=transformers and generation=vllm_server alone"
+    for engine in filter(None, (plan.engine, plan.eval_engine)):
+        require(engine.engine_class.shows_pictures, engine.key, engine.engine_class.name, fix)
+    fix = "the problems have pictures, and such a server is asked about tokens alone; name a folder of a model"
+    require(plan.advantage.teacher is None or not is_url(plan.advantage.teacher), KEY, plan.advantage.teacher, fix)
+    fix = "with pictures each process holds the whole model; use train.sharding=none"
+    require(plan.config.train.sharding == "none", "train.sharding", plan.config.train.sharding, fix)
 
 
 def check_episodes(codec: TokenizerCodec, problems: Sequence[Problem]) -> None:
@@ -87,13 +115,13 @@ def encoded(codec: TokenizerCodec, problem: Problem) -> list[int]:
     """
     # What the template might leave out without a word, to be looked for in what it made.
     known = ("system", "user", "assistant", "tool")
-    said = [("content", each["content"]) for each in problem.messages if each["role"] not in known]
+    said = [("content", text_of(each)) for each in problem.messages if each["role"] not in known]
     said += [
         ("tool_calls", call["function"]["name"]) for each in problem.messages for call in each.get("tool_calls") or ()
     ]
     said += [("tools", each["function"]["name"]) for each in problem.tools]
     try:
-        ids = codec.encode(problem.messages, problem.tools)
+        ids = codec.encode_with(problem.messages, problem.pictures, problem.tools).ids
         text = "".join(codec.decode(ids).split()) if said else ""
         if lost := [f"{name} ({each!r:.60})" for name, each in said if "".join(each.split()) not in text]:
             fix = "take another template (model.chat_template=FILE), or leave it out of the rows"
@@ -129,8 +157,9 @@ def longer_prompts(problems: Sequence[Problem], codec: TokenizerCodec, limit: fl
     added = min((len(encoded(codec, problem)) for problem in problems[:20]), default=0)
     found = {}
     for index, problem in enumerate(problems):
-        more = problem.tools or any("tool_calls" in each for each in problem.messages)  # templates write these longer
-        if more or sum(added + len(each["content"].encode(errors="replace")) for each in problem.messages) > limit:
+        # templates write these longer than their texts
+        more = problem.tools or problem.pictures or any("tool_calls" in each for each in problem.messages)
+        if more or sum(added + len(text_of(each).encode(errors="replace")) for each in problem.messages) > limit:
             num_tokens = len(encoded(codec, problem))
             if num_tokens > limit:
                 found[index] = num_tokens
@@ -163,7 +192,7 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
                 fix = f"its tokenizer gives token {largest} for problem {problem.problem_id}, and the model has"
                 raise ConfigError("model.train_id", model_id, f"{fix} {vocab_size} tokens; take another copy")
             if codec.tokenizer.unk_token_id in prompt:
-                unreadable.append(problem.messages[-1]["content"])
+                unreadable.append(text_of(problem.messages[-1]))
 
         # Prompt, completion and what an environment may add must fit into the context.
         lengths = [*map(len, prompts), *longer_prompts(problems[MAX_LOOKED_AT:], codec, room).values()]

@@ -201,7 +201,7 @@ def deployments(run: Run) -> tuple[Deployment, Deployment]:
         if not spec.needs_server:
             known = {"eos_ids": eos_ids, "vocab_size": policy.vocab_size, "sampling": sampling}
             about = {"model": policy.model, "tokenizer": policy.tokenizer, "is_corrected": is_corrected}
-            return Deployment([spec.engine(**about, **known)], sync, sharding.full_weights)
+            return Deployment([spec.engine(**about, **known, vision=run.vision)], sync, sharding.full_weights)
         for engine in engines:  # what they could not know before there was a policy
             engine.eos_ids, engine.vocab_size = eos_ids, policy.vocab_size
             engine.sampling, engine.is_corrected = sampling, is_corrected

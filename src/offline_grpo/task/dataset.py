@@ -14,7 +14,16 @@ from offline_grpo.settings import Range, one_of
 from offline_grpo.task.answers import is_answer, last_boxed, marked_answer, reference_answer
 from offline_grpo.task.problems import HALF, Weight, is_whole
 from offline_grpo.task.rewards import GIVEN, Rewards, load_rewards
-from offline_grpo.task.rows import Row, RowTask, messages_or_text, shown, text_field, tools_of
+from offline_grpo.task.rows import (
+    Row,
+    RowTask,
+    messages_or_text,
+    shown,
+    text_field,
+    tools_of,
+    with_pictures_of,
+    without_bytes,
+)
 from offline_grpo.types import Message, Problem, Score
 
 
@@ -28,6 +37,7 @@ class Dataset(RowTask):
 
     prompt_field: str
     answer_field: str | None
+    image_field: str | None
     prompt_template: Annotated[str | None, Range(HALF, is_whole)]
     answer_kind: Annotated[str, one_of("auto", "math", "text", "regex")]
     format_weight: Weight
@@ -79,8 +89,8 @@ class Dataset(RowTask):
             fix = f"{row.where} has a list of messages, and no text, as prompt; set it to null"
             raise ConfigError(f"task.prompt_template={self.prompt_template!r}: {fix}")
         # The prompt and the answer too, unless reward functions are given them under these names anyway.
-        given = {self.prompt_field, self.answer_field} & {*GIVEN}
-        fields = {str(key): value for key, value in row.value.items() if key not in given}
+        given = ({self.prompt_field, self.answer_field} & {*GIVEN}) | {self.image_field}
+        fields = {key: value for key, value in without_bytes(row.value).items() if key not in given}
         # The answer: reward functions get it as it is, if there is one; otherwise it is what completions must have.
         answer, name, has_reward = "", self.answer_field, "reward" in self.rewards
         if name is not None and not (has_reward and row.value.get(name) is None):
@@ -94,8 +104,9 @@ class Dataset(RowTask):
                 re.compile(answer if self.answer_kind == "regex" else "")
             except re.error as error:
                 raise ConfigError(f"{row.where} has no regular expression ({error}) {place}") from error
+        prompt, pictures = with_pictures_of(row, prompt, self.image_field, self.folder)
         messages, tools = self.messages(row, prompt), tools_of(row)
-        problem = Problem(problem_id, messages, answer, fields, tools=tools)
+        problem = Problem(problem_id, messages, answer, fields, tools=tools, pictures=pictures)
         for rewards in self.rewards.values():
             rewards.check(problem)
         return problem

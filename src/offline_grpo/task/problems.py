@@ -14,7 +14,7 @@ from math import inf
 from typing import Annotated, Any, ClassVar
 
 from offline_grpo.settings import Group, Range
-from offline_grpo.types import Message, Problem, Split
+from offline_grpo.types import Message, Problem, Split, text_of
 
 MANY = 10**9
 """How many problems a task says it has that makes them without end."""
@@ -75,7 +75,8 @@ class BaseTask(Group):
 def prompt_key(problem: Problem) -> str:
     """Equal for problems that ask the same. An environment asks what it makes of a row."""
     row = {} if problem.rules is None else dict(problem.fields)
-    return json.dumps([*map(dict, problem.messages), row], sort_keys=True, default=str)
+    asked = [*map(dict, problem.messages), *(picture.key for picture in problem.pictures), row]
+    return json.dumps(asked, sort_keys=True, default=str)
 
 
 def asked(prompt: str, system_prompt: str | None) -> tuple[Message, ...]:
@@ -110,7 +111,9 @@ def near_duplicates(train: Iterable[Problem], held_out: Sequence[Problem]) -> li
     """
 
     def words_of(problem: Problem) -> list[str]:
-        text = " ".join(message["content"] for message in problem.messages if message["role"] != "system")
+        if problem.pictures:  # which may be all the difference
+            return []
+        text = " ".join(text_of(message) for message in problem.messages if message["role"] != "system")
         return re.findall(r"\w+|[^\w\s.,;:!?'\"()]", text.lower())
 
     # Words that most held-out problems have do not count; a text of which little is left has no sequence.

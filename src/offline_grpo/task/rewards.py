@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from offline_grpo.errors import ConfigError, ScoreError, require, told
-from offline_grpo.types import Problem, Score
+from offline_grpo.types import Problem, Score, text_of
 
 T = TypeVar("T")
 
 REWARD, GROUP = "task.reward", "task.group_reward"
-GIVEN = ("prompt", "completion", "answer", "messages", "problem_id")
-"""What a function may ask for by the names of its parameters, `answer` where there is one; and fields of the row."""
+GIVEN = ("prompt", "completion", "answer", "messages", "problem_id", "images")
+"""What a function may ask for by the names of its parameters, `answer` where there is one, `images` (the bytes of each
+picture's file) where there are some; and fields of the row.
+"""
 
-GIVEN_OF_GROUP = ("prompts", "completions", "answers", "messages", "problem_ids")
+GIVEN_OF_GROUP = ("prompts", "completions", "answers", "messages", "problem_ids", "images")
 """The same of a function that rewards a whole group. All are lists with an item per completion, other fields too."""
 
 REWARD_FORM = "a number, True or False, a dict of numbers, or None"
@@ -80,10 +82,11 @@ class RewardFunction:
         """What the function returns for a completion, or for those of a group, to be awaited where it is async."""
         # By these names in the singular for a completion, in the plural for a group, of which each has an item.
         plural = "" if isinstance(text, str) else "s"
-        prompt = problem.messages[-1]["content"] if problem.messages else ""
+        prompt = text_of(problem.messages[-1]) if problem.messages else ""
         own = {f"prompt{plural}": prompt, f"problem_id{plural}": problem.problem_id}
         own |= {f"answer{plural}": problem.answer} if problem.answer else {}
         of_row = {**problem.fields, **own, "messages": [dict(message) for message in problem.messages]}
+        of_row |= {"images": [picture.data for picture in problem.pictures]} if problem.pictures else {}
         if isinstance(text, str):
             given = {**of_row, "completion": text}
         else:
@@ -107,7 +110,8 @@ class Rewards:
         """Raise ConfigError if a function has a parameter for which this problem has no value."""
         for function in self.functions:
             names = GIVEN if function.key == REWARD else GIVEN_OF_GROUP
-            given = [name for name in names if problem.answer or name not in ("answer", "answers")]
+            lacks = {*(() if problem.answer else ("answer", "answers")), *(() if problem.pictures else ("images",))}
+            given = [name for name in names if name not in lacks]
             for name in function.required:
                 if name not in given and name not in problem.fields:
                     known = ", ".join([*given, *problem.fields])

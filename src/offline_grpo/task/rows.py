@@ -21,8 +21,9 @@ import numpy as np
 from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.hub import need_dataset
 from offline_grpo.settings import Range
+from offline_grpo.task.pictures import check_pictures, with_pictures
 from offline_grpo.task.problems import HALF, BaseTask, Share, SystemPrompt, is_whole
-from offline_grpo.types import Message, Problem, Schema, Split
+from offline_grpo.types import Message, Picture, Problem, Schema, Split
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,14 @@ def _from_hub(path: str, name: str | None, what: str, function: str, **settings:
     import datasets
 
     try:
-        return getattr(datasets, function)(path, name, **settings)
+        found = getattr(datasets, function)(path, name, **settings)
+        for column, kind in found.features.items() if function == "load_dataset" else ():
+            # Files of pictures stay as they are.
+            if isinstance(kind, datasets.Image):
+                found = found.cast_column(column, datasets.Image(decode=False))
+            elif isinstance(getattr(kind, "feature", None), datasets.Image):
+                found = found.cast_column(column, datasets.List(datasets.Image(decode=False)))
+        return found
     except (OSError, ValueError) as error:  # missing data sets are OSErrors, unknown names and splits ValueErrors
         about = f"task.path={path}: is no local file or folder, and loading it from the Hub (task.name={name}, {what})"
         raise ConfigError(f"{about} failed: {reason_of(error)}. Without a network, {fix}") from error
@@ -139,17 +147,46 @@ def messages_or_text(row: Row, name: str, key: str) -> str | list[Message]:
             # Content is empty beside calls of tools alone.
             names = [call["function"]["name"] for call in given.get("tool_calls") or ()]
             message = {"role": given["role"], "content": "" if names else given["content"], **given}
-            are_texts = all(isinstance(text, str) for text in (message["role"], message["content"], *names))
+            parts = message["content"] if isinstance(message["content"], list) else []
+            said = [part["text"] for part in parts if part["type"] == "text"] if parts else [message["content"]]
+            are_texts = all(isinstance(text, str) for text in (message["role"], *said, *names))
         except (KeyError, TypeError, AttributeError):
             are_texts = False
         if not are_texts:
-            fix = "a message must have role and content, both text; tool_calls are [{function: {name, ...}}]"
+            fix = "a message must have role and content, both text (content may also be a list of parts, {type: text, "
+            fix += "text: ...} and {type: image}); tool_calls are [{function: {name, ...}}]"
             raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(given)}")
         messages.append(message)
     if not messages or messages[-1]["role"] != "user":
         fix = "the last message must have the role user"
         raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}: {shown(value)}")
     return messages
+
+
+def with_pictures_of(
+    row: Row, messages: Sequence[Message], name: str | None, folder: Path
+) -> tuple[list[Message], tuple[Picture, ...]]:
+    """Messages with their pictures, see `with_pictures`: those of their parts, and of the row's column `name`, one or
+    a list of them. Raises ConfigError for anything else.
+    """
+    value = row.value.get(name)
+    if name is not None and name not in row.value:
+        raise ConfigError(f"task.image_field={name}: {row.where} has no such field; it has {', '.join(row.value)}")
+    column = value if isinstance(value, list) else [] if value is None else [value]
+    try:
+        return with_pictures(messages, column, folder)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{row.where} (task.image_field={name}): {reason_of(error)}") from error
+
+
+def without_bytes(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the columns that are files, or have some."""
+
+    def has_bytes(value: Any) -> bool:
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        return isinstance(value, bytes) or any(map(has_bytes, inner))
+
+    return {str(key): each for key, each in value.items() if not has_bytes(each)}
 
 
 def tools_of(row: Row) -> tuple[Schema, ...]:
@@ -210,6 +247,12 @@ class RowTask(BaseTask, ABC):
     eval_frac: Share
     system_prompt: SystemPrompt
 
+    @property
+    def folder(self) -> Path:
+        """Where relative paths in rows begin."""
+        source = Path(self.path).expanduser()
+        return source if source.is_dir() else source.parent
+
     @abstractmethod
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         """The problem of a row. Raises ConfigError where the row is malformed."""
@@ -246,7 +289,10 @@ class RowTask(BaseTask, ABC):
             spec = next((each for each in HELD_OUT_SPLITS if each in names), None)
         if spec is not None:
             return {Split.TRAIN: train, Split.EVAL: self._load(spec, Split.EVAL)[1]}
-        asked = [self.asked_by(row, problem) for row, problem in zip(rows, train, strict=True)]
+        asked = [
+            [*self.asked_by(row, problem), *({"picture": picture.key} for picture in problem.pictures)]
+            for row, problem in zip(rows, train, strict=True)
+        ]
         return hold_out(train, asked, self.eval_frac)
 
     def _load(self, spec: str, split: Split) -> tuple[list[Row], list[Problem]]:
@@ -276,6 +322,8 @@ class RowTask(BaseTask, ABC):
             raise ConfigError(f"{key}={spec} selects none of the {len(found)} rows of task.path={path}")
         # Templates may not know all that messages have, which then is not read.
         problems = [self.problem_of(f"{split}-{row.index}", row) for row in rows]
+        pairs = zip(rows, problems, strict=True)
+        check_pictures((row.where, picture) for row, problem in pairs for picture in problem.pictures)
         names = {name for problem in problems for message in problem.messages for name in message}
         if more := sorted(names - {"role", "content", "tool_calls", "tool_call_id"}):
             log.info("messages in rows have %s too, of which the model reads what its template writes", ", ".join(more))

@@ -12,7 +12,7 @@ import pytest
 from factories import make_completion
 
 from offline_grpo.eval.evaluator import PassAtKEvaluator, recording
-from offline_grpo.model.text import cut_at_stop
+from offline_grpo.model.text import Encoded, cut_at_stop
 from offline_grpo.types import (
     Completion,
     CompletionStream,
@@ -72,8 +72,8 @@ class SeededClient:
 class Characters:
     """A codec of one token per character."""
 
-    def encode(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        return [ord(character) for message in messages for character in message["content"]]
+    def encode_with(self, messages: Sequence[Message], pictures: object, tools: Sequence[Schema] = ()) -> Encoded:
+        return Encoded([ord(character) for message in messages for character in message["content"]], [])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in token_ids if token != EOS)

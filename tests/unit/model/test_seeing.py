@@ -12,13 +12,14 @@ import pytest
 import torch
 from architectures import load_composite
 from factories import make_rollout
-from seeing import PROCESSORS, picture, save_seeing
+from seeing import picture, save_seeing
 from torch import Tensor
 
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.pictures import Encoded, opened, vision_of
+from offline_grpo.model.pictures import FAMILIES, opened, vision_of
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import prepare_for_gradients
+from offline_grpo.model.text import Encoded
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, Picture, Rollout, SamplingParams, SamplingRequest, Score, TokenBatch
 
@@ -68,7 +69,7 @@ def gradients(policy: Policy, logprobs: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in policy.trained_parameters().items() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [0.0, 1.0])
 def test_a_batch_is_one_sequence_at_a_time(name: str, checkpointing: float, tmp_path: Path) -> None:
     seeing = Seeing(name, tmp_path, gradient_checkpointing=checkpointing)
@@ -89,7 +90,7 @@ def test_a_batch_is_one_sequence_at_a_time(name: str, checkpointing: float, tmp_
     torch.testing.assert_close(policy.scoring.logprobs(batch.select([1])), among, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_pictures_are_looked_at(name: str, tmp_path: Path) -> None:
     seeing = Seeing(name, tmp_path)
     batch, others = seeing.batch(), list(seeing.pictures)
@@ -99,7 +100,7 @@ def test_the_pictures_are_looked_at(name: str, tmp_path: Path) -> None:
     assert [bool(each.any()) for each in differs] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_sampled_has_the_logprobs_of_training(name: str, tmp_path: Path) -> None:
     seeing = Seeing(name, tmp_path)
     policy, vision = seeing.policy, seeing.vision

@@ -22,6 +22,7 @@ from offline_grpo.rollouts.__main__ import scored_data, show_groups
 from offline_grpo.rollouts.atropos_groups import GroupReader
 from offline_grpo.rollouts.recorder import tokenizer_hash
 from offline_grpo.rollouts.rows import parquet, table_of
+from offline_grpo.rollouts.store import Shard
 from offline_grpo.types import RolloutGroup, Score
 
 
@@ -76,12 +77,12 @@ def test_show_has_what_the_tokens_say_where_their_tokenizer_is_at_hand(tmp_path:
     assert rows(printed("show", run, "--groups", 1))[:1] == [["policy", "3.0.2"]], "what was judged"
 
 
-def test_completions_are_coloured_and_nothing_else_reaches_the_terminal() -> None:
+def test_completions_are_coloured_and_nothing_else_reaches_the_terminal(tmp_path: Path) -> None:
     [first, second, third] = made_groups(0)[0].rollouts
     group = RolloutGroup(None, (replace(first, text="\x1b]0;gone\x07"), second, replace(third, text="good")))
     console = Console(force_terminal=True, color_system="truecolor", width=80)
     with console.capture() as captured:
-        show_groups(console, table_of("train", [group], [[-1.0, 0.0, 2.0]], 0), 1, full=False)
+        show_groups(console, Shard(tmp_path), table_of("train", [group], [[-1.0, 0.0, 2.0]], 0), 1, full=False)
     assert "38;2;90;255;90mgood" in captured.get()
     assert "38;2;180;90;90m" in captured.get()
     assert "x1b]0;gone" in captured.get()

@@ -113,7 +113,7 @@ def test_what_was_recorded_is_read_again() -> None:
     table = table_of("train", groups, None, 7)
     sink = pa.BufferReader(parquet(table, {}))
     again = pq.read_table(sink)
-    read = groups_of(again, group_rows(again).values())
+    read = groups_of(again, group_rows(again).values(), {}.__getitem__)
     expected = tuple(replace(r, text=r"half a pair \ud800") for r in two_turns().rollouts)
     assert read[2] == replace(two_turns(), rollouts=expected)
     for found, group in zip(read[:2], groups, strict=False):
@@ -143,7 +143,7 @@ def test_what_could_not_be_scored_is_null_and_read_again_as_unscored() -> None:
     rollouts = tuple(replace(r, score=score) for r, score in zip(group.rollouts, scores, strict=True))
     table = table_of("train", [replace(group, rollouts=rollouts)], [[None, None, 0.0]], 7)
     assert table["reward"].to_pylist() == [None, None, 0.3]
-    [read] = groups_of(table, group_rows(table).values())
+    [read] = groups_of(table, group_rows(table).values(), {}.__getitem__)
     found = [(rollout.score.is_scored, rollout.score.failure) for rollout in read.rollouts]
     assert found == [(False, "timeout"), (False, "raised"), (True, None)]
     read.check(vocab_size=100, max_tokens=None)
@@ -157,7 +157,7 @@ def test_half_a_character_in_a_problem_can_be_read_again() -> None:
     problem = replace(group.problem, messages=messages, fields={"note": "\udc00"})
     scored = tuple(replace(rollout, score=Score(10**20, True, {"\ud800": 1.0})) for rollout in group.rollouts)
     table = table_of("train", [RolloutGroup(problem, scored)], None, 7)
-    [read] = groups_of(table, group_rows(table).values())
+    [read] = groups_of(table, group_rows(table).values(), {}.__getitem__)
     escaped = ({"role": "user", "content": "cut \\ud83d, whole \U0001f600"},)
     assert read.problem == replace(problem, messages=escaped, fields={"note": "\\udc00"})
     assert read.rollouts[0].score == Score(1e20, True, {"\\ud800": 1.0})

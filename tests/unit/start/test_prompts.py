@@ -13,7 +13,7 @@ from dialogues import codec_of
 from factories import make_qwen2
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.text import TokenizerCodec
+from offline_grpo.model.text import Encoded, TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.start import prompts
 from offline_grpo.start.prompts import check_prompts, check_teacher
@@ -67,11 +67,11 @@ def test_only_prompts_of_more_bytes_are_encoded_and_their_tokens_count() -> None
     """
     encoded: list[str] = []
 
-    def encode(messages: Any, tools: Any) -> list[int]:
+    def encode(messages: Any, pictures: Any, tools: Any) -> Encoded:
         encoded.append(messages[-1]["content"])
-        return [1] * (3 + len(re.findall(r"[a-z]+|[^a-z]", messages[-1]["content"])))
+        return Encoded([1] * (3 + len(re.findall(r"[a-z]+|[^a-z]", messages[-1]["content"]))), [])
 
-    codec: Any = SimpleNamespace(encode=encode)
+    codec: Any = SimpleNamespace(encode_with=encode)
     rows = problems(*["a"] * 20, "a" * 90, "?" * 40, "?" * 20)
     assert prompts.longer_prompts(rows, codec, 30) == {21: 43}
     assert encoded[20:] == ["a" * 90, "?" * 40]

@@ -13,18 +13,21 @@ import contextlib
 import math
 import uuid
 from array import array
+from base64 import b64decode
 from collections.abc import AsyncIterator, Sequence
+from io import BytesIO
 from itertools import compress
 from typing import Any
 
 import msgspec
+from PIL import Image, ImageOps
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm import exceptions
-from vllm.inputs import tokens_input
+from vllm.inputs import TokensPrompt, tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -59,12 +62,14 @@ class Generate:
     """ASGI middleware that answers POST /generate and POST /generate_tokens itself, and passes everything else on.
 
     A request to /generate has `prompt`, a string or `{"prompt_token_ids": [...]}`, and any of vLLM's sampling
-    parameters. `logprobs` is 0 where it is not given: that of the chosen token alone. `model` names an adapter, or the
-    base model; without it the adapter that was loaded last is sampled from, so that callers need not know that weights
-    are pushed. `stream: true` answers in lines of `{"text": [prompt + text]}`; `urgent: true` is computed before
-    others that wait. `alternatives: true`, with a `top_k`, also answers with the ids of the tokens that the sampler's
-    filters left beside each chosen one. A request to /generate_tokens has the same, but for `stream`, and without
-    `model` it asks the base model.
+    parameters. Beside ids, in which one placeholder stands for each picture, `prompt` may have `images`, files in
+    base64; the answer's `prompt_token_ids` are those that the model has read. `logprobs` is 0 where it is not given:
+    that of the chosen token alone. `model` names an adapter, or the base model; without it the adapter that was loaded
+    last is sampled from, so that callers need not know that weights are pushed. `stream: true` answers in lines of
+    `{"text": [prompt + text]}`; `urgent: true` is computed before others that wait. `alternatives: true`, with a
+    `top_k`, also answers with the ids of the tokens that the sampler's filters left beside each chosen one.
+    `banned_ids` are never drawn, and have no part in processed logprobs. A request to /generate_tokens has the same,
+    but for `stream`, and without `model` it asks the base model.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -155,6 +160,7 @@ class Request:
                 raise ValueError(f"prompt: ids must be from 0 to {vocab_size - 1}, the model's")
             reader = None if of_tokens else self._tokenizer
             self._prompt_ids, self._prompt_text = ids, "" if reader is None else reader.decode(ids)
+        self._images = [b64decode(image) for image in prompt.get("images", ())] if isinstance(prompt, dict) else []
 
         # The weights: an adapter, or None for the base model. Who names neither gets the newest adapter, if any.
         name, models = fields.pop("model", None), state.openai_serving_models
@@ -172,13 +178,17 @@ class Request:
         self._has_alternatives = fields.pop("alternatives", False)
         if not isinstance(self._has_alternatives, bool):
             raise ValueError("alternatives: must be true or false")
+        banned = dict.fromkeys(fields.pop("banned_ids", ()), -math.inf)
         if unknown := fields.keys() - SAMPLING:
-            known = ", ".join(["prompt", "model", "stream", "urgent", "alternatives", *sorted(SAMPLING)])
+            ours = ["prompt", "model", "stream", "urgent", "alternatives", "banned_ids"]
+            known = ", ".join([*ours, *sorted(SAMPLING)])
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a request may have {known}")
         msgspec.msgpack.encode(fields)
         if fields.get("logprobs") is None:
             fields["logprobs"] = 0
         params = msgspec.convert(fields, SamplingParams, str_keys=True)
+        if banned:
+            params.logit_bias = {**(params.logit_bias or {}), **banned}
         if self._has_alternatives:
             mode = str(state.engine_client.model_config.logprobs_mode)
             if params.top_k < 1 or mode != "processed_logprobs":
@@ -226,7 +236,7 @@ class Request:
             "prompt": self._prompt_text,
             "finish_reasons": [output.finish_reason for output in final.outputs],
             "logprobs": [[[position] for position in by_position(output.logprobs)] for output in final.outputs],
-            "prompt_token_ids": self._prompt_ids,
+            "prompt_token_ids": final.prompt_token_ids,
             "token_ids": [choice["token_ids"] for choice in choices],
         }
         if self._has_alternatives:
@@ -267,9 +277,10 @@ class Request:
         for.
         """
         refused = {"error"} if self._of_tokens else {"abort", "error"}
+        prompt = await self._prompt(engine)
         while True:  # vLLM 0.33 refuses what comes during a pause
             generating = engine.generate(
-                tokens_input(self._prompt_ids, cache_salt=self._salt),
+                prompt,
                 self._params,
                 f"generate-{uuid.uuid4().hex}",
                 lora_request=self._adapter,
@@ -293,6 +304,28 @@ class Request:
                 await asyncio.sleep(PAUSED_POLL_S)
             except NOT_NOW as error:
                 raise Refusal(503, str(error)) from error
+
+    async def _prompt(self, engine: Any) -> Any:
+        """As the engine takes it: as many tokens in the place of a picture as the model computes of it. Raises Refusal
+        where the pictures cannot be read, or the model has no place for them.
+        """
+        if not self._images:
+            return tokens_input(self._prompt_ids, cache_salt=self._salt)
+        try:
+            images = await asyncio.to_thread(lambda: [opened(image) for image in self._images])
+            prompt = TokensPrompt(prompt_token_ids=self._prompt_ids, multi_modal_data={"image": images})
+            [rendered] = await engine.renderer.render_cmpl_async([{**prompt, "cache_salt": self._salt}])
+        except (*OF_REQUEST, OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise Refusal(400, f"images: {error}") from error
+        return rendered
+
+
+def opened(file: bytes) -> Image.Image:
+    """The pixels as the trainer sees them (`model/pictures.py`): upright and in RGB; what is transparent is white."""
+    image = ImageOps.exif_transpose(Image.open(BytesIO(file)))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
 
 
 def alternatives(logprobs: Any) -> list[bytes]:

@@ -54,9 +54,10 @@ function sampleNode(sample) {
   const style = `background: rgba(var(--${sample.advantage > 0 ? "up" : "down"}), ${strength})`;
   const mark = sample.advantage ? { style, title: `advantage ${sample.advantage.toFixed(3)}` } : {};
   const texts = [...sample.rendered, ["answer", sample.answer ?? ""]];
+  const images = sample.images.map((src) => make("img", { src, alt: "a picture of the prompt" }));
   const list = texts.flatMap(([who, text]) => [make("dt", {}, who), make("dd", {}, who === "policy" ? make("mark", mark, text) : text)]);
   const title = [...facts, `${sample.num_tokens} tokens`, sample.finish_reason].filter(Boolean).join(" · ");
-  return make("article", {}, make("h3", {}, title), make("dl", {}, ...list));
+  return make("article", {}, make("h3", {}, title), ...images, make("dl", {}, ...list));
 }
 
 function showSamples() {

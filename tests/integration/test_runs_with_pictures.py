@@ -1,0 +1,118 @@
+"""Whole runs in process whose prompts have pictures, from rows of a data set to the record of rollouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from architectures import ZOO
+from factories import compose_config
+from pyarrow import parquet
+from runs import SMALL, metrics_of
+from seeing import picture, save_seeing
+
+from offline_grpo.errors import ConfigError
+from offline_grpo.model.tiny import build_char_tokenizer
+from offline_grpo.rollouts import __main__ as rollouts
+from offline_grpo.rollouts.store import Shard
+from offline_grpo.run import train
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+HOW = ("train.loss.kl_coef=0.1", "train.schedule=constant", "train.iterations=4")
+FEW = [o for o in SMALL if not o.startswith("model.tiny")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and with rows, of which each has one picture more than the one before, or none."""
+    folder = tmp_path_factory.mktemp("pictures")
+    save_seeing("qwen2_5_vl", folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    rows = []
+    for number in range(40):
+        images = [picture(10 * number + i, 16 + 8 * i, 24).data for i in range(number % 4)]
+        says = f"{number}<|image_pad|>: " + "and <image>" * len(images)
+        rows.append({"prompt": says, "images": [{"bytes": data, "path": None} for data in images], "answer": "[a-m]"})
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    return folder
+
+
+def run(place: Path, out: Path, *overrides: str) -> Path:
+    train(
+        compose_config(
+            *FEW,
+            "model=hf",
+            f"model.train_id={place}/model",
+            "task=dataset",
+            f"task.path={place}/rows.parquet",
+            "task.image_field=images",
+            "task.eval_frac=0.2",
+            "task.answer_kind=regex",
+            "data.num_train_seeds=null",
+            "generation.max_new_tokens=6",
+            "train.iterations=2",
+            f"cache_dir={place}/cache",
+            *overrides,
+        ),
+        out,
+    )
+    return out
+
+
+def test_what_was_sampled_is_scored_recorded_and_replayed(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(place, tmp_path / "run")
+    metrics = metrics_of(folder)
+    for name in ("train_iter_000.json", "train_iter_001.json"):
+        assert metrics[name]["alignment/diff_abs_mean"] < 1e-5
+
+    # Each picture is stored once, under the SHA-256 of its bytes, and belongs to its rollouts again.
+    shard = Shard(folder / "rollouts/iter_000.parquet")
+    groups = shard.groups(shard.table(), [range(4 * i, 4 * i + 4) for i in range(4)])
+    seen = set()
+    for group in groups:
+        assert group.problem is not None
+        number = int(group.problem.problem_id.partition("-")[2])
+        expected = tuple(picture(10 * number + i, 16 + 8 * i, 24) for i in range(number % 4))
+        assert group.problem.pictures == expected
+        assert all(rollout.pictures == ((expected,) if expected else ()) for rollout in group.rollouts)
+        assert "images" not in group.problem.fields
+        seen |= {each.key for each in expected}
+    assert seen
+    assert seen <= {file.name for file in (folder / "rollouts/images").iterdir()}
+
+    # What is trained on them later is the same.
+    again = metrics_of(
+        run(place, tmp_path / "again", "rollouts=replay", f"rollouts.path={folder}", "eval.enabled=false")
+    )
+    for name in ("loss_total", "grad_norm"):
+        assert again["train_iter_000.json"][name] == metrics["train_iter_000.json"][name]
+
+    # People see of a picture its place, and which one it is.
+    rollouts.run(["show", str(folder), "--full", "--groups", "9"])
+    text = capsys.readouterr().out
+    assert "<|image_pad|> x 6<|vision_end|>" in text
+    assert json.loads((folder / "samples/iter_000.jsonl").read_text().splitlines()[0])["images"] is not None
+
+
+def test_a_resumed_run_and_an_evaluation_see_them_too(place: Path, tmp_path: Path) -> None:
+    whole = metrics_of(run(place, tmp_path / "whole", *HOW))
+    first = run(place, tmp_path / "first", *HOW, "train.iterations=2")
+    second = run(place, first, f"resume={first}", *HOW)
+    found = metrics_of(second)
+    for name in ("loss_total", "loss_kl", "grad_norm", "reward_mean"):
+        assert found["train_iter_003.json"][name] == whole["train_iter_003.json"][name]
+
+
+def test_pictures_without_a_model_that_sees_them_are_refused(place: Path, tmp_path: Path) -> None:
+    ZOO["llama"].build(vocab_size=128).save_pretrained(tmp_path / "blind")
+    build_char_tokenizer(128).save_pretrained(tmp_path / "blind")
+    with pytest.raises(ConfigError, match="reads no pictures"):
+        run(place, tmp_path / "run", f"model.train_id={tmp_path}/blind")
