@@ -176,7 +176,7 @@ class TransformersClient(LocalEngine):
         pictures = [*chain.from_iterable(own for _, own in episodes)]
         limits = [request.max_new_tokens or sampling.max_new_tokens for request in asked]
         never = () if self.vision is None else self.vision.stand_ins
-        with sampling_state(lm, self.vision), not_compiled(lm), sdpa_kernel(REPEATABLE), shared_heads():
+        with sampling_state(lm, has_pictures=bool(pictures)), not_compiled(lm), sdpa_kernel(REPEATABLE), shared_heads():
             # 1. Prompts are padded at the left, each with its own first token that no feature comes in place of: a
             #    repetition penalty sees none that it lacks.
             place = {prompt: i for i, prompt in enumerate(episodes)}
@@ -279,14 +279,14 @@ class TransformersClient(LocalEngine):
 
 
 @contextmanager
-def sampling_state(lm: Any, vision: Vision | None = None) -> Iterator[None]:
+def sampling_state(lm: Any, *, has_pictures: bool) -> Iterator[None]:
     """Inside: dropout off, a neutral generation config, because `generate` takes defaults from the model's own, and
-    without `vision` no token that stands for an image: Gemma 4 would read such a one that was sampled as padding, and
+    without pictures no token that stands for one: Gemma 4 would read such a one that was sampled as padding, and
     training does not.
     """
     own_config = lm.generation_config
     lm.generation_config = GenerationConfig()
-    names = STAND_INS if vision is None else ()
+    names = () if has_pictures else STAND_INS
     stand_ins = {name: number for name in names if (number := getattr(lm.config, name, None)) is not None}
     for name in stand_ins:
         setattr(lm.config, name, -1)

@@ -126,9 +126,9 @@ def prove(run: Run) -> None:
     """
     with progress.phase("proof"):
         device = run.policy.compute_device
-        run.policy.scoring.vision = run.vision
         longest = min(max(16, run.prompt_tokens[1] + run.plan.sampling.max_new_tokens), LONGEST[device.type])
         check_causality(run.policy.scoring, longest, device)
+        run.policy.scoring.vision = run.vision  # from here on tokens that stand for pictures have no probability
         samples = run.plan.data.train is not None or run.config.eval.enabled
         if samples and not run.plan.engine.needs_server:
             with run.sharding.gathered(run.policy):

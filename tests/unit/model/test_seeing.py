@@ -12,13 +12,16 @@ import pytest
 import torch
 from architectures import load_composite
 from factories import make_rollout
-from seeing import PROCESSORS, picture, save_seeing
+from seeing import picture, save_seeing
 from torch import Tensor
+from transformers import AutoConfig
 
+from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.pictures import Encoded, opened, vision_of
+from offline_grpo.model.pictures import FAMILIES, opened, vision_of
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.scoring import prepare_for_gradients
+from offline_grpo.model.scoring import BaseScoring, prepare_for_gradients
+from offline_grpo.model.text import Encoded
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Completion, Picture, Rollout, SamplingParams, SamplingRequest, Score, TokenBatch
 
@@ -68,7 +71,7 @@ def gradients(policy: Policy, logprobs: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in policy.trained_parameters().items() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [0.0, 1.0])
 def test_a_batch_is_one_sequence_at_a_time(name: str, checkpointing: float, tmp_path: Path) -> None:
     seeing = Seeing(name, tmp_path, gradient_checkpointing=checkpointing)
@@ -89,7 +92,7 @@ def test_a_batch_is_one_sequence_at_a_time(name: str, checkpointing: float, tmp_
     torch.testing.assert_close(policy.scoring.logprobs(batch.select([1])), among, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_pictures_are_looked_at(name: str, tmp_path: Path) -> None:
     seeing = Seeing(name, tmp_path)
     batch, others = seeing.batch(), list(seeing.pictures)
@@ -99,7 +102,7 @@ def test_the_pictures_are_looked_at(name: str, tmp_path: Path) -> None:
     assert [bool(each.any()) for each in differs] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_sampled_has_the_logprobs_of_training(name: str, tmp_path: Path) -> None:
     seeing = Seeing(name, tmp_path)
     policy, vision = seeing.policy, seeing.vision
@@ -107,14 +110,14 @@ def test_what_is_sampled_has_the_logprobs_of_training(name: str, tmp_path: Path)
     with torch.no_grad():
         head[[*vision.stand_ins]] *= 5  # what is never sampled would often be
     requests = [
-        SamplingRequest(tuple(prompt.ids), 3, 10 * i, pictures=own)
+        SamplingRequest(tuple(prompt.ids), 3, 10 * i, 3 if i < 3 else None, pictures=own)  # most rows end early
         for i, (prompt, own) in enumerate(zip(seeing.prompts(), seeing.pictures, strict=True))
     ]
     # the same tokens, with another picture
     requests.append(replace(requests[3], pictures=(picture(9, 24, 48),)))
-    sampling = SamplingParams(max_new_tokens=12, temperature=0.8)
 
-    def sampled(batch_size: int) -> list[list[Completion]]:
+    def sampled(batch_size: int, **how: Any) -> list[list[Completion]]:
+        sampling = SamplingParams(max_new_tokens=12, temperature=0.8, **how)
         client = TransformersClient(policy.model, policy.tokenizer, batch_size, vision)
         return [group for _, group in sorted(client.generate(requests, sampling), key=lambda pair: pair[0])]
 
@@ -122,12 +125,32 @@ def test_what_is_sampled_has_the_logprobs_of_training(name: str, tmp_path: Path)
     alone = sampled(1)
     assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in alone]
     assert groups[3] != groups[4]
-    rollouts = [
-        Rollout.of_one_turn(r.prompt_ids, c, temperature=0.8, text="", score=Score(0.0, False, {}), pictures=r.pictures)
-        for r, group in zip(requests, groups, strict=True)
-        for c in group
-    ]
-    batch = build_batch(rollouts)
-    assert not torch.isin(batch.token_ids[batch.completion_mask], torch.tensor(vision.stand_ins)).any()
-    found = policy.scoring.logprobs(batch)
-    torch.testing.assert_close(found, batch.rollout_logprobs * batch.completion_mask, atol=2e-5, rtol=1e-4)
+    how: dict[str, Any] = {"temperature": 0.8, "text": "", "score": Score(0.0, False, {})}
+    for found in (groups, sampled(64, top_k=90, needs_alternatives=True)):
+        pairs = [(request, each) for request, group in zip(requests, found, strict=True) for each in group]
+        batch = build_batch([Rollout.of_one_turn(r.prompt_ids, c, pictures=r.pictures, **how) for r, c in pairs])
+        drawn = {*batch.token_ids[batch.completion_mask].tolist()}
+        drawn |= set() if batch.alternatives is None else {*batch.alternatives.tolist()}
+        assert not drawn & {*vision.stand_ins}
+        expected = batch.rollout_logprobs * batch.completion_mask
+        torch.testing.assert_close(policy.scoring.logprobs(batch), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_without_its_adapters_a_policy_sees_as_before(tmp_path: Path) -> None:
+    plain, adapted = (Seeing("qwen2_5_vl", tmp_path, lora=lora) for lora in (None, ["all-linear"]))
+    parameters = adapted.policy.trained_parameters()
+    for parameter in parameters.values():
+        torch.nn.init.normal_(parameter, std=0.2)
+    batch, before = plain.batch(), plain.policy.logprobs(plain.batch())
+    torch.testing.assert_close(BaseScoring(adapted.policy.scoring).logprobs(batch), before)
+    stats = adapted.policy.scoring(batch)
+    assert (stats.logprobs - before).abs().max() > 0.1
+    stats.logprobs.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in parameters.values())
+
+
+def test_a_family_that_looks_at_pictures_in_another_way_is_refused(tmp_path: Path) -> None:
+    """LLaVA-OneVision sees a picture less sharply beside another one."""
+    config = AutoConfig.for_model("llava_onevision")
+    with pytest.raises(ConfigError, match="shows a llava_onevision pictures in a way that is not known here"):
+        vision_of(str(tmp_path), config)
