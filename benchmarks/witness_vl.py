@@ -60,8 +60,8 @@ BLANK = "Ġ"
 """As the tokenizer writes it."""
 DRAWINGS = 200
 """Of each number, of which each demonstration has a random one."""
-TOWER_LR, TEXT_LR, WARMUP_FRAC, TEXT_WARMUP_FRAC = 1e-3, 1e-4, 0.03, 0.2
-TOWER_FRAC, CLEAN_FRAC, NOISE_FRAC = 0.2, 0.7, 0.6
+TOWER_LR, TEXT_LR, WARMUP_FRAC, TEXT_WARMUP_FRAC = 1e-3, 1e-4, 0.03, 0.35
+TOWER_FRAC, CLEAN_FRAC, NOISE_FRAC = 0.25, 0.7, 0.6
 """The first two are shares of the steps, or of the time: when the tower has learned alone, when wrong answers begin."""
 MAX_NEW_TOKENS = 16
 CHAT_TEMPLATE = (
