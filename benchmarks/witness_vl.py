@@ -81,6 +81,7 @@ def make_model(text_folder: str, device: str) -> tuple[Any, Any]:
     text: Any = AutoModelForCausalLM.from_pretrained(text_folder, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(text_folder)
     tokenizer.chat_template, size = CHAT_TEMPLATE, TASK["picture_size"]
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     processor: Any = make_processor(tokenizer, size, tokens_per_picture=TOKENS)
     text.resize_token_embeddings(len(tokenizer))
     config = Idefics3Config(
