@@ -37,6 +37,8 @@ from offline_grpo.types import (
     SyncReport,
     TokenBatch,
     TokenStats,
+    num_pictures,
+    text_of,
 )
 from offline_grpo.weight_sync.strategy import WeightSync
 
@@ -114,8 +116,10 @@ def test_a_task(task_twins: tuple[Task, Task]) -> None:
         assert len({problem.problem_id for problem in problems}) == 200
         for problem in problems:
             assert problem.messages[-1]["role"] == "user"
-            assert {type(value) for message in problem.messages for value in message.values()} == {str}
-            assert all(message["content"].strip() for message in problem.messages)
+            kinds = {type(value) for message in problem.messages for value in message.values()}
+            assert kinds == ({str, list} if problem.pictures else {str})
+            assert all(text_of(message).strip() for message in problem.messages)
+            assert sum(map(num_pictures, problem.messages)) == len(problem.pictures)
             assert problem.answer
         prompts.append({str(problem.messages) for problem in problems})
     assert min(map(len, prompts)) > 100
@@ -123,7 +127,7 @@ def test_a_task(task_twins: tuple[Task, Task]) -> None:
 
     first, second = task_twins
     problem = first.problems(Split.TRAIN)[0]
-    texts = [*NASTY_TEXTS, problem.answer, problem.messages[-1]["content"]]
+    texts = [*NASTY_TEXTS, problem.answer, text_of(problem.messages[-1])]
     scores = [first.score(problem, text) for text in texts]
     for text, score in zip(texts, scores, strict=True):
         assert math.isfinite(score.reward), text
