@@ -121,7 +121,7 @@ def test_a_task(task_twins: tuple[Task, Task]) -> None:
             assert all(text_of(message).strip() for message in problem.messages)
             assert sum(map(num_pictures, problem.messages)) == len(problem.pictures)
             assert problem.answer
-        prompts.append({str(problem.messages) for problem in problems})
+        prompts.append({str((problem.messages, problem.pictures)) for problem in problems})
     assert min(map(len, prompts)) > 100
     assert prompts[0].isdisjoint(prompts[1])
 
