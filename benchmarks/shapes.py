@@ -109,7 +109,7 @@ SIZES: dict[str, PretrainedConfig] = {
         | {"fullatt_block_indexes": [7, 15, 23, 31]},
     ),
     "small_vl": qwen2_5_vl(
-        {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
         | {"num_attention_heads": 4, "num_key_value_heads": 2},
         {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "fullatt_block_indexes": [1]},
     ),
