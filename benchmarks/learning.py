@@ -4,6 +4,7 @@ over what the demonstrations' experiments say; several seeds, many runs at a tim
 
     python benchmarks/learning.py WORK --model FOLDER --minutes 18      # all cards that are visible, 4 runs on each
     python benchmarks/learning.py WORK --model FOLDER --tasks calculator
+    python benchmarks/learning.py WORK --model WITNESS --tasks picture_sums           # a folder of witness_vl.py
     python benchmarks/learning.py WORK --collect                        # the result again, from what is in WORK
     python benchmarks/learning.py WORK --model FOLDER --small           # a few tiny runs on the CPU
 
@@ -94,6 +95,7 @@ WORTH: Sequence[tuple[str, Sequence[str], range]] = (
     ("sums", ("lr_3e-5", "lr_3e-6", "kl_0.05"), range(3)),
     ("longer_sums", ("trl", "grpo"), range(3)),
     ("longer_sums", ("resample", "group_16"), range(3)),
+    ("picture_sums", ("trl", "grpo", "in_process"), range(5)),
     *((task, ("trl", "grpo"), range(5)) for task in ("sums", "products", "longer_sums")),
     ("sums", ("terse", "lr_1e-4", "lora", "nf4", "fp8"), range(3)),
     *((task, LOSSES, range(5)) for task in ("sums", "products", "longer_sums")),
@@ -119,8 +121,8 @@ SECONDS = (
     "of iterations: sampling, updates and weight sync, without the start; evaluations do not count, but for async: "
     "it samples meanwhile. Runs share cards: `neighbours` is how many others there were on average"
 )
-IN_PROCESS = ("lora", "nf4")
-"""Arms that sample without a server, whose base weights other arms replace."""
+IN_PROCESS = ("lora", "nf4", "in_process")
+"""Arms that sample without a server; of the first two, others would replace the base weights there."""
 SERVED: Mapping[str, Sequence[str]] = {"fp8": ["--quantization", "fp8"]}
 """Arm -> options of a server of its own."""
 SERIES = ("reward_mean", "success_rate", "entropy", "completion_tokens_mean", "kl_divergence", "clip_frac", "grad_norm")
@@ -305,7 +307,8 @@ def task_words(job: Job, args: argparse.Namespace) -> list[str]:
     batch = [f"data.problems_per_iteration={args.prompts}", f"data.rollouts_per_problem={args.group}"]
     if job.task not in learning_tasks.EXPERIMENTS:
         reward = f"task.reward=learning_tasks:{learning_tasks.REWARDS[job.task]}"
-        return ["task=dataset", f"task.path={data}", "scoring.workers=2", reward, *batch]
+        pictures = ["task.image_field=images"] if job.task == "picture_sums" else []
+        return ["task=dataset", f"task.path={data}", "scoring.workers=2", reward, *pictures, *batch]
     episodes = learning_tasks.episodes(data)
     own = [] if job.arm == "agent" else ["task.environment=" + episodes["world"]]
     limits = [f"task.{name}={json.dumps(value)}" for name, value in episodes["limits"].items()]
@@ -591,7 +594,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", nargs="+", default=None, help="cards (default: all that are visible)")
     parser.add_argument("--workers", type=int, default=4, help="runs at the same time on each card")
     tasks = [*learning_tasks.TOKENS, *REPLAYS, *learning_tasks.EXPERIMENTS, "search"]
-    parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks)
+    of_text = [task for task in tasks if task != "picture_sums"]
+    parser.add_argument("--tasks", nargs="+", default=of_text, choices=tasks)
     parser.add_argument("--arms", nargs="+", default=None)
     sizes = {"seeds": 5, "iterations": 60, "prompts": 32, "group": 8}
     for name, default in {**sizes, "eval-interval": 10, "eval-problems": 256, "eval-samples": 2}.items():

@@ -6,6 +6,7 @@ sums            chain_sum of reasoning-gym: two terms of one or two digits
 longer_sums     the same with three terms
 products        products of reasoning-gym: two factors of one or two digits
 instructions    texts with one or two instructions, which IFEval's checks judge
+picture_sums    task=picture_sums, for the model of witness_vl.py
 calculator      the environment of the experiment of this name
 search          templates for this experiment
 """
@@ -27,7 +28,7 @@ from offline_grpo.task.ifeval import follows
 NUM_TRAIN, NUM_TEST = 3000, 256
 ARITHMETIC = {"sums": ("chain_sum", 2), "longer_sums": ("chain_sum", 3), "products": ("products", 2)}
 """Task -> its generator, and how many numbers of one or two digits an expression has."""
-TOKENS = {"sums": 64, "longer_sums": 96, "instructions": 96, "products": 64}
+TOKENS = {"sums": 64, "longer_sums": 96, "instructions": 96, "products": 64, "picture_sums": 16}
 """Task -> longest completion."""
 EXPERIMENTS = {"calculator": "calculator_smollm2"}
 """Task -> the experiment that it is of."""
@@ -156,6 +157,9 @@ def save(folder: Path, task: str) -> None:
     if task == "search":
         save_templates(folder)
         return
+    if task == "picture_sums":
+        save_pictures(folder)
+        return
     rows: dict[str, dict[str, Any]] = {}
     for row in _arithmetic(*ARITHMETIC[task]) if task in ARITHMETIC else _instructions():
         rows.setdefault(row["prompt"], row)
@@ -167,6 +171,23 @@ def save(folder: Path, task: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "test.jsonl").write_text("".join(lines[:NUM_TEST]))
     (folder / "train.jsonl").write_text("".join(lines[NUM_TEST:]))
+
+
+def save_pictures(folder: Path) -> None:
+    """The same of the pictures' task; rows have paths of PNGs as `images`."""
+    import witness_vl
+
+    from offline_grpo.types import Split
+
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for name, split, number in (("train", Split.TRAIN, NUM_TRAIN), ("test", Split.EVAL, NUM_TEST)):
+        rows = []
+        for problem in witness_vl.make_task().problems(split)[:number]:
+            images = [f"images/{picture.key}.png" for picture in problem.pictures]
+            for image, picture in zip(images, problem.pictures, strict=True):
+                (folder / image).write_bytes(picture.data)
+            rows.append({"prompt": problem.messages, "answer": problem.answer, "images": images})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def save_templates(folder: Path) -> None:

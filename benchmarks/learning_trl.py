@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import learning_tasks
-from transformers import AutoTokenizer, TrainerCallback
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer, TrainerCallback
 from trl_arm import IN_PROCESS, make_trainer
 
+from offline_grpo.model.layers import text_parameters
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.seeding import derive_seed
 from offline_grpo.task.rewards import imported
@@ -91,8 +93,8 @@ class HeldOut(TrainerCallback):
 
     def judged(self) -> list[bool]:
         """Which completions of the held-out prompts are right."""
-        ids = self.trainer._tokenize_prompts([row["prompt"] for row in self.rows])[0]
-        completions = self.trainer._generate_single_turn(ids, None, {}, 1)[0]  # after a push, if there was a step
+        asked = self.trainer._tokenize_prompts([with_pictures(row) for row in self.rows])  # ids, pictures, tensors
+        completions = self.trainer._generate_single_turn(*asked, 1)[0]  # after a push, if there was a step
         texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
         reward = getattr(learning_tasks, self.settings.reward or "")
         return [reward(text, row["answer"]) >= 1 for text, row in zip(texts, self.rows, strict=True)]
@@ -119,7 +121,21 @@ class HeldOut(TrainerCallback):
 def rows_of(settings: Settings, split: str) -> list[dict[str, Any]]:
     """Problems, each with its messages as `prompt`."""
     rows = [json.loads(line) for line in (Path(settings.data) / f"{split}.jsonl").read_text().splitlines()]
-    return [{**row, "prompt": row.get("messages") or [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    for row in rows:
+        prompt = row.get("messages") or row["prompt"]
+        row["prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if "images" in row:
+            row["images"] = [Image.open(Path(settings.data) / path).convert("RGB") for path in row["images"]]
+    return rows
+
+
+def with_pictures(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompt of a row, whose pictures TRL puts in their places."""
+    if "images" not in row:
+        return row["prompt"]
+    from trl.data_utils import prepare_multimodal_messages
+
+    return prepare_multimodal_messages(row["prompt"], row["images"])
 
 
 def in_our_order(rows: Sequence[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
@@ -158,7 +174,8 @@ def main() -> None:
     on_gpu |= {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
     if not settings.on_cpu:
         with_kv_cache(settings.kv_bytes)
-    tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
+    has_pictures = "images" in rows[0]
+    tokenizer: Any = (AutoProcessor if has_pictures else AutoTokenizer).from_pretrained(settings.model)
     own: dict[str, Any] = {}
     if score is None:
         from trl.chat_template_utils import qwen3_template
@@ -191,6 +208,10 @@ def main() -> None:
         **own,
         **({} if settings.on_cpu else on_gpu),
     )
+    if has_pictures:  # what our runs train
+        trained = text_parameters(held_out.trainer.model)
+        for name, weight in held_out.trainer.model.named_parameters():
+            weight.requires_grad_(name in trained)
     if score is None:
         check_prompt(held_out.trainer, rows[0])
     held_out.trainer.train()

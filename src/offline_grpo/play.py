@@ -60,14 +60,13 @@ def play(words: Sequence[str], row: int = 0, replies: Iterable[str] | None = Non
         from offline_grpo.model.device import resolve_device, torch_dtype
         from offline_grpo.model.gguf import convert
         from offline_grpo.model.load import generation_config_of
-        from offline_grpo.model.tiny import build_char_tokenizer
         from offline_grpo.start.prompts import check_episodes, codec_of
 
         # 1. The tokenizer, and the model where that replies. A tiny one is built only then.
         tiny = None if model.train_id or model.gguf_file else build(model.tiny, key="model.tiny")
         client = None
         if tiny is not None and replies is not None:
-            codec = codec_of(config, build_char_tokenizer(tiny.max_position_embeddings))
+            codec = codec_of(config, tiny.tokenizer())
         else:
             cache = Path(config.cache_dir)
             name = tiny.prepare(task, cache) if tiny else model.train_id or convert(str(model.gguf_file), cache)

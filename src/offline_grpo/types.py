@@ -14,7 +14,7 @@ from enum import StrEnum
 from hashlib import sha256
 from itertools import chain, compress, groupby, pairwise
 from math import inf, isfinite, isnan, nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whose import takes seconds
     import numpy as np
@@ -37,6 +37,12 @@ def num_pictures(message: Message) -> int:
     """How many places for pictures a message has."""
     content = message.get("content")
     return sum(part["type"] == "image" for part in content) if isinstance(content, (list, tuple)) else 0
+
+
+def pictures_in(messages: Iterable[Message]) -> list[Picture]:
+    """Of an episode's messages, whose parts have their pictures: `{"type": "image", "image": Picture}`."""
+    contents = (message.get("content") for message in messages)
+    return [part["image"] for each in contents if isinstance(each, list) for part in each if part["type"] == "image"]
 
 
 class Split(StrEnum):
@@ -82,6 +88,13 @@ class Rules:
     timeout_s: float
     tools: tuple[Schema, ...] = ()  # in the first prompt, as far as they are known before
     has_address: bool = False  # its program is a client of OpenAI's API
+
+
+class Encoded(NamedTuple):
+    """A prompt in tokens."""
+
+    ids: list[int]  # with as many tokens in the place of a picture as the model computes of it
+    unexpanded_ids: list[int]  # with one placeholder in the place of a picture; empty without pictures
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +180,7 @@ class Completion:
     logprobs: tuple[float, ...]  # [C] nats, under the sampling distribution
     finish_reason: FinishReason
     versions: tuple[int, ...]  # [C] optimizer updates in the weights that drew the token
-    alternatives: tuple[tuple[int, ...], ...] | None = None
+    alternatives: tuple[Sequence[int], ...] | None = None
     """[C] the tokens that the sampler's filters left beside the drawn one, in any order; None: the whole vocabulary."""
 
 
@@ -286,7 +299,7 @@ class Rollout:
     turns: tuple[Turn, ...] = ()  # in an environment, in the order in which they were answered; elsewhere empty
     conversation: tuple[Message, ...] = ()  # the same: all messages of the last sequence, the prompt's too
     starts: tuple[int, ...] = (0,)  # where each sequence begins
-    alternatives: tuple[tuple[int, ...], ...] | None = None  # [N] as in `Completion`; () where not sampled
+    alternatives: tuple[Sequence[int], ...] | None = None  # [N] as in `Completion`; () where not sampled
     pictures: tuple[tuple[Picture, ...], ...] = ()  # of each sequence, in the order of its tokens; (): it has none
 
     def __post_init__(self) -> None:

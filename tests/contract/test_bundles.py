@@ -125,7 +125,7 @@ def test_what_filters_left_is_told_in_bundles_as_without(module: ModuleType, mon
         for one in outputs:
             for ids, values, rank in zip(*(field.tolist() for field in one.new_logprobs[:3]), strict=True):
                 append_logprobs_for_next_position(flat, ids, values, itertools.repeat(None), rank, number)
-        firsts, sent = flat.start_indices, [[*memoryview(ids).cast("i")] for ids in generate.alternatives(flat)]
+        firsts, sent = flat.start_indices, [[*memoryview(ids).cast("i")][:-1] for ids in generate.alternatives(flat)]
         return [flat.token_ids[i] for i in firsts], [flat.logprobs[i] for i in firsts], sent
 
     def outputs_of(step: int) -> list[Any]:

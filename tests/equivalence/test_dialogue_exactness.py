@@ -76,7 +76,7 @@ class Play:
             assert self.special(ask.request.prompt_ids[len(before) :]) == self.special(
                 self.codec.chat.following(
                     ask.parent.reply, before[-1], [{**each, "content": "ok"} for each in new], self.tools
-                )
+                ).ids
             )
         return ask
 

@@ -149,6 +149,9 @@ def save_served(model_type: str, folder: Path, dtype: torch.dtype = torch.float3
     suffix = "id" if model_type == "qwen2_5_vl" else "index"
     ids = {f"{name}_{suffix}": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
     model: Any = build_composite(model_type, text={**SIZES, **text, "vocab_size": len(tokenizer)}, tower=tower, **ids)
+    for parameter in model.parameters():
+        if not parameter.any():  # Gemma 3's projector begins with zeros, and sees nothing
+            torch.nn.init.normal_(parameter, std=0.2)
     model.to(dtype).save_pretrained(folder)
     processor: Any
     if model_type == "qwen2_5_vl":

@@ -24,7 +24,7 @@ from offline_grpo.engine.streaming import Streaming
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.generation.scoring import IsolatedTask, Scorers
 from offline_grpo.model import text
-from offline_grpo.model.text import Encoded, TokenizerCodec
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.task.environment import EpisodeTask
 from offline_grpo.task.rows import Row
@@ -32,6 +32,7 @@ from offline_grpo.train.advantage import GroupStd
 from offline_grpo.types import (
     Completion,
     CompletionStream,
+    Encoded,
     FinishReason,
     Problem,
     Rollout,

@@ -66,7 +66,13 @@ def forks(row: dict[str, Any], base_url: str, api_key: str) -> float:
 def environment(name: str = "worlds:Talk", **settings: Any) -> Environment:
     rows = {"path": "rows.jsonl", "name": None, "train_split": "train", "eval_split": None, "eval_frac": 0.5}
     limits = {"max_turns": 8, "max_turn_tokens": None, "max_environment_tokens": 100, "episode_timeout_s": 60.0}
-    own = {"prompt_field": "prompt", "examples": [], "correct_threshold": 1.0, "max_result_chars": 1000}
+    own = {
+        "prompt_field": "prompt",
+        "image_field": None,
+        "examples": [],
+        "correct_threshold": 1.0,
+        "max_result_chars": 1000,
+    }
     return Environment(**{"environment": name, "system_prompt": None, **rows, **limits, **own, **settings})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,21 +12,17 @@ from architectures import ZOO
 from factories import compose_config
 from pyarrow import parquet
 from runs import SMALL, metrics_of
-from seeing import picture, save_seeing
+from seeing import TEMPLATE, picture, save_seeing
 
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.pictures import size_of
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.rollouts import __main__ as rollouts
 from offline_grpo.rollouts.store import Shard
 from offline_grpo.run import train
 
-TEMPLATE = (
-    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-)
 HOW = ("train.loss.kl_coef=0.1", "train.schedule=constant", "train.iterations=4")
-FEW = [o for o in SMALL if not o.startswith("model.tiny")]
+FEW = [o for o in SMALL if not o.startswith(("model.tiny", "task."))]
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +40,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(place: Path, out: Path, *overrides: str) -> Path:
+def run(place: Path, out: Path, *overrides: str, task: Sequence[str] = ()) -> Path:
+    rows = ("task=dataset", f"task.path={place}/rows.parquet", "task.image_field=images", "task.answer_kind=regex")
     train(
         compose_config(
             *FEW,
             "model=hf",
             f"model.train_id={place}/model",
-            "task=dataset",
-            f"task.path={place}/rows.parquet",
-            "task.image_field=images",
+            *(task or rows),
             "task.eval_frac=0.2",
-            "task.answer_kind=regex",
             "data.num_train_seeds=null",
-            "generation.max_new_tokens=6",
+            "generation.max_new_tokens=30",
             "train.iterations=2",
             f"cache_dir={place}/cache",
             *overrides,
@@ -100,6 +95,26 @@ def test_what_was_sampled_is_scored_recorded_and_replayed(
     text = capsys.readouterr().out
     assert "<|image_pad|> x 6<|vision_end|>" in text
     assert json.loads((folder / "samples/iter_000.jsonl").read_text().splitlines()[0])["images"] is not None
+
+
+def test_an_environment_shows_pictures(place: Path, tmp_path: Path) -> None:
+    rows = [
+        {"number": n, "prompt": "look ", "shot": {"bytes": picture(n, 16, 16).data, "path": None}} for n in range(30)
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    episodes = ("task=environment", "task.environment=seeing:Camera", "task.image_field=shot")
+    limits = ("task.max_environment_tokens=200", "generation.stop=[a,e,i,o,u,t,n,A,E,I,O,U,T,N]")
+    folder = run(place, tmp_path / "run", *limits, task=(*episodes, f"task.path={tmp_path}/rows.parquet"))
+    assert metrics_of(folder)["train_iter_001.json"]["alignment/diff_abs_mean"] < 1e-5
+    shard = Shard(folder / "rollouts/iter_001.parquet")
+    groups = shard.groups(shard.table(), [range(4 * i, 4 * i + 4) for i in range(4)])
+    assert max(len(rollout.pictures[0]) for group in groups for rollout in group.rollouts) == 4
+    for problem, rollout in ((group.problem, rollout) for group in groups for rollout in group.rollouts):
+        assert problem is not None
+        number = problem.fields["number"]
+        shown = [picture(number, 16, 16), *(picture(100 * number + turn, 16 * turn or 24, 24) for turn in range(3))]
+        sizes = [size_of(each) for each in rollout.pictures[0]]
+        assert sizes == [size_of(each) for each in shown[: len(sizes)]]
 
 
 def test_a_resumed_run_and_an_evaluation_see_them_too(place: Path, tmp_path: Path) -> None:

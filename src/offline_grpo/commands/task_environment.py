@@ -207,7 +207,8 @@ class TaskEnvironment(BaseEnv):
         self, problem: Problem, num_completions: int, temperature: float, split: str
     ) -> tuple[list[int], list[list[int]], list[list[float]]]:
         """Prompt, completions and logprobs, as the server has them; no completions if the prompt is too long."""
-        prompt_ids, max_tokens = self._codec.encode(problem.messages, problem.tools), self.config.max_token_length
+        prompt_ids = self._codec.encode_with(problem.messages, problem.pictures, problem.tools).ids
+        max_tokens = self.config.max_token_length
         if self.max_token_len > 0:  # BaseEnv drops groups that reach the limit
             max_tokens = min(max_tokens, self.max_token_len - 1 - len(prompt_ids))
         if max_tokens < 1:

@@ -11,17 +11,19 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import httpx
+import numpy as np
 import psutil
 
 from offline_grpo import progress
@@ -81,7 +83,7 @@ class Choice(NamedTuple):
     token_ids: Sequence[int]
     logprobs: Sequence[float]  # nats
     finish_reason: str
-    alternatives: Sequence[Sequence[int]] | None = None  # where `SamplingParams.needs_alternatives` has asked for them
+    alternatives: Sequence[array[int]] | None = None  # where `SamplingParams.needs_alternatives` has asked for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -697,10 +699,11 @@ class ServerEngine(Streaming, Engine):
                 raise ValueError(f"{len(token_ids)} tokens where 1 to {most} were asked for")
             if len(logprobs) != len(token_ids):
                 raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
-            alternatives, ids = None, token_ids
+            alternatives, extremes = None, [min(token_ids, default=0), max(token_ids, default=0)]
             if sampling.needs_alternatives:
-                alternatives = tuple(map(tuple, beside or ()))
-                ids = (*token_ids, *chain.from_iterable(alternatives))
+                alternatives = tuple(beside or ())
+                ids = np.frombuffer(b"".join(alternatives), np.int32)
+                extremes += [ids.min(initial=0), ids.max(initial=0)]
                 if len(alternatives) != len(token_ids):
                     raise ValueError(f"alternatives of {len(alternatives)} tokens for {len(token_ids)}")
                 largest = 1 + max(map(len, alternatives), default=0)
@@ -708,7 +711,7 @@ class ServerEngine(Streaming, Engine):
                     fix = f"more tokens are as probable as the last one of generation.top_k={sampling.top_k}; lower it"
                     about = f"a token was drawn from {largest}, or more than it tells"
                     raise EngineError(f"{self.base_url}: {about}: {fix}")
-            for token in (min(ids, default=0), max(ids, default=0)):
+            for token in extremes:
                 if not 0 <= token < self.vocab_size:
                     raise ValueError(f"a token has id {token}, and the model that is trained has {self.vocab_size}")
             for position, logprob in enumerate(logprobs):

@@ -8,14 +8,17 @@ import asyncio
 import logging
 import os
 import sys
+from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import accumulate, pairwise, takewhile
+from itertools import pairwise, takewhile
 from operator import eq
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from offline_grpo.engine.engine import ServedBits
 from offline_grpo.engine.http import TIMEOUT_S, NotFound, Refused, read
@@ -78,6 +81,7 @@ class VllmLauncher(Launcher):
             "distributed_executor_backend": "auto",
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": 832,
+            "mm_processor_cache_gb": 0,
             "generation_config": "vllm",
         },
         "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
@@ -303,21 +307,22 @@ class VllmEngine(ServerEngine):
             return await super().ask(request, sampling)
 
 
-def _decoded(choice: Mapping[str, Any]) -> list[list[int]] | None:
-    """The alternatives of each token, from the base64 of all as int32 and how many each token has."""
+def _decoded(choice: Mapping[str, Any]) -> list[array[int]] | None:
+    """The alternatives of each token, from the base64 of int32, where -1 is behind those of each."""
     if "alternatives" not in choice:
         return None
-    ids = memoryview(b64decode(choice["alternatives"])).cast("i").tolist()
-    *_, end = bounds = [*accumulate(choice["num_alternatives"], initial=0)]
-    if end != len(ids):
-        raise ValueError(f"{len(ids)} alternatives where {end} were announced")
-    return [ids[start:end] for start, end in pairwise(bounds)]
+    ids = array("i", b64decode(choice["alternatives"]))
+    ends = np.flatnonzero(np.asarray(ids) == -1).tolist()
+    return [ids[end + 1 : next_end] for end, next_end in pairwise([-1, *ends])]
 
 
-def _beside(choice: Choice, tops: Sequence[Mapping[str, float]]) -> list[list[int]]:
+def _beside(choice: Choice, tops: Sequence[Mapping[str, float]]) -> list[array[int]]:
     """The other ids with finite logprobs, from `{"token_id:17": -0.5}` of each token."""
     return [
-        [int(name.removeprefix("token_id:")) for name, value in top.items() if value > LOWEST_LOGPROB and name != own]
+        array(
+            "i",
+            (int(name[len("token_id:") :]) for name, value in top.items() if value > LOWEST_LOGPROB and name != own),
+        )
         for own, top in zip((f"token_id:{token}" for token in choice.token_ids), tops, strict=True)
     ]
 

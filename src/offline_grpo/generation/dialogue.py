@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from offline_grpo.types import (
     Completion,
     FinishReason,
     Message,
+    Picture,
     Reply,
     Rollout,
     Rules,
@@ -28,6 +30,9 @@ from offline_grpo.types import (
     Schema,
     Score,
     Turn,
+    num_pictures,
+    pictures_in,
+    text_of,
 )
 
 OVER = Reply(is_cut=True)  # the answer to whoever asks for more than the limits allow: nothing, and that it is cut
@@ -74,6 +79,12 @@ class Ask:
         """The prompt, and what was sampled after it."""
         return self.request.prompt_ids + (self.completion.token_ids if self.completion is not None else ())
 
+    @property
+    def unexpanded_ids(self) -> tuple[int, ...]:
+        """The same, with one placeholder in the place of a picture."""
+        begun = self.request.unexpanded_ids or self.request.prompt_ids
+        return begun + (self.completion.token_ids if self.completion is not None else ())
+
 
 @dataclass(eq=False)
 class Dialogue:
@@ -104,6 +115,7 @@ class Dialogue:
         """
         # 1. What a program sends is data: what has another form is refused in a sentence.
         try:
+            messages = [*map(_read, messages)]
             key = tuple(map(_canonical, messages))
             roles, named = [each["role"] for each in messages], [tool["function"]["name"] for tool in tools]
             if is_deep([key, messages, tools]) or not all(isinstance(name, str) for name in [*roles, *named]):
@@ -127,10 +139,12 @@ class Dialogue:
             return None
         # 4. Ids so far are kept as they are; only what is new is encoded.
         if parent is None:
-            ids = tuple(self.chat.first(messages, tools))
+            added, ids, unexpanded, pictures = self.chat.first(messages, tools), (), (), ()
         else:
-            ids = parent.token_ids
-            ids += tuple(self.chat.following(parent.reply, ids[-1], new, tools))
+            ids, unexpanded, pictures = parent.token_ids, parent.unexpanded_ids, parent.request.pictures
+            added = self.chat.following(parent.reply, ids[-1], new, tools)
+        ids, pictures = ids + tuple(added.ids), pictures + tuple(pictures_in(new))
+        unexpanded += tuple(added.unexpanded_ids or added.ids)
         limit = min(rules.max_turn_tokens or inf, self.sampling.max_new_tokens - num_sampled)
         if limit < 1 or len(ids) - num_sampled > most:
             self._hit_limit = True
@@ -140,7 +154,8 @@ class Dialogue:
         self._num_asked[ids] += 1
         is_short = longest is not None and longest < limit
         limit = int(max(longest, 1) if longest is not None and is_short else limit)
-        request = SamplingRequest(ids, 1, seed, limit, self.seed)
+        own: Any = {"pictures": pictures, "unexpanded_ids": unexpanded} if pictures else {}
+        request = SamplingRequest(ids, 1, seed, limit, self.seed, **own)
         return Ask(request, parent, tuple(messages), key, tuple(tools), is_short)
 
     def answer(self, ask: Ask, completion: Completion) -> Reply:
@@ -177,7 +192,7 @@ class Dialogue:
                 turns.setdefault(ask, Turn(start, end, ask.reward))
         token_ids = token_ids or [*self.first_ids]
         is_sampled, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [0] * len(token_ids)
-        alternatives: list[tuple[int, ...]] = [()] * len(token_ids)
+        alternatives: list[Sequence[int]] = [()] * len(token_ids)
         for ask, turn in turns.items():
             assert ask.completion is not None
             own = slice(turn.start, turn.end)
@@ -210,9 +225,10 @@ class Dialogue:
             text="\n".join(transcript(leaf.messages[len(leaf.path[0].messages) - 1 :]) for leaf in leaves),
             score=replace(score, measured={**score.measured, **measured}),
             turns=tuple(turns[ask] for ask in self._answered),
-            conversation=leaves[-1].messages if leaves else (),
+            conversation=tuple(map(_plain, leaves[-1].messages)) if leaves else (),
             starts=tuple(starts or [0]),
             alternatives=tuple(alternatives) if self.sampling.needs_alternatives else None,
+            pictures=pictures if any(pictures := tuple(leaf.request.pictures for leaf in leaves)) else (),
         )
 
 
@@ -221,7 +237,7 @@ def transcript(messages: Sequence[Message]) -> str:
     lines = []
     for message in messages:
         if message["role"] != "assistant":
-            lines.append(f"[{message['role']}] {message.get('content') or ''}")
+            lines.append(f"[{message['role']}] {'[image] ' * num_pictures(message)}{text_of(message)}")
             continue
         if thinking := message.get("reasoning_content"):
             lines.append(f"<think>\n{thinking}\n</think>")
@@ -230,6 +246,35 @@ def transcript(messages: Sequence[Message]) -> str:
         for call in (call["function"] for call in message.get("tool_calls") or ()):
             lines.append(f"-> {call['name']}({json.dumps(call.get('arguments'), ensure_ascii=False)})")
     return "\n".join(lines)
+
+
+def _read(message: Message) -> Message:
+    """A message of OpenAI's API, with each picture as the bytes that its data URL has. Raises RequestError for one that
+    is none.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    from offline_grpo.model.pictures import opened  # which imports torch
+
+    parts = list[Any]()
+    for part in content:
+        if "image_url" in part:
+            head, _, data = part["image_url"]["url"].partition(";base64,")
+            if not head.startswith("data:"):
+                raise RequestError("image_url: only data URLs are read (data:image/png;base64,...)")
+            part = {"type": "image", "image": Picture(b64decode(data, validate=True))}
+            opened(part["image"])  # a broken one ends nothing but its episode's request
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _plain(message: Message) -> Message:
+    """A message whose parts have places for pictures alone."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [{"type": "image"} if "image" in part else part for part in content]}
 
 
 def _canonical(message: Message) -> tuple[Any, ...]:

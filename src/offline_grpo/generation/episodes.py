@@ -186,7 +186,8 @@ def play_groups(
                     from offline_grpo.generation.proxy import Proxy
 
                     proxy = Proxy(codec.chat_template_kwargs, said, getattr(task, "own_address", LOOPBACK))
-                dialogue = Dialogue(codec.chat, sampling, problem.rules, codec.encode(problem.messages), seed + j)
+                first = codec.encode_with(problem.messages, problem.pictures)
+                dialogue = Dialogue(codec.chat, sampling, problem.rules, first.ids, seed + j)
                 chance = derive_seed(seed, "environment")  # the same for all of a group
                 own_proxy = proxy if problem.rules.has_address else None
                 episode = Episode(problem, chance, dialogue, events, len(episodes), own_proxy)

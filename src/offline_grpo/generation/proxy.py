@@ -29,7 +29,7 @@ from offline_grpo.engine.http import LOOPBACK
 from offline_grpo.errors import RequestError
 from offline_grpo.generation.judging import warn_once
 from offline_grpo.model.tool_calls import arguments_of
-from offline_grpo.types import Message, Reply, Schema
+from offline_grpo.types import Message, Reply, Schema, text_of
 
 T = TypeVar("T")
 MODEL = "policy"
@@ -71,9 +71,18 @@ class _Read(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _Part(_Read):
+class _Text(_Read):
     type: Literal["text"] = "text"
     text: str
+
+
+class _Url(_Read):
+    url: str
+
+
+class _Image(_Read):
+    type: Literal["image_url"]
+    image_url: _Url
 
 
 class _Function(_Read):
@@ -98,7 +107,7 @@ Several = Annotated[list[T], _AtFirst()]  # a million wrong items are one mistak
 
 class _Message(_Read):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Several[_Part] | None = None
+    content: str | Several[_Text | _Image] | None = None
     tool_calls: Several[_Tool] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -242,12 +251,13 @@ class Proxy(web.Server):
         """As chat templates know it, without fields that say nothing."""
         found = {name: value for name, value in message.items() if value}
         if wrong := NO_TEXT & found.keys():
-            raise RequestError(f"{min(wrong)}: a message's content must be text")
+            raise RequestError(f"{min(wrong)}: a message's content must be text and images")
         if others := _names(found.keys() - (KNOWN | {"name"} if message["role"] == "tool" else KNOWN)):
             about = f"an agent's messages have {others}; of that the policy sees what the chat template writes"
             warn_once(self._said, about, about)
         content = message.get("content") or ""
-        found["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        has_images = any("image_url" in part for part in content if isinstance(part, Mapping))
+        found["content"] = content if has_images else text_of(message)
         found["role"] = "system" if message["role"] == "developer" else message["role"]
         if calls := message.get("tool_calls"):
             found["tool_calls"] = _with_arguments(arguments_of, calls)

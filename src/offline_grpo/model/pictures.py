@@ -20,18 +20,17 @@ from torch.nn.functional import pad
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.model.layers import is_composite
-from offline_grpo.model.text import Encoded
-from offline_grpo.types import Picture
+from offline_grpo.types import Encoded, Picture
 
-FAMILIES = (
-    *("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_vl"),
-    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "smolvlm"),
-)
-"""By their `model_type`. A test shows of each that a batch with pictures has the logprobs and gradients of one sequence
-at a time. It fails for LLaVA-OneVision, which sees a picture less sharply beside another one.
-"""
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values of photographs whose width is the height of what the camera saw."""
+FAMILIES = {
+    *("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_5_vl"),
+    *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+}
+"""Their `model_type`. Of each a test shows that a batch with pictures has the logprobs and gradients of one sequence at
+a time. It fails for LLaVA-OneVision, which sees a picture less sharply beside a second one.
+"""
 NUM_KEPT = 128
 """Pictures whose tensors stay in memory: the rows of a group, and the passes over a batch, look at the same ones."""
 STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -81,7 +80,7 @@ class Vision:
         if size not in self._texts:
             blank = [[Image.new("RGB", size)]]
             ids = self.processor(text=[self.placeholder], images=blank, add_special_tokens=False)["input_ids"][0]
-            self._texts[size] = self.processor.tokenizer.decode(ids, skip_special_tokens=False)
+            self._texts[size] = self.processor.tokenizer.decode([*map(int, ids)], skip_special_tokens=False)
         return self._texts[size]
 
     def forward(self, lm: Any, pictures: Sequence[Picture], input_ids: Tensor, **how: Any) -> Any:
@@ -157,7 +156,12 @@ def vision_of(model_id: str, config: Any, *, trust_remote_code: bool = False) ->
     require(config.model_type in FAMILIES, "model.train_id", model_id, fault)
     try:
         processor = transformers.AutoProcessor.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except ImportError as error:
+        fix = "install what it needs, in this repository by uv sync --extra images"
+        raise ConfigError(
+            f"model.train_id={model_id}: its processor cannot be made ({reason_of(error)}); {fix}"
+        ) from error
+    except (OSError, ValueError) as error:
         fix = "copy the files of its processor (preprocessor_config.json, processor_config.json) beside the model"
         raise ConfigError(f"model.train_id={model_id}: has no processor ({reason_of(error)}); {fix}") from error
     model_class: Any = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]

@@ -14,11 +14,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.model.tool_calls import READERS, Reader, arguments_of
-from offline_grpo.types import Call, Completion, FinishReason, Message, Picture, Reply, SamplingParams, Schema
+from offline_grpo.types import (
+    Call,
+    Completion,
+    Encoded,
+    FinishReason,
+    Message,
+    Picture,
+    Reply,
+    SamplingParams,
+    Schema,
+    pictures_in,
+)
 
 if TYPE_CHECKING:  # see types.py
     from transformers import GenerationConfig
@@ -38,13 +49,6 @@ PROBE_CALL = Call("000000000", "probe", {"text": 'a "b" c', "count": 3})
 THINKING_ENDS = "</think>"
 OURS = ("messages", "add_generation_prompt")
 """Arguments of a chat template that are no setting."""
-
-
-class Encoded(NamedTuple):
-    """A prompt in tokens."""
-
-    ids: list[int]  # with as many tokens in the place of a picture as the model computes of it
-    unexpanded_ids: list[int]  # with one placeholder in the place of a picture; empty without pictures
 
 
 @dataclass(eq=False)
@@ -192,15 +196,15 @@ class ChatFormat:
             kept = "this run keeps it, because what was sampled is never written anew"
             log.info("the chat template leaves earlier thinking out where the user speaks again; %s", kept)
 
-    def first(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+    def first(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Encoded:
         """The ids of a conversation, and of what begins the next reply. Raises RequestError as `following`."""
         text = self._codec.rendered(self._safe(self.in_form(messages)), self._safe(tools))
         if tools and not self._has_said and tools[0]["function"]["name"] not in text:
             self._has_said = True
             log.warning("the model's chat template leaves tools out; name them in the prompt, or take another template")
-        return self._tokenizer.encode(text, add_special_tokens=self._tokenizer.chat_template is None)
+        return self._encoded(text, messages, add_special_tokens=self._tokenizer.chat_template is None)
 
-    def following(self, reply: Reply, last_id: int, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+    def following(self, reply: Reply, last_id: int, messages: Sequence[Message], tools: Sequence[Schema]) -> Encoded:
         """The ids between a reply, whose last one is `last_id`, and the next reply. Raises RequestError if the template
         refuses the messages, leaves out calls, or writes something else before them than it did at first.
         """
@@ -215,9 +219,19 @@ class ChatFormat:
                 roles = ", ".join(each["role"] for each in safe)
                 raise RequestError(f"the model's chat template refuses messages of {roles} after a reply")
             text = text.removeprefix(closing[0])
-        ids = self._tokenizer.encode(text + self._codec.assistant_prefix, add_special_tokens=False)
+        found = self._encoded(text + self._codec.assistant_prefix, messages, add_special_tokens=False)
         # a reply ends with what the template writes at the end of one
-        return ids[1:] if last_id in self._codec.end_ids and ids[:1] == [last_id] else ids
+        has_end = last_id in self._codec.end_ids and found.ids[:1] == [last_id]
+        return Encoded(found.ids[1:], found.unexpanded_ids[1:]) if has_end else found
+
+    def _encoded(self, text: str, messages: Sequence[Message], *, add_special_tokens: bool) -> Encoded:
+        """The tokens of what the template wrote of messages with these pictures."""
+        pictures = pictures_in(messages)
+        if self._codec.vision is not None:
+            return self._codec.vision.encode(text, pictures)
+        if pictures:
+            raise RequestError("the model reads no pictures")
+        return Encoded(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), [])
 
     def read(self, completion: Completion, sampling: SamplingParams, tools: Sequence[Schema], turn: int) -> Reply:
         """A completion as a reply. What was cut calls nothing. `turn`: number of turns before it, for ids of calls."""

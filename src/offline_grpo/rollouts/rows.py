@@ -20,7 +20,9 @@ from offline_grpo.disk import utf8
 from offline_grpo.errors import ConfigError
 from offline_grpo.types import FinishReason, Picture, Problem, Rollout, RolloutGroup, Score, Turn, num_pictures
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # `json.dumps` makes one at each call
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, default=lambda each: f"<{len(each)} bytes>" if isinstance(each, bytes) else str(each)
+)  # `json.dumps` makes one at each call
 _HALVES = re.compile("[\ud800-\udfff]")
 TOKENS, LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
 NAMES = pa.list_(pa.list_(pa.string()))

@@ -16,7 +16,7 @@ from offline_grpo.config.problems import PREFIX
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.model.load import context_length, generation_config_of, load_tokenizer, read_model_config
-from offline_grpo.model.pictures import Vision, vision_of
+from offline_grpo.model.pictures import FAMILIES, Vision, vision_of
 from offline_grpo.model.text import TokenizerCodec, end_ids
 from offline_grpo.settings import DataConfig, RunConfig
 from offline_grpo.start.memory import check_memory
@@ -69,11 +69,7 @@ def check_model(run: Run) -> None:
         plan.sampling = replace(sampling, top_k=0, needs_alternatives=False)
 
     # The problems, in tokens.
-    has_pictures = any(map(have_pictures, (data.train or (), data.held_out)))
-    has_pictures |= any(rollout.pictures for group in data.recorded for rollout in group.rollouts)
-    run.vision = vision_of(model_id, model_config, **how) if has_pictures else None
-    if run.vision is not None:
-        check_vision(plan)
+    run.vision = vision_for(plan, model_id, model_config)
     codec = codec_of(plan.config, tokenizer, generation_config_of(model_id), run.vision)
     train = None if data.train is None else without_long(data.train, codec, settings, "training")
     plan.data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
@@ -91,8 +87,20 @@ def have_pictures(problems: Sequence[Problem]) -> bool:
     return any(problem.pictures for problem in known)
 
 
-def check_vision(plan: Plan) -> None:
-    """Raise ConfigError for what does not see the pictures that problems have."""
+def vision_for(plan: Plan, model_id: str, model_config: PretrainedConfig) -> Vision | None:
+    """What the model sees with, where problems have pictures, or episodes may show it some. Raises ConfigError where
+    problems have some that the model, or another part of the run, does not see.
+    """
+    data, trust = plan.data, plan.config.model.trust_remote_code
+    has_pictures = any(map(have_pictures, (data.train or (), data.held_out)))
+    has_pictures |= any(rollout.pictures for group in data.recorded for rollout in group.rollouts)
+    if not has_pictures:
+        # A tool or an agent may send some, if model and engines can.
+        is_played = any(problem.rules is not None for problem in (data.train or data.held_out)[:FIRST_PROBLEMS])
+        if is_played and model_config.model_type in FAMILIES and plan.engine.engine_class.shows_pictures:
+            return vision_of(model_id, model_config, trust_remote_code=trust)
+        return None
+
     fix = "the problems have pictures, which are shown by generation=transformers and generation=vllm_server alone"
     for engine in filter(None, (plan.engine, plan.eval_engine)):
         require(engine.engine_class.shows_pictures, engine.key, engine.engine_class.name, fix)
@@ -100,6 +108,7 @@ def check_vision(plan: Plan) -> None:
     require(plan.advantage.teacher is None or not is_url(plan.advantage.teacher), KEY, plan.advantage.teacher, fix)
     fix = "with pictures each process holds the whole model; use train.sharding=none"
     require(plan.config.train.sharding == "none", "train.sharding", plan.config.train.sharding, fix)
+    return vision_of(model_id, model_config, trust_remote_code=trust)
 
 
 def check_episodes(codec: TokenizerCodec, problems: Sequence[Problem]) -> None:

@@ -205,6 +205,7 @@ def deployments(run: Run) -> tuple[Deployment, Deployment]:
         for engine in engines:  # what they could not know before there was a policy
             engine.eos_ids, engine.vocab_size = eos_ids, policy.vocab_size
             engine.sampling, engine.is_corrected = sampling, is_corrected
+            engine.banned_ids = () if run.vision is None else run.vision.stand_ins
         leads = (ranks, sharding.lead) if ranks.world_size > 1 else None
         return Deployment(engines, sync, sharding.full_weights, leads)
 

@@ -70,9 +70,12 @@ class Arithmetic(BaseTask):
                 split = Split.EVAL if hash_frac(f"split {low} {high}") < self.eval_frac else Split.TRAIN
                 for a, b in {(low, high), (high, low)}:
                     for op in self.operations:
-                        messages = ({"role": "user", "content": self.prompt_template.format(a=a, op=op, b=b)},)
-                        splits[split].append(Problem(f"{a}{op}{b}", messages, str(OPERATIONS[op](a, b))))
+                        splits[split].append(self._problem(a, op, b))
         return {
             split: tuple(sorted(problems, key=lambda p: hash_frac(f"order {p.problem_id}")))
             for split, problems in splits.items()
         }
+
+    def _problem(self, a: int, op: str, b: int) -> Problem:
+        messages = ({"role": "user", "content": self.prompt_template.format(a=a, op=op, b=b)},)
+        return Problem(f"{a}{op}{b}", messages, str(OPERATIONS[op](a, b)))

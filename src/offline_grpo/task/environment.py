@@ -13,15 +13,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Annotated, Any, ClassVar
 
 from offline_grpo.errors import ConfigError, ScoreError, reason_of
 from offline_grpo.interfaces import Chat
 from offline_grpo.settings import above, at_least
+from offline_grpo.task.pictures import picture_of, shown, url_part
 from offline_grpo.task.problems import BaseTask
 from offline_grpo.task.rewards import imported, reward_parts, total
-from offline_grpo.task.rows import Row, RowTask, messages_or_text
+from offline_grpo.task.rows import Row, RowTask, messages_or_text, with_pictures_of
 from offline_grpo.types import Message, Problem, Rules, Schema, Score
 
 OWN = ("reset", "respond", "get_reward", "get_turn_reward")
@@ -60,6 +62,7 @@ class EpisodeTask(Episodes, RowTask):
     """Rows that are played in turns."""
 
     prompt_field: str
+    image_field: str | None
 
     worker_imports: ClassVar[tuple[str, ...]] = ("numpy",)  # so that `seed_globally` finds it
 
@@ -70,9 +73,10 @@ class EpisodeTask(Episodes, RowTask):
         prompt: Any = ""
         if self.prompt_field in row.value:
             prompt = messages_or_text(row, self.prompt_field, "task.prompt_field")
-        messages = self.messages(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        answer = row.value.get("answer", "")
-        return Problem(problem_id, messages, str(answer), dict(row.value), self.rules)
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt, pictures = with_pictures_of(row, prompt, self.image_field, self.folder)
+        messages, answer = self.messages(row, prompt), str(row.value.get("answer", ""))
+        return Problem(problem_id, messages, answer, dict(row.value), self.rules, pictures=pictures)
 
     def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
         """Environments make of the whole row what they ask."""
@@ -94,8 +98,9 @@ class ToolEpisodes(Episodes):
         # What `reset` returns goes behind the user's message; messages are copied, because this one changes.
         rules = problem.rules
         tools = () if rules is None else rules.tools
-        messages = [dict(message) for message in problem.messages]
-        messages[-1]["content"] += self._text(awaited(world.reset(**problem.fields)) or "")
+        messages = shown(problem)
+        begun = self._said(awaited(world.reset(**problem.fields)) or "")
+        messages[-1]["content"] = joined(messages[-1]["content"], begun)
         earned: list[Mapping[str, float]] = []
         errors = 0
         while True:
@@ -108,7 +113,7 @@ class ToolEpisodes(Episodes):
             results = []
             for call in reply.calls:
                 try:
-                    content = self._text(self.call(world, call.name, call.arguments))
+                    content = self._said(self.call(world, call.name, call.arguments))
                 except Exception as error:  # whatever the tool raises at arguments that the policy made up
                     if isinstance(error, (MemoryError, ScoreError)):
                         raise
@@ -116,7 +121,7 @@ class ToolEpisodes(Episodes):
                 results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
             if not reply.is_cut and not results and hasattr(world, "respond"):
                 answer = awaited(world.respond(reply.content))
-                results += [] if answer is None else [{"role": "user", "content": self._text(answer)}]
+                results += [] if answer is None else [{"role": "user", "content": self._said(answer)}]
             # 3. The turn may have earned something by itself.
             if hasattr(world, "get_turn_reward"):
                 said = awaited(world.get_turn_reward())
@@ -132,6 +137,21 @@ class ToolEpisodes(Episodes):
         earned.append(reward_parts(said, "episode", "get_reward() of the environment"))
         parts = {name: math.fsum(own.get(name, 0.0) for own in earned) for each in earned for name in each}
         return total(parts, self.correct_threshold, {"tool_errors": float(errors)})
+
+    def _said(self, result: object) -> str | list[dict[str, Any]]:
+        """What a tool returns, as the content of a message: text, or parts where it is a picture of PIL, or a list with
+        one.
+        """
+        pieces = result if isinstance(result, (list, tuple)) else [result]
+        kind = getattr(sys.modules.get("PIL.Image"), "Image", ())  # without PIL it can be none
+        if not any(isinstance(piece, kind) for piece in pieces):
+            return self._text(result)
+        return [
+            url_part(picture_of(piece, Path()).data)
+            if isinstance(piece, kind)
+            else {"type": "text", "text": self._text(piece)}
+            for piece in pieces
+        ]
 
     def _text(self, result: object) -> str:
         text = str(result)
@@ -242,6 +262,14 @@ class Agent(EpisodeTask):
         seed_globally(chat.seed)
         reward = awaited(self._function(row=dict(problem.fields), base_url=chat.base_url, api_key=chat.api_key))
         return total(reward_parts(reward, "episode", f"task.agent={self.agent}"), self.correct_threshold)
+
+
+def joined(first: Any, second: Any) -> Any:
+    """One content of two, in parts where one of them has parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return first + second
+    parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second))
+    return [part for each in parts for part in each]
 
 
 def seed_globally(seed: int) -> None:

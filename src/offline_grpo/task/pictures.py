@@ -5,7 +5,7 @@ image of PIL, a data URL.
 from __future__ import annotations
 
 import re
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from offline_grpo.errors import ConfigError, reason_of
-from offline_grpo.types import Message, Picture
+from offline_grpo.types import Message, Picture, Problem
 
 PLACE = "<image>"
 """In a prompt of plain text, where a picture stands."""
@@ -86,6 +86,22 @@ def with_pictures(
     if next(waiting, None) is not None:
         raise ValueError(f"fewer places for pictures than the {len(column)} pictures of the column")
     return placed, tuple(found)
+
+
+def shown(problem: Problem) -> list[dict[str, Any]]:
+    """The messages of a problem, whose pictures are in their places: the messages of a client of OpenAI's API."""
+    pictures, messages = iter(problem.pictures), list[dict[str, Any]]()
+    for message in problem.messages:
+        content = message.get("content")
+        if isinstance(content, (list, tuple)):
+            content = [part if part["type"] == "text" else url_part(next(pictures).data) for part in content]
+        messages.append({**message, "content": content})
+    return messages
+
+
+def url_part(data: bytes) -> dict[str, Any]:
+    """A file of a picture as a part of a message of OpenAI's API."""
+    return {"type": "image_url", "image_url": {"url": f"data:image/*;base64,{b64encode(data).decode()}"}}
 
 
 def check_pictures(pictures: Iterable[tuple[str, Picture]]) -> None:

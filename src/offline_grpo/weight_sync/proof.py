@@ -9,6 +9,9 @@ The last is the probe's: fixed prompts and seeds. Updates may change less than t
 3. Otherwise the server must be nearer to the new weights than to the old ones, by the median too: single tokens may be
    far off. The first push of an adapter is compared with the base model, and noise is |base - server|.
 
+Where a run has pictures, so have two of the prompts, and their tokens alone must be near enough too: a server that
+shows the model something else is wrong in nothing but these.
+
 Where training has filters (top_p, top_k, min_p), so has the probe: the trainer scores a token among those that the
 server's filters left. A server with old weights also leaves the old ones, so it is found in the same way. A token that
 was left alone has logprob 0 under all weights, and says nothing.
@@ -28,11 +31,13 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from io import BytesIO
 from itertools import islice, takewhile
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 
 from offline_grpo import progress
 from offline_grpo.engine.engine import ServedBits
@@ -45,7 +50,7 @@ from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import draw_ids
 from offline_grpo.model.quantization import fp8_linears
 from offline_grpo.train.batch import build_batch
-from offline_grpo.types import Rollout, SamplingParams, SamplingRequest, Score
+from offline_grpo.types import Picture, Rollout, SamplingParams, SamplingRequest, Score
 from offline_grpo.weight_sync.snapshot import Snapshot, this_run
 
 log = logging.getLogger(__name__)
@@ -54,6 +59,8 @@ PROBE_PROMPTS = 8
 PROBE_TOKENS = 8
 PROBE_PROMPT_TOKENS = 160
 """More than a block of the prefix cache (16 tokens on GPUs, 128 on CPUs), so that a stale cache shows."""
+PICTURE_COLOURS, PICTURE_SIZE = ("red", "blue"), (64, 48)
+"""With pictures, as many prompts show one; what a model says of one it would not say of the other."""
 FEWEST_SHARED = 32
 NOISES = 4.0
 LEAST_NOISE_NATS = 1e-4
@@ -116,8 +123,8 @@ def prove(
             or nearer to those of the weights before.
     """
     # All servers sample at the same time, meanwhile their bits are compared; the policy scores all samples together.
-    policy, prompts = snapshot.policy, probe_prompts(snapshot.policy)
-    probing = started(lambda one: sample_probe(one, prompts, one.sampling), engines)
+    policy, requests = snapshot.policy, probe_requests(snapshot.policy)
+    probing = started(lambda one: sample_probe(one, requests, one.sampling), engines)
     bits: list[tuple[str | None, list[str], int]] = [(None, [], 0)] * len(engines)
     try:
         if tag is not None:
@@ -150,7 +157,14 @@ def prove(
         if unequal:
             raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
 
-        # It must sample with the trainer's logprobs, up to rounding.
+        # It must sample with the trainer's logprobs, up to rounding; after pictures, too.
+        seeing = [tokens for tokens, rollout in zip(probe, rollouts, strict=True) if rollout.pictures]
+        of_pictures = probe_difference(seeing).abs().mean().item() if seeing else 0.0
+        if diff_abs_mean <= allowed < of_pictures:
+            raise EngineError(
+                f"{mismatch}; {of_pictures:.2g} after pictures: the server shows the model something else than the "
+                "trainer (settings of the processor, dtype or weights of the tower)"
+            )
         if not diff_abs_mean <= allowed:
             group = "eval" if engine.url_key.startswith("eval.") else "weight_sync"
             raise EngineError(
@@ -206,27 +220,44 @@ def probe_prompts(policy: Policy, lengths: Sequence[int] | None = None) -> list[
     """The same every time, so a prefix cache that was not flushed answers from old weights and shows."""
     from offline_grpo.model.load import context_length  # which imports transformers
 
-    config = policy.causal_lm.config
+    config, vision = policy.causal_lm.config, policy.scoring.vision
     context = context_length(config) or PROBE_PROMPT_TOKENS + PROBE_TOKENS
     lengths = lengths or [min(PROBE_PROMPT_TOKENS, context - PROBE_TOKENS)] * PROBE_PROMPTS
     draw, num_ids = torch.Generator().manual_seed(0), min(config.get_text_config().vocab_size, 1000)
-    return [draw_ids(num_ids, length, draw).tolist() for length in lengths]
+    ids = [token for token in range(num_ids) if vision is None or token not in vision.stand_ins]
+    return [[ids[at] for at in draw_ids(len(ids), length, draw).tolist()] for length in lengths]
 
 
-def sample_probe(client: Streaming, prompts: Sequence[Sequence[int]], run: SamplingParams) -> list[Rollout]:
-    """A completion of each prompt, by a request that does not wait behind rollouts that are sampled ahead.
-
-    At the run's temperature, where greedy completions have the logprobs of temperature 1, and with its filters, if what
-    they leave is recorded; else from the whole softmax.
+def probe_requests(policy: Policy) -> list[SamplingRequest]:
+    """Of one completion each, by requests that do not wait behind rollouts that are sampled ahead. Of a policy that
+    sees, the first ones show a picture.
     """
+    prompts, vision = probe_prompts(policy), policy.scoring.vision
     requests = [SamplingRequest(tuple(prompt), 1, seed, is_urgent=True) for seed, prompt in enumerate(prompts)]
+    if vision is None:
+        return requests
+    for index, colour in enumerate(PICTURE_COLOURS):
+        image, file = Image.new("RGB", PICTURE_SIZE, colour), BytesIO()
+        image.paste("white", (0, 0, PICTURE_SIZE[0] // 2, PICTURE_SIZE[1] // 3))
+        image.save(file, "PNG")
+        pictures = (Picture(file.getvalue()),)
+        ids, unexpanded = map(tuple, vision.encode(vision.placeholder + " It shows", pictures))
+        requests[index] = replace(requests[index], prompt_ids=ids, pictures=pictures, unexpanded_ids=unexpanded)
+    return requests
+
+
+def sample_probe(client: Streaming, requests: Sequence[SamplingRequest], run: SamplingParams) -> list[Rollout]:
+    """A completion of each prompt. At the run's temperature, where greedy completions have the logprobs of temperature
+    1, and with its filters, if what they leave is recorded; else from the whole softmax.
+    """
     sampling, unscored = SamplingParams(PROBE_TOKENS, run.temperature or 1.0), Score(0.0, False, {})
     if run.needs_alternatives:
         filters = {"top_p": run.top_p, "top_k": run.top_k, "min_p": run.min_p}
         sampling = replace(sampling, **filters, needs_alternatives=True)
     completions = client.generate_now(requests, sampling)
+    about: Any = {"temperature": sampling.temperature, "text": "", "score": unscored}
     return [
-        Rollout.of_one_turn(request.prompt_ids, completion, temperature=sampling.temperature, text="", score=unscored)
+        Rollout.of_one_turn(request.prompt_ids, completion, pictures=request.pictures, **about)
         for request, [completion] in zip(requests, completions, strict=True)
     ]
 

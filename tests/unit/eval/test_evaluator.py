@@ -12,10 +12,11 @@ import pytest
 from factories import make_completion
 
 from offline_grpo.eval.evaluator import PassAtKEvaluator, recording
-from offline_grpo.model.text import Encoded, cut_at_stop
+from offline_grpo.model.text import cut_at_stop
 from offline_grpo.types import (
     Completion,
     CompletionStream,
+    Encoded,
     FinishReason,
     Message,
     Metrics,

@@ -117,7 +117,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"messages": ["hello"]}, "messages.0: "),
     ({"messages": [{"role": "robot", "content": "?"}]}, "messages.0.role: "),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content.str: "),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.con"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "image_url: only data URLs",
+    ),
     ({"messages": [{"role": "user", "content": "?", "images": ["x"]}]}, "images: "),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0.function: "),
     ({"messages": call(arguments="{}")}, "messages.1.tool_calls.0.function.name: "),

@@ -52,7 +52,7 @@ def test_files_are_read_back(tmp_path):
         {"problem_id": "p", "prompt": [{"role": "user", "content": "2+2="}], "answer": "4", "completion": "d"}
         | {"rendered": [["user", "2+2="], ["policy", "d"]], "failure": None, "version": 0}
         | {"reward": 1.0, "parts": {"correct": 1.0}, "advantage": 2.0, "is_correct": True, "finish_reason": "stop"}
-        | {"num_tokens": 1, "iteration": 7}
+        | {"num_tokens": 1, "iteration": 7, "images": []}
     )
     samples.rollouts("train", GROUPS, advantages=ADVANTAGES, iteration=7)
     assert (tmp_path / "samples" / "iter_007.jsonl").read_bytes() == content

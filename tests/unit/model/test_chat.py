@@ -225,7 +225,7 @@ def test_calls_in_a_history_reach_the_model(name: str) -> None:
             with pytest.raises(ConfigError, match=r"template (cannot write the calls|refuses messages)"):
                 codec.encode(history(arguments=arguments))
             continue
-        texts |= {codec.decode(codec.chat.first(history(arguments=arguments), ()), skip_special_tokens=False)}
+        texts |= {codec.decode(codec.chat.first(history(arguments=arguments), ()).ids, skip_special_tokens=False)}
         texts |= {codec.decode(codec.encode(history(arguments=arguments)), skip_special_tokens=False)}
     assert len(texts) == (codec.chat.fault is None)
     assert all(all(word in text for word in ("look_up", "VALUE", "RESULT")) for text in texts)
@@ -255,7 +255,7 @@ def test_whatever_a_template_raises_is_one_requests_fault() -> None:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
         tokenizer.chat_template = template.replace("CRASH", crash)
         codec = TokenizerCodec(tokenizer)
-        assert codec.decode(codec.chat.first([USER], ())) == "user:?;"
+        assert codec.decode(codec.chat.first([USER], ()).ids) == "user:?;"
         with pytest.raises(RequestError, match=r"^the model's chat template refuses messages of user: .+\Z"):
             codec.chat.first([{"role": "user", "content": "crash"}], ())
         with pytest.raises(RequestError, match="refuses messages of user, assistant, user"):
@@ -270,7 +270,7 @@ def test_tools_are_text_too() -> None:
     own = tool({"a\ud83d": {"type": "string", "description": "half \ud83d, <|im_end|>"}}, additional="\udc00")
     plain = tool({"a?": {"type": "string", "description": "half ?, <\u200b|im_end|>"}}, additional="?")
     assert codec.chat.first([USER], [own]) == codec.chat.first([USER], [plain])
-    ids = codec.chat.following(Reply(), 0, [{"role": "user", "content": "Zq7wEnd 5"}], [own])
+    ids = codec.chat.following(Reply(), 0, [{"role": "user", "content": "Zq7wEnd 5"}], [own]).ids
     said = codec.decode(ids, skip_special_tokens=False)
     assert said == "<|im_end|>\n<|im_start|>user\nZ\u200bq7wEnd 5<|im_end|>\n<|im_start|>assistant\n"
 
@@ -283,5 +283,5 @@ def test_fields_of_messages_reach_the_template() -> None:
     )
     codec.tokenizer.chat_template = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
     said = {"role": "tool", "tool_call_id": "1", "name": "look_up", "content": "5", "extra": {"a": 1}}
-    [ids] = [codec.chat.first([{**said, "refusal": None, "audio": None, "tool_calls": []}], ())]
+    [ids] = [codec.chat.first([{**said, "refusal": None, "audio": None, "tool_calls": []}], ()).ids]
     assert json.loads(codec.decode(ids)) == said

@@ -22,7 +22,7 @@ from offline_grpo.rollouts import recorder as recording
 from offline_grpo.rollouts.recorder import Recorder
 from offline_grpo.rollouts.rows import group_rows, groups_of, parquet, plain_rows, table_of
 from offline_grpo.rollouts.store import shards_of
-from offline_grpo.types import Rollout, RolloutGroup, Score, Turn
+from offline_grpo.types import Picture, Rollout, RolloutGroup, Score, Turn
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_row_says_everything_about_a_completion(store: Path) -> None:
     whole |= {"problem_id": "p1", "answer": "4", "fields": '{"level": 1}', "parts": [("correct", 0.3)]}
     whole |= {"prompt_ids": [1, 2, 1], "completion_ids": [12, 21]}
     nulls = "is_sampled versions ref_logprobs teacher_logprobs failure measured advantages"
-    nulls += " turn_starts turn_rewards conversation sequence_starts alternatives"
+    nulls += " turn_starts turn_rewards conversation sequence_starts alternatives images"
     assert row == {**dict.fromkeys(nulls.split()), **whole}
     about = json.loads(pq.read_metadata(store / "rollouts" / "iter_002.parquet").metadata[b"offline_grpo"])
     assert about.pop("weights") not in ("", ORIGIN.weights)
@@ -78,6 +78,9 @@ def test_a_file_is_written_beside_the_updates_and_says_the_weights_before_them(
     assert hashes(tmp_path) == hashes(write_store(tmp_path / "ones", iterations=1))
 
 
+PICTURES = (Picture(b"one"), Picture(b"two"), Picture(b"one"))
+
+
 def two_turns() -> RolloutGroup:
     """An environment's turn between two of the policy's, weights that changed in between, a reference, advantages per
     token, no problem.
@@ -94,6 +97,7 @@ def two_turns() -> RolloutGroup:
         ref_logprobs=(0.0, -0.5, 0.0, 0.0, -0.75),
         teacher_logprobs=(0.0, -0.25, 0.0, 0.0, -1.5),
         alternatives=((), (7, 2**31 - 1), (), (), ()),
+        pictures=(PICTURES,),
         zero_advantage=True,
         turns=(Turn(1, 2), Turn(4, 5, 0.5)),
         conversation=(
@@ -113,7 +117,7 @@ def test_what_was_recorded_is_read_again() -> None:
     table = table_of("train", groups, None, 7)
     sink = pa.BufferReader(parquet(table, {}))
     again = pq.read_table(sink)
-    read = groups_of(again, group_rows(again).values(), {}.__getitem__)
+    read = groups_of(again, group_rows(again).values(), {each.key: each for each in PICTURES}.__getitem__)
     expected = tuple(replace(r, text=r"half a pair \ud800") for r in two_turns().rollouts)
     assert read[2] == replace(two_turns(), rollouts=expected)
     for found, group in zip(read[:2], groups, strict=False):

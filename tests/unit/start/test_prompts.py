@@ -13,11 +13,11 @@ from dialogues import codec_of
 from factories import make_qwen2
 
 from offline_grpo.errors import ConfigError
-from offline_grpo.model.text import Encoded, TokenizerCodec
+from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.start import prompts
 from offline_grpo.start.prompts import check_prompts, check_teacher
-from offline_grpo.types import Problem, SamplingParams
+from offline_grpo.types import Encoded, Problem, SamplingParams
 
 TOKENIZER = build_char_tokenizer(256)
 CODEC = TokenizerCodec(TOKENIZER)

@@ -41,7 +41,7 @@ def make_policy() -> Policy:
 def assembled(plan: Plan, policy: Policy, folder: Path, ranks: Any) -> tuple[Any, Any]:
     """The deployments of training and evaluation, as a run puts them together."""
     about = {"policy": policy, "ranks": ranks, "sharding": Sharding(ranks), "devices": plan.devices(1)}
-    run: Any = SimpleNamespace(plan=plan, **about, folder=SimpleNamespace(path=folder), stack=ExitStack())
+    run: Any = SimpleNamespace(plan=plan, vision=None, **about, folder=SimpleNamespace(path=folder), stack=ExitStack())
     run.servers = servers.make_engines(run)
     return servers.deployments(run)
 

@@ -21,7 +21,7 @@ from offline_grpo.weight_sync.proof import (
     Probed,
     has_followed,
     probe_difference,
-    probe_prompts,
+    probe_requests,
     sample_probe,
     scored,
 )
@@ -61,7 +61,7 @@ def test_a_probe_compares_at_the_temperature_of_the_run(temperature: float, aske
     policy = make_policy(make_qwen2(vocab_size=40), build_char_tokenizer(64))
 
     def probe(server: Any) -> torch.Tensor:
-        return probe_difference(scored(policy, sample_probe(server, probe_prompts(policy), run)))
+        return probe_difference(scored(policy, sample_probe(server, probe_requests(policy), run)))
 
     server = Answering(policy)
     assert probe(server).abs().max() < 1e-5

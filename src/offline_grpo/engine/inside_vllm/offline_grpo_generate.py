@@ -216,7 +216,6 @@ class Request:
             choices.append(choice)
         if self._of_tokens:
             for choice in choices if self._has_alternatives else ():  # one string is read five times as fast
-                choice["num_alternatives"] = [len(ids) // 4 for ids in choice["alternatives"]]
                 choice["alternatives"] = b"".join(choice["alternatives"])  # base64 in JSON
             return {"prompt_token_ids": final.prompt_token_ids, "choices": choices}
 
@@ -243,7 +242,7 @@ class Request:
             pairs = [zip(choice["token_ids"], choice["logprobs"], strict=True) for choice in choices]
             answer["logprobs"] = [[[{token: logprob}] for token, logprob in each] for each in pairs]
             sets = (choice["alternatives"] for choice in choices)
-            answer["alternatives"] = [[memoryview(ids).cast("i").tolist() for ids in own] for own in sets]
+            answer["alternatives"] = [[memoryview(ids).cast("i").tolist()[:-1] for ids in own] for own in sets]
         if self._params.prompt_logprobs is not None:
             answer["prompt_logprobs"] = [position or None for position in by_position(final.prompt_logprobs)]
         return answer
@@ -329,17 +328,17 @@ def opened(file: bytes) -> Image.Image:
 
 
 def alternatives(logprobs: Any) -> list[bytes]:
-    """The ids of the tokens that could have been chosen instead, in 4 bytes each, of each position of vLLM's
+    """The ids of the tokens that could have been chosen instead, and -1, in 4 bytes each, of each position of vLLM's
     `FlatLogprobs`.
     """
     found = []
     ids, values = logprobs.token_ids, logprobs.logprobs
     for first, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
         if isinstance(rank := logprobs.ranks[first], bytes):  # our scheduler has written them in its place
-            found.append(rank[:-1])
+            found.append(rank)
         else:
             is_beside = (values[j] > -math.inf and ids[j] != ids[first] for j in range(first, end))
-            found.append(array("i", compress(ids[first:end], is_beside)).tobytes())
+            found.append(array("i", [*compress(ids[first:end], is_beside), -1]).tobytes())
     return found
 
 

@@ -34,8 +34,8 @@ from vllm.v1.request import RequestStatus
 
 BUNDLE_TOKENS = 32  # more would save little, and keep the HTTP server idle until all completions end at once
 
-END = b"\xff"
-"""Behind the alternatives of a token: numpy takes the zeros at the end of a string for filling."""
+END = b"\xff" * 4
+"""-1, behind the alternatives of a token. Also, numpy takes the zeros at the end of a string for filling."""
 
 HEAD_START_S = 0.05
 """After a pause, what waits is held back for an urgent request that may come. Our probe comes within 10 ms."""
@@ -74,30 +74,28 @@ class Step:
     """
 
     def __init__(self, output: Any, logprobs: LogprobsLists) -> None:
-        self._ids, self._logprobs = logprobs.logprob_token_ids, logprobs.logprobs  # [R, K + 1], the sampled ones first
-        self.logprobs, self.ranks = self._logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist()
+        self._columns = logprobs.logprob_token_ids, logprobs.logprobs  # [R, K + 1], the sampled ones first
+        self.logprobs, self.ranks = logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist()
         starts, rows = logprobs.cu_num_generated_tokens, output.req_id_to_index
         self.starts = rows if starts is None else {name: starts[row] for name, row in rows.items()}
 
     @cached_property
     def alternatives(self) -> list[bytes]:
         """Of each row the ids of the tokens that could have been sampled instead, in 4 bytes each, and `END`."""
-        width = 1 + np.count_nonzero(self._logprobs[:, 1:].max(0) != -np.inf)  # the most probable come first
-        ids, logprobs = self._ids[:, :width], self._logprobs[:, :width]
-        is_beside = np.isfinite(logprobs) & (ids != ids[:, :1])
-        found, ends = ids[is_beside].astype(np.int32).tobytes(), 4 * is_beside.sum(1).cumsum()
-        return [found[start:end] + END for start, end in pairwise([0, *ends.tolist()])]
+        ids, logprobs = self._columns
+        del self._columns  # which take more memory than what is told
+        width = 1 + np.count_nonzero(logprobs[:, 1:].max(0) != -np.inf)  # those that could have been sampled come first
+        ids = ids[:, :width].astype(np.int32)
+        is_told = np.isfinite(logprobs[:, :width]) & (ids != ids[:, :1])
+        ids[:, 0], is_told[:, 0] = -1, True  # the end of the row before
+        found, ends = ids[is_told].tobytes() + END, 4 * is_told.sum(1).cumsum()
+        return [found[start + 4 : end + 4] for start, end in pairwise([0, *ends.tolist()])]
 
 
 class Held:
     """The tokens of one request that are not passed on yet. They are as soon as there are `limit` of them."""
 
-    # fmt: off
-    __slots__ = (
-        "alternatives", "events", "has_alternatives", "has_logprobs", "limit", "logprobs", "prefill_stats", "ranks",
-        "token_ids",
-    )
-    # fmt: on
+    __slots__ = ("events", "has_alternatives", "has_logprobs", "limit", "places", "prefill_stats", "token_ids")
 
     def __init__(self, first: EngineCoreOutput, params: SamplingParams, limit: int) -> None:
         self.limit, self.prefill_stats = limit, first.prefill_stats
@@ -106,9 +104,7 @@ class Held:
 
     def _empty(self) -> None:
         self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.ranks: list[int] = []
-        self.alternatives: list[bytes] = []
+        self.places: list[tuple[Step, int]] = []  # where to find what is told of each, if anything
         self.events: list[Any] = []
 
     def add(self, output: EngineCoreOutput, step: Step | None) -> None:
@@ -118,11 +114,8 @@ class Held:
             self.events += output.events
         if step is not None and self.has_logprobs and ids:
             start = step.starts[output.request_id]
-            rows = slice(start, start + len(ids))
-            self.logprobs += step.logprobs[rows]
-            self.ranks += step.ranks[rows]
-            if self.has_alternatives:
-                self.alternatives += step.alternatives[rows]
+            for row in range(start, start + len(ids)):
+                self.places.append((step, row))
 
     def joined(self, last: EngineCoreOutput) -> EngineCoreOutput:
         """One output that tells the same as all that were added, the last of which is `last`. Alternatives take the
@@ -131,8 +124,10 @@ class Held:
         """
         last.new_token_ids, last.prefill_stats, last.events = self.token_ids, self.prefill_stats, self.events or None
         if self.has_logprobs:
-            ids, ranks = np.array(self.token_ids, np.int32)[:, None], np.array(self.alternatives or self.ranks)
-            last.new_logprobs = LogprobsLists(ids, np.array(self.logprobs, np.float32)[:, None], ranks)
+            logprobs = [step.logprobs[row] for step, row in self.places]
+            told = [(step.alternatives if self.has_alternatives else step.ranks)[row] for step, row in self.places]
+            columns = np.array(self.token_ids, np.int32)[:, None], np.array(logprobs, np.float32)[:, None]
+            last.new_logprobs = LogprobsLists(*columns, np.array(told))
         self.limit, self.prefill_stats = BUNDLE_TOKENS, None
         self._empty()
         return last

@@ -58,8 +58,10 @@ def prepare_process() -> None:
 
     if torch.cuda.is_available():
         from offline_grpo_scheduler import look_further_ahead
+        from offline_grpo_sets import find_sets_at_once
 
         look_further_ahead()
+        find_sets_at_once()
     else:
         # On CPUs vLLM packs the weights of linear layers into a format of its own, which nobody else can read or write.
         from vllm.model_executor.layers import utils
