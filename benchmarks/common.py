@@ -213,9 +213,10 @@ def run_command(work: Path, args: argparse.Namespace, folder: Path, *words: str)
     """A run in `folder` of the model and problems of `make_model`, which neither evaluates nor saves; `args` has its
     sizes, `words` are what it has of its own.
     """
+    pictures = "task.image_field=images" if (work / "images").is_dir() else ""
     common = f"""
         {ROOT}/run_grpo.py model=hf model.train_id={work}/model task=dataset task.path={work}/problems.jsonl
-        task.reward=random_model:sevens generation.max_new_tokens={args.tokens}
+        task.reward=random_model:sevens {pictures} generation.max_new_tokens={args.tokens}
         data.problems_per_iteration={args.prompts} data.rollouts_per_problem=8 train.batch_size=null
         train.kl_coef=0 train.drop_zero_signal_groups=false train.iterations={args.iterations}
         eval.enabled=false checkpoint.enabled=false hydra.run.dir={folder}
@@ -232,7 +233,8 @@ def environment(**more: str) -> dict[str, str]:
 def make_model(work: Path, shape: str, *, small: bool) -> None:
     """`random_model.py` in a process of its own, whose memory on the card goes with it, unless it has run before."""
     if not (work / "model" / "config.json").exists():
-        words = ("--shape", "small", "--dtype", "float32") if small else ("--shape", shape)
+        small_shape = "small_vl" if "_vl_" in shape else "small"
+        words = ("--shape", small_shape, "--dtype", "float32") if small else ("--shape", shape)
         subprocess.run([sys.executable, Path(__file__).with_name("random_model.py"), work, *words], check=True)
 
 

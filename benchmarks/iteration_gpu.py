@@ -4,6 +4,7 @@ its process.
     # Qwen3-0.6B's shape: about 20 minutes, half of them starts of vLLM
     python benchmarks/iteration_gpu.py WORK
     python benchmarks/iteration_gpu.py WORK --arms ours     # seconds of our phases alone
+    python benchmarks/iteration_gpu.py WORK --shape qwen2_5_vl_3b --prompts 64     # with a picture in each prompt
     python benchmarks/iteration_gpu.py WORK --small         # a tiny model on the CPU, without TRL's vLLM
 
 32 prompts x 8 completions x 512 tokens an iteration, one update of all 256, bf16, the same random model, prompts,
@@ -76,8 +77,8 @@ def our_result(folders: Sequence[Path]) -> dict[str, Any]:
 def train_with_trl(work: Path, args: argparse.Namespace) -> None:
     """The other arm, in this process; writes trl.json where it was started."""
     import torch
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl_arm import IN_PROCESS, MethodTimes, make_trainer
+    from transformers import TrainerCallback
+    from trl_arm import IN_PROCESS, MethodTimes, make_trainer, opened, reader_of, with_pictures
 
     ended: list[float] = []
 
@@ -91,8 +92,10 @@ def train_with_trl(work: Path, args: argparse.Namespace) -> None:
     on_gpu = {**IN_PROCESS, "vllm_gpu_memory_utilization": float(args.share), "vllm_max_model_length": 1024}
     on_gpu |= {"model_init_kwargs": {"dtype": "bfloat16"}}
     problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()]
-    rows = [{"prompt": [{"role": "user", "content": problem["prompt"]}]} for problem in problems]
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(work / "model"))
+    rows: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": each["prompt"]}]} for each in problems]
+    for row, problem in zip(rows, problems, strict=True):
+        row |= {"images": opened(problem["images"], work)} if "images" in problem else {}
+    tokenizer = reader_of(str(work / "model"), rows)
     trainer = make_trainer(
         str(work / "model"),
         tokenizer,
@@ -117,7 +120,7 @@ def train_with_trl(work: Path, args: argparse.Namespace) -> None:
         "tokens": [row["completions/mean_length"] * args.prompts * GROUP for row in rows_logged][WARMUP:],
         "phases_s": {"generate": statistics.median(times.seconds["_generate"][WARMUP:])},
         "card_gb": (total - free) / 1e9,  # by all processes
-        "prompts": trainer._tokenize_prompts([row["prompt"] for row in rows[: args.prompts]])[0],
+        "prompts": trainer._tokenize_prompts([with_pictures(row) for row in rows[: args.prompts]])[0],
         "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
     }
     Path("trl.json").write_text(json.dumps(result))
@@ -125,15 +128,22 @@ def train_with_trl(work: Path, args: argparse.Namespace) -> None:
 
 def check_same_work(work: Path, found: Mapping[str, Mapping[str, Any]], *, tolerance: float) -> None:
     """Raise AssertionError if the arms had other prompts, or made other numbers of tokens."""
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
+    from offline_grpo.model.pictures import vision_of
     from offline_grpo.model.text import TokenizerCodec
+    from offline_grpo.types import Picture
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(work / "model"))
-    problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()][
-        : len(found["trl"]["prompts"])
-    ]
-    own = [TokenizerCodec(tokenizer).encode([{"role": "user", "content": problem["prompt"]}]) for problem in problems]
+    model = str(work / "model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    codec = TokenizerCodec(tokenizer, vision=vision_of(model, AutoConfig.from_pretrained(model)))
+    problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()]
+    own = []
+    for problem in problems[: len(found["trl"]["prompts"])]:
+        pictures = [Picture((work / problem["images"]).read_bytes())] if "images" in problem else []
+        parts = [{"type": "image"}, {"type": "text", "text": problem["prompt"]}]
+        content = parts if pictures else problem["prompt"]
+        own.append(codec.encode_with([{"role": "user", "content": content}], pictures).ids)
     assert own == found["trl"]["prompts"], "TRL's prompts have other token ids than ours"
     tokens = {arm: statistics.median(result["tokens"]) for arm, result in found.items()}
     assert max(tokens.values()) / min(tokens.values()) - 1 < tolerance, (

@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import learning_tasks
-from PIL import Image
-from transformers import AutoProcessor, AutoTokenizer, TrainerCallback
-from trl_arm import IN_PROCESS, make_trainer
+from transformers import TrainerCallback
+from trl_arm import IN_PROCESS, make_trainer, opened, reader_of, with_pictures
 
-from offline_grpo.model.layers import text_parameters
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.seeding import derive_seed
 from offline_grpo.task.rewards import imported
@@ -125,17 +123,8 @@ def rows_of(settings: Settings, split: str) -> list[dict[str, Any]]:
         prompt = row.get("messages") or row["prompt"]
         row["prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if "images" in row:
-            row["images"] = [Image.open(Path(settings.data) / path).convert("RGB") for path in row["images"]]
+            row["images"] = opened(row["images"], Path(settings.data))
     return rows
-
-
-def with_pictures(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The prompt of a row, whose pictures TRL puts in their places."""
-    if "images" not in row:
-        return row["prompt"]
-    from trl.data_utils import prepare_multimodal_messages
-
-    return prepare_multimodal_messages(row["prompt"], row["images"])
 
 
 def in_our_order(rows: Sequence[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
@@ -174,8 +163,7 @@ def main() -> None:
     on_gpu |= {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
     if not settings.on_cpu:
         with_kv_cache(settings.kv_bytes)
-    has_pictures = "images" in rows[0]
-    tokenizer: Any = (AutoProcessor if has_pictures else AutoTokenizer).from_pretrained(settings.model)
+    tokenizer = reader_of(settings.model, rows)
     own: dict[str, Any] = {}
     if score is None:
         from trl.chat_template_utils import qwen3_template
@@ -208,10 +196,6 @@ def main() -> None:
         **own,
         **({} if settings.on_cpu else on_gpu),
     )
-    if has_pictures:  # what our runs train
-        trained = text_parameters(held_out.trainer.model)
-        for name, weight in held_out.trainer.model.named_parameters():
-            weight.requires_grad_(name in trained)
     if score is None:
         check_prompt(held_out.trainer, rows[0])
     held_out.trainer.train()

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from pathlib import Path
 from typing import Any
+
+PICTURE_SIZE = 448
+"""Pixels, of problems for a model that sees."""
 
 
 def sevens(completion: str) -> float:
@@ -22,21 +26,28 @@ def sevens(completion: str) -> float:
 
 
 def save(folder: Path, shape: str, dtype: str) -> None:
-    """Write `folder`/model and `folder`/problems.jsonl."""
+    """Write `folder`/model and `folder`/problems.jsonl, which has `images` if the model sees."""
     from shapes import SIZES, save_model
     from tokenizers.models import WordLevel
 
+    from offline_grpo.model.layers import is_composite
     from offline_grpo.model.load import load_tokenizer
+    from offline_grpo.task.picture_sums import draw_number
 
     folder.mkdir(parents=True, exist_ok=True)
     model = save_model(folder / "model", shape, dtype)
     tokenizer: Any = load_tokenizer(str(model))  # of characters, fewer than the model has tokens
     characters = tokenizer.get_vocab()
-    words = {f" {i}": i for i in range(len(characters), SIZES[shape].vocab_size)}
+    words = {f" {i}": i for i in range(len(characters), SIZES[shape].get_text_config().vocab_size)}
     tokenizer.backend_tokenizer.model = WordLevel(characters | words, unk_token="<unk>")
     tokenizer.save_pretrained(str(model))
-    rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100) for b in range(10)]
-    (folder / "problems.jsonl").write_text("\n".join(rows) + "\n")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(100) for b in range(10)]
+    if is_composite(SIZES[shape]):  # each has a picture of its own
+        (folder / "images").mkdir()
+        for number, row in enumerate(rows):
+            row["images"] = f"images/{number}.png"
+            (folder / row["images"]).write_bytes(draw_number(row["answer"], PICTURE_SIZE, random.Random(number)))
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:

@@ -10,10 +10,14 @@ import uuid
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
+
+from offline_grpo.model.layers import text_parameters
 
 IN_PROCESS: dict[str, Any] = {"use_cpu": False, "bf16": True, "use_vllm": True, "vllm_mode": "colocate"}
 """Settings for a GPU, with vLLM in the trainer's process."""
@@ -38,6 +42,25 @@ class MethodTimes:
         return call
 
 
+def reader_of(model: str, rows: Sequence[dict[str, Any]]) -> Any:
+    """The `processing_class` of a model."""
+    return (AutoProcessor if "images" in rows[0] else AutoTokenizer).from_pretrained(model)
+
+
+def opened(paths: str | Sequence[str], folder: Path) -> list[Image.Image]:
+    """The pictures of a row."""
+    return [Image.open(folder / path).convert("RGB") for path in ([paths] if isinstance(paths, str) else paths)]
+
+
+def with_pictures(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompt of a row, whose pictures TRL puts in their places."""
+    if "images" not in row:
+        return row["prompt"]
+    from trl.data_utils import prepare_multimodal_messages
+
+    return prepare_multimodal_messages(row["prompt"], row["images"])
+
+
 def make_trainer(
     model: str,
     tokenizer: Any,
@@ -48,7 +71,7 @@ def make_trainer(
     **settings: Any,
 ) -> Any:
     """A GRPOTrainer that only trains, by default on the CPU in float32: no evaluation, no checkpoints, no output;
-    metrics stay in memory.
+    metrics stay in memory. Of a model that sees, the text model is trained.
 
     Args:
         rows: rows of the dataset, visited in this order, each with a "prompt".
@@ -95,5 +118,10 @@ def make_trainer(
         callbacks=list(callbacks),
         environment_factory=environment,
     )
+    if "images" in rows[0]:  # as in our runs
+        lm: Any = trainer.model
+        trained = text_parameters(lm)
+        for name, weight in lm.named_parameters():
+            weight.requires_grad_(name in trained)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -22,15 +22,15 @@ from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.model.layers import is_composite
 from offline_grpo.types import Encoded, Picture
 
+FAMILIES = (
+    *("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_vl"),
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "smolvlm"),
+)
+"""By their `model_type`. A test shows of each that a batch with pictures has the logprobs and gradients of one sequence
+at a time. It fails for LLaVA-OneVision, which sees a picture less sharply beside another one.
+"""
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values of photographs whose width is the height of what the camera saw."""
-FAMILIES = {
-    *("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3", "qwen2_5_vl"),
-    *("qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
-}
-"""Their `model_type`. Of each a test shows that a batch with pictures has the logprobs and gradients of one sequence at
-a time. It fails for LLaVA-OneVision, which sees a picture less sharply beside a second one.
-"""
 NUM_KEPT = 128
 """Pictures whose tensors stay in memory: the rows of a group, and the passes over a batch, look at the same ones."""
 STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
