@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from architectures import TABLE, build_composite
+from architectures import TABLE, build_composite, load_composite
+from factories import make_rollout
 from PIL import Image
+from torch import Tensor
 
-from offline_grpo.model.pictures import opened
+from offline_grpo.model.pictures import opened, vision_of
+from offline_grpo.model.policy import Policy
 from offline_grpo.model.tiny import build_char_tokenizer
-from offline_grpo.types import Picture
+from offline_grpo.train.batch import build_batch
+from offline_grpo.types import Completion, Encoded, Picture, Rollout, SamplingRequest, Score, TokenBatch
 
 PROCESSORS: dict[str, Any] = TABLE["seeing"]
+ANSWERS = ["yes", "ab", "7", "none-of-it,of-course"]
 TILES = {"idefics3": "<row_{}_col_{}>", "smolvlm": "<row_{}_col_{}>", "lfm2_vl": "<|img_row_{}_col_{}|>"}
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}> {{ message.content }}{{ eos_token }}"
@@ -82,3 +89,55 @@ class Camera:
 
     def get_reward(self) -> float:
         return float(self.turns + self.number % 2)
+
+
+class Seeing:
+    """A policy that sees, and prompts with 2, 0, 3 and 1 pictures of several sizes."""
+
+    def __init__(self, name: str, folder: Path, **how: Any) -> None:
+        self.policy: Policy = load_composite(save_seeing(name, folder), **how)
+        found = vision_of(str(folder), self.policy.causal_lm.config)
+        assert found is not None
+        self.policy.scoring.vision = self.vision = found
+        mark = self.vision.placeholder
+        self.texts = [f"see {mark}, and {mark}?", "see nothing?", f"x{mark}y{mark}z{mark}!", f"the picture {mark} is"]
+        a, b, c, d = picture(0, 16, 24), picture(1, 40, 16), picture(2, 16, 16), picture(3, 24, 48)
+        self.pictures: list[tuple[Picture, ...]] = [(a, b), (), (c, b, d), (d,)]
+
+    def prompts(self) -> list[Encoded]:
+        return [self.vision.encode(*each) for each in zip(self.texts, self.pictures, strict=True)]
+
+    def requests(self) -> list[SamplingRequest]:
+        """Of three completions each, most of which end early; and one of the last prompt with another picture."""
+        found = [
+            SamplingRequest(tuple(prompt.ids), 3, 10 * i, 3 if i < 3 else None, pictures=own)
+            for i, (prompt, own) in enumerate(zip(self.prompts(), self.pictures, strict=True))
+        ]
+        return [*found, replace(found[3], pictures=(picture(9, 24, 48),))]
+
+    def batch(self) -> TokenBatch:
+        tokenizer = self.vision.processor.tokenizer
+        answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS]
+        rollouts = [make_rollout(p.ids, a, temperature=1.3) for p, a in zip(self.prompts(), answers, strict=True)]
+        return replace(build_batch(rollouts), pictures=tuple(self.pictures))
+
+    def expected(self) -> Tensor:
+        """Logprobs of all answers, from text and pictures, one after the other."""
+        found = []
+        for text, own, answer in zip(self.texts, self.pictures, ANSWERS, strict=True):
+            images = [[opened(each) for each in own]] if own else None
+            inputs = self.vision.processor(text=[text + answer], images=images, return_tensors="pt")
+            logits = self.policy.causal_lm(**inputs, use_cache=False).logits[0, -len(answer) - 1 : -1]
+            logits = logits.index_fill(1, torch.tensor(self.vision.stand_ins), -torch.inf)
+            logprobs = (logits / 1.3).log_softmax(-1)
+            found.append(logprobs.gather(1, inputs["input_ids"][0, -len(answer) :, None])[:, 0])
+        return torch.cat(found)
+
+
+def batch_of(
+    requests: Sequence[SamplingRequest], groups: Sequence[Sequence[Completion]], *, temperature: float
+) -> TokenBatch:
+    """What was sampled, to be scored."""
+    how: dict[str, Any] = {"temperature": temperature, "text": "", "score": Score(0.0, False, {})}
+    pairs = [(request, each) for request, group in zip(requests, groups, strict=True) for each in group]
+    return build_batch([Rollout.of_one_turn(r.prompt_ids, c, pictures=r.pictures, **how) for r, c in pairs])

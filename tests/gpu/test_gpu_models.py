@@ -7,11 +7,13 @@ FlashAttention 4, and decoding steps as CUDA graphs.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from architectures import VOCAB, ZOO, long_batch
 from factories import compose_config, generate, make_scoring
+from seeing import Seeing, batch_of
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -21,6 +23,7 @@ from offline_grpo.model import filtered_head as filtered
 from offline_grpo.model.layers import not_compiled
 from offline_grpo.model.layouts import LAYOUTS, Flash4, Varlen, _flash4_forward, has_flash4
 from offline_grpo.model.lm_head import KeptHead
+from offline_grpo.model.pictures import FAMILIES
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import measure_logit_transform
 from offline_grpo.model.tiny import build_char_tokenizer
@@ -239,3 +242,18 @@ def test_graphs_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert graphed.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
     assert max(max(c.token_ids) for group in replayed for c in group) < VOCAB
     assert name != "qwen2" or (recorded and model not in decoding_graph._not_recorded)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_pictures_are_seen_alike(name: str, tmp_path: Path) -> None:
+    """By the sampler with its graphs, and by the trainer with its kernels, in the format that it trains in."""
+    seeing = Seeing(name, tmp_path, device=CUDA, precision="bf16")
+    policy, requests = seeing.policy, seeing.requests()
+    client = TransformersClient(policy.model, policy.tokenizer, 64, seeing.vision)
+    sampled = sorted(client.generate(requests, SamplingParams(max_new_tokens=12)), key=lambda pair: pair[0])
+    batch = batch_of(requests, [group for _, group in sampled], temperature=1.0)
+    stats = policy.scoring(batch.to(CUDA))
+    stats.logprobs.sum().backward()
+    difference = (stats.logprobs.cpu() - batch.rollout_logprobs)[batch.completion_mask].abs().mean().item()
+    print(f"{name}: {difference:.1e} nats")
+    assert difference < 0.05

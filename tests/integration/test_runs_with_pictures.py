@@ -11,7 +11,7 @@ import pytest
 from architectures import ZOO
 from factories import compose_config
 from pyarrow import parquet
-from runs import SMALL, metrics_of
+from runs import SMALL, assert_alike, metrics_of, printed, run_in_child, run_in_children
 from seeing import TEMPLATE, picture, save_seeing
 
 from offline_grpo.errors import ConfigError
@@ -40,23 +40,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(place: Path, out: Path, *overrides: str, task: Sequence[str] = ()) -> Path:
+def overrides_for(place: Path, *overrides: str, task: Sequence[str] = ()) -> list[str]:
     rows = ("task=dataset", f"task.path={place}/rows.parquet", "task.image_field=images", "task.answer_kind=regex")
-    train(
-        compose_config(
-            *FEW,
-            "model=hf",
-            f"model.train_id={place}/model",
-            *(task or rows),
-            "task.eval_frac=0.2",
-            "data.num_train_seeds=null",
-            "generation.max_new_tokens=30",
-            "train.iterations=2",
-            f"cache_dir={place}/cache",
-            *overrides,
-        ),
-        out,
-    )
+    return [
+        *FEW,
+        "model=hf",
+        f"model.train_id={place}/model",
+        *(task or rows),
+        "task.eval_frac=0.2",
+        "data.num_train_seeds=null",
+        "generation.max_new_tokens=30",
+        "train.iterations=2",
+        f"cache_dir={place}/cache",
+        *overrides,
+    ]
+
+
+def run(place: Path, out: Path, *overrides: str, task: Sequence[str] = ()) -> Path:
+    train(compose_config(*overrides_for(place, *overrides, task=task)), out)
     return out
 
 
@@ -131,3 +132,14 @@ def test_pictures_without_a_model_that_sees_them_are_refused(place: Path, tmp_pa
     build_char_tokenizer(128).save_pretrained(tmp_path / "blind")
     with pytest.raises(ConfigError, match="reads no pictures"):
         run(place, tmp_path / "run", f"model.train_id={tmp_path}/blind")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_two_processes_see_as_one(sharding: str, place: Path, tmp_path: Path) -> None:
+    """One has a microbatch with pictures while the other has none."""
+    how = overrides_for(place, "train.batch_size=1", "train.loss.kl_coef=0.1", "model.ref_id=" + str(place / "model"))
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    assert run_in_child(alone, *how) == 0, printed(alone)
+    assert run_in_children(2, two, *how, f"train.sharding={sharding}") == [0, 0], printed(two)
+    assert_alike(two, alone)

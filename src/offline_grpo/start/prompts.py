@@ -106,8 +106,6 @@ def vision_for(plan: Plan, model_id: str, model_config: PretrainedConfig) -> Vis
         require(engine.engine_class.shows_pictures, engine.key, engine.engine_class.name, fix)
     fix = "the problems have pictures, and such a server is asked about tokens alone; name a folder of a model"
     require(plan.advantage.teacher is None or not is_url(plan.advantage.teacher), KEY, plan.advantage.teacher, fix)
-    fix = "with pictures each process holds the whole model; use train.sharding=none"
-    require(plan.config.train.sharding == "none", "train.sharding", plan.config.train.sharding, fix)
     return vision_of(model_id, model_config, trust_remote_code=trust)
 
 

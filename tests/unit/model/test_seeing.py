@@ -10,58 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import load_composite
-from factories import make_rollout
-from seeing import picture, save_seeing
+from seeing import Seeing, batch_of, picture
 from torch import Tensor
 from transformers import AutoConfig
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
-from offline_grpo.model.pictures import FAMILIES, opened, vision_of
+from offline_grpo.model.pictures import FAMILIES, vision_of
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import BaseScoring, prepare_for_gradients
-from offline_grpo.model.text import Encoded
-from offline_grpo.train.batch import build_batch
-from offline_grpo.types import Completion, Picture, Rollout, SamplingParams, SamplingRequest, Score, TokenBatch
-
-PICTURES = [picture(0, 16, 24), picture(1, 40, 16), picture(2, 16, 16), picture(3, 24, 48)]
-ANSWERS = ["yes", "ab", "7", "none-of-it,of-course"]
-
-
-class Seeing:
-    """A policy that sees, and prompts with 2, 0, 3 and 1 pictures of several sizes."""
-
-    def __init__(self, name: str, folder: Path, **how: Any) -> None:
-        self.policy: Policy = load_composite(save_seeing(name, folder), **how)
-        found = vision_of(str(folder), self.policy.causal_lm.config)
-        assert found is not None
-        self.policy.scoring.vision = self.vision = found
-        mark = self.vision.placeholder
-        self.texts = [f"see {mark}, and {mark}?", "see nothing?", f"x{mark}y{mark}z{mark}!", f"the picture {mark} is"]
-        a, b, c, d = PICTURES
-        self.pictures: list[tuple[Picture, ...]] = [(a, b), (), (c, b, d), (d,)]
-
-    def prompts(self) -> list[Encoded]:
-        return [self.vision.encode(*each) for each in zip(self.texts, self.pictures, strict=True)]
-
-    def batch(self) -> TokenBatch:
-        tokenizer = self.vision.processor.tokenizer
-        answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS]
-        rollouts = [make_rollout(p.ids, a, temperature=1.3) for p, a in zip(self.prompts(), answers, strict=True)]
-        return replace(build_batch(rollouts), pictures=tuple(self.pictures))
-
-    def expected(self) -> Tensor:
-        """Logprobs of all answers, from text and pictures, one after the other."""
-        found = []
-        for text, own, answer in zip(self.texts, self.pictures, ANSWERS, strict=True):
-            images = [[opened(each) for each in own]] if own else None
-            inputs = self.vision.processor(text=[text + answer], images=images, return_tensors="pt")
-            logits = self.policy.causal_lm(**inputs, use_cache=False).logits[0, -len(answer) - 1 : -1]
-            logits = logits.index_fill(1, torch.tensor(self.vision.stand_ins), -torch.inf)
-            logprobs = (logits / 1.3).log_softmax(-1)
-            found.append(logprobs.gather(1, inputs["input_ids"][0, -len(answer) :, None])[:, 0])
-        return torch.cat(found)
+from offline_grpo.types import Completion, SamplingParams
 
 
 def gradients(policy: Policy, logprobs: Tensor) -> dict[str, Tensor]:
@@ -71,7 +29,7 @@ def gradients(policy: Policy, logprobs: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in policy.trained_parameters().items() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 @pytest.mark.parametrize("checkpointing", [0.0, 1.0])
 def test_a_batch_is_one_sequence_at_a_time(name: str, checkpointing: float, tmp_path: Path) -> None:
     seeing = Seeing(name, tmp_path, gradient_checkpointing=checkpointing)
@@ -92,7 +50,7 @@ def test_a_batch_is_one_sequence_at_a_time(name: str, checkpointing: float, tmp_
     torch.testing.assert_close(policy.scoring.logprobs(batch.select([1])), among, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_the_pictures_are_looked_at(name: str, tmp_path: Path) -> None:
     seeing = Seeing(name, tmp_path)
     batch, others = seeing.batch(), list(seeing.pictures)
@@ -100,21 +58,16 @@ def test_the_pictures_are_looked_at(name: str, tmp_path: Path) -> None:
     first, second = (seeing.policy.scoring.logprobs(each) for each in (batch, replace(batch, pictures=tuple(others))))
     differs = ((first - second).abs() > 1e-3).split(batch.sequence_lengths)
     assert [bool(each.any()) for each in differs] == [False, False, False, True]
+    for token in seeing.vision.processor.tokenizer.convert_ids_to_tokens(seeing.vision.stand_ins):
+        assert seeing.vision.marks.fullmatch(token)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_what_is_sampled_has_the_logprobs_of_training(name: str, tmp_path: Path) -> None:
     seeing = Seeing(name, tmp_path)
-    policy, vision = seeing.policy, seeing.vision
-    head = policy.scoring.output.weight
+    policy, vision, requests = seeing.policy, seeing.vision, seeing.requests()
     with torch.no_grad():
-        head[[*vision.stand_ins]] *= 5  # what is never sampled would often be
-    requests = [
-        SamplingRequest(tuple(prompt.ids), 3, 10 * i, 3 if i < 3 else None, pictures=own)  # most rows end early
-        for i, (prompt, own) in enumerate(zip(seeing.prompts(), seeing.pictures, strict=True))
-    ]
-    # the same tokens, with another picture
-    requests.append(replace(requests[3], pictures=(picture(9, 24, 48),)))
+        policy.scoring.output.weight[[*vision.stand_ins]] *= 5  # what is never sampled would often be
 
     def sampled(batch_size: int, **how: Any) -> list[list[Completion]]:
         sampling = SamplingParams(max_new_tokens=12, temperature=0.8, **how)
@@ -125,10 +78,8 @@ def test_what_is_sampled_has_the_logprobs_of_training(name: str, tmp_path: Path)
     alone = sampled(1)
     assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in alone]
     assert groups[3] != groups[4]
-    how: dict[str, Any] = {"temperature": 0.8, "text": "", "score": Score(0.0, False, {})}
     for found in (groups, sampled(64, top_k=90, needs_alternatives=True)):
-        pairs = [(request, each) for request, group in zip(requests, found, strict=True) for each in group]
-        batch = build_batch([Rollout.of_one_turn(r.prompt_ids, c, pictures=r.pictures, **how) for r, c in pairs])
+        batch = batch_of(requests, found, temperature=0.8)
         drawn = {*batch.token_ids[batch.completion_mask].tolist()}
         drawn |= set() if batch.alternatives is None else {*batch.alternatives.tolist()}
         assert not drawn & {*vision.stand_ins}
