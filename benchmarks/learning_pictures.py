@@ -88,7 +88,7 @@ def main() -> None:
     measured |= {"difference": float(difference.mean()), "difference_low": float(low), "difference_high": float(high)}
     write_result(
         args.out,
-        claim="A tiny model that sees learns sums in pictures as with TRL: held-out pass@1 before and after 10 iterations",
+        claim="A tiny model that sees learns sums in pictures as with TRL: held-out pass@1 before, amid and after them",
         targets=[Target("ours_after", ">=", 0.6), Target("difference_high", ">=", 0.0)],
         settings={**NAMES, "seeds": SEEDS, "held_out": HELD_OUT, "samples": SAMPLES, **TASK},
         measured={name: round(value, 4) for name, value in measured.items()},
