@@ -67,7 +67,7 @@ MAX_NEW_TOKENS = 16
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{{ part['text'] or '<image>' }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{{ part['text'] if part['type'] == 'text' else '<image>' }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

@@ -57,7 +57,8 @@ CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 # Contents and nothing around them: "17+25=" costs a BOS and six characters. A system message gets a line of its own.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{{ part['text'] or '<image>' }}{% endfor %}{% endif %}"
+    "{% else %}{% for part in message['content'] %}"
+    "{{ part['text'] if part['type'] == 'text' else '<image>' }}{% endfor %}{% endif %}"
     "{% if message['role'] == 'system' %}{{ '\\n' }}"
     "{% elif message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
@@ -112,6 +113,8 @@ class TinyModel:
             )
         if not self.sees and any(problem.pictures for problem in problems):
             raise ConfigError("model=tiny: sees no pictures; use model=tiny_vl")
+        if len({len(problem.pictures) for problem in problems}) > 1:
+            raise ConfigError("model=tiny_vl: learns from problems with equally many pictures; use task=picture_sums")
         examples = [
             [[dict(message) for message in problem.messages], problem.answer, *(each.key for each in problem.pictures)]
             for problem in problems

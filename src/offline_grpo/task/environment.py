@@ -269,7 +269,7 @@ def joined(first: Any, second: Any) -> Any:
     if isinstance(first, str) and isinstance(second, str):
         return first + second
     parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second))
-    return [part for each in parts for part in each]
+    return [part for each in parts for part in each if part.get("text") != ""]
 
 
 def seed_globally(seed: int) -> None:

@@ -12,11 +12,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.types import Message, Picture, Problem
 
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 PLACE = "<image>"
 """In a prompt of plain text, where a picture stands."""
 
@@ -28,8 +29,8 @@ def picture_of(value: Any, folder: Path) -> Picture:
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or value.get("url")
     if isinstance(value, Image.Image):
-        file = BytesIO()
-        value.save(file, "PNG")
+        file, upright = BytesIO(), ImageOps.exif_transpose(value)
+        (upright if upright.mode in PNG_MODES else upright.convert("RGB")).save(file, "PNG")
         return Picture(file.getvalue())
     if isinstance(value, str) and (found := re.match("data:[^,]*;base64,", value)):
         return Picture(b64decode(value[found.end() :], validate=True))
@@ -109,10 +110,13 @@ def check_pictures(pictures: Iterable[tuple[str, Picture]]) -> None:
 
     def fault(pair: tuple[str, Picture]) -> str | None:
         try:
-            Image.open(BytesIO(pair[1].data)).load()
+            image = Image.open(BytesIO(pair[1].data))
+            image.load()
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            return f"{pair[0]} a picture of {len(pair[1].data):,} bytes is no whole image ({reason_of(error)})"
-        return None
+            reason = reason_of(error).partition(" <_io")[0]
+            return f"{pair[0]} a picture of {len(pair[1].data):,} bytes is no whole image ({reason})"
+        is_deep = image.mode.startswith(("I", "F"))  # what is brighter than 255 would be white
+        return f"{pair[0]} a picture has more than 8 bits per channel; save it with 8" if is_deep else None
 
     with ThreadPoolExecutor() as threads:  # decoders run without Python's lock
         for found in threads.map(fault, pictures):

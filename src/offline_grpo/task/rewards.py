@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 REWARD, GROUP = "task.reward", "task.group_reward"
 GIVEN = ("prompt", "completion", "answer", "messages", "problem_id", "images")
-"""What a function may ask for by the names of its parameters, `answer` where there is one, `images` (the bytes of each
-picture's file) where there are some; and fields of the row.
+"""What a function may ask for by the names of its parameters, `answer` where there is one, `images`, the bytes of each
+picture's file; and fields of the row.
 """
 
 GIVEN_OF_GROUP = ("prompts", "completions", "answers", "messages", "problem_ids", "images")
@@ -85,8 +85,8 @@ class RewardFunction:
         prompt = text_of(problem.messages[-1]) if problem.messages else ""
         own = {f"prompt{plural}": prompt, f"problem_id{plural}": problem.problem_id}
         own |= {f"answer{plural}": problem.answer} if problem.answer else {}
-        of_row = {**problem.fields, **own, "messages": [dict(message) for message in problem.messages]}
-        of_row |= {"images": [picture.data for picture in problem.pictures]} if problem.pictures else {}
+        own |= {"messages": [dict(message) for message in problem.messages]}
+        of_row = {"images": [picture.data for picture in problem.pictures], **problem.fields, **own}
         if isinstance(text, str):
             given = {**of_row, "completion": text}
         else:
@@ -110,8 +110,7 @@ class Rewards:
         """Raise ConfigError if a function has a parameter for which this problem has no value."""
         for function in self.functions:
             names = GIVEN if function.key == REWARD else GIVEN_OF_GROUP
-            lacks = {*(() if problem.answer else ("answer", "answers")), *(() if problem.pictures else ("images",))}
-            given = [name for name in names if name not in lacks]
+            given = [name for name in names if problem.answer or name not in ("answer", "answers")]
             for name in function.required:
                 if name not in given and name not in problem.fields:
                     known = ", ".join([*given, *problem.fields])

@@ -171,8 +171,9 @@ def with_pictures_of(
     """
     value = row.value.get(name)
     if name is not None and name not in row.value:
-        raise ConfigError(f"task.image_field={name}: {row.where} has no such field; it has {', '.join(row.value)}")
-    column = value if isinstance(value, list) else [] if value is None else [value]
+        known = f"{', '.join(row.value)}; null in it is no picture"
+        raise ConfigError(f"task.image_field={name}: {row.where} has no such field; it has {known}")
+    column = value if isinstance(value, list) else [] if value in (None, "") else [value]
     try:
         return with_pictures(messages, column, folder)
     except (ValueError, OSError) as error:
