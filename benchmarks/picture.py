@@ -1,6 +1,6 @@
 """Draws what was measured: docs/images/h100.png from the results in `results/h100`; learning.png, objectives.png and
 calculator.png from `learning.json`, `paired_objectives.json` and `calculator.json` in `results/h200`; tool_demo.png
-from `results/tool_demo.json`. Needs no GPU.
+from `results/tool_demo.json`, pictures.png from `results/learning_pictures.json`. Needs no GPU.
 
     python benchmarks/picture.py
 
@@ -16,6 +16,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -311,12 +312,45 @@ def draw_demo(result: Mapping[str, Any], path: Path) -> None:
     print(path)
 
 
+def draw_pictures(result: Mapping[str, Any], path: Path) -> None:
+    """Some sums as the model sees them, and how both trainers teach it to add them."""
+    from PIL import Image
+
+    from offline_grpo.task.picture_sums import PictureSums
+    from offline_grpo.types import Split
+
+    sizes = {name: result["settings"][name] for name in ("max_operand", "picture_size", "prompt_template")}
+    task = PictureSums(operations=["+"], eval_frac=0.2, format_weight=0.0, **sizes)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH * 0.72, 2.6), width_ratios=(1, 1.3), layout=layout)
+    for row, problem in enumerate(task.problems(Split.EVAL)[i] for i in (3, 40, 90)):
+        for column, picture in enumerate(problem.pictures):
+            place = (1.4 * column, 1.4 * column + 1, 3 - 1.25 * row, 4 - 1.25 * row)
+            left.imshow(Image.open(BytesIO(picture.data)), cmap="gray", vmin=0, vmax=255, extent=place)
+        for x, text in ((1.1, "+"), (2.5, f"= {problem.answer}")):
+            left.text(x, 3.4 - 1.25 * row, text, fontsize=15, color=TEXT, fontfamily="monospace")
+    left.set(xlim=(-0.1, 4.4), ylim=(0.3, 4.2))
+    left.axis("off")
+    iterations = [i * result["settings"]["iterations"] / 2 for i in range(3)]
+    for arm, name, colour in (("ours", "ours", BLUE), ("trl", "TRL 1.16", ORANGE)):
+        curves = np.array(result["details"][arm])
+        low, high = mean_interval(curves)
+        right.plot(iterations, curves.mean(0), color=colour, label=name)
+        right.fill_between(iterations, low, high, color=colour, alpha=0.2, linewidth=0)
+    right.set_ylabel("held-out pass@1", fontsize=9, color=TEXT)
+    right.set_xlabel("iterations", fontsize=9, color=TEXT)
+    right.legend(fontsize=9, frameon=False, loc="lower right")
+    figure.savefig(path, dpi=DPI)
+    print(path)
+
+
 def main() -> None:
     """Draw and save."""
     for name, file, draw_it in (
         ("learning", H200 / "learning.json", draw_learning),
         ("objectives", H200 / "paired_objectives.json", draw_objectives),
         ("calculator", H200 / "calculator.json", draw_calculator),
+        ("pictures", HERE / "results" / "learning_pictures.json", draw_pictures),
         ("tool_demo", HERE / "results" / "tool_demo.json", draw_demo),
     ):
         if file.exists():
