@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 from architectures import load_composite, save_served
+from cameras import picture
 from engines import (
     CLIENT,
     CPU,
@@ -32,7 +33,7 @@ from factories import complete_in_order, compose_config, make_rollout, strategy
 from PIL import Image
 from pyarrow import parquet
 from runs import SMALL, Endless, at, metrics_of, wait_until
-from seeing import TEMPLATE, picture
+from seeing import TEMPLATE
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from offline_grpo.engine.vllm import VllmEngine

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from architectures import SERVED, load_composite, save_served
+from cameras import picture
 from engines import (
     CPU,
     GPU,
@@ -27,7 +28,6 @@ from engines import (
     train,
 )
 from factories import strategy
-from seeing import picture
 from transformers import AutoConfig
 
 from offline_grpo.model.layouts import Padded

@@ -1,19 +1,17 @@
-"""Tiny models of every family that looks at pictures here, with real processors beside them; and pictures."""
+"""Tiny models of every family that looks at pictures here, with real processors beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from architectures import TABLE, build_composite, load_composite
+from cameras import picture
 from factories import make_rollout
-from PIL import Image
 from torch import Tensor
 
 from offline_grpo.model.pictures import opened, vision_of
@@ -66,29 +64,6 @@ def save_seeing(model_type: str, folder: Path) -> Path:
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     return folder
-
-
-def picture(seed: int, width: int, height: int) -> Picture:
-    """Random squares of 8 pixels."""
-    blocks = np.random.default_rng(seed).integers(0, 256, (-(-height // 8), -(-width // 8), 3), np.uint8)
-    file = BytesIO()
-    Image.fromarray(blocks.repeat(8, 0).repeat(8, 1)[:height, :width]).save(file, "PNG")
-    return Picture(file.getvalue())
-
-
-class Camera:
-    """Shows a picture in the row, one when it begins, and another one after each reply."""
-
-    def reset(self, number: int, **row: Any) -> Any:
-        self.number, self.turns = number, 0
-        return ["See: ", opened(picture(100 * number, 24, 24))]
-
-    def respond(self, text: str) -> Any:
-        self.turns += 1
-        return None if self.turns == 3 else opened(picture(100 * self.number + self.turns, 16 * self.turns, 24))
-
-    def get_reward(self) -> float:
-        return float(self.turns + self.number % 2)
 
 
 class Seeing:

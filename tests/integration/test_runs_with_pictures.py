@@ -9,10 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from architectures import ZOO
+from cameras import picture
 from factories import compose_config
 from pyarrow import parquet
 from runs import SMALL, assert_alike, metrics_of, printed, run_in_child, run_in_children
-from seeing import TEMPLATE, picture, save_seeing
+from seeing import TEMPLATE, save_seeing
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.pictures import size_of
@@ -103,7 +104,7 @@ def test_an_environment_shows_pictures(place: Path, tmp_path: Path) -> None:
         {"number": n, "prompt": "look ", "shot": {"bytes": picture(n, 16, 16).data, "path": None}} for n in range(30)
     ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    episodes = ("task=environment", "task.environment=seeing:Camera", "task.image_field=shot")
+    episodes = ("task=environment", "task.environment=cameras:Camera", "task.image_field=shot")
     limits = ("task.max_environment_tokens=200", "generation.stop=[a,e,i,o,u,t,n,A,E,I,O,U,T,N]")
     folder = run(place, tmp_path / "run", *limits, task=(*episodes, f"task.path={tmp_path}/rows.parquet"))
     assert metrics_of(folder)["train_iter_001.json"]["alignment/diff_abs_mean"] < 1e-5

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from seeing import Seeing, batch_of, picture
+from cameras import picture
+from seeing import Seeing, batch_of
 from torch import Tensor
 from transformers import AutoConfig
 
