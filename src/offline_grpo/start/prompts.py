@@ -92,17 +92,25 @@ def vision_for(plan: Plan, model_id: str, model_config: PretrainedConfig) -> Vis
     problems have some that the model, or another part of the run, does not see.
     """
     data, trust = plan.data, plan.config.model.trust_remote_code
+    engines = [engine for engine in (plan.engine, plan.eval_engine) if engine is not None]
     has_pictures = any(map(have_pictures, (data.train or (), data.held_out)))
     has_pictures |= any(rollout.pictures for group in data.recorded for rollout in group.rollouts)
     if not has_pictures:
-        # A tool or an agent may send some, if model and engines can.
+        # A tool or an agent may send some, where model and engines can show them: what cannot plays on without.
         is_played = any(problem.rules is not None for problem in (data.train or data.held_out)[:FIRST_PROBLEMS])
-        if is_played and model_config.model_type in FAMILIES and plan.engine.engine_class.shows_pictures:
-            return vision_of(model_id, model_config, trust_remote_code=trust)
+        if (
+            is_played
+            and model_config.model_type in FAMILIES
+            and all(engine.engine_class.shows_pictures and not engine.base_urls for engine in engines)
+        ):
+            try:
+                return vision_of(model_id, model_config, trust_remote_code=trust)
+            except ConfigError as error:
+                log.info("pictures that tools or agents may send are refused: %s", error)
         return None
 
     fix = "the problems have pictures, which are shown by generation=transformers and generation=vllm_server alone"
-    for engine in filter(None, (plan.engine, plan.eval_engine)):
+    for engine in engines:
         require(engine.engine_class.shows_pictures, engine.key, engine.engine_class.name, fix)
     fix = "the problems have pictures, and such a server is asked about tokens alone; name a folder of a model"
     require(plan.advantage.teacher is None or not is_url(plan.advantage.teacher), KEY, plan.advantage.teacher, fix)
