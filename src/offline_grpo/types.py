@@ -459,6 +459,9 @@ class TokenBatch:
     alternatives: Tensor | None = None
     """[M] int64: of one token after the other, those that the sampler's filters left beside it."""
     pictures: tuple[tuple[Picture, ...], ...] = ()  # [S] of each sequence, on the host; (): there are none
+    routes: Tensor | None = None
+    """[T, L, K] int16: the experts that each token goes to in each block, see `model/routes.py`; None: those that the
+    policy chooses."""
 
     @property
     def completion_positions(self) -> Tensor:

@@ -279,6 +279,11 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
             fix = f"a server tells logprobs of the whole vocabulary alone; load the teacher by its id, or {without}"
             raise ConfigError(f"generation.{name}", value, fix)
 
+    # Routes of a mixture of experts.
+    if model.router_replay == "old" and config.planned_updates == 1:
+        fix = "a single update chooses the experts that it would follow; use none, rollout with vLLM, or more updates"
+        raise ConfigError("model.router_replay", "old", fix)
+
     # A Ray cluster.
     if placement.score_on_cluster and TaskFacts.of(data.task).scores_safely:
         fix = "this task's scores are computed in the run's process, as they cannot misbehave; leave it at false"

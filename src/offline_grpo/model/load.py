@@ -26,7 +26,7 @@ from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.layers import blocks_of, is_composite, parse_layer_indices, processor_files, text_parameters
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.proof import settle_compile, settle_layout
+from offline_grpo.model.proof import settle_compile, settle_layout, settle_routes
 from offline_grpo.model.quantization import nf4_arguments, settle_nf4
 from offline_grpo.model.scoring import Scoring, measure_logit_transform
 from offline_grpo.model.text import use_template
@@ -142,7 +142,7 @@ def load_policy(
 
     Args:
         shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated.
-            `settle_layout` and `settle_compile` are left to the caller then.
+            `settle` is left to the caller then.
     """
     # Weights: those of the checkpoint, or the base that its adapter is for.
     dtype = torch_dtype(precision)
@@ -158,10 +158,17 @@ def load_policy(
     first = layouts_for(layout, device, dtype)[0]
     scoring = Scoring(model, first, head, logits=measure_logit_transform(unwrapped(model)))
     if not shares_weights:
-        settle_layout(scoring, layout, device)
-        settle_compile(scoring, config.compile, device)
+        settle(scoring, config, layout, device)
     tokenizer = load_tokenizer(model_id, chat_template=config.chat_template, **how)
     return Policy(scoring, tokenizer, compute_device=device)
+
+
+def settle(scoring: Scoring, config: ModelConfig, layout: Layout | None, device: torch.device) -> None:
+    """Prove what the policy is scored with: its layout, its routers, its compiled blocks, in this order."""
+    settle_layout(scoring, layout, device)
+    if config.router_replay != "none":
+        settle_routes(scoring, device, replay=config.router_replay)
+    settle_compile(scoring, config.compile, device)
 
 
 def is_adapted_policy(config: ModelConfig) -> bool:

@@ -12,16 +12,18 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.layers import compile_blocks, is_compiled, not_compiled, num_blocks
 from offline_grpo.model.layouts import Flash4, flash4_interface, layouts_for
+from offline_grpo.model.routes import Routers
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
 from offline_grpo.types import TokenBatch
 
@@ -147,6 +149,29 @@ def settle_layout(
         if requested is not None and name != "padded":
             raise ConfigError(f"model.layout={name}: wrong for {kind}, {fault}; use model.layout=auto")
     raise ConfigError(f"{key}={model.name_or_path}: {kind} cannot be scored in batches: {fault}; choose another model")
+
+
+def settle_routes(scoring: Scoring, device: torch.device, *, replay: str) -> None:
+    """Let the policy's routers follow routes, for `model.router_replay=REPLAY`; once the layout is settled, and before
+    blocks are compiled, which would not notice. Raises ConfigError for a model whose routers are not found, or do not
+    do as they are told: their own routes must change nothing, and others something.
+    """
+    model, batch = scoring.causal_lm, batch_for(scoring, device)
+    before = scoring.logprobs(batch)
+    try:
+        scoring.routers = Routers.of(model, batch.token_ids[None, : batch.sequence_lengths[0]])
+        found = scoring.logprobs_and_routes(batch)
+        routes = found[:, 1:].to(torch.int16).unflatten(1, scoring.routers.shape)
+        again = scoring.logprobs(replace(batch, routes=routes))
+        others = (routes + 1) % (1 + routes.max()) if bool((routes >= 0).any()) else routes
+        other = scoring.logprobs(replace(batch, routes=others.where(routes >= 0, routes)))
+        noise = (found[:, 0] - before).abs().max()  # 0, unless its kernels add up in any order
+        fault = None if (again - before).abs().max() <= noise else "changes its logprobs if it follows its own routes"
+        fault = "follows no others than its own routes" if torch.equal(other, before) else fault
+    except (ConfigError, ValueError, TypeError, AttributeError) as error:  # of blocks and routers of another kind
+        fault = str(error)
+    fix = f"{type(model).__name__} {fault}; use none"
+    require(fault is None, "model.router_replay", replay, fix)
 
 
 def settle_compile(

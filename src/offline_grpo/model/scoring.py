@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ from offline_grpo.model.adapters import LanguageModel, adapters_off, unwrapped
 from offline_grpo.model.filtered_head import filtered_head
 from offline_grpo.model.layers import decoder_of, output_embeddings
 from offline_grpo.model.layouts import Padded
+from offline_grpo.model.routes import Routers, differing, places_of
 from offline_grpo.types import TokenBatch, TokenStats
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Scoring(nn.Module):
         super().__init__()
         self.model, self.layout, self.head, self.logits = model, layout, head, logits
         self.vision: Vision | None = None  # of a run with pictures, once what there is without them is proven
+        self.routers: Routers | None = None  # of a policy that follows routes, or whose routes are recorded
+        self._placed: tuple[Tensor, Tensor, int] | None = None  # of the last batch, see `_places`
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -78,7 +81,8 @@ class Scoring(nn.Module):
         """
         # Triton kernels run on the current GPU, and a reference may have another.
         with torch.accelerator.device_index(self.device.index):
-            hidden = self._hidden_states(batch)  # [T, H]
+            with self._routes(batch):
+                hidden = self._hidden_states(batch)  # [T, H]
             output, bias = self.output, self.output.bias
             if self.vision is not None:
                 never = self.vision.bias(output.weight)
@@ -115,17 +119,47 @@ class Scoring(nn.Module):
         look: Any = partial(self.vision.forward, self.causal_lm, [*chain.from_iterable(batch.pictures)])
         return Padded().hidden_states(look, batch)
 
-    def attention(self, batch: TokenBatch) -> AbstractContextManager[None]:
-        """The attention that `forward` uses; a backward pass through checkpointed activations must run inside."""
-        if any(batch.pictures):
+    @contextmanager
+    def attention(self, batch: TokenBatch) -> Iterator[None]:
+        """The attention and the routes that `forward` uses: a backward pass through checkpointed activations must run
+        inside.
+        """
+        own = nullcontext() if any(batch.pictures) else self.layout.attention(decoder_of(self.causal_lm), batch)
+        with own, self._routes(batch):
+            yield
+
+    def _routes(self, batch: TokenBatch) -> AbstractContextManager[None]:
+        if self.routers is None or batch.routes is None:
             return nullcontext()
-        return self.layout.attention(decoder_of(self.causal_lm), batch)
+        return self.routers.following(batch.routes, *self._places(batch))
+
+    def _places(self, batch: TokenBatch) -> tuple[Tensor, int]:
+        """See `places_of`. Kept for the backward pass: for `tree` they take time."""
+        if self._placed is None or self._placed[0] is not batch.token_ids:
+            layout = Padded() if any(batch.pictures) else self.layout
+            self._placed = batch.token_ids, *places_of(layout, decoder_of(self.causal_lm), batch)
+        return self._placed[1:]
+
+    def differing(self, batch: TokenBatch) -> Tensor:
+        """See `routes.differing`: of a batch with routes that `forward` has just scored."""
+        assert self.routers is not None
+        assert batch.routes is not None
+        return differing(batch.routes, self.routers.seen(self._places(batch)[0]))
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Logprobs [T] without gradient, dropout off."""
         with eval_mode(self.model):
             return self(batch).logprobs
+
+    @torch.no_grad()
+    def logprobs_and_routes(self, batch: TokenBatch) -> Tensor:
+        """Logprobs, and behind them the routes that the experts of each block are chosen by: [T, 1 + L * K] float32."""
+        assert self.routers is not None
+        with eval_mode(self.model), self.routers.reading():
+            logprobs = self(batch).logprobs
+        routes = self.routers.seen(self._places(batch)[0])
+        return torch.cat([logprobs[:, None], routes.flatten(1).float()], 1)
 
     @torch.no_grad()
     def entropy(self, batch: TokenBatch) -> Tensor:
@@ -136,7 +170,7 @@ class Scoring(nn.Module):
 
 @dataclass(frozen=True)
 class BaseScoring:
-    """An adapted policy with its LoRA adapters switched off: so it is its own reference."""
+    """An adapted policy with its LoRA adapters switched off: so it is its own reference, on its own routes."""
 
     adapted: Scoring
 
@@ -146,7 +180,7 @@ class BaseScoring:
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         with adapters_off(self.adapted.model):
-            return self.adapted.logprobs(batch)
+            return self.adapted.logprobs(replace(batch, routes=None))
 
 
 def prepare_for_gradients(model: nn.Module, *, adapter_dropout: bool = True) -> None:

@@ -5,6 +5,7 @@ its tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapreplace
@@ -129,6 +130,7 @@ class Passes:
     sharding: Sharding
     reward_penalty: Callable[[TokenBatch], Tensor] | None = None  # [R], see `loss.base.reward_penalty`
     teacher: Scorer | None = None
+    router_replay: str = "none"  # see conf/model/hf.yaml
 
     def updates_of(self, num_rollouts: int) -> list[range]:
         """The rollouts of each update of one epoch over a batch of this many: consecutive runs of them, of nearly the
@@ -149,15 +151,26 @@ class Passes:
         """Whether logprobs of the policy before its updates are needed: by what comes before the updates, or for a
         ratio that is not the one of a single update, to itself.
         """
-        has_several_updates = len(self.updates_of(batch.num_rollouts)) * self.config.epochs > 1
         is_needed = self.reward_penalty is not None or "old" in self.advantage.needs
-        return is_needed or (has_several_updates and self.loss.ratio_reference == "old")
+        return is_needed or (self._has_several_updates(batch) and self.loss.ratio_reference == "old")
+
+    def _has_several_updates(self, batch: TokenBatch) -> bool:
+        return len(self.updates_of(batch.num_rollouts)) * self.config.epochs > 1
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the logprobs of the old policy, and of the reference, where the iteration needs them.
         Reference logprobs that came with the rollouts take the place of a pass.
         """
-        old = self.values(self.policy.scoring, batch) if self.needs_old(batch) else None
+        # With `router_replay=old` the updates follow the routes of this pass. Those of a single update are the same.
+        scoring, old = self.policy.scoring, None
+        if self.router_replay == "old" and self._has_several_updates(batch):
+            assert scoring.routers is not None
+            shape = scoring.routers.shape
+            found = self.values(scoring, batch, "logprobs_and_routes", width=1 + math.prod(shape))
+            batch = replace(batch, routes=found[:, 1:].to(torch.int16).unflatten(1, shape))
+            old = found[:, 0].contiguous()
+        elif self.needs_old(batch):
+            old = self.values(scoring, batch)
         ref = None
         if self.reference is not None and batch.ref_logprobs is None:
             ref = self.values(self.reference, batch)
@@ -177,10 +190,21 @@ class Passes:
             taught.append(replace(group, rollouts=tuple(rollouts)))
         return taught
 
-    def values(self, scorer: Scorer, batch: TokenBatch, what: str = "logprobs", *, at_once: bool = False) -> Tensor:
-        """Logprobs (or `what`) [T] of all sequences; each process scores a share, in microbatches or `at_once`."""
+    def values(
+        self,
+        scorer: Scorer,
+        batch: TokenBatch,
+        what: str = "logprobs",
+        *,
+        at_once: bool = False,
+        width: int | None = None,
+    ) -> Tensor:
+        """Logprobs (or `what`) [T], or [T, `width`], of all sequences; each process scores a share, in microbatches or
+        `at_once`.
+        """
         # A server is asked for all of this process's sequences at once, and makes batches of its own.
         values = torch.zeros_like(batch.old_logprobs)  # [T]
+        values = values if width is None else values.new_zeros(len(values), width)
         parts = self.microbatches(range(batch.num_sequences), batch)
         if at_once:
             parts = [(own, True)] if (own := [s for sequences, counts in parts if counts for s in sequences]) else []

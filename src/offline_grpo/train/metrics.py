@@ -163,6 +163,29 @@ class Alignment:
         return found
 
 
+@dataclass
+class Routing:
+    """Collects, of the microbatches of an iteration, in how many decisions of its routers the policy in training would
+    have chosen other experts than those that it followed; by block.
+    """
+
+    _parts: list[torch.Tensor] = field(default_factory=list, init=False)
+
+    def add(self, part: torch.Tensor) -> None:
+        """[2, L], see `model.routes.differing`. Does not wait for the device."""
+        self._parts.append(part)
+
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Shares of the decisions of all processes. Empty where no routes were followed."""
+        rows = ranks.gather([torch.stack(self._parts).sum(0).cpu().tolist()] if self._parts else [])
+        if not rows:
+            return {}
+        differ, count = np.array(rows).sum(0)  # [L] each
+        found = {"routes/differ_frac": float(differ.sum() / count.sum())}
+        found |= {f"routes/block_{n:02d}/differ_frac": float(differ[n] / count[n]) for n in count.nonzero()[0]}
+        return found
+
+
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H100": 989e12,
