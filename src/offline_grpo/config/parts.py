@@ -120,6 +120,7 @@ def make_plan(config: RunConfig) -> Plan:
     needs, launcher = weight_sync.requires, engine.launcher
     if launcher is not None:
         args, env = {**launcher.args, **needs.server_args}, {**needs.env, **launcher.env}
+        args |= {"enable_return_routed_experts": True} if sampling.needs_routes else {}
         engine = replace(engine, launcher=replace(launcher, args=args, env=env))
 
     # What evaluations ask, and how the weights get there: as to training's engine if that is the one.
@@ -208,6 +209,7 @@ def sampling_of(config: RunConfig, key: str) -> SamplingParams:
             )
 
     # Training scores each token among those that filters left, so these are recorded, and must not be too many.
+    sampling = replace(sampling, needs_routes=key == "generation" and config.model.router_replay == "rollout")
     if key == "generation" and sampling.has_filters and sampling.temperature > 0:
         return replace(sampling, top_k=sampling.top_k or LARGEST_SET, needs_alternatives=True)
     return sampling
@@ -283,6 +285,12 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
     if model.router_replay == "old" and config.planned_updates == 1:
         fix = "a single update chooses the experts that it would follow; use none, rollout with vLLM, or more updates"
         raise ConfigError("model.router_replay", "old", fix)
+    if plan.sampling.needs_routes and (data.train is not None or config.source.has_environments):
+        kind = engine.engine_class.name if engine.needs_server else "the sampler of this process"
+        who = "environments do" if config.source.has_environments else f"{kind} does"
+        fix = f"{who} not tell which experts tokens went to; use old, or generation=vllm_server on GPUs"
+        if config.source.has_environments or not engine.engine_class.tells_routes:
+            raise ConfigError("model.router_replay", "rollout", fix)
 
     # A Ray cluster.
     if placement.score_on_cluster and TaskFacts.of(data.task).scores_safely:

@@ -84,6 +84,7 @@ class Choice(NamedTuple):
     logprobs: Sequence[float]  # nats
     finish_reason: str
     alternatives: Sequence[array[int]] | None = None  # where `SamplingParams.needs_alternatives` has asked for them
+    routes: np.ndarray[Any, np.dtype[Any]] | None = None  # the same, see `Completion`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -693,7 +694,7 @@ class ServerEngine(Streaming, Engine):
 
         # Each must have as many tokens as may be, all of the model's vocabulary, and a number for each.
         completions = []
-        for token_ids, logprobs, why, beside in choices:
+        for token_ids, logprobs, why, beside, routes in choices:
             finish, most = FinishReason(why), sampling.max_new_tokens
             if not (finish is not FinishReason.ABORT) <= len(token_ids) <= most:
                 raise ValueError(f"{len(token_ids)} tokens where 1 to {most} were asked for")
@@ -718,7 +719,10 @@ class ServerEngine(Streaming, Engine):
                 if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
                     cause = f"(weights version {version}): these, or activations, are probably not finite"
                     raise ValueError(f"the logprob of token {position} is {logprob} {cause}")
+            num_tokens, num_routed = len(request.prompt_ids) + len(token_ids), -1 if routes is None else len(routes)
+            if sampling.needs_routes and not num_tokens - 1 <= num_routed <= num_tokens:
+                raise ValueError(f"routes of {num_routed} tokens for {num_tokens}")
             versions = (version,) * len(token_ids)
-            told = tuple(token_ids), tuple(map(float, logprobs)), finish, versions, alternatives
+            told = tuple(token_ids), tuple(map(float, logprobs)), finish, versions, alternatives, routes
             completions.append(Completion(*told))
         return completions

@@ -156,22 +156,21 @@ def settle_routes(scoring: Scoring, device: torch.device, *, replay: str) -> Non
     blocks are compiled, which would not notice. Raises ConfigError for a model whose routers are not found, or do not
     do as they are told: their own routes must change nothing, and others something.
     """
-    model, batch = scoring.causal_lm, batch_for(scoring, device)
+    model, batch, fault = scoring.causal_lm, batch_for(scoring, device), None
     before = scoring.logprobs(batch)
     try:
-        scoring.routers = Routers.of(model, batch.token_ids[None, : batch.sequence_lengths[0]])
-        found = scoring.logprobs_and_routes(batch)
-        routes = found[:, 1:].to(torch.int16).unflatten(1, scoring.routers.shape)
-        again = scoring.logprobs(replace(batch, routes=routes))
-        others = (routes + 1) % (1 + routes.max()) if bool((routes >= 0).any()) else routes
-        other = scoring.logprobs(replace(batch, routes=others.where(routes >= 0, routes)))
-        noise = (found[:, 0] - before).abs().max()  # 0, unless its kernels add up in any order
-        fault = None if (again - before).abs().max() <= noise else "changes its logprobs if it follows its own routes"
-        fault = "follows no others than its own routes" if torch.equal(other, before) else fault
+        scoring.routers = Routers(model, batch.token_ids[None, : batch.sequence_lengths[0]])
+        noise = (scoring.logprobs(batch) - before).abs().max()  # 0, unless its kernels add up in any order
+        own = scoring.seen_routes(batch)
+        others = torch.where(own < 0, own, (own + 1) % (1 + own.max()))
+        by_own, by_others = (scoring.logprobs(replace(batch, routes=routes)) for routes in (own, others))
+        if (by_own - before).abs().max() > noise:
+            fault = "computes something else if it follows its own routes"
+        elif (by_others - before).abs().max() <= noise:
+            fault = "follows no others than its own routes"
     except (ConfigError, ValueError, TypeError, AttributeError) as error:  # of blocks and routers of another kind
         fault = str(error)
-    fix = f"{type(model).__name__} {fault}; use none"
-    require(fault is None, "model.router_replay", replay, fix)
+    require(fault is None, "model.router_replay", replay, f"{type(model).__name__} {fault}; use none")
 
 
 def settle_compile(

@@ -1,9 +1,8 @@
 """Routers of a mixture of experts: which experts they choose, and how they are made to choose given ones.
 
 A router of transformers returns, of its N tokens, logits [N, E] of the experts, the chosen ones [N, K] and their
-weights [N, K]. Whatever it is called, a module is one if it returns these. To follow given routes it computes a second
-time, and whatever it asks `topk` for is answered with them: the weights are those that the family makes of its live
-logits there, so that the router learns.
+weights [N, K]: a module is one if it returns these. To follow given routes it computes a second time, and `topk` is
+answered with them: the weights are what the family makes of its live logits there, so that the router learns.
 
 Routes are [T, L, K] int16: the experts of each token in each block of the model. -1 stands for the router's own choice:
 of a token whose routes nobody knows, and of a block without a router.
@@ -12,9 +11,9 @@ of a token whose routes nobody knows, and of a block without a router.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +33,7 @@ class Slot:
     """
 
     given: Tensor | None = None  # [N, K] int16, to be followed
-    seen: Tensor | None = None  # [N, K] int16, the router's own choice in its last pass
-    is_read: bool = False
-
-
-class TopK(NamedTuple):
-    """As torch's own answer."""
-
-    values: Tensor
-    indices: Tensor
+    seen: Tensor  # [N, K] int16, the router's own choice in its last pass
 
 
 class Answer(TorchFunctionMode):
@@ -60,74 +51,61 @@ class Answer(TorchFunctionMode):
         scores = args[0]  # [N, E], or of groups
         if scores.shape[1] != self.num_experts:
             return func(scores, scores.shape[1], dim=-1)
-        return TopK(scores.gather(1, self.chosen), self.chosen)
+        return scores.gather(1, self.chosen), self.chosen
 
 
-def choose(router: Any, args: Any, kwargs: Any, output: Any) -> Any:
+def choose(router: Any, args: Any, kwargs: Any, output: tuple[Tensor, ...]) -> Any:
     """The hook of every router: one function, so that blocks share what is compiled."""
     slot: Slot = router.offline_grpo_slot
-    if slot.given is None and not slot.is_read:
-        return None
-    logits, own = logits_and_choice(output)
+    [own] = [each for each in output if each.dtype == torch.int64]
     slot.seen = own.to(torch.int16)
     if slot.given is None:
         return None
-    with Answer(torch.where(slot.given < 0, own, slot.given.long()), logits.shape[1]):
+    with Answer(torch.where(slot.given < 0, own, slot.given.long()), max(each.shape[1] for each in output)):
         return router.forward(*args, **kwargs)
 
 
-def logits_and_choice(output: Any) -> tuple[Tensor, Tensor]:
-    """Of what a router returns: [N, E] and [N, K] int64. Raises ValueError where it is not what a router returns."""
-    if isinstance(output, tuple) and len(output) == 3 and all(isinstance(each, Tensor) for each in output):
-        chosen = [each for each in output if each.dtype == torch.int64]
-        scores = sorted((each for each in output if each.is_floating_point()), key=lambda each: each.shape[-1])
-        is_router = len(chosen) == 1 and len(scores) == 2 and all(each.dim() == 2 for each in output)
-        if is_router and scores[0].shape == chosen[0].shape and len(scores[1]) == len(chosen[0]):
-            return scores[1], chosen[0]
-    raise ValueError("not of a router")
+def top_k_of(output: Any, num_tokens: int) -> int | None:
+    """K, if it is what a router returns of so many tokens, in whatever order."""
+    if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(each, Tensor) for each in output)):
+        return None
+    chosen = [each for each in output if each.dtype == torch.int64]
+    if len(chosen) != 1 or any(each.dim() != 2 or len(each) != num_tokens for each in output):
+        return None
+    sizes = sorted(each.shape[1] for each in output)  # K, K, E
+    return sizes[0] if sizes[0] == sizes[1] == chosen[0].shape[1] else None
 
 
 class Routers:
     """The routers of one model, by the number of their block."""
 
-    def __init__(self, slots: dict[int, Slot], num_blocks: int, top_k: int) -> None:
-        self._slots, self.shape = slots, (num_blocks, top_k)  # L, K
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, token_ids: Tensor) -> Routers:
-        """Those that a pass over `token_ids` [1, T] meets, before blocks are compiled. Raises ValueError where it finds
-        none, or not one in a block.
+    def __init__(self, model: PreTrainedModel, token_ids: Tensor) -> None:
+        """Finds those that a pass over `token_ids` [1, T] meets, before blocks are compiled. Raises ValueError where
+        there are none, or several in a block.
         """
         # peft wraps the module whose weight has an adapter, and returns what that returns: the inner one is the router.
-        blocks, found, hooks = blocks_of(model), dict[int, list[nn.Module]](), []
-        top_k = set[int]()
+        blocks, found, sizes, hooks = blocks_of(model), list[tuple[int, nn.Module]](), set[int](), []
 
         def look(block: int, module: nn.Module, output: Any) -> None:
-            with suppress(ValueError):
-                own, before = logits_and_choice(output)[1], found.setdefault(block, [])
-                if len(own) == token_ids.numel() and not any(inner in before for inner in module.modules()):
-                    before.append(module)
-                    top_k.add(own.shape[1])
+            size, inside = top_k_of(output, token_ids.numel()), {*module.modules()}
+            if size is not None and not any(other in inside for _, other in found):
+                found.append((block, module))
+                sizes.add(size)
 
         for number, block in enumerate(blocks):
             for module in block.modules():
                 hooks.append(module.register_forward_hook(lambda m, _, output, at=number: look(at, m, output)))
-        try:
-            with not_compiled(model), torch.no_grad():
-                model(input_ids=token_ids, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-        # Each gets its slot, and the hook.
-        found = {number: routers for number, routers in found.items() if routers}
-        if not found or any(len(routers) > 1 for routers in found.values()) or len(top_k) > 1:
+        with not_compiled(model), torch.no_grad():
+            model(input_ids=token_ids, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        self._slots = {number: Slot() for number, _ in found}
+        if len(sizes) != 1 or len(self._slots) < len(found):
             raise ValueError("has no router in its blocks that returns logits, weights and experts, or has several")
-        slots = {number: Slot() for number in found}
-        for number, [router] in found.items():
-            router.offline_grpo_slot = slots[number]  # type: ignore[assignment]
+        self.shape = len(blocks), sizes.pop()  # L, K
+        for number, router in found:
+            router.offline_grpo_slot = self._slots[number]  # type: ignore[assignment]
             router.register_forward_hook(choose, with_kwargs=True)
-        return cls(slots, len(blocks), top_k.pop())
 
     @contextmanager
     def following(self, routes: Tensor, places: Tensor, size: int) -> Iterator[None]:
@@ -145,39 +123,23 @@ class Routers:
             for slot in self._slots.values():
                 slot.given = None
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Inside, `seen` will know what routers choose, also if they follow nothing."""
-        for slot in self._slots.values():
-            slot.is_read = True
-        try:
-            yield
-        finally:
-            for slot in self._slots.values():
-                slot.is_read = False
-
     def seen(self, places: Tensor) -> Tensor:
         """[T, L, K] what the routers would have chosen in the last pass, for tokens that stood at `places` [T]."""
         routes = torch.full((len(places), *self.shape), -1, dtype=torch.int16, device=places.device)
         for number, slot in self._slots.items():
-            assert slot.seen is not None
             routes[:, number] = slot.seen[places]
         return routes
 
 
-def places_of(layout: Layout, decoder: nn.Module, batch: TokenBatch) -> tuple[Tensor, int]:
-    """Where each token [T] of the batch stands among those of the decoder's rows, one row after the other, and how many
-    those are. The layout says it: instead of hidden states, it gets numbers.
+class Rows:
+    """Stands for a decoder, so that a layout tells where each token [T] of a batch stands among those of its rows, one
+    row after the other: in place of hidden states, it gets numbers. And how many those are (`size`).
     """
-    rows: Any = _Rows(decoder)
-    return layout.hidden_states(rows, batch)[:, 0], rows.size
 
-
-class _Rows:
-    """Stands for a decoder."""
-
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, layout: Layout, decoder: nn.Module, batch: TokenBatch) -> None:
+        decoder_like: Any = self
         self.config, self.parameters = decoder.config, decoder.parameters
+        self.places = layout.hidden_states(decoder_like, batch)[:, 0]
 
     def __call__(self, input_ids: Tensor, **_: Any) -> Any:
         self.size = input_ids.numel()

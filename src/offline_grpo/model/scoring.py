@@ -18,7 +18,7 @@ from offline_grpo.model.adapters import LanguageModel, adapters_off, unwrapped
 from offline_grpo.model.filtered_head import filtered_head
 from offline_grpo.model.layers import decoder_of, output_embeddings
 from offline_grpo.model.layouts import Padded
-from offline_grpo.model.routes import Routers, differing, places_of
+from offline_grpo.model.routes import Routers, Rows
 from offline_grpo.types import TokenBatch, TokenStats
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Scoring(nn.Module):
         self.model, self.layout, self.head, self.logits = model, layout, head, logits
         self.vision: Vision | None = None  # of a run with pictures, once what there is without them is proven
         self.routers: Routers | None = None  # of a policy that follows routes, or whose routes are recorded
-        self._placed: tuple[Tensor, Tensor, int] | None = None  # of the last batch, see `_places`
+        self._rows: tuple[Tensor, Rows] | None = None  # of the last batch: for `tree` they take time
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -131,20 +131,19 @@ class Scoring(nn.Module):
     def _routes(self, batch: TokenBatch) -> AbstractContextManager[None]:
         if self.routers is None or batch.routes is None:
             return nullcontext()
-        return self.routers.following(batch.routes, *self._places(batch))
+        rows = self._rows_of(batch)
+        return self.routers.following(batch.routes, rows.places, rows.size)
 
-    def _places(self, batch: TokenBatch) -> tuple[Tensor, int]:
-        """See `places_of`. Kept for the backward pass: for `tree` they take time."""
-        if self._placed is None or self._placed[0] is not batch.token_ids:
+    def _rows_of(self, batch: TokenBatch) -> Rows:
+        if self._rows is None or self._rows[0] is not batch.token_ids:
             layout = Padded() if any(batch.pictures) else self.layout
-            self._placed = batch.token_ids, *places_of(layout, decoder_of(self.causal_lm), batch)
-        return self._placed[1:]
+            self._rows = batch.token_ids, Rows(layout, decoder_of(self.causal_lm), batch)
+        return self._rows[1]
 
-    def differing(self, batch: TokenBatch) -> Tensor:
-        """See `routes.differing`: of a batch with routes that `forward` has just scored."""
+    def seen_routes(self, batch: TokenBatch) -> Tensor:
+        """[T, L, K] what the routers would have chosen when `forward` has just scored the batch."""
         assert self.routers is not None
-        assert batch.routes is not None
-        return differing(batch.routes, self.routers.seen(self._places(batch)[0]))
+        return self.routers.seen(self._rows_of(batch).places)
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> Tensor:
@@ -152,14 +151,10 @@ class Scoring(nn.Module):
         with eval_mode(self.model):
             return self(batch).logprobs
 
-    @torch.no_grad()
     def logprobs_and_routes(self, batch: TokenBatch) -> Tensor:
         """Logprobs, and behind them the routes that the experts of each block are chosen by: [T, 1 + L * K] float32."""
-        assert self.routers is not None
-        with eval_mode(self.model), self.routers.reading():
-            logprobs = self(batch).logprobs
-        routes = self.routers.seen(self._places(batch)[0])
-        return torch.cat([logprobs[:, None], routes.flatten(1).float()], 1)
+        logprobs = self.logprobs(batch)
+        return torch.cat([logprobs[:, None], self.seen_routes(batch).flatten(1).float()], 1)
 
     @torch.no_grad()
     def entropy(self, batch: TokenBatch) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from offline_grpo.errors import require
 from offline_grpo.model.tiny import TinyModel
 
 
@@ -19,12 +18,6 @@ class TinyMoeModel(TinyModel):
     num_experts_per_token: int
 
     name: ClassVar[str] = "tiny_moe"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fix = f"must be less than model.tiny.num_experts={self.num_experts}, or routers have no choice"
-        is_choice = self.num_experts_per_token < self.num_experts
-        require(is_choice, "model.tiny.num_experts_per_token", self.num_experts_per_token, fix)
 
     def _model(self, tokenizer: PreTrainedTokenizerFast) -> Any:
         shape: dict[str, Any] = self._text_config(tokenizer).to_dict()

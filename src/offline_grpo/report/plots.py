@@ -56,6 +56,13 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     curves |= {f"eval/task/{task}/pass@1": short(task, MAX_NAME) for task in tasks}
     title = "Held-out pass@1 of all and of each task" if tasks else title
     held_out = Figure("learning", title, "share of problems", curves, from_zero=False)
+    # Decisions of routers: of all blocks, and of those where most have differed.
+    keys = {key for run in runs for key in run.keys("train") if key.startswith("routes/block_")}
+    size = {key: max(abs(run.series(f"train/{key}").values).max(initial=0) for run in runs) for key in keys}
+    differ = {"train/routes/differ_frac": "all"} if keys else {}
+    for key in sorted(sorted(keys, key=lambda key: (-size[key], key))[: len(COLORS) - 1]):
+        differ[f"train/{key}"] = key.split("/")[1].replace("_", " ")
+    routing = Figure("learning", "Experts that the policy would not choose", "share of decisions", differ)
     # The reward, and its largest parts.
     reward = Figure("learning", "Training reward", "reward", {"train/reward_mean": "mean ± std"}, from_zero=False)
     keys = {key for run in runs for key in run.keys("train") if key.startswith("reward/")}
@@ -64,7 +71,8 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     for key in sorted(keys, key=lambda key: (-size[key], key))[: len(COLORS)]:
         name = key.removeprefix("reward/")
         parts[f"train/{key}"] = name if len(name) <= MAX_NAME else short(name.rpartition("/")[2], MAX_NAME)
-    return [held_out, reward, Figure("learning", "Parts of the reward", "reward", parts), *_OF_EVERY_RUN]
+    parts_of_reward = Figure("learning", "Parts of the reward", "reward", parts)
+    return [held_out, reward, parts_of_reward, *_OF_EVERY_RUN, *([routing] if differ else [])]
 
 
 def _one(section: str, title: str, unit: str, metric: str, color: str = BLUE) -> Figure:

@@ -27,10 +27,11 @@ from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import BatchTotals, Rollout, RolloutGroup, TokenBatch
 
 
-def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
+def build_batch(rollouts: Sequence[Rollout], *, routes_shape: tuple[int, int] | None = None) -> TokenBatch:
     """Lay the S sequences of R rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and
     `ref_logprobs` and `teacher_logprobs` None unless all have some. Raises ConfigError where some of the rollouts alone
-    were drawn from a part of the vocabulary.
+    were drawn from a part of the vocabulary, or not all have routes of `routes_shape`, blocks and experts of a token,
+    if that is given.
     """
     # Whose token each one is, and whether the model sampled it.
     lengths = [end - start for r in rollouts for start, end in r.bounds]  # [S]
@@ -69,6 +70,13 @@ def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
         of_tokens = [*chain.from_iterable(sets)]  # [T]
         tensors["num_alternatives"] = torch.from_numpy(np.fromiter(map(len, of_tokens), np.int64))
         tensors["alternatives"] = torch.from_numpy(_flat(of_tokens, np.int64))
+    if routes_shape is not None:
+        routes = [r.routes for r in rollouts if r.routes is not None and r.routes.shape[1:] == routes_shape]
+        if len(routes) < len(rollouts):
+            about = f"have no routes of {routes_shape[1]} experts in {routes_shape[0]} blocks"
+            fix = "sample with model.router_replay=rollout beside vLLM, or use old"
+            raise ConfigError(f"rollouts: {len(rollouts) - len(routes)} of {len(rollouts)} {about}; {fix}")
+        tensors["routes"] = torch.from_numpy(np.concatenate(routes))
     has_pictures = any(r.pictures for r in rollouts)
     pictures = tuple(own for r in rollouts for own in r.pictures or ((),) * len(r.starts)) if has_pictures else ()
     how: Any = {"sequence_lengths": tuple(lengths), "owners": tuple(owners), "pictures": pictures}
@@ -131,6 +139,11 @@ class Passes:
     reward_penalty: Callable[[TokenBatch], Tensor] | None = None  # [R], see `loss.base.reward_penalty`
     teacher: Scorer | None = None
     router_replay: str = "none"  # see conf/model/hf.yaml
+
+    def batch_of(self, rollouts: Sequence[Rollout]) -> TokenBatch:
+        """See `build_batch`: with routes, if the policy follows those of the sampler."""
+        routers = self.policy.scoring.routers if self.router_replay == "rollout" else None
+        return build_batch(rollouts, routes_shape=None if routers is None else routers.shape)
 
     def updates_of(self, num_rollouts: int) -> list[range]:
         """The rollouts of each update of one epoch over a batch of this many: consecutive runs of them, of nearly the

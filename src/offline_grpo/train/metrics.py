@@ -18,6 +18,7 @@ import torch
 from offline_grpo.errors import require
 from offline_grpo.model.layers import layer_configs, text_parameters
 from offline_grpo.model.quantization import num_weights
+from offline_grpo.model.routes import differing
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.train.advantage import group_advantages, rewards_of
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup, TokenBatch, by_task
@@ -171,9 +172,9 @@ class Routing:
 
     _parts: list[torch.Tensor] = field(default_factory=list, init=False)
 
-    def add(self, part: torch.Tensor) -> None:
-        """[2, L], see `model.routes.differing`. Does not wait for the device."""
-        self._parts.append(part)
+    def add(self, followed: torch.Tensor, seen: torch.Tensor) -> None:
+        """Routes [T, L, K]. Does not wait for the device."""
+        self._parts.append(differing(followed, seen))
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Shares of the decisions of all processes. Empty where no routes were followed."""

@@ -134,7 +134,7 @@ class Updater:
             part = batch.select(chosen).to(policy.device)
             stats = policy.scoring(part, entropy_requires_grad=loss.entropy_coef != 0)
             if counts and part.routes is not None:
-                routing.add(policy.scoring.differing(part))
+                routing.add(part.routes, policy.scoring.seen_routes(part))
             if not has_old:  # the old policy is this one
                 part = part.with_logprobs(old=stats.logprobs.detach())
             output = loss(stats, part, totals)

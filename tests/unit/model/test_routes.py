@@ -5,11 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from architectures import COMPOSITES, ZOO, Architecture, build_composite, long_batch
+from factories import make_completion, make_rollout
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -21,10 +26,12 @@ from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.layouts import Padded, Tree, prefix_trees
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.proof import settle_compile, settle_layout, settle_routes
-from offline_grpo.model.routes import differing, places_of
+from offline_grpo.model.routes import Rows, differing
 from offline_grpo.model.scoring import BaseScoring, Scoring, measure_logit_transform, prepare_for_gradients
+from offline_grpo.rollouts.rows import groups_of, parquet, table_of
 from offline_grpo.settings import LoraConfig
-from offline_grpo.types import TokenBatch
+from offline_grpo.train.batch import build_batch
+from offline_grpo.types import Picture, RolloutGroup, TokenBatch, joined_routes
 
 CPU = torch.device("cpu")
 GROUPS: Any = {"num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "n_group": 4, "topk_group": 2}
@@ -90,7 +97,9 @@ def test_its_own_routes_change_nothing_and_others_something(name: str) -> None:
     followed = replace(batch, routes=other_routes(scoring, batch))
     assert (scoring.logprobs(followed) - before).abs().max() > 1e-3
     assert torch.equal(scoring.logprobs(batch), before), "nothing is left of it"
-    counts = scoring.differing(followed)
+    scoring.logprobs(followed)
+    assert followed.routes is not None
+    counts = differing(followed.routes, scoring.seen_routes(followed))
     assert counts[1].max() > counts[0].max() > 0
 
 
@@ -247,14 +256,14 @@ def test_adapters_on_routers_and_a_reference_without_them() -> None:
 def test_tokens_are_found_in_every_layout() -> None:
     scoring, batch = scoring_of(FAMILIES["mixtral"]()), long_batch()
     decoder = scoring.causal_lm.model
-    places, size = places_of(Padded(), decoder, batch)
-    assert size == batch.num_sequences * max(batch.sequence_lengths)
-    assert torch.equal(places, batch.sequence_ids * max(batch.sequence_lengths) + batch.position_ids)
+    rows = Rows(Padded(), decoder, batch)
+    assert rows.size == batch.num_sequences * max(batch.sequence_lengths)
+    assert torch.equal(rows.places, batch.sequence_ids * max(batch.sequence_lengths) + batch.position_ids)
     trees = prefix_trees(batch)
     assert trees is not None
-    places, size = places_of(Tree(), decoder, batch)
-    assert size == trees.token_ids.numel() < batch.num_sequences * max(batch.sequence_lengths)
-    assert torch.equal(trees.token_ids.flatten()[places], batch.token_ids)
+    rows = Rows(Tree(), decoder, batch)
+    assert rows.size == trees.token_ids.numel() < batch.num_sequences * max(batch.sequence_lengths)
+    assert torch.equal(trees.token_ids.flatten()[rows.places], batch.token_ids)
 
 
 def test_decisions_that_differ_are_counted_by_hand() -> None:
@@ -262,3 +271,37 @@ def test_decisions_that_differ_are_counted_by_hand() -> None:
     given = torch.tensor([[[0, 1], [2, 3]], [[2, 0], [-1, -1]], [[1, 3], [0, 3]]], dtype=torch.int16)
     seen = torch.tensor([[[1, 0], [2, 1]], [[2, 1], [0, 1]], [[3, 1], [3, 0]]], dtype=torch.int16)
     assert differing(given, seen).tolist() == [[1, 1], [3, 2]]
+
+
+def test_routes_of_several_turns_are_those_of_who_computed_first() -> None:
+    """By hand: a prompt of 2 tokens and a completion of 2; an environment's token, and a completion of 1 more."""
+    first, second = np.arange(3).reshape(3, 1, 1), np.arange(10, 15).reshape(5, 1, 1)
+    joined = joined_routes(7, [(0, 0, first), (0, 3, second), (6, 0, None)])
+    assert joined is not None
+    assert joined.ravel().tolist() == [0, 1, 2, 13, 14, -1, -1]
+    assert joined.dtype == np.int16
+    assert joined_routes(7, [(0, 0, None)]) is None
+
+
+def test_a_rollout_brings_its_routes_into_the_batch_or_is_refused() -> None:
+    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    rollouts = [make_rollout([5, 6], replace(make_completion([7, 8]), routes=routes)), make_rollout([8], [9])]
+    batch = build_batch(rollouts[:1] * 2, routes_shape=(2, 2))
+    assert batch.routes is not None
+    assert batch.routes.tolist()[4:] == [*routes.tolist(), [[-1, -1], [-1, -1]]]
+    assert torch.equal(replace(batch).select([1]).routes, batch.routes[4:])  # type: ignore[arg-type]
+    assert build_batch(rollouts).routes is None, "unless they are asked for"
+    with pytest.raises(ConfigError, match=r"^rollouts: 1 of 2 have no routes of 2 experts in 2 blocks; "):
+        build_batch(rollouts, routes_shape=(2, 2))
+    with pytest.raises(ConfigError, match=r"^rollouts: 2 of 2 have no routes of 2 experts in 3 blocks; "):
+        build_batch(rollouts, routes_shape=(3, 2))
+
+
+@pytest.mark.parametrize("most", [3, 254, 255, 300])
+def test_routes_are_read_as_they_were_recorded(most: int) -> None:
+    routes = np.array([[[0, most]], [[1, 2]], [[-1, -1]]], np.int16)
+    rollout = replace(make_rollout([5], [6, 7]), routes=routes)
+    table = pq.read_table(pa.BufferReader(parquet(table_of("train", [RolloutGroup(None, (rollout,))], None, 0), {})))
+    [group] = groups_of(table, [[0]], Picture)  # type: ignore[arg-type]
+    assert np.array_equal(group.rollouts[0].routes, routes)  # type: ignore[arg-type]
+    assert np.load(BytesIO(table["routes"][0].as_py())).dtype == (np.uint8 if most < 255 else np.uint16)

@@ -1,0 +1,60 @@
+"""Runs that train on the routes of a vLLM server. On GPUs vLLM tells them; for the CPU see routed_vllm.py."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from engines import preloaded_python
+from factories import compose_config
+from routed_vllm import VARIABLE
+from runs import SMALL, metrics_of, own_server, weights_of
+
+from offline_grpo.run import train
+
+DIFFER = "routes/differ_frac"
+ROUTED = (
+    *(*SMALL, "model=tiny_moe", "model.tiny.hidden_size=128", "model.tiny.intermediate_size=16"),
+    *("model.tiny.num_experts=8", "train.iterations=3", "train.lr=0.001", "weight_sync=reload"),
+    *("model.router_replay=rollout", "+engine.args.enable_prefix_caching=false", f'+engine.env.{VARIABLE}="1"'),
+)
+
+
+@pytest.fixture(scope="module")
+def live(cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("routed")
+    train(compose_config(cache, *own_server(preloaded_python(folder)), *ROUTED), folder / "run")
+    return folder / "run"
+
+
+def test_the_trainer_follows_the_server(live: Path) -> None:
+    for number in range(3):
+        metrics = metrics_of(live)[f"train_iter_{number:03d}.json"]
+        assert metrics["alignment/diff_abs_mean"] < 1e-5
+        assert metrics[DIFFER] < 0.2
+
+
+def test_they_are_on_record_but_for_the_last_token(live: Path) -> None:
+    rows: list[Any] = pq.read_table(live / "rollouts" / "iter_000.parquet").to_pylist()
+    for row in rows:
+        routes = np.load(BytesIO(row["routes"]))
+        assert routes.dtype == np.uint8
+        assert routes.shape == (len(row["prompt_ids"]) + len(row["completion_ids"]), 2, 2)
+        assert routes[:-1].max() < 8
+        assert (routes[:-1, :, 0] != routes[:-1, :, 1]).all()
+        assert (routes[-1] == 255).all()
+
+
+def test_a_replay_of_the_record_is_the_run(cache: str, live: Path, tmp_path: Path) -> None:
+    words = [word for word in ROUTED if not word.startswith(("+engine", "weight_sync"))]
+    train(
+        compose_config(cache, *words, "eval.enabled=false", "rollouts=replay", f"rollouts.path={live}"),
+        tmp_path / "run",
+    )
+    assert weights_of(tmp_path / "run") == weights_of(live)
+    found, expected = metrics_of(tmp_path / "run")["train_iter_002.json"], metrics_of(live)["train_iter_002.json"]
+    assert found[DIFFER] == expected[DIFFER]
