@@ -13,6 +13,7 @@ from engines import preloaded_python
 from factories import compose_config
 from routed_vllm import VARIABLE
 from runs import SMALL, metrics_of, own_server, weights_of
+from worlds import write_sums
 
 from offline_grpo.run import train
 
@@ -58,3 +59,31 @@ def test_a_replay_of_the_record_is_the_run(cache: str, live: Path, tmp_path: Pat
     assert weights_of(tmp_path / "run") == weights_of(live)
     found, expected = metrics_of(tmp_path / "run")["train_iter_002.json"], metrics_of(live)["train_iter_002.json"]
     assert found[DIFFER] == expected[DIFFER]
+
+
+@pytest.mark.slow  # another start of a server
+def test_episodes_that_fork_are_routed_while_weights_are_pushed(cache: str, tmp_path: Path) -> None:
+    """Asynchronously: a push comes amid requests, and what was drawn before it keeps the routes of older weights."""
+    write_sums(tmp_path / "sums.jsonl", 100, 20)
+    words = [word for word in ROUTED if not word.startswith(("task.", "data.num_train_seeds"))]
+    words += [
+        "task=agent",
+        "task.agent=worlds:forks",
+        f"task.path={tmp_path / 'sums.jsonl'}",
+        "mode=async",
+        "rollouts.max_staleness=2",
+    ]
+    words += ["task.max_environment_tokens=40", "task.max_turn_tokens=6", "generation.max_new_tokens=18"]
+    words += ["task.correct_threshold=0.99", "eval.enabled=false", "train.iterations=4", "checkpoint.keep_best=null"]
+    train(compose_config(cache, *own_server(preloaded_python(tmp_path)), *words), tmp_path / "run")
+    metrics = [metrics_of(tmp_path / "run")[f"train_iter_{number:03d}.json"] for number in range(4)]
+    assert metrics[0]["alignment/diff_abs_mean"] < 1e-5
+    assert max(found["async/age_max"] for found in metrics) > 0
+    assert metrics[0]["measured/sequences"] > 2
+    for number in range(4):
+        for row in pq.read_table(tmp_path / "run" / "rollouts" / f"iter_{number:03d}.parquet").to_pylist():
+            routes = np.load(BytesIO(row["routes"]))
+            first = len(row["prompt_ids"])
+            starts = [first + start for start in row["sequence_starts"] or ()]
+            ends = [start - 1 for start in [*starts, len(routes)]]
+            assert (np.flatnonzero(routes[:, 0, 0] == 255) == ends).all(), "the last token of each sequence alone"

@@ -31,6 +31,8 @@ class Connector:
         return np.stack(_routes[name][start:end]) if end > start else None
 
     def request_finished(self, request: Any) -> None:
+        if not request.is_finished():  # a pause interrupts it: it goes on with the tokens that come then
+            return
         _routes.pop(request.request_id, None)
         _told.pop(request.request_id, None)
 
