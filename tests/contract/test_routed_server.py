@@ -87,3 +87,15 @@ def test_episodes_that_fork_are_routed_while_weights_are_pushed(cache: str, tmp_
             starts = [first + start for start in row["sequence_starts"] or ()]
             ends = [start - 1 for start in [*starts, len(routes)]]
             assert (np.flatnonzero(routes[:, 0, 0] == 255) == ends).all(), "the last token of each sequence alone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["old", "rollout"])
+def test_a_mixture_of_experts_learns(replay: str, cache: str, tmp_path: Path) -> None:
+    """The tiny one as it comes, in process and beside a server."""
+    words = ["model=tiny_moe", f"model.router_replay={replay}", "train.iterations=10", "eval.interval=10", cache]
+    if replay == "rollout":
+        words += [*own_server(preloaded_python(tmp_path)), *ROUTED[-3:], "weight_sync=reload"]
+    train(compose_config(*words, "num_threads=1", "checkpoint.enabled=false"), tmp_path / "run")
+    before, after = (metrics_of(tmp_path / "run")[name] for name in ("eval_init.json", "eval_iter_009.json"))
+    assert after["pass@1_low"] > before["pass@1_high"] + 0.1
