@@ -204,20 +204,13 @@ class Passes:
         return taught
 
     def values(
-        self,
-        scorer: Scorer,
-        batch: TokenBatch,
-        what: str = "logprobs",
-        *,
-        at_once: bool = False,
-        width: int | None = None,
+        self, scorer: Scorer, batch: TokenBatch, what: str = "logprobs", *, at_once: bool = False, width: int = 0
     ) -> Tensor:
         """Logprobs (or `what`) [T], or [T, `width`], of all sequences; each process scores a share, in microbatches or
         `at_once`.
         """
         # A server is asked for all of this process's sequences at once, and makes batches of its own.
-        values = torch.zeros_like(batch.old_logprobs)  # [T]
-        values = values if width is None else values.new_zeros(len(values), width)
+        values = torch.zeros(len(batch.token_ids), *[width] * (width > 0))  # [T], or [T, width]
         parts = self.microbatches(range(batch.num_sequences), batch)
         if at_once:
             parts = [(own, True)] if (own := [s for sequences, counts in parts if counts for s in sequences]) else []

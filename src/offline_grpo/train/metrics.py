@@ -110,9 +110,14 @@ class Alignment:
     """Collects the microbatches of an iteration, once their `old_logprobs` are there."""
 
     _parts: list[torch.Tensor] = field(default_factory=list, init=False)
+    _decisions: list[torch.Tensor] = field(default_factory=list, init=False)
 
-    def add(self, part: TokenBatch, policy_logprobs: torch.Tensor) -> None:
-        """Count a microbatch, with the logprobs [T] of the policy in training. Does not wait for the device."""
+    def add(self, part: TokenBatch, policy_logprobs: torch.Tensor, seen_routes: torch.Tensor | None = None) -> None:
+        """Count a microbatch, with the logprobs [T] of the policy in training, and the routes [T, L, K] that it would
+        have chosen, if it followed others. Does not wait for the device.
+        """
+        if part.routes is not None and seen_routes is not None:
+            self._decisions.append(differing(part.routes, seen_routes))
         # What is summed over tokens to give means, spreads and weights; each [N], in float64.
         at = part.completion_positions  # [N]
         of_tokens = part.old_logprobs, part.rollout_logprobs, policy_logprobs, part.advantages
@@ -139,8 +144,14 @@ class Alignment:
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Means over the tokens of all processes. Empty without tokens."""
+        # Shares of the decisions of routers, of all blocks and of each.
+        shares: dict[str, float] = {}
+        if rows := ranks.gather([torch.stack(self._decisions).sum(0).tolist()] if self._decisions else []):
+            differ, count = np.array(rows).sum(0)  # [L] each
+            shares = {f"routes/block_{n:02d}/differ_frac": float(differ[n] / count[n]) for n in count.nonzero()[0]}
+            shares["routes/differ_frac"] = float(differ.sum() / count.sum())
         if not self._parts:
-            return {}
+            return shares
         # Sums of all microbatches, then of all processes. What is not finite belongs to updates that were refused.
         parts = torch.stack(self._parts).cpu()
         parts = parts[parts.isfinite().all(-1)]
@@ -148,8 +159,8 @@ class Alignment:
         sums = [sum(column) for column in zip(*rows, strict=True)]
         count, diff, absolute, ours, ours_squared, theirs, theirs_squared, weights, weights_squared, *by_sign, _ = sums
         if count == 0:
-            return {}
-        found = {
+            return shares
+        found = shares | {
             "alignment/diff_mean": diff / count,
             "alignment/diff_abs_mean": absolute / count,
             "alignment/diff_max": max(row[-1] for row in rows),
@@ -161,29 +172,6 @@ class Alignment:
         num_positive, positive, num_negative, negative = by_sign
         found |= {"pos_logp": positive / num_positive} if num_positive else {}
         found |= {"neg_logp": negative / num_negative} if num_negative else {}
-        return found
-
-
-@dataclass
-class Routing:
-    """Collects, of the microbatches of an iteration, in how many decisions of its routers the policy in training would
-    have chosen other experts than those that it followed; by block.
-    """
-
-    _parts: list[torch.Tensor] = field(default_factory=list, init=False)
-
-    def add(self, followed: torch.Tensor, seen: torch.Tensor) -> None:
-        """Routes [T, L, K]. Does not wait for the device."""
-        self._parts.append(differing(followed, seen))
-
-    def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Shares of the decisions of all processes. Empty where no routes were followed."""
-        rows = ranks.gather([torch.stack(self._parts).sum(0).cpu().tolist()] if self._parts else [])
-        if not rows:
-            return {}
-        differ, count = np.array(rows).sum(0)  # [L] each
-        found = {"routes/differ_frac": float(differ.sum() / count.sum())}
-        found |= {f"routes/block_{n:02d}/differ_frac": float(differ[n] / count[n]) for n in count.nonzero()[0]}
         return found
 
 

@@ -24,7 +24,7 @@ from offline_grpo.errors import NonFiniteError
 from offline_grpo.model.scoring import prepare_for_gradients
 from offline_grpo.seeding import derive_seed
 from offline_grpo.train.batch import Passes, totals_of
-from offline_grpo.train.metrics import MISMATCH_NATS, Alignment, Routing
+from offline_grpo.train.metrics import MISMATCH_NATS, Alignment
 from offline_grpo.train.schedule import LrSchedule, UpdateCounters
 from offline_grpo.types import BatchTotals, TokenBatch
 
@@ -69,10 +69,10 @@ class Updater:
         split = [[s for s, owner in enumerate(batch.owners) if owner in rollouts] for rollouts in parts]
         epoch = [(sequences, totals_of(batch, sequences, max_new_tokens=self.max_new_tokens)) for sequences in split]
         updates = config.epochs * [pair for pair in epoch if pair[1].num_completion_tokens > 0]
-        alignment, routing, applied = Alignment(), Routing(), []
+        alignment, applied = Alignment(), []
         for number, (sequences, totals) in enumerate(updates):
             progress.report(number, len(updates), "updates")
-            metrics = self._update(batch, sequences, totals, alignment, routing)
+            metrics = self._update(batch, sequences, totals, alignment)
             if metrics is not None:
                 applied.append(metrics)
             elif (refused := self.counters.num_refused_in_a_row) >= config.max_bad_updates:
@@ -89,7 +89,7 @@ class Updater:
         # Means over the updates that were applied. A mismatch is said again only once it has doubled.
         names = applied[0] if applied else ()
         means = {name: sum(metrics[name] for metrics in applied) / len(applied) for name in names}
-        means |= alignment.metrics(ranks) | routing.metrics(ranks)
+        means |= alignment.metrics(ranks)
         difference = means.get("alignment/diff_abs_mean", 0.0)
         if ranks.is_main and difference > self._warns_above:
             self._warns_above = 2 * difference
@@ -105,12 +105,7 @@ class Updater:
         return means if lr is None else means | {"lr": lr}
 
     def _update(
-        self,
-        batch: TokenBatch,
-        sequences: Sequence[int],
-        totals: BatchTotals,
-        alignment: Alignment,
-        routing: Routing,
+        self, batch: TokenBatch, sequences: Sequence[int], totals: BatchTotals, alignment: Alignment
     ) -> dict[str, float] | None:
         """One update on these sequences. Returns its metrics, summed over processes, with the L2 norm of the gradient
         before clipping; None if loss or gradient was not finite and the update was refused.
@@ -133,8 +128,6 @@ class Updater:
             progress.report(number, len(parts), "microbatches")
             part = batch.select(chosen).to(policy.device)
             stats = policy.scoring(part, entropy_requires_grad=loss.entropy_coef != 0)
-            if counts and part.routes is not None:
-                routing.add(part.routes, policy.scoring.seen_routes(part))
             if not has_old:  # the old policy is this one
                 part = part.with_logprobs(old=stats.logprobs.detach())
             output = loss(stats, part, totals)
@@ -142,7 +135,9 @@ class Updater:
                 self.scaler.scale(output.loss if counts else output.loss * 0.0).backward()
             policy.masters.accumulate()
             if counts:
-                alignment.add(part, stats.logprobs)
+                alignment.add(
+                    part, stats.logprobs, policy.scoring.seen_routes(part) if part.routes is not None else None
+                )
                 for name, share in output.metrics.items():
                     shares[name] = shares[name] + share
 

@@ -265,9 +265,8 @@ def sample_probe(client: Streaming, requests: Sequence[SamplingRequest], run: Sa
 
 def scored(policy: Policy, rollouts: Sequence[Rollout]) -> Probe:
     """What the server has sampled, with the policy's logprobs beside the server's."""
-    routers = policy.scoring.routers
-    is_routed = routers is not None and rollouts[0].routes is not None
-    batch = build_batch(rollouts, routes_shape=routers.shape if is_routed and routers else None)
+    routers = policy.scoring.routers if rollouts[0].routes is not None else None
+    batch = build_batch(rollouts, routes_shape=None if routers is None else routers.shape)
     rows = batch.token_ids, policy.logprobs(batch.to(policy.device)).cpu(), batch.rollout_logprobs
     tokens = map(Probed, *(row[batch.completion_mask].tolist() for row in rows))
     return [[next(tokens) for _ in range(rollout.num_sampled)] for rollout in rollouts]
