@@ -150,12 +150,15 @@ class Alignment:
             differ, count = np.array(rows).sum(0)  # [L] each
             shares = {f"routes/block_{n:02d}/differ_frac": float(differ[n] / count[n]) for n in count.nonzero()[0]}
             shares["routes/differ_frac"] = float(differ.sum() / count.sum())
-        if not self._parts:
+        # Sums of all microbatches, then of all processes, of which one may have none. What is not finite belongs to
+        # updates that were refused.
+        own = []
+        if self._parts:
+            parts = torch.stack(self._parts).cpu()
+            parts = parts[parts.isfinite().all(-1)]
+            own = [[*parts[:, :-1].sum(0).tolist(), max(parts[:, -1].tolist(), default=0.0)]]
+        if not (rows := ranks.gather(own)):
             return shares
-        # Sums of all microbatches, then of all processes. What is not finite belongs to updates that were refused.
-        parts = torch.stack(self._parts).cpu()
-        parts = parts[parts.isfinite().all(-1)]
-        rows = ranks.gather([[*parts[:, :-1].sum(0).tolist(), max(parts[:, -1].tolist(), default=0.0)]])
         sums = [sum(column) for column in zip(*rows, strict=True)]
         count, diff, absolute, ours, ours_squared, theirs, theirs_squared, weights, weights_squared, *by_sign, _ = sums
         if count == 0:

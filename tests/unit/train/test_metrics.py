@@ -41,7 +41,8 @@ def measured(
     alignment = Alignment()
     for each in parts:
         alignment.add(each, each.old_logprobs if policy is None else torch.tensor(policy))
-    ranks: Any = SimpleNamespace(gather=lambda rows: [*rows, *others] if rows else [])
+    told = iter([[], others])  # of routers nothing
+    ranks: Any = SimpleNamespace(gather=lambda rows: [*rows, *next(told)])
     return alignment.metrics(ranks)
 
 
@@ -115,6 +116,7 @@ def test_decisions_of_routers_are_counted_over_microbatches_and_processes() -> N
 def test_parts_of_refused_updates_are_left_out(bad: float) -> None:
     assert measured(FIRST, part([0, bad, -9], [0, -1, -1]), SECOND) == pytest.approx(EXPECTED)
     assert measured(part([0, -1, -1], [0, bad, -9])) == {}
+    assert measured(others=([3.0] * 14,))["alignment/diff_mean"] == 1, "of a process without a microbatch"
 
 
 ON_A_CPU = {"flops": 1.0, "device": torch.device("cpu"), "card_bytes": 0, "num_devices": 1}
