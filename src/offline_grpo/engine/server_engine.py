@@ -719,7 +719,7 @@ class ServerEngine(Streaming, Engine):
                 if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
                     cause = f"(weights version {version}): these, or activations, are probably not finite"
                     raise ValueError(f"the logprob of token {position} is {logprob} {cause}")
-            num_tokens, num_routed = len(request.prompt_ids) + len(token_ids), -1 if routes is None else len(routes)
+            num_tokens, num_routed = len(request.prompt_ids) + len(token_ids), 0 if routes is None else len(routes)
             if sampling.needs_routes and not num_tokens - 1 <= num_routed <= num_tokens:
                 raise ValueError(f"routes of {num_routed} tokens for {num_tokens}")
             versions = (version,) * len(token_ids)

@@ -210,7 +210,7 @@ class Passes:
         `at_once`.
         """
         # A server is asked for all of this process's sequences at once, and makes batches of its own.
-        values = torch.zeros(len(batch.token_ids), *[width] * (width > 0))  # [T], or [T, width]
+        values = torch.zeros((len(batch.token_ids), width) if width else len(batch.token_ids))
         parts = self.microbatches(range(batch.num_sequences), batch)
         if at_once:
             parts = [(own, True)] if (own := [s for sequences, counts in parts if counts for s in sequences]) else []

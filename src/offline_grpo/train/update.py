@@ -135,9 +135,8 @@ class Updater:
                 self.scaler.scale(output.loss if counts else output.loss * 0.0).backward()
             policy.masters.accumulate()
             if counts:
-                alignment.add(
-                    part, stats.logprobs, policy.scoring.seen_routes(part) if part.routes is not None else None
-                )
+                seen = None if part.routes is None else policy.scoring.seen_routes(part)
+                alignment.add(part, stats.logprobs, seen)
                 for name, share in output.metrics.items():
                     shares[name] = shares[name] + share
 

@@ -23,7 +23,7 @@ from offline_grpo.interfaces import Layout
 from offline_grpo.model import proof
 from offline_grpo.model.adapters import with_lora
 from offline_grpo.model.layers import blocks_of
-from offline_grpo.model.layouts import Padded, Tree, prefix_trees
+from offline_grpo.model.layouts import Padded, Tree, Varlen, prefix_trees
 from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.proof import settle_compile, settle_layout, settle_routes
 from offline_grpo.model.routes import Rows, differing
@@ -264,6 +264,8 @@ def test_tokens_are_found_in_every_layout() -> None:
     rows = Rows(Tree(), decoder, batch)
     assert rows.size == trees.token_ids.numel() < batch.num_sequences * max(batch.sequence_lengths)
     assert torch.equal(trees.token_ids.flatten()[rows.places], batch.token_ids)
+    rows = Rows(Varlen(), decoder, batch)
+    assert rows.places.tolist() == [*range(rows.size)]
 
 
 def test_decisions_that_differ_are_counted_by_hand() -> None:
