@@ -133,7 +133,18 @@ def sigmoids(gate: Any, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     return logits, weights / weights.sum(-1, keepdim=True) * gate.routed_scaling_factor
 
 
-ORACLES = {"qwen3_moe": softmax_then_chosen, "mixtral": softmax_then_chosen, "gpt_oss": masked_softmax}
+def softmax_times_scale(gate: Any, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Of DeepSeek-V2 with groups, whose masked experts have no weight."""
+    logits = x.float() @ gate.weight.float().T
+    return logits, logits.softmax(-1).gather(1, chosen) * gate.routed_scaling_factor
+
+
+ORACLES = {
+    "deepseek_v2": softmax_times_scale,
+    "qwen3_moe": softmax_then_chosen,
+    "mixtral": softmax_then_chosen,
+    "gpt_oss": masked_softmax,
+}
 ORACLES |= {"deepseek_v3": sigmoids, "glm4_moe": sigmoids}
 
 
