@@ -104,6 +104,8 @@ def train_with_trl(work: Path, args: argparse.Namespace) -> None:
     for row, problem in zip(rows, problems, strict=True):
         row |= {"images": opened(problem["images"], work)} if "images" in problem else {}
     tokenizer = reader_of(str(work / "model"), rows)
+    if "images" in rows[0]:  # it would sample tokens that stand for pictures, for which its training has no picture
+        on_gpu["generation_kwargs"] = {"logit_bias": dict.fromkeys(stand_ins_of(work / "model"), -100.0)}
     trainer = make_trainer(
         str(work / "model"),
         tokenizer,
@@ -132,6 +134,15 @@ def train_with_trl(work: Path, args: argparse.Namespace) -> None:
         "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
     }
     Path("trl.json").write_text(json.dumps(result))
+
+
+def stand_ins_of(model: Path) -> Sequence[int]:
+    from transformers import AutoConfig
+
+    from offline_grpo.model.pictures import vision_of
+
+    vision = vision_of(str(model), AutoConfig.from_pretrained(model))
+    return () if vision is None else vision.stand_ins
 
 
 def check_same_work(work: Path, found: Mapping[str, Mapping[str, Any]], *, tolerance: float) -> None:
