@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of, require
+from offline_grpo.installed import install_command
 from offline_grpo.model.layers import is_composite
 from offline_grpo.types import Encoded, Picture
 
@@ -182,7 +183,7 @@ def vision_of(model_id: str, config: Any, *, trust_remote_code: bool = False) ->
     try:
         processor = transformers.AutoProcessor.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except ImportError as error:
-        fix = "install what it needs, in this repository by uv sync --extra images"
+        fix = f"install what it needs by {install_command('images')}"
         raise ConfigError(
             f"model.train_id={model_id}: its processor cannot be made ({reason_of(error)}); {fix}"
         ) from error
