@@ -12,7 +12,16 @@ import pytest
 from engines import preloaded_python
 from factories import compose_config
 from routed_vllm import VARIABLE
-from runs import SMALL, metrics_of, own_server, weights_of
+from runs import (
+    SMALL,
+    Kill,
+    metrics_of,
+    own_server,
+    printed,
+    run_in_child,
+    run_in_children,
+    weights_of,
+)
 from worlds import write_sums
 
 from offline_grpo.run import train
@@ -50,15 +59,22 @@ def test_they_are_on_record_but_for_the_last_token(live: Path) -> None:
         assert (routes[-1] == 255).all()
 
 
-def test_a_replay_of_the_record_is_the_run(cache: str, live: Path, tmp_path: Path) -> None:
+def test_a_replay_of_the_record_is_the_run_alone_together_and_resumed(cache: str, live: Path, tmp_path: Path) -> None:
     words = [word for word in ROUTED if not word.startswith(("+engine", "weight_sync"))]
-    train(
-        compose_config(cache, *words, "eval.enabled=false", "rollouts=replay", f"rollouts.path={live}"),
-        tmp_path / "run",
-    )
-    assert weights_of(tmp_path / "run") == weights_of(live)
-    found, expected = metrics_of(tmp_path / "run")["train_iter_002.json"], metrics_of(live)["train_iter_002.json"]
+    words += [cache, "eval.enabled=false", "rollouts=replay", f"rollouts.path={live}", "checkpoint.save_interval=1"]
+    again, together, killed = (tmp_path / name for name in ("again", "together", "killed"))
+    train(compose_config(*words), again)
+    last = "iter_002"
+    assert weights_of(again)[last] == weights_of(live)[last]
+    found, expected = (metrics_of(run)["train_iter_002.json"] for run in (again, live))
     assert found[DIFFER] == expected[DIFFER]
+    assert run_in_children(2, together, *words, "train.sharding=fsdp2") == [0, 0], printed(together)
+    for name, metrics in metrics_of(again).items():
+        assert metrics_of(together)[name] == pytest.approx(metrics, abs=2e-5, rel=1e-4), name
+    run_in_child(killed, *words, kill=Kill("offline_grpo.checkpoint.checkpointer:Checkpointer.commit", 2))
+    assert last not in weights_of(killed)
+    assert run_in_child(killed, *words, f"resume={killed}") == 0, printed(killed)
+    assert weights_of(killed)[last] == weights_of(live)[last]
 
 
 @pytest.mark.slow  # another start of a server
