@@ -49,7 +49,7 @@ from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.start.memory import GIB, MemoryRequest, check, choose_share, describe, predict
+from offline_grpo.start.memory import GIB, MemoryRequest, check, choose_way, describe
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
@@ -64,7 +64,7 @@ def plan_of(folder: Path, args: argparse.Namespace, overrides: Sequence[str]) ->
         model=hf model.train_id={folder} model.device={args.device} generation.max_new_tokens={args.completion_tokens}
         generation.batch_size=1 eval.enabled=false data.problems_per_iteration=4 data.rollouts_per_problem=8
         train.precision=bf16 train.batch_size=null train.tokens_per_microbatch={args.tokens_per_microbatch}
-        train.gradient_checkpointing=false train.kl_coef=0
+        train.gradient_checkpointing=false train.activation_offload=false train.kl_coef=0
     """
     register()
     return make_plan(typed(composed([*base.split(), *overrides])))
@@ -112,10 +112,7 @@ def predicted(plan: Any, config: PretrainedConfig, args: argparse.Namespace) -> 
     total = torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 80 * GIB
     total -= int(args.server_gib * GIB)
     prompts = (args.prompt_tokens, args.prompt_tokens)
-    wanted = plan.config.train.gradient_checkpointing
-    request = MemoryRequest(plan, config, None, prompts, [0], (), [total])
-    share = float(wanted is True)
-    share, devices = choose_share(request) if wanted == "auto" else (share, predict(request, share))
+    (share, _), devices = choose_way(MemoryRequest(plan, config, None, prompts, [0], (), [total]))
     print("\n".join(describe(devices)), file=sys.stderr)
     check(devices)
     return share, sum(part.num_bytes for part in devices[0].trainer if part.name != "CUDA context")

@@ -25,6 +25,7 @@ from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.layers import blocks_of, is_composite, parse_layer_indices, processor_files, text_parameters
 from offline_grpo.model.layouts import layouts_for
+from offline_grpo.model.offload import offload_inputs
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.quantization import nf4_arguments, settle_nf4
@@ -135,6 +136,7 @@ def load_policy(
     train_layer_indices: str | None,
     gradient_checkpointing: float,
     checkpoint: Path | None,
+    activation_offload: bool = False,
     shares_weights: bool = False,
 ) -> Policy:
     """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`. Its GPU becomes
@@ -153,6 +155,8 @@ def load_policy(
     how: Any = {"trust_remote_code": config.trust_remote_code}
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, quantization=config.quantization, **how)
     model = prepare(model, config, train_layer_indices, gradient_checkpointing, adapter)
+    if activation_offload:
+        offload_inputs(model)
 
     # What it does to its logits is measured; its layout and its compiled blocks are proven.
     first = layouts_for(layout, device, dtype)[0]

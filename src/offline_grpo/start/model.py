@@ -68,6 +68,7 @@ def load_policy(run: Run) -> None:
             precision=config.train.precision,
             train_layer_indices=config.train.train_layer_indices,
             gradient_checkpointing=run.recompute,
+            activation_offload=run.offloads_activations,
             checkpoint=run.checkpoint,
             shares_weights=_shares_weights(run),
         )

@@ -78,7 +78,8 @@ def check_model(run: Run) -> None:
     check_teacher(plan, model_config, tokenizer, run.prompt_tokens[1])
 
     # Whether all of it fits, and how much of the activations is computed again so that it does.
-    run.recompute = check_memory(plan, model_id, prompt_tokens=run.prompt_tokens, devices=run.devices)
+    needs = check_memory(plan, model_id, prompt_tokens=run.prompt_tokens, devices=run.devices)
+    run.recompute, run.offloads_activations = needs
 
 
 def have_pictures(problems: Sequence[Problem]) -> bool:
