@@ -188,6 +188,7 @@ class TrainConfig(Group):
     precision: Annotated[str, one_of("fp32", "bf16", "fp16")]
     dither_masters: bool
     sharding: Annotated[str, one_of("none", "fsdp2")]
+    sequence_parallel: Annotated[int, at_least(1)]
     gradient_checkpointing: Annotated[Any, one_of("auto", True, False)]  # as model.compile
     activation_offload: Annotated[Any, one_of("auto", True, False)]
     train_layer_indices: str | None

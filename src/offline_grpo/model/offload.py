@@ -104,6 +104,8 @@ class WaitingInputs:
             room = min(rooms, key=lambda room: room.nbytes)
             del self._free[next(i for i, other in enumerate(self._free) if other is room)]
             return room
+        if self._free and self._stream is not None:
+            self._stream.synchronize()  # what was copied from there has arrived
         del self._free[:1]
         return host_memory(tensor.nbytes, torch.uint8, tensor.device)
 

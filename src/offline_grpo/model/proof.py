@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib import import_module
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.interfaces import Layout
@@ -23,6 +23,8 @@ from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.layers import compile_blocks, is_compiled, not_compiled, num_blocks
 from offline_grpo.model.layouts import Flash4, flash4_interface, layouts_for
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
+from offline_grpo.model.ulysses import KEY as SEQUENCE_PARALLEL
+from offline_grpo.model.ulysses import Ulysses
 from offline_grpo.types import TokenBatch
 
 log = logging.getLogger(__name__)
@@ -90,6 +92,8 @@ class Proof:
             found = scoring(batch).logprobs[self.mask]
             with scoring.attention(batch):
                 gradients = self._gradients(found @ self.weights)
+            if isinstance(scoring.layout, Ulysses):
+                scoring.layout.add_up(gradients)
             scoring.model.eval()
             scored = scoring.logprobs(batch)[self.mask]  # compiled blocks have code of their own for it
         except torch.OutOfMemoryError:
@@ -147,6 +151,16 @@ def settle_layout(
         if requested is not None and name != "padded":
             raise ConfigError(f"model.layout={name}: wrong for {kind}, {fault}; use model.layout=auto")
     raise ConfigError(f"{key}={model.name_or_path}: {kind} cannot be scored in batches: {fault}; choose another model")
+
+
+def share_sequences(scoring: Scoring, group: distributed.ProcessGroup, device: torch.device) -> None:
+    """Let the processes of `group` share every sequence that `scoring` scores, by the layout that was settled. Raises
+    ConfigError, on all of them, where that is wrong for this model.
+    """
+    scoring.layout = Ulysses(scoring.layout, group)
+    if (fault := Proof(scoring, device).fault()) is not None:
+        name = type(scoring.causal_lm).__name__
+        raise ConfigError(SEQUENCE_PARALLEL, group.size(), f"wrong for {name}, {fault}; use 1")
 
 
 def settle_compile(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil, floor, gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -306,7 +306,7 @@ def _num_weights(model_config: PretrainedConfig) -> int:
 
 def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
     """A process's largest microbatch if every sequence is as long as it may get: its tokens, and how many of them are
-    scored.
+    scored; of its slice, where processes share sequences (`train.sequence_parallel`).
 
     Example: of 2000 tokens, with up to 500 sampled after prompts of 100 or more, at most 5/6 are scored.
     """
@@ -319,13 +319,15 @@ def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
     elif train.updates_per_iteration is not None:
         num_sequences = ceil(num_sequences / train.updates_per_iteration)
     # One process's share, in microbatches of so many sequences, or of so many tokens.
-    of_process = ceil(num_sequences / len(request.trainers))
+    of_process = ceil(num_sequences * train.sequence_parallel / len(request.trainers))
     rows, limit = min(of_process, train.batch_size or of_process), train.tokens_per_microbatch
-    if limit is None or rows * sequence_tokens <= limit:
-        return rows * sequence_tokens, rows * max(1, min(max_new_tokens, sequence_tokens - 1))
-    num_tokens = max(limit, sequence_tokens)
-    most = num_tokens * max_new_tokens // (request.prompt_tokens[0] + max_new_tokens)
-    return num_tokens, min(most, of_process * max_new_tokens)
+    num_tokens, scored = rows * sequence_tokens, rows * max(1, min(max_new_tokens, sequence_tokens - 1))
+    if limit is not None and num_tokens > limit:
+        num_tokens = max(limit, sequence_tokens)
+        most = num_tokens * max_new_tokens // (request.prompt_tokens[0] + max_new_tokens)
+        scored = min(most, of_process * max_new_tokens)
+    of_slice = ceil(num_tokens / train.sequence_parallel)
+    return of_slice, min(scored, of_slice)
 
 
 def _recomputed_inputs(request: MemoryRequest, recompute: float) -> list[int]:
@@ -354,6 +356,11 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
         numbers += 2 * (query - key)  # keys and values, repeated for the heads that share them
         if request.plan.config.model.lora is not None:  # a result of each adapter, as peft's own layers have it
             numbers += query + 2 * key + 2 * mlp + 2 * hidden_size
+
+    # Processes that share sequences send queries, and repeat the keys' heads where there are fewer.
+    if (size := request.plan.config.train.sequence_parallel) > 1:
+        kv_heads = getattr(config, "num_key_value_heads", None) or size
+        numbers += 2 * query + 2 * key * (size // gcd(size, kv_heads) - 1)
 
     # Attention keeps two fp32 numbers of a head, the softmax's sum and a norm's scale; its scores where no flash
     # attention runs, such as sdpa's kernel for fp32 and fewer keys.

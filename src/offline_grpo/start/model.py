@@ -23,7 +23,14 @@ from offline_grpo.loss.base import reward_penalty
 from offline_grpo.model import load
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.masters import part_of_process
-from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
+from offline_grpo.model.proof import (
+    LONGEST,
+    check_causality,
+    import_ahead,
+    settle_compile,
+    settle_layout,
+    share_sequences,
+)
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.redaction import redacted
 from offline_grpo.report.runs import WITHOUT_EFFECT
@@ -72,6 +79,9 @@ def load_policy(run: Run) -> None:
             checkpoint=run.checkpoint,
             shares_weights=_shares_weights(run),
         )
+
+    if (size := config.train.sequence_parallel) > 1:
+        share_sequences(run.policy.scoring, ranks.neighbours(size), device)
 
     # A single process has nobody to share with.
     if config.train.sharding == "none" or ranks.world_size == 1:

@@ -138,12 +138,15 @@ class Alignment:
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Means over the tokens of all processes. Empty without tokens."""
-        if not self._parts:
-            return {}
         # Sums of all microbatches, then of all processes. What is not finite belongs to updates that were refused.
-        parts = torch.stack(self._parts).cpu()
-        parts = parts[parts.isfinite().all(-1)]
-        rows = ranks.gather([[*parts[:, :-1].sum(0).tolist(), max(parts[:, -1].tolist(), default=0.0)]])
+        own = []
+        if self._parts:
+            parts = torch.stack(self._parts).cpu()
+            parts = parts[parts.isfinite().all(-1)]
+            own = [[*parts[:, :-1].sum(0).tolist(), max(parts[:, -1].tolist(), default=0.0)]]
+        rows = ranks.gather(own)
+        if not rows:
+            return {}
         sums = [sum(column) for column in zip(*rows, strict=True)]
         count, diff, absolute, ours, ours_squared, theirs, theirs_squared, weights, weights_squared, *by_sign, _ = sums
         if count == 0:

@@ -170,6 +170,17 @@ def test_shared_weights_are_the_servers():
     assert not second.server
 
 
+def test_processes_that_share_sequences_hold_a_slice_each():
+    own = ("data.problems_per_iteration=2", "data.rollouts_per_problem=2", "train.batch_size=1", "train.kl_coef=0")
+    alone = request_of("model=hf", "model.train_id=none", *own, trainers=range(4), num_gpus=4)
+    shared = request_of(
+        "model=hf", "model.train_id=none", *own, "train.sequence_parallel=4", trainers=range(4), num_gpus=4
+    )
+    (tokens, scored), (of_slice, _) = largest_microbatch(alone), largest_microbatch(shared)
+    assert of_slice == -(-tokens // 4)
+    assert largest_microbatch(shared)[1] == min(scored, of_slice)
+
+
 def test_inputs_of_blocks_are_with_the_host():
     """Four blocks: three inputs stay on the GPU at once, at most."""
     request = request_of(*SERVED, CHECKPOINTING, "data.problems_per_iteration=64")
