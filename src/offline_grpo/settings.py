@@ -120,6 +120,7 @@ class ModelConfig(Group):
     chat_template_kwargs: Annotated[Any, Range("{NAME: VALUE}, or null", lambda value: isinstance(value, dict))] = None
     gguf_file: str | None = None
     quantization: Annotated[str | None, one_of("nf4")] = None
+    mlp_tile_tokens: Annotated[int | None, at_least(1)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,7 +24,7 @@ from torch import nn
 
 from offline_grpo.config.build import resolve
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.model import load, offload
+from offline_grpo.model import load, offload, tiles
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import train
 from offline_grpo.types import SamplingParams
@@ -103,6 +103,7 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     )
     after(nn.functional, "scaled_dot_product_attention", lambda *_: trace.calls.update(["attend"]))
     after(offload, "host_memory", lambda *_: trace.calls.update(["host"]))
+    after(tiles.Tiles, "_each", lambda *_: trace.calls.update(["tile"]))
     # without compiling anything, which takes most of a minute
     patch.setattr(nn.Module, "compile", lambda *_, **__: trace.calls.update(["compile"]))
 
@@ -191,6 +192,7 @@ RUNS: dict[str, Acts] = {
     "train.activation_offload": Acts(
         "train.activation_offload=true", calls("host"), base=f"{BRIEF} train.gradient_checkpointing=true", keeps=weights
     ),
+    "model.mlp_tile_tokens": Acts("model.mlp_tile_tokens=8", calls("tile")),
     "train.top_entropy_frac": Acts("train.top_entropy_frac=0.3", weights),
     "eval.id_seed_start": Acts("eval.id_seed_start=4", answers, base="train.iterations=1"),
     "eval.temperature": Acts("eval.temperature=0.1", answers, base="train.iterations=1", keeps=samples),

@@ -31,6 +31,7 @@ from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.quantization import nf4_arguments, settle_nf4
 from offline_grpo.model.scoring import Scoring, measure_logit_transform
 from offline_grpo.model.text import use_template
+from offline_grpo.model.tiles import tile_mlps
 from offline_grpo.settings import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -155,6 +156,8 @@ def load_policy(
     how: Any = {"trust_remote_code": config.trust_remote_code}
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, quantization=config.quantization, **how)
     model = prepare(model, config, train_layer_indices, gradient_checkpointing, adapter)
+    if config.mlp_tile_tokens is not None:
+        tile_mlps(blocks_of(unwrapped(model)), config.mlp_tile_tokens)
     if activation_offload:
         offload_inputs(model)
 
@@ -182,6 +185,8 @@ def load_frozen(
     how = {"key": key, "trust_remote_code": config.trust_remote_code}
     model = load_causal_lm(model_id, config.attn_implementation, device, torch_dtype(precision), **how)
     model.requires_grad_(False)
+    if config.mlp_tile_tokens is not None:
+        tile_mlps(blocks_of(model), config.mlp_tile_tokens)
     with torch.accelerator.device_index(device.index):
         frozen = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
         # What holds for one holds for the other, and is said once.

@@ -23,6 +23,7 @@ from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.layers import compile_blocks, is_compiled, not_compiled, num_blocks
 from offline_grpo.model.layouts import Flash4, flash4_interface, layouts_for
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
+from offline_grpo.model.tiles import tiles_of
 from offline_grpo.model.ulysses import KEY as SEQUENCE_PARALLEL
 from offline_grpo.model.ulysses import Ulysses
 from offline_grpo.types import TokenBatch
@@ -186,6 +187,8 @@ def settle_compile(
     # Undo what `compile` has set; there is no public way back.
     for module in model.modules():
         module._compiled_call_impl = None
+    for tiles in tiles_of(model):
+        tiles.of_tile = tiles.forward
     if requested is True:
         raise ConfigError(f"{setting}: does not work with {name} ({key}), {fault}; use auto or false")
     fix = "if memory runs out, set model.compile=false, which the memory plan counts with"

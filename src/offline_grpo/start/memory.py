@@ -349,13 +349,15 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compiled = is_compiled(request.plan.config.model.compile, device)
     of_norm = 1 if compiled else (4 if itemsize == 2 else 3)  # numbers, besides the compiled one's input
-    numbers = 2 * hidden_size * (of_norm + compiled) + 2 * (query + key) + routed + (3 if compiled else 4) * mlp
+    numbers = 2 * hidden_size * (of_norm + compiled) + 2 * (query + key) + routed
+    of_mlp = (3 if compiled else 4) * mlp
     if request.has_qk_norm:
         numbers += of_norm * (query + key)
     if not compiled:
         numbers += 2 * (query - key)  # keys and values, repeated for the heads that share them
         if request.plan.config.model.lora is not None:  # a result of each adapter, as peft's own layers have it
-            numbers += query + 2 * key + 2 * mlp + 2 * hidden_size
+            numbers += query + 2 * key + 2 * hidden_size
+            of_mlp += 2 * mlp
 
     # Processes that share sequences send queries, and repeat the keys' heads where there are fewer.
     if (size := request.plan.config.train.sequence_parallel) > 1:
@@ -371,6 +373,11 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     of_attention = heads * row_tokens * (4 if itemsize == 4 else 6) * has_scores
     of_attention += 4 * heads * (2 if request.has_qk_norm else 1)
     block = num_tokens * (numbers * itemsize + of_attention)
+
+    # The MLP's part of it; in tiles, which are computed again, one of them. Experts are computed at once.
+    tile = num_tokens if routed else min(num_tokens, request.plan.config.model.mlp_tile_tokens or num_tokens)
+    if tile == num_tokens:
+        block += num_tokens * of_mlp * itemsize
 
     # Blocks that are recomputed keep their input.
     inputs = _recomputed_inputs(request, recompute)
@@ -392,7 +399,9 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
 
     # In the last block: gradients inside the MLP; what it recomputes; and the gradient of embeddings that are the head
     # too, which is complete in their own backward pass.
-    in_block = 3 * num_tokens * itemsize * mlp + (block if num_recomputed else 0)
+    in_block = 3 * tile * itemsize * mlp + (block if num_recomputed else 0)
+    if tile < num_tokens:
+        in_block += tile * of_mlp * itemsize + num_tokens * hidden_size * itemsize  # the results, put together
     in_block += of_weights if getattr(config, "tie_word_embeddings", True) else 0
     return int(kept + edges + max(head, in_block))
 

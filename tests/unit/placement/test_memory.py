@@ -181,6 +181,18 @@ def test_processes_that_share_sequences_hold_a_slice_each():
     assert largest_microbatch(shared)[1] == min(scored, of_slice)
 
 
+def test_an_mlp_in_tiles_holds_a_tile():
+    """Compiled blocks: three arrays and their gradients, 12,800 wide, of 1000 tokens and not of all."""
+    wide = copy.deepcopy(MODEL)
+    wide.intermediate_size, wide.vocab_size = 12800, 2048
+    own = ("train.precision=bf16", "model.compile=true", "data.problems_per_iteration=64", CHECKPOINTING)
+    requests = (request_of(*SERVED, *own, *more) for more in ((), ("model.mlp_tile_tokens=1000",)))
+    whole, tiled = (replace(request, model_config=wide) for request in requests)
+    tokens, _ = largest_microbatch(whole)
+    saved = parts(predict(whole, 1.0)[0])["activations"] - parts(predict(tiled, 1.0)[0])["activations"]
+    assert saved == 2 * (6 * 12800 * (tokens - 1000) - 256 * tokens)
+
+
 def test_inputs_of_blocks_are_with_the_host():
     """Four blocks: three inputs stay on the GPU at once, at most."""
     request = request_of(*SERVED, CHECKPOINTING, "data.problems_per_iteration=64")
