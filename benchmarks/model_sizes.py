@@ -42,11 +42,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from offline_grpo.config.compose import composed, register, typed
 from offline_grpo.config.parts import Plan, make_plan
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import prepare
+from offline_grpo.model.offload import offload_inputs
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.tiles import tile_mlps
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.start.memory import GIB, MemoryRequest, check, choose_way, describe
@@ -89,17 +92,24 @@ def random_batch(args: argparse.Namespace, num_sequences: int, vocab_size: int) 
     return with_advantages(batch, torch.linspace(-1, 1, num_sequences).tolist())
 
 
-def make_policy(plan: Any, config: PretrainedConfig, device: torch.device, recompute: float) -> Policy:
-    """As `load_policy`, but without files."""
+def make_policy(
+    plan: Any, config: PretrainedConfig, device: torch.device, recompute: float, *, is_shared: bool = True
+) -> Policy:
+    """As `load_policy`, but without files. `is_shared`: a server reads the weights, too."""
     torch.manual_seed(0)
     with device:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     trained: Any = prepare(model, plan.config.model, gradient_checkpointing=recompute)
+    if plan.config.model.mlp_tile_tokens is not None:
+        tile_mlps(blocks_of(model), plan.config.model.mlp_tile_tokens)
+    if plan.config.train.activation_offload is True:
+        offload_inputs(trained)
     scoring = Scoring(trained.to(device), layouts_for(plan.layout, device, torch.bfloat16)[0], plan.head)
     settle_layout(scoring, plan.layout, device)
     settle_compile(scoring, plan.config.model.compile, device)
     policy = Policy(scoring, build_char_tokenizer(4096))
-    policy.become_shared(before_publish=lambda: None)
+    if is_shared:
+        policy.become_shared(before_publish=lambda: None)
     return policy
 
 
