@@ -328,7 +328,7 @@ class RunConfig:
     seed: int
     num_threads: int | None
     resume: str | None
-    cache_dir: str
+    cache_dir: str | None
     model: ModelConfig
     task: Any
     scoring: ScoringConfig

@@ -48,6 +48,7 @@ from offline_grpo.engine.ray_actor import RemoteChild, Room
 from offline_grpo.engine.spawn import Child, Lost, Scratch, kept_compiled, visible, without_launch_variables
 from offline_grpo.engine.streaming import Streaming, in_background
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, require
+from offline_grpo.installed import install_command
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
 
 log = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class Launcher(ABC):
     def check_installed(self) -> None:
         """Raise ConfigError if the server's package is certainly missing. Another interpreter is not looked into."""
         if self.python is None and "PYTHONPATH" not in self.env and find_spec(self.package) is None:
-            extra = "start with `uv run --extra vllm run_grpo.py ...`, or " if self.package == "vllm" else ""
+            extra = f"install it by `{install_command('vllm')}`, or " if self.package == "vllm" else ""
             fix = f"name an interpreter that has {self.name}, or the generation.base_url of a server that is running"
             raise ConfigError(f"engine.python=null: {self.name} is not installed in this environment; {extra}{fix}")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.model.tiles import tiles_of
@@ -93,6 +93,18 @@ def parse_layer_indices(text: str, model: PreTrainedModel, *, key: str) -> list[
         require(last < count, key, text, f"the model has {count} blocks, 0-{count - 1}")
         indices.update(range(first, last + 1))
     return sorted(indices)
+
+
+class PatchProjection(nn.Conv3d):
+    """Of patches that are as large as its kernel, by one product. cuDNN takes many times as long in bf16, patch by
+    patch.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.shape[2:] != self.kernel_size:
+            return super().forward(input)
+        product = nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        return product[..., None, None, None]
 
 
 def is_composite(model_config: PretrainedConfig) -> bool:

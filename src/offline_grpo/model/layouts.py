@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from offline_grpo.disk import user_cache
 from offline_grpo.errors import require
+from offline_grpo.installed import install_command
 from offline_grpo.interfaces import Layout
 from offline_grpo.types import TokenBatch
 
@@ -230,7 +231,7 @@ class Flash4(Varlen):
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ConfigError where the kernel does not run."""
-        fix = "needs a Hopper or Blackwell GPU, bf16 or fp16, and the package flash-attn-4 (`uv sync --extra vllm`)"
+        fix = f"needs a Hopper or Blackwell GPU, bf16 or fp16, and flash-attn-4 (`{install_command('vllm')}`)"
         require(has_flash4(device, dtype), "model.layout", "flash4", f"{fix}; use model.layout=auto")
 
 

@@ -23,7 +23,14 @@ from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
-from offline_grpo.model.layers import blocks_of, is_composite, parse_layer_indices, processor_files, text_parameters
+from offline_grpo.model.layers import (
+    PatchProjection,
+    blocks_of,
+    is_composite,
+    parse_layer_indices,
+    processor_files,
+    text_parameters,
+)
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.offload import offload_inputs
 from offline_grpo.model.policy import Policy
@@ -289,6 +296,9 @@ def load_causal_lm(
         settle_nf4(model, dtype or torch.bfloat16)
     if is_composite(config):
         processor_files(model_id)
+        for module in model.modules():
+            if type(module) is nn.Conv3d:
+                module.__class__ = PatchProjection
     missing = min(info["missing_keys"], default=None)
     require(missing is None, key, model_id, f"has no weights for {missing}, which would be random; take another copy")
 

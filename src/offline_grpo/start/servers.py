@@ -9,7 +9,6 @@ import shlex
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +17,7 @@ from offline_grpo.config.build import build
 from offline_grpo.config.engine_spec import EngineSpec, num_shards
 from offline_grpo.config.parts import Plan
 from offline_grpo.config.problems import isolated
+from offline_grpo.disk import models_cache
 from offline_grpo.engine.engine import next_to_start
 from offline_grpo.engine.ray_actor import Room
 from offline_grpo.engine.server_engine import ServerEngine
@@ -73,7 +73,7 @@ def check_machine(run: Run) -> None:
     for key, name in named.items():
         if name is not None:
             ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
-    cache, gguf_file = Path(config.cache_dir).resolve(), config.model.gguf_file
+    cache, gguf_file = models_cache(config.cache_dir), config.model.gguf_file
     if config.model.train_id is not None:
         run.model_id = config.model.train_id
     elif gguf_file is not None:
