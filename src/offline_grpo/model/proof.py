@@ -24,7 +24,6 @@ from offline_grpo.model.layers import compile_blocks, is_compiled, not_compiled,
 from offline_grpo.model.layouts import Flash4, flash4_interface, layouts_for
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
 from offline_grpo.model.tiles import tiles_of
-from offline_grpo.model.ulysses import KEY as SEQUENCE_PARALLEL
 from offline_grpo.model.ulysses import Ulysses
 from offline_grpo.types import TokenBatch
 
@@ -94,7 +93,8 @@ class Proof:
             with scoring.attention(batch):
                 gradients = self._gradients(found @ self.weights)
             if isinstance(scoring.layout, Ulysses):
-                scoring.layout.add_up(gradients)
+                for gradient in gradients:  # of a slice
+                    distributed.all_reduce(gradient, group=scoring.layout.group)
             scoring.model.eval()
             scored = scoring.logprobs(batch)[self.mask]  # compiled blocks have code of their own for it
         except torch.OutOfMemoryError:
@@ -161,7 +161,7 @@ def share_sequences(scoring: Scoring, group: distributed.ProcessGroup, device: t
     scoring.layout = Ulysses(scoring.layout, group)
     if (fault := Proof(scoring, device).fault()) is not None:
         name = type(scoring.causal_lm).__name__
-        raise ConfigError(SEQUENCE_PARALLEL, group.size(), f"wrong for {name}, {fault}; use 1")
+        raise ConfigError("train.sequence_parallel", group.size(), f"wrong for {name}, {fault}; use 1")
 
 
 def settle_compile(

@@ -89,9 +89,8 @@ class Scoring(nn.Module):
                 first, own = shared.own(batch, at)
             head: Any = self.head
             if batch.num_alternatives is not None:  # the sampler's filters left a part of the vocabulary
-                assert batch.alternatives is not None
-                sizes = batch.num_alternatives[at]  # [N]
-                sets = batch.alternatives
+                sizes, sets = batch.num_alternatives[at], batch.alternatives  # [N], [M]
+                assert sets is not None
                 if own != slice(None):
                     ends = nn.functional.pad(sizes.cumsum(0), (1, 0))
                     sizes, sets = sizes[own], sets[ends[own.start] : ends[own.stop]]
@@ -118,9 +117,8 @@ class Scoring(nn.Module):
         return self.layout.pads or self.vision is not None
 
     def _hidden_states(self, batch: TokenBatch) -> Tensor:
-        """The decoder's last hidden states [T, H], or of this process's slice. With pictures they come
-        from the model around it, whose tower is frozen, and which counts positions itself, in rows of one sequence
-        each.
+        """The decoder's last hidden states [T, H], or [C, H] of this process's slice. With pictures they come from the
+        model around it, whose tower is frozen, and which counts positions itself, in rows of one sequence each.
         """
         if not any(batch.pictures):
             return self.layout.hidden_states(decoder_of(self.causal_lm), batch)

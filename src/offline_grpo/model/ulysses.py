@@ -10,7 +10,7 @@ parameters are sums over processes, as they are without.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from math import gcd
@@ -94,11 +94,6 @@ class Ulysses(Varlen):
     def whole(self, values: Tensor) -> Tensor:
         """What all processes of the group have together, where each has zeros in the others' places."""
         return _Total.apply(values, self.group)  # type: ignore[return-value]
-
-    def add_up(self, gradients: Iterable[Tensor]) -> None:
-        """Gradients over the group, in place."""
-        for gradient in gradients:
-            distributed.all_reduce(gradient, group=self.group)
 
     def _slice(self, batch: TokenBatch) -> tuple[int, int]:
         """Its first token and its length C."""

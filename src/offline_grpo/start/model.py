@@ -20,17 +20,10 @@ from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.interfaces import Source
 from offline_grpo.logger.samples import FirstLook
 from offline_grpo.loss.base import reward_penalty
-from offline_grpo.model import load
+from offline_grpo.model import load, proof
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.masters import part_of_process
-from offline_grpo.model.proof import (
-    LONGEST,
-    check_causality,
-    import_ahead,
-    settle_compile,
-    settle_layout,
-    share_sequences,
-)
+from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.redaction import redacted
 from offline_grpo.report.runs import WITHOUT_EFFECT
@@ -81,7 +74,7 @@ def load_policy(run: Run) -> None:
         )
 
     if (size := config.train.sequence_parallel) > 1:
-        share_sequences(run.policy.scoring, ranks.neighbours(size), device)
+        proof.share_sequences(run.policy.scoring, ranks.neighbours(size), device)
 
     # A single process has nobody to share with.
     if config.train.sharding == "none" or ranks.world_size == 1:
