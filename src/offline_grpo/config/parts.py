@@ -319,6 +319,18 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
             fix = "train.sharding=fsdp2 spreads the state of torch's AdamW alone; use train/optimizer=adamw without "
             raise ConfigError("train.optimizer", train.optimizer["_target_"], f"{fix}offload")
 
+    # What processes that share sequences need.
+    if train.sequence_parallel > 1:
+        if model.router_replay != "none":
+            fix = "follows routes of whole sequences, and train.sequence_parallel has slices of them; use none"
+            raise ConfigError("model.router_replay", model.router_replay, fix)
+        if sync.requires.shares_weights:
+            fix = "the first process's weights come from a server, and train.sequence_parallel is settled before that; "
+            raise ConfigError("weight_sync", sync.name, f"{fix}use nccl, ipc or reload")
+        if plan.layout is not None and plan.layout.pads:
+            fix = "train.sequence_parallel lays sequences end to end; use auto, varlen or flash4"
+            raise ConfigError("model.layout", model.layout, fix)
+
     # Metrics that decide what is kept, and when the run ends.
     names = metric_names(config.eval.ks, config.eval.replicates)
     tasks = sorted({problem.task for problem in data.held_out} - {""})

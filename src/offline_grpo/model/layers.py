@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from offline_grpo.errors import ConfigError, require
+from offline_grpo.model.tiles import tiles_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -145,6 +146,8 @@ def compile_blocks(model: PreTrainedModel) -> None:
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     for block in blocks_of(model):
         block.compile(dynamic=True)
+    for tiles in tiles_of(model):
+        tiles.of_tile = torch.compile(tiles.forward, dynamic=True)
 
 
 def not_compiled(model: nn.Module) -> AbstractContextManager[Any]:

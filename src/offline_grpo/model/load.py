@@ -32,11 +32,13 @@ from offline_grpo.model.layers import (
     text_parameters,
 )
 from offline_grpo.model.layouts import layouts_for
+from offline_grpo.model.offload import offload_inputs
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout, settle_routes
 from offline_grpo.model.quantization import nf4_arguments, settle_nf4
 from offline_grpo.model.scoring import Scoring, measure_logit_transform
 from offline_grpo.model.text import use_template
+from offline_grpo.model.tiles import tile_mlps
 from offline_grpo.settings import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -142,6 +144,7 @@ def load_policy(
     train_layer_indices: str | None,
     gradient_checkpointing: float,
     checkpoint: Path | None,
+    activation_offload: bool = False,
     shares_weights: bool = False,
 ) -> Policy:
     """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`. Its GPU becomes
@@ -160,6 +163,10 @@ def load_policy(
     how: Any = {"trust_remote_code": config.trust_remote_code}
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, quantization=config.quantization, **how)
     model = prepare(model, config, train_layer_indices, gradient_checkpointing, adapter)
+    if config.mlp_tile_tokens is not None:
+        tile_mlps(blocks_of(unwrapped(model)), config.mlp_tile_tokens)
+    if activation_offload:
+        offload_inputs(model)
 
     # What it does to its logits is measured; its layout and its compiled blocks are proven.
     first = layouts_for(layout, device, dtype)[0]
@@ -192,6 +199,8 @@ def load_frozen(
     how = {"key": key, "trust_remote_code": config.trust_remote_code}
     model = load_causal_lm(model_id, config.attn_implementation, device, torch_dtype(precision), **how)
     model.requires_grad_(False)
+    if config.mlp_tile_tokens is not None:
+        tile_mlps(blocks_of(model), config.mlp_tile_tokens)
     with torch.accelerator.device_index(device.index):
         frozen = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
         # What holds for one holds for the other, and is said once.

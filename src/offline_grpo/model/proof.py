@@ -16,7 +16,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Layout
@@ -25,6 +25,8 @@ from offline_grpo.model.layers import compile_blocks, is_compiled, not_compiled,
 from offline_grpo.model.layouts import Flash4, flash4_interface, layouts_for
 from offline_grpo.model.routes import Routers
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
+from offline_grpo.model.tiles import tiles_of
+from offline_grpo.model.ulysses import Ulysses
 from offline_grpo.types import TokenBatch
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,9 @@ class Proof:
             found = scoring(batch).logprobs[self.mask]
             with scoring.attention(batch):
                 gradients = self._gradients(found @ self.weights)
+            if isinstance(scoring.layout, Ulysses):
+                for gradient in gradients:  # of a slice
+                    distributed.all_reduce(gradient, group=scoring.layout.group)
             scoring.model.eval()
             scored = scoring.logprobs(batch)[self.mask]  # compiled blocks have code of their own for it
         except torch.OutOfMemoryError:
@@ -173,6 +178,16 @@ def settle_routes(scoring: Scoring, device: torch.device, *, replay: str) -> Non
     require(fault is None, "model.router_replay", replay, f"{type(model).__name__} {fault}; use none")
 
 
+def share_sequences(scoring: Scoring, group: distributed.ProcessGroup, device: torch.device) -> None:
+    """Let the processes of `group` share every sequence that `scoring` scores, by the layout that was settled. Raises
+    ConfigError, on all of them, where that is wrong for this model.
+    """
+    scoring.layout = Ulysses(scoring.layout, group)
+    if (fault := Proof(scoring, device).fault()) is not None:
+        name = type(scoring.causal_lm).__name__
+        raise ConfigError("train.sequence_parallel", group.size(), f"wrong for {name}, {fault}; use 1")
+
+
 def settle_compile(
     scoring: Scoring, requested: bool | str, device: torch.device, *, key: str = "model.train_id"
 ) -> None:
@@ -196,6 +211,8 @@ def settle_compile(
     # Undo what `compile` has set; there is no public way back.
     for module in model.modules():
         module._compiled_call_impl = None
+    for tiles in tiles_of(model):
+        tiles.of_tile = tiles.forward
     if requested is True:
         raise ConfigError(f"{setting}: does not work with {name} ({key}), {fault}; use auto or false")
     fix = "if memory runs out, set model.compile=false, which the memory plan counts with"

@@ -19,6 +19,7 @@ from offline_grpo.model.filtered_head import filtered_head
 from offline_grpo.model.layers import decoder_of, output_embeddings
 from offline_grpo.model.layouts import Padded
 from offline_grpo.model.routes import Routers, Rows
+from offline_grpo.model.ulysses import Ulysses
 from offline_grpo.types import TokenBatch, TokenStats
 
 if TYPE_CHECKING:
@@ -87,13 +88,20 @@ class Scoring(nn.Module):
             if self.vision is not None:
                 never = self.vision.bias(output.weight)
                 bias = never if bias is None else bias + never
-            at = batch.completion_positions  # [N]
+            at, first, own = batch.completion_positions, 0, slice(None)  # [N]
+            if isinstance(shared := self.layout, Ulysses):  # those that this process's slice predicts
+                first, own = shared.own(batch, at)
             head: Any = self.head
             if batch.num_alternatives is not None:  # the sampler's filters left a part of the vocabulary
-                sets = {"num_alternatives": batch.num_alternatives[at], "alternatives": batch.alternatives}
-                head = partial(filtered_head, **sets)
+                sizes, sets = batch.num_alternatives[at], batch.alternatives  # [N], [M]
+                assert sets is not None
+                if own != slice(None):
+                    ends = nn.functional.pad(sizes.cumsum(0), (1, 0))
+                    sizes, sets = sizes[own], sets[ends[own.start] : ends[own.stop]]
+                head = partial(filtered_head, num_alternatives=sizes, alternatives=sets)
+            at = at[own]
             logprobs, entropy = head(
-                hidden[at - 1],  # the only shift by one: a token is predicted at the position before it
+                hidden[at - 1 - first],  # the only shift by one: a token is predicted at the position before it
                 output.weight,
                 bias,
                 batch.token_ids[at],
@@ -102,7 +110,10 @@ class Scoring(nn.Module):
                 entropy_requires_grad=entropy_requires_grad,
             )
         zeros = logprobs.new_zeros(len(batch.token_ids))  # [T]
-        return TokenStats(logprobs=zeros.index_copy(0, at, logprobs), entropy=zeros.index_copy(0, at, entropy))
+        stats = TokenStats(logprobs=zeros.index_copy(0, at, logprobs), entropy=zeros.index_copy(0, at, entropy))
+        if isinstance(shared, Ulysses):
+            stats = TokenStats(logprobs=shared.whole(stats.logprobs), entropy=shared.whole(stats.entropy))
+        return stats
 
     @property
     def pads(self) -> bool:
@@ -110,8 +121,8 @@ class Scoring(nn.Module):
         return self.layout.pads or self.vision is not None
 
     def _hidden_states(self, batch: TokenBatch) -> Tensor:
-        """The decoder's last hidden states [T, H]. With pictures they come from the model around it, whose tower is
-        frozen, and which counts positions itself, in rows of one sequence each.
+        """The decoder's last hidden states [T, H], or [C, H] of this process's slice. With pictures they come from the
+        model around it, whose tower is frozen, and which counts positions itself, in rows of one sequence each.
         """
         if not any(batch.pictures):
             return self.layout.hidden_states(decoder_of(self.causal_lm), batch)
@@ -155,6 +166,15 @@ class Scoring(nn.Module):
         """Logprobs, and behind them the routes that the experts of each block are chosen by: [T, 1 + L * K] float32."""
         logprobs = self.logprobs(batch)
         return torch.cat([logprobs[:, None], self.seen_routes(batch).flatten(1).float()], 1)
+
+    def logprobs_alone(self, batch: TokenBatch) -> Tensor:
+        """`logprobs` by this process without those that it shares sequences with."""
+        shared = self.layout
+        self.layout = shared.alone if isinstance(shared, Ulysses) else shared
+        try:
+            return self.logprobs(batch)
+        finally:
+            self.layout = shared
 
     @torch.no_grad()
     def entropy(self, batch: TokenBatch) -> Tensor:

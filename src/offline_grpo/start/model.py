@@ -20,7 +20,7 @@ from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.interfaces import Source
 from offline_grpo.logger.samples import FirstLook
 from offline_grpo.loss.base import reward_penalty
-from offline_grpo.model import load
+from offline_grpo.model import load, proof
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.masters import part_of_process
 from offline_grpo.model.proof import LONGEST, check_causality, import_ahead
@@ -68,9 +68,13 @@ def load_policy(run: Run) -> None:
             precision=config.train.precision,
             train_layer_indices=config.train.train_layer_indices,
             gradient_checkpointing=run.recompute,
+            activation_offload=run.offloads_activations,
             checkpoint=run.checkpoint,
             shares_weights=_shares_weights(run),
         )
+
+    if (size := config.train.sequence_parallel) > 1:
+        proof.share_sequences(run.policy.scoring, ranks.neighbours(size), device)
 
     # A single process has nobody to share with.
     if config.train.sharding == "none" or ranks.world_size == 1:

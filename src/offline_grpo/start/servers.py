@@ -57,6 +57,9 @@ def check_machine(run: Run) -> None:
         with suppress(ScoreError):  # of an empty answer, which the model may never give
             plan.advantage.check_score(Judgement(plan.data.task, plan.data.train[0], [""]).scores()[0])
 
+    if ranks.world_size % (size := config.train.sequence_parallel):
+        fix = f"must divide the number of training processes, {ranks.world_size} (accelerate launch --num_processes N)"
+        raise ConfigError("train.sequence_parallel", size, fix)
     if plan.engine.launcher is not None and config.placement.address is None:  # machines of a cluster check their own
         plan.engine.launcher.check_installed()
     run.devices = plan.devices(ranks.world_size)

@@ -145,6 +145,11 @@ class Passes:
         routers = self.policy.scoring.routers if self.router_replay == "rollout" else None
         return build_batch(rollouts, routes_shape=None if routers is None else routers.shape)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this process says what it finds: of those that share their sequences, one does."""
+        return self.ranks.rank % self.config.sequence_parallel == 0
+
     def updates_of(self, num_rollouts: int) -> list[range]:
         """The rollouts of each update of one epoch over a batch of this many: consecutive runs of them, of nearly the
         same size where `updates_per_iteration` says how many, such as [range(0, 3), range(3, 5)].
@@ -213,13 +218,14 @@ class Passes:
         values = torch.zeros((len(batch.token_ids), width) if width else len(batch.token_ids))
         parts = self.microbatches(range(batch.num_sequences), batch)
         if at_once:
-            parts = [(own, True)] if (own := [s for sequences, counts in parts if counts for s in sequences]) else []
+            own = [s for sequences, counts in parts if counts and self.speaks for s in sequences]
+            parts = [(own, True)] if own else []
 
         # What is scored stays on the device until the end: it is not waited for between two microbatches.
         scored: list[tuple[Sequence[int], Tensor]] = []
         for number, (sequences, counts) in enumerate(parts):
             part = getattr(scorer, what)(batch.select(sequences).to(scorer.device))
-            if counts:
+            if counts and self.speaks:
                 scored.append((sequences, part))
             progress.report(number + 1, len(parts), "microbatches scored")
 
@@ -237,19 +243,21 @@ class Passes:
         # The longest come first, so that rows of one microbatch pad little, and the first says how wide they are.
         config, lengths, padded = self.config, batch.sequence_lengths, self.policy.scoring.pads
         own: list[list[int]] = []
-        size = 0  # tokens of the current one
-        for s in share_of_rank(sequences, lengths, rank=self.ranks.rank, world_size=self.ranks.world_size):
+        size = config.sequence_parallel  # processes that have the same sequences, each a slice of them
+        place = {"rank": self.ranks.rank // size, "world_size": self.ranks.world_size // size}
+        num_tokens = 0  # of the current one
+        for s in share_of_rank(sequences, lengths, **place):
             if config.batch_size is not None:
                 is_full = not own or len(own[-1]) == config.batch_size
             else:
                 assert config.tokens_per_microbatch is not None
-                grown = lengths[own[-1][0]] * (len(own[-1]) + 1) if own and padded else size + lengths[s]
+                grown = lengths[own[-1][0]] * (len(own[-1]) + 1) if own and padded else num_tokens + lengths[s]
                 is_full = not own or grown > config.tokens_per_microbatch
             if is_full:
                 own.append([])
-                size = 0
+                num_tokens = 0
             own[-1].append(s)
-            size += lengths[s]
+            num_tokens += lengths[s]
 
         # A pass that needs all processes is made by all of them: by those that have less to do once more.
         filler = own[-1] if own else sequences[:1]
