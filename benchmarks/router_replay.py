@@ -3,7 +3,8 @@ how far trainer and engine are apart, in how many of the routers' decisions, and
 
     python benchmarks/router_replay.py WORK                                          # one GPU
     python benchmarks/router_replay.py WORK --shape 30b_a3b --dense 4b --trainers 2 --servers 2 \\
-        --weight-sync lora_hotswap --timeout 1500 model/lora=default                 # four GPUs
+        --weight-sync lora_hotswap --timeout 1500 model/lora=default \\
+        'model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]'                    # four GPUs
     python benchmarks/router_replay.py WORK --small                                  # on the CPU: `old`, in process
 
 Random weights in bf16, whose routers are torn between experts more often than trained ones: an upper bound. The arm
