@@ -43,8 +43,8 @@ SYSCALLS = {
     "x86_64": "0xC000003E 41 56 29 64 68 101 165 240 248 249 250 272 298 308 310 311 319 321 323",
     "aarch64": "0xC00000B7 198 220 194 190 186 117 40 180 217 218 219 97 241 268 270 271 279 280 282",
 }
-"""The machine's mark, its `socket` and `clone`, and calls that do not exist inside, because they hold memory that no one
-counts, or are doors of the kernel: shmget, semget, msgget, ptrace, mount, mq_open, add_key, request_key, keyctl,
+"""The machine's mark, its `socket` and `clone`, and calls that do not exist inside, as they hold memory unseen, or are
+doors of the kernel: shmget, semget, msgget, ptrace, mount, mq_open, add_key, request_key, keyctl,
 unshare, perf_event_open, setns, process_vm_readv, process_vm_writev, memfd_create, bpf, userfaultfd."""
 SYSCALLS_OF_ALL = (425, 426, 427, 428, 429, 430, 435, 438, 442, 447)  # io_uring, mounts, clone3, pidfd_getfd, memfd
 
@@ -102,9 +102,10 @@ def run(
             env = {**ENVIRONMENT, "HOME": folder}
             for name, text in files.items():
                 Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-                Path(folder, name).write_text(text)
+                Path(folder, name).write_bytes(text.encode(errors="replace"))
         else:
-            passed = [stack.enter_context(_memory(data)) for data in (_filter(), *map(str.encode, files.values()))]
+            data = (_filter(), *(text.encode(errors="replace") for text in files.values()))
+            passed = [*map(stack.enter_context, map(_memory, data))]
             passed += [tells, waits]
             denied, *contents, info, block = (str(file.fileno()) for file in passed)
             words = [*_system(limits, readable), "--seccomp", denied, "--info-fd", info, "--block-fd", block]
@@ -233,7 +234,9 @@ def _system(limits: Limits, readable: Sequence[str]) -> list[str]:
 def _exceeded(root: str, limits: Limits) -> str | None:
     """The limit that processes and files together are beyond; `root`: where they are seen from here."""
     num_threads = num_bytes = 0
-    with suppress(OSError):  # it has just ended
+    with suppress(OSError):  # it has not its root yet, or has just ended
+        if os.path.samefile(root, "/"):
+            return None
         space = os.statvfs(f"{root}/tmp")
         num_bytes += (space.f_blocks - space.f_bfree) * space.f_frsize
         num_bytes += (space.f_files - space.f_ffree) * INODE_BYTES
