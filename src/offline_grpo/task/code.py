@@ -33,11 +33,9 @@ BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | 
 class Code(RowTask):
     """Rows with a prompt and tests; or, without a `path`, problems that are drawn. `Score.parts`:
 
-        tests       the share of the tests that the last code block of the completion passes, or, with `all_or_nothing`,
-                    whether it passes them all
-        format      `format_weight` if there is a code block
-
-    `Score.measured` has the share of the shown tests, where a row has some.
+    tests       the share of the tests that the last code block of the completion passes, or, with `all_or_nothing`,
+                whether it passes them all
+    format      `format_weight` if there is a code block
     """
 
     path: str | None  # type: ignore[assignment]
@@ -64,18 +62,16 @@ class Code(RowTask):
 
     @property
     def limits(self) -> Limits:
-        """Of all tests, hidden or shown: a third of what scoring has, so that a program that hangs earns 0."""
-        time_s = self.timeout_s / 3
+        """Of all tests of a completion. A half of what scoring has: a program that hangs is wrong, and not left out."""
+        time_s = self.timeout_s / 2
         return Limits(time_s=time_s, memory_mib=self.memory_mib, disk_mib=self.disk_mib, processes=self.processes)
 
     def score(self, problem: Problem, text: str) -> Score:
         blocks = BLOCK.findall(text)
-        given = {name: tests for name in ("tests", "shown") if (tests := problem.fields[name])}
-        shares = {name: self._share(blocks[-1], tests) if blocks else 0.0 for name, tests in given.items()}
-        is_correct = (passed := shares.pop("tests")) == 1.0
-        earned = float(is_correct) if self.all_or_nothing else passed
+        passed = self._share(blocks[-1], problem.fields["tests"]) if blocks else 0.0
+        earned = float(passed == 1) if self.all_or_nothing else passed
         parts = {"tests": earned, "format": self.format_weight * bool(blocks)}
-        return Score(sum(parts.values()), is_correct, parts, measured=shares)
+        return Score(sum(parts.values()), passed == 1, parts)
 
     def _share(self, code: str, tests: str | Pairs) -> float:
         """Of the tests that the code passes."""
@@ -103,13 +99,13 @@ class Code(RowTask):
 
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         prompt = self.prompt_template.replace("{prompt}", text_field(row, self.prompt_field, "task.prompt_field"))
-        tests, shown = _tests(row, self.tests_field, "task.tests_field"), None
+        tests = _tests(row, self.tests_field, "task.tests_field")
         if self.shown_field is not None and row.value.get(self.shown_field):
             shown = _tests(row, self.shown_field, "task.shown_field")
             pairs = [] if isinstance(shown, str) else [f"{pair['input']}\n-> {pair['output']}" for pair in shown]
             prompt += self.shown_template.replace("{shown}", shown if isinstance(shown, str) else "\n".join(pairs))
-        answer, fields = row.value.get("answer", ""), {"tests": tests, "shown": shown}
-        return Problem(problem_id, asked(prompt, self.system_prompt), answer if isinstance(answer, str) else "", fields)
+        answer, messages = row.value.get("answer", ""), asked(prompt, self.system_prompt)
+        return Problem(problem_id, messages, answer if isinstance(answer, str) else "", {"tests": tests})
 
     def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
         return [{"role": "user", "content": text_field(row, self.prompt_field, "task.prompt_field")}]

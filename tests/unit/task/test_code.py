@@ -22,7 +22,7 @@ from offline_grpo.types import Problem, Score, Split
 
 
 def make(*overrides: str) -> Code:
-    task: Any = build_task(typed(compose_config("task=code", "scoring.timeout_s=12", *overrides)).task)
+    task: Any = build_task(typed(compose_config("task=code", "scoring.timeout_s=8", *overrides)).task)
     return task
 
 
@@ -205,22 +205,18 @@ def test_tests_use_objects_of_the_code_as_if_they_were_here(task: Code, tests: s
 def test_a_share_of_the_tests_is_paid_or_all_or_nothing(task: Code) -> None:
     tests = "assert f(1) == 1\nassert f(2) == 4\nprint('x')\nassert f(3) == 3"
     code = "print('hello')\ndef f(x): return x"
-    score = judged(task, code, tests, shown="assert f(5) == 5\nassert f(6) == 0")
-    assert (score.reward, score.parts, score.measured) == (
-        pytest.approx(2 / 3),
-        {"tests": 2 / 3, "format": 0.0},
-        {"shown": 0.5},
-    )
+    score = judged(task, code, tests)
+    assert (score.reward, score.parts) == (pytest.approx(2 / 3), {"tests": 2 / 3, "format": 0.0})
     strict = make("task.all_or_nothing=true", "task.format_weight=0.1")
     assert judged(strict, code, tests).parts == {"tests": 0.0, "format": 0.1}
     assert judged(strict, "def f(x): return [0, 1, 4, 3][x]", tests).parts == {"tests": 1.0, "format": 0.1}
-    assert strict.score(Problem("p", (), "", {"tests": tests, "shown": None}), "def f(x): return x").reward == 0
+    assert strict.score(Problem("p", (), "", {"tests": tests}), "def f(x): return x").reward == 0
     hanging = "def f(x):\n    while x == 2: pass\n    return x"
     assert judged(task, hanging, tests).reward == pytest.approx(1 / 3), "tests before the one that hangs count"
 
 
 def test_the_last_block_is_run_also_where_it_is_cut(task: Code) -> None:
-    problem = Problem("p", (), "", {"tests": "assert f(2) == 3", "shown": None})
+    problem = Problem("p", (), "", {"tests": "assert f(2) == 3"})
     text = "```python\ndef f(x): return x\n```\nBetter:\n```\ndef f(x): return x + 1\n"
     assert task.score(problem, text).reward == task.score(problem, f"{text}```\nDone").reward == 1
 
@@ -279,3 +275,24 @@ def test_rows_without_tests_are_refused(tmp_path: Path, tests: Any) -> None:
     file.write_text(json.dumps({"prompt": "p", "tests": tests}))
     with pytest.raises(ConfigError, match=r"rows.jsonl, row 1, field 'tests' \(task.tests_field\): must be asserts"):
         _ = make(f"task.path={file}").all_rows
+
+
+def test_the_page_is_true(tmp_path: Path) -> None:
+    """Its rows, its reward and its environment."""
+    page = (Path(__file__).parents[3] / "docs" / "code.md").read_text()
+    (tmp_path / "my.jsonl").write_text(page.partition("```json\n")[2].partition("```")[0])
+    double, stack, add = make(f"task.path={tmp_path}/my.jsonl").all_rows
+    task = make()
+    for problem, code in (
+        (double, "def double(x): return x * 2"),
+        (stack, "class Stack(list): pass"),
+        (add, "print(sum(map(int, input().split())))"),
+    ):
+        assert judged(task, code, problem.fields["tests"]).is_correct
+    space: dict[str, Any] = {}
+    exec(page.partition("```python\n# my_code.py")[2].partition("```\n")[0], space)
+    assert [space["prints"](code, "42") for code in ("print(6 * 7)", "print(6)", "exit(42)")] == [True, False, False]
+    tool = space["Python"]()
+    tool.reset(answer="3")
+    assert (tool.get_reward(), tool.python("print(1 + 2)"), tool.get_reward()) == (False, "3\n", True)
+    assert "ZeroDivisionError" in tool.python("1 / 0")
