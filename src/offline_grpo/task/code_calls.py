@@ -134,12 +134,16 @@ def serve(channel: socket.socket) -> None:
 def judge(channel: socket.socket, verdicts: Any, folder: str) -> None:
     """Run the tests; write their number, and a digit for each: 1 if it passed."""
     peer = Peer(channel, is_judge=True)
-    names = {name for name in peer.receive() if not name.startswith(OF_TESTS)}
-    # Tests may import the code. Else nothing of it stands in for what compares: a builtin, a module such as math.
+    with open("tests.py") as file:
+        tree = ast.parse(file.read())
+    nodes = [*ast.walk(tree)]
+    # Names of the code for tests. None stands in for what compares: what tests import or define, builtins, modules.
+    bound = {alias.asname or alias.name for node in nodes for alias in _imported(node)}
+    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names = {name for name in peer.receive() if not name.startswith(OF_TESTS)} - bound - {*dir(builtins)}
     module: Any = types.ModuleType("solution")
-    sys.modules["solution"], own = module, {*dir(builtins), *sys.stdlib_module_names, "pytest"}
+    sys.modules["solution"], module.__all__ = module, sorted(names - sys.stdlib_module_names)
     module.__getattr__ = lambda name: peer.ask(0, "." if name.startswith(OF_TESTS) else f".{name}")  # "." is none
-    module.__all__ = sorted(names - own)
     if folder:
         sys.path.append(folder)
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -153,10 +157,7 @@ def judge(channel: socket.socket, verdicts: Any, folder: str) -> None:
 
         importlib.import_module("pytest").main(["-q", "-p", "no:cacheprovider", "tests.py"], plugins=[Report()])
         return
-    with open("tests.py") as file:
-        tree = ast.parse(file.read())
-    nodes = [*ast.walk(tree)]
-    used = {node.id for node in nodes if isinstance(node, ast.Name)} & names - {*dir(builtins)}
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} & names
     with_dot = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     modules = used & with_dot & sys.stdlib_module_names  # that the code has imported for them
     space = {name: importlib.import_module(name) for name in modules}
@@ -172,6 +173,11 @@ def judge(channel: socket.socket, verdicts: Any, folder: str) -> None:
         verdicts.write(b"%d" % passed if node in tests else b"")
 
 
+def _imported(node: ast.AST) -> list[ast.alias]:
+    is_own = isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module != "solution")
+    return node.names if is_own else []  # type: ignore[attr-defined]
+
+
 def tests_in(tree: ast.Module) -> list[ast.stmt]:
     """The statements that are a test each: those with an assert, or else all calls, such as HumanEval's check(f)."""
     outside = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
@@ -184,6 +190,8 @@ def main(role: str, folder: str = "") -> None:
     sys.set_int_max_str_digits(0)
     os.dup2(null, 0)
     if role == "solution":
+        os.dup2(null, 1)
+        os.dup2(null, 2)
         serve(channel)
     with open(os.dup(1), "wb", 0) as verdicts:  # what tests print is none
         os.dup2(null, 1)

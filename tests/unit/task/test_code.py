@@ -160,6 +160,14 @@ def test_what_was_not_computed_earns_nothing(task: Code, name: str) -> None:
             "import pytest\nfrom solution import *\ndef test_f():\n    assert f(2) == pytest.approx(4)",
         ),
         (ANY, "import pytest\nfrom solution import f\ndef test_f():\n    assert f(2) == pytest.approx(4)"),
+        (
+            "def isclose(*args, **named): return True\ndef f(x): return 0",
+            "from math import isclose\nfrom solution import *\ndef test_f():\n    assert isclose(f(2), 4)",
+        ),
+        (
+            "def near(*args): return True\ndef f(x): return 0",
+            "from solution import *\ndef near(a, b):\n    return a == b\ndef test_f():\n    assert near(f(2), 4)",
+        ),
         ("def f(g): return g.__globals__['KEY']", "KEY = 5\nassert f(lambda: 1) == 5"),
         ("def f(g): return g.__code__.co_consts[-1]", "assert f(lambda: 5) == 5"),
     ],
@@ -204,7 +212,7 @@ def test_tests_use_objects_of_the_code_as_if_they_were_here(task: Code, tests: s
 
 def test_a_share_of_the_tests_is_paid_or_all_or_nothing(task: Code) -> None:
     tests = "assert f(1) == 1\nassert f(2) == 4\nprint('x')\nassert f(3) == 3"
-    code = "print('hello')\ndef f(x): return x"
+    code = "print('hello' * 10**6)\ndef f(x): return x"
     score = judged(task, code, tests)
     assert (score.reward, score.parts) == (pytest.approx(2 / 3), {"tests": 2 / 3, "format": 0.0})
     strict = make("task.all_or_nothing=true", "task.format_weight=0.1")
