@@ -38,6 +38,7 @@ PYTHON = f"{PREFIX}/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
 ENVIRONMENT = {"PATH": f"{PREFIX}/bin:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 POLL_S = 0.02
 USER, NOBODY, CLONE_NEWUSER = "1000", 65534, 0x10000000
+BECOMES_NOBODY = ("setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--inh-caps=-all", "--")
 INODE_BYTES = 2048  # of the kernel's memory, for an empty file
 SYSCALLS = {
     "x86_64": "0xC000003E 41 56 29 64 68 101 165 240 248 249 250 272 298 308 310 311 319 321 323",
@@ -105,32 +106,21 @@ def run(
                 Path(folder, name).write_bytes(text.encode(errors="replace"))
         else:
             data = (_filter(), *(text.encode(errors="replace") for text in files.values()))
-            passed = [*map(stack.enter_context, map(_memory, data))]
-            passed += [tells, waits]
+            passed = [*map(stack.enter_context, map(_memory, data)), tells, waits]
             denied, *contents, info, block = (str(file.fileno()) for file in passed)
             words = [*_system(limits, readable), "--seccomp", denied, "--info-fd", info, "--block-fd", block]
             if is_root:  # to whom limits of processes do not apply: it becomes nobody
                 words += ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
                 words += ["--userns-block-fd", block]
-                command = [
-                    "setpriv",
-                    f"--reuid={USER}",
-                    f"--regid={USER}",
-                    "--clear-groups",
-                    "--inh-caps=-all",
-                    "--",
-                    *command,
-                ]
+                command = [*BECOMES_NOBODY, *command]
             else:
                 words += ["--uid", USER, "--gid", USER, "--disable-userns"]
             for name, fd in zip(files, contents, strict=True):
                 words += ["--file", fd, f"/tmp/{name}"]
             command = [bubblewrap(), *words, "--remount-ro", "/", "--chdir", "/tmp", "--", *command]
-        fds, pipe = [file.fileno() for file in passed], subprocess.PIPE
+        fds, pipe, stdin_fd = [file.fileno() for file in passed], subprocess.PIPE, given.fileno()
         process = stack.enter_context(
-            subprocess.Popen(
-                command, 0, None, given.fileno(), pipe, pipe, env=env, cwd=folder, pass_fds=fds, process_group=0
-            )
+            subprocess.Popen(command, 0, None, stdin_fd, pipe, pipe, env=env, cwd=folder, pass_fds=fds, process_group=0)
         )
         for file in (given, tells, waits):
             file.close()

@@ -79,13 +79,13 @@ class Code(RowTask):
         if isinstance(tests, str):
             # Code and tests have a sandbox each, and a socket in between: see code_calls.py.
             ours, theirs = socket.socketpair()
-            calls, folder = {CALLS.name: CALLS.read_text()}, _pytest_folder() if PYTEST.search(tests) else ""
+            python, calls = ["python", "-I", "-S", CALLS.name], {CALLS.name: CALLS.read_text()}
+            folders = [_pytest_folder()] if PYTEST.search(tests) else []
             with ThreadPoolExecutor(1) as pool:
-                words, files = ["python", "-I", CALLS.name, "solution"], {**calls, "solution.py": code}
+                words, files = [*python, "solution"], {**calls, "solution.py": code}
                 running = pool.submit(run, words, files, stdin=theirs, limits=limits, isolation=isolation)
-                words, files = ["python", "-I", "-S", CALLS.name, "tests", folder], {**calls, "tests.py": tests}
-                readable = [folder] if folder else []
-                found = run(words, files, stdin=ours, limits=limits, readable=readable, isolation=isolation)
+                words, files = [*python, "tests", *folders], {**calls, "tests.py": tests}
+                found = run(words, files, stdin=ours, readable=folders, limits=limits, isolation=isolation)
                 running.result()
             number, _, digits = found.stdout.partition("\n")
             return digits.count("1") / int(number) if number else 0.0

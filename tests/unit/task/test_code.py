@@ -110,8 +110,8 @@ FORGERIES = {
     "assertions": "import builtins\nbuiltins.AssertionError = type('E', (BaseException,), {})\ndef f(x): return 0",
     "builtins": "import builtins\nfor n in ('abs', 'all', 'eval', 'exec', 'compile', 'isinstance'):\n"
     "    setattr(builtins, n, lambda *a: True)\ndef f(x): return 0",
-    "the peer": "import sys\nP = sys.modules['__main__'].Peer\nP.pack = lambda self, value: True\n"
-    'P.send = lambda self, m: (self.file.write(b\'{"value": true, "args": {"list": []}}\\n\'), self.file.flush())\n'
+    "the peer": "import os, sys\nP = sys.modules['__main__'].Peer\nP.pack = lambda self, value: True\n"
+    'P.send = lambda self, m: os.write(self.file.fileno(), b\'{"value": true, "args": {"list": []}}\\n\')\n'
     "def f(x): return 0",
     "reads the tests": READ,
     "asks the tests": "import sys\nM = sys.modules['__main__']\nimport gc\ndef f(x):\n"
@@ -160,6 +160,10 @@ def test_what_was_not_computed_earns_nothing(task: Code, name: str) -> None:
             "import pytest\nfrom solution import *\ndef test_f():\n    assert f(2) == pytest.approx(4)",
         ),
         (ANY, "import pytest\nfrom solution import f\ndef test_f():\n    assert f(2) == pytest.approx(4)"),
+        (
+            "import os, threading\ndef f(x): threading.Timer(0.2, os._exit, [0]).start()",
+            "import time\nf(1)\ntime.sleep(1)\ntry:\n    f(2)\n    assert False\nexcept OSError:\n    pass",
+        ),
         (
             "def isclose(*args, **named): return True\ndef f(x): return 0",
             "from math import isclose\nfrom solution import *\ndef test_f():\n    assert isclose(f(2), 4)",
