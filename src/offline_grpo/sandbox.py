@@ -183,7 +183,7 @@ def why_not() -> str | None:
     try:
         found = run(["python", "-I", "-S", "-c", ""])
         return None if found.exit_code == 0 else found.stderr.strip()
-    except (SandboxError, OSError) as error:
+    except (SandboxError, OSError, AttributeError) as error:  # the last: of a system that is not Linux
         return str(error)
 
 
