@@ -20,7 +20,7 @@ from offline_grpo import sandbox
 from offline_grpo.errors import ConfigError
 from offline_grpo.sandbox import Limits, Result, run
 
-QUICK = Limits(time_s=4, memory_mib=256, processes=16, disk_mib=16, output_kib=16)
+QUICK = Limits(time_s=3, memory_mib=256, processes=16, disk_mib=16, output_kib=16)
 
 
 def python(code: str, **settings) -> Result:
@@ -72,6 +72,7 @@ def test_nothing_outside_of_its_folder_can_be_changed() -> None:
     code = (
         "import os, sys\n"
         "for folder, folders, files in os.walk('/'):\n"
+        "    if folder.count('/') > 3 and not folder.startswith('/proc'): folders.clear()\n"
         "    for path in (os.path.join(folder, name) for name in (*files, *folders)):\n"
         "        if path.startswith(('/tmp', '/dev/pts')) or '/fd/' in path or os.path.islink(path): continue\n"
         "        try: os.chmod(path, os.stat(path).st_mode & 0o7777)\n"

@@ -22,7 +22,7 @@ from offline_grpo.types import Problem, Score, Split
 
 
 def make(*overrides: str) -> Code:
-    task: Any = build_task(typed(compose_config("task=code", "scoring.timeout_s=8", *overrides)).task)
+    task: Any = build_task(typed(compose_config("task=code", "scoring.timeout_s=6", *overrides)).task)
     return task
 
 
