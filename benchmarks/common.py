@@ -233,7 +233,7 @@ def environment(**more: str) -> dict[str, str]:
 def make_model(work: Path, shape: str, *, small: bool) -> None:
     """`random_model.py` in a process of its own, whose memory on the card goes with it, unless it has run before."""
     if not (work / "model" / "config.json").exists():
-        small_shape = "small_vl" if "_vl_" in shape else "small"
+        small_shape = "small_vl" if "_vl_" in shape else "small_moe" if shape == "small_moe" else "small"
         words = ("--shape", small_shape, "--dtype", "float32") if small else ("--shape", shape)
         subprocess.run([sys.executable, Path(__file__).with_name("random_model.py"), work, *words], check=True)
 

@@ -161,6 +161,8 @@ def main() -> None:
 
     on_gpu = {**IN_PROCESS, "vllm_gpu_memory_utilization": 0.05, "vllm_max_model_length": settings.max_len}
     on_gpu |= {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
+    if "images" in rows[0]:  # vLLM counts no part of a picture that this processor does not cut in tiles, and ends
+        on_gpu = {"use_cpu": False, "bf16": True}
     if not settings.on_cpu:
         with_kv_cache(settings.kv_bytes)
     tokenizer = reader_of(settings.model, rows)

@@ -42,14 +42,17 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from offline_grpo.config.compose import composed, register, typed
 from offline_grpo.config.parts import Plan, make_plan
 from offline_grpo.errors import ConfigError
+from offline_grpo.model.layers import blocks_of
 from offline_grpo.model.layouts import layouts_for
 from offline_grpo.model.load import prepare
+from offline_grpo.model.offload import offload_inputs
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
 from offline_grpo.model.scoring import Scoring
+from offline_grpo.model.tiles import tile_mlps
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.placement.ranks import Ranks
-from offline_grpo.start.memory import GIB, MemoryRequest, check, choose_share, describe, predict
+from offline_grpo.start.memory import GIB, MemoryRequest, check, choose_way, describe
 from offline_grpo.train.batch import build_batch, with_advantages
 from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import Completion, FinishReason, Rollout, Score, TokenBatch
@@ -64,7 +67,7 @@ def plan_of(folder: Path, args: argparse.Namespace, overrides: Sequence[str]) ->
         model=hf model.train_id={folder} model.device={args.device} generation.max_new_tokens={args.completion_tokens}
         generation.batch_size=1 eval.enabled=false data.problems_per_iteration=4 data.rollouts_per_problem=8
         train.precision=bf16 train.batch_size=null train.tokens_per_microbatch={args.tokens_per_microbatch}
-        train.gradient_checkpointing=false train.kl_coef=0
+        train.gradient_checkpointing=false train.activation_offload=false train.kl_coef=0
     """
     register()
     return make_plan(typed(composed([*base.split(), *overrides])))
@@ -89,17 +92,24 @@ def random_batch(args: argparse.Namespace, num_sequences: int, vocab_size: int) 
     return with_advantages(batch, torch.linspace(-1, 1, num_sequences).tolist())
 
 
-def make_policy(plan: Any, config: PretrainedConfig, device: torch.device, recompute: float) -> Policy:
-    """As `load_policy`, but without files."""
+def make_policy(
+    plan: Any, config: PretrainedConfig, device: torch.device, recompute: float, *, is_shared: bool = True
+) -> Policy:
+    """As `load_policy`, but without files. `is_shared`: a server reads the weights, too."""
     torch.manual_seed(0)
     with device:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     trained: Any = prepare(model, plan.config.model, gradient_checkpointing=recompute)
+    if plan.config.model.mlp_tile_tokens is not None:
+        tile_mlps(blocks_of(model), plan.config.model.mlp_tile_tokens)
+    if plan.config.train.activation_offload is True:
+        offload_inputs(trained)
     scoring = Scoring(trained.to(device), layouts_for(plan.layout, device, torch.bfloat16)[0], plan.head)
     settle_layout(scoring, plan.layout, device)
     settle_compile(scoring, plan.config.model.compile, device)
     policy = Policy(scoring, build_char_tokenizer(4096))
-    policy.become_shared(before_publish=lambda: None)
+    if is_shared:
+        policy.become_shared(before_publish=lambda: None)
     return policy
 
 
@@ -112,10 +122,7 @@ def predicted(plan: Any, config: PretrainedConfig, args: argparse.Namespace) -> 
     total = torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else 80 * GIB
     total -= int(args.server_gib * GIB)
     prompts = (args.prompt_tokens, args.prompt_tokens)
-    wanted = plan.config.train.gradient_checkpointing
-    request = MemoryRequest(plan, config, None, prompts, [0], (), [total])
-    share = float(wanted is True)
-    share, devices = choose_share(request) if wanted == "auto" else (share, predict(request, share))
+    (share, _), devices = choose_way(MemoryRequest(plan, config, None, prompts, [0], (), [total]))
     print("\n".join(describe(devices)), file=sys.stderr)
     check(devices)
     return share, sum(part.num_bytes for part in devices[0].trainer if part.name != "CUDA context")

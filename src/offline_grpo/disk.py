@@ -29,6 +29,11 @@ def user_cache(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offline-grpo" / name
 
 
+def models_cache(cache_dir: str | None) -> Path:
+    """The folder for models that runs make."""
+    return Path(cache_dir).resolve() if cache_dir is not None else user_cache("models")
+
+
 def require_new(folder: Path, shown: str) -> None:
     """Raise ConfigError if there is something in `folder`, or in its place; `shown` is the setting, as it is typed."""
     if os.path.isfile(folder) or (os.path.isdir(folder) and any(folder.iterdir())):

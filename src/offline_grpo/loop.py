@@ -120,9 +120,7 @@ class Loop:
         run.source.sampled(iteration, groups)
 
         # 2. Rewards become advantages, and those updates of the policy. Each process takes its share of the sequences
-        #    of an update, and the gradients are summed (`Sharding`). Context parallelism, one sequence over several
-        #    GPUs, would take a layout (model/layouts.py) whose attention crosses them, and a `Sharding` that sums their
-        #    parts of its gradient.
+        #    of an update, and the gradients are summed (`Sharding`).
         with self._phase("train", iteration):
             experience = prepare_batch(groups, run.updater.passes, fills_updates=config.data.resample_zero_signal)
             metrics = {**rollout_metrics(groups), **run.source.metrics(), **experience.metrics}

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from rich.text import Text
 from offline_grpo.commands import cli
 from offline_grpo.config.build import build
 from offline_grpo.config.parts import sampling_of
+from offline_grpo.disk import models_cache
 from offline_grpo.engine.engine import LocalEngine
 from offline_grpo.errors import ScoreError
 from offline_grpo.history.records import hide_progress_bars, told_on
@@ -68,7 +68,7 @@ def play(words: Sequence[str], row: int = 0, replies: Iterable[str] | None = Non
         if tiny is not None and replies is not None:
             codec = codec_of(config, tiny.tokenizer())
         else:
-            cache = Path(config.cache_dir)
+            cache = models_cache(config.cache_dir)
             name = tiny.prepare(task, cache) if tiny else model.train_id or convert(str(model.gguf_file), cache)
             source = find_model(str(name), trust_remote_code=model.trust_remote_code, key="model.train_id")
             codec = codec_of(config, source.tokenizer(model.chat_template), generation_config_of(source.weights))

@@ -31,6 +31,7 @@ from io import FileIO
 from pathlib import Path
 
 from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.installed import install_command
 
 NONE = "none"
 PREFIX = os.path.realpath(sys.base_prefix)  # has Python and its standard library, and no package of the run
@@ -190,7 +191,7 @@ def why_not() -> str | None:
 def check(isolation: str) -> None:
     """Raise ConfigError where no sandbox works, unless none is asked for."""
     if isolation != NONE and (reason := why_not()) is not None:
-        fix = "uv sync --extra code, where the kernel lets users make namespaces; none runs all code as the user"
+        fix = f"{install_command('code')}, where the kernel lets users make namespaces; none runs all code as the user"
         raise ConfigError("scoring.sandbox", isolation, f"does not work on this machine ({reason}); {fix}")
 
 

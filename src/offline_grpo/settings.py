@@ -120,6 +120,8 @@ class ModelConfig(Group):
     chat_template_kwargs: Annotated[Any, Range("{NAME: VALUE}, or null", lambda value: isinstance(value, dict))] = None
     gguf_file: str | None = None
     quantization: Annotated[str | None, one_of("nf4")] = None
+    router_replay: Annotated[str, one_of("none", "old", "rollout")] = "none"
+    mlp_tile_tokens: Annotated[int | None, at_least(1)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,7 +190,9 @@ class TrainConfig(Group):
     precision: Annotated[str, one_of("fp32", "bf16", "fp16")]
     dither_masters: bool
     sharding: Annotated[str, one_of("none", "fsdp2")]
+    sequence_parallel: Annotated[int, at_least(1)]
     gradient_checkpointing: Annotated[Any, one_of("auto", True, False)]  # as model.compile
+    activation_offload: Annotated[Any, one_of("auto", True, False)]
     train_layer_indices: str | None
     mask_truncated: bool
     top_entropy_frac: Annotated[float, FRACTION]  # 1 trains on all tokens
@@ -206,6 +210,10 @@ class TrainConfig(Group):
         self.check("profile", is_iteration, fix)
         fix = "its loss scaling is not spread (train.sharding=fsdp2); use bf16 or fp32"
         self.check("precision", self.precision != "fp16" or self.sharding != "fsdp2", fix)
+
+        fix = "moves the inputs of recomputed blocks; use auto, or train.gradient_checkpointing=true"
+        is_acting = self.activation_offload is not True or self.gradient_checkpointing is True
+        self.check("activation_offload", is_acting, fix)
 
         # Of the two ways to say how large a microbatch is, and how many there are in an update, exactly one.
         is_one = (self.batch_size is None) != (self.tokens_per_microbatch is None)
@@ -322,7 +330,7 @@ class RunConfig:
     seed: int
     num_threads: int | None
     resume: str | None
-    cache_dir: str
+    cache_dir: str | None
     model: ModelConfig
     task: Any
     scoring: ScoringConfig

@@ -54,6 +54,7 @@ class Run:
     vision: Vision | None = field(init=False)  # what the model sees pictures with; None where no problem has one
     prompt_tokens: tuple[int, int] = field(init=False)  # of the shortest and the longest prompt
     recompute: float = field(init=False)  # share of the blocks whose activations are computed again
+    offloads_activations: bool = field(init=False)  # whether their inputs wait in the host's memory
     policy: Policy = field(init=False)
     sharding: Sharding = field(init=False)
     codec: TokenizerCodec = field(init=False)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whos
     import torch
     from torch import Tensor
 
+    Routes = np.ndarray[Any, np.dtype[Any]]
+
 Message = Mapping[str, Any]
 """`{"role": "user", "content": "..."}`, of an assistant perhaps with `tool_calls`. With pictures the content is a list
 of parts, `{"type": "text", "text": "..."}` and `{"type": "image"}`; the pictures themselves are beside the messages.
@@ -133,6 +135,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     needs_alternatives: bool = False
+    needs_routes: bool = False  # of a mixture of experts: completions say where their tokens went
 
     @property
     def has_filters(self) -> bool:
@@ -182,6 +185,8 @@ class Completion:
     versions: tuple[int, ...]  # [C] optimizer updates in the weights that drew the token
     alternatives: tuple[Sequence[int], ...] | None = None
     """[C] the tokens that the sampler's filters left beside the drawn one, in any order; None: the whole vocabulary."""
+    routes: Routes | None = field(default=None, compare=False)
+    """[P + C or less, L, K] the experts that the prompt's and its own first tokens went to in each block."""
 
 
 EQUAL_REWARDS = 1e-6
@@ -301,10 +306,11 @@ class Rollout:
     starts: tuple[int, ...] = (0,)  # where each sequence begins
     alternatives: tuple[Sequence[int], ...] | None = None  # [N] as in `Completion`; () where not sampled
     pictures: tuple[tuple[Picture, ...], ...] = ()  # of each sequence, in the order of its tokens; (): it has none
+    routes: Routes | None = field(default=None, compare=False)  # [N, L, K] int16 as in `Completion`; -1: unknown
 
     def __post_init__(self) -> None:
         rows = (self.token_ids, self.is_sampled, self.logprobs, self.versions)
-        given = (self.ref_logprobs, self.teacher_logprobs, self.alternatives)
+        given = (self.ref_logprobs, self.teacher_logprobs, self.alternatives, self.routes)
         lengths = {len(row) for row in (*rows, *given) if row is not None}
         if len(lengths) != 1:
             raise UnusableGroup("malformed", f"a rollout whose fields differ in length: {sorted(lengths)}")
@@ -334,6 +340,7 @@ class Rollout:
             score=score,
             alternatives=None if (found := completion.alternatives) is None else ((),) * blank + found,
             pictures=(pictures,) if pictures else (),
+            routes=joined_routes(blank + len(completion.token_ids), [(0, 0, completion.routes)]),
         )
 
     @property
@@ -344,6 +351,21 @@ class Rollout:
     def bounds(self) -> list[tuple[int, int]]:
         """Where each sequence begins and ends."""
         return list(pairwise((*self.starts, len(self.token_ids))))
+
+
+def joined_routes(num_tokens: int, parts: Iterable[tuple[int, int, Routes | None]]) -> Routes | None:
+    """[N, L, K] int16 of a rollout's completions: where the sequence of each begins, how many of its tokens have been
+    in one before, which knows where they went, and its routes. None if there are none.
+    """
+    import numpy as np
+
+    found = [(start, known, routes) for start, known, routes in parts if routes is not None]
+    if not found:
+        return None
+    joined = np.full((num_tokens, *found[0][2].shape[1:]), -1, np.int16)
+    for start, known, routes in found:
+        joined[start + known : start + len(routes)] = routes[known:]
+    return joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,6 +481,9 @@ class TokenBatch:
     alternatives: Tensor | None = None
     """[M] int64: of one token after the other, those that the sampler's filters left beside it."""
     pictures: tuple[tuple[Picture, ...], ...] = ()  # [S] of each sequence, on the host; (): there are none
+    routes: Tensor | None = None
+    """[T, L, K] int16: the experts that each token goes to in each block, see `model/routes.py`; None: those that the
+    policy chooses."""
 
     @property
     def completion_positions(self) -> Tensor:

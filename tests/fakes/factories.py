@@ -81,6 +81,7 @@ SETTINGS |= {"batch_size": 100, "tokens_per_microbatch": None, "grad_accum_steps
 SETTINGS |= {"weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant", "grad_clip": 1.0, "kl_coef": 0.0}
 SETTINGS |= {"entropy_coef": 0.01, "precision": "fp32", "dither_masters": False, "sharding": "none"}
 SETTINGS |= {"gradient_checkpointing": False, "train_layer_indices": None, "mask_truncated": False}
+SETTINGS |= {"activation_offload": "auto", "sequence_parallel": 1}
 SETTINGS |= {"top_entropy_frac": 1.0, "drop_zero_signal_groups": True, "max_bad_updates": 2, "profile": None}
 SETTINGS |= {"advantage": None, "loss": None, "optimizer": None}
 LOSS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "ratio_reference": "old"}

@@ -4,6 +4,7 @@ with the whole model in each; and calls that fail in one of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,15 @@ from architectures import VOCAB, ZOO
 from factories import LOSS, SETTINGS, make_rollout, make_scoring
 from torch import Tensor
 
-from offline_grpo.errors import EngineDied, EngineError, GrpoError
-from offline_grpo.loss import cispo, dapo, dr_grpo, grpo, gspo
+from offline_grpo.errors import ConfigError, EngineDied, EngineError, GrpoError
+from offline_grpo.loss import cispo, dapo, dppo, dr_grpo, grpo, gspo, sapo
 from offline_grpo.model.layers import compile_blocks
 from offline_grpo.model.layouts import Padded, Tree
+from offline_grpo.model.lm_head import TiledHead
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.scoring import BaseScoring
+from offline_grpo.model.proof import share_sequences
+from offline_grpo.model.scoring import BaseScoring, Scoring, measure_logit_transform
+from offline_grpo.model.ulysses import check_shareable
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import GroupStd
@@ -32,17 +36,20 @@ from offline_grpo.train.update import Updater
 from offline_grpo.types import TokenBatch
 
 LOSSES = {"cispo": cispo.CISPO, "dapo": dapo.DAPO, "dr_grpo": dr_grpo.DrGRPO, "grpo": grpo.GRPO, "gspo": gspo.GSPO}
+LOSSES |= {"dppo": dppo.DPPO, "sapo": sapo.SAPO}
+TERMS = {**LOSS, "kl_coef": 0.1, "divergence": "tv", "ratio_cap": 20.0, "tau_pos": 1.0, "tau_neg": 1.05}
+LENGTHS = (2, 13, 5, 7, 3, 11, 2)
 Result = tuple[dict[str, float], dict[str, Tensor]]
 
 
-def batch_of(seed: int, *, filtered: bool = False) -> TokenBatch:
+def batch_of(seed: int, *, filtered: bool = False, lengths: Sequence[int] = LENGTHS) -> TokenBatch:
     """Seven sequences of odd lengths; of their tokens, if filtered, every third was the only one left."""
     draw = torch.Generator().manual_seed(seed)
 
     def ids(length: int) -> list[int]:
         return torch.randint(8, VOCAB, (length,), generator=draw).tolist()
 
-    rollouts = [make_rollout(ids(3), ids(length)) for length in (2, 13, 5, 7, 3, 11, 2)]
+    rollouts = [make_rollout(ids(3), ids(length)) for length in lengths]
     if filtered:  # token ids below 8 are not drawn
         sets = [((), (), (), *(tuple(range(t % 3)) for t in r.token_ids[3:])) for r in rollouts]
         rollouts = [replace(r, alternatives=own) for r, own in zip(rollouts, sets, strict=True)]
@@ -62,20 +69,21 @@ def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Resu
     if case.get("recompute"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = Policy(make_scoring(model, Tree() if case.get("tree") else Padded()), SimpleNamespace())  # type: ignore[arg-type]
+    share = case.get("share", 1) if ranks.world_size > 1 else 1  # processes that have a slice of each sequence
+    if share > 1:
+        share_sequences(policy.scoring, ranks.neighbours(share), policy.device)
     if case.get("compile") and ranks.world_size > 1:  # the other one shows what is right
         compile_blocks(policy.causal_lm)
     sharding.prepare(policy)
     masters = policy.make_masters()
     other = ZOO[case["model"]].build(**{**case.get("changes", {}), "initializer_range": 0.1})
-    reference = BaseScoring(policy.scoring) if case.get("lora") else make_scoring(other.requires_grad_(False))
+    frozen = make_scoring(other.requires_grad_(False), policy.scoring.layout)
+    reference = BaseScoring(policy.scoring) if case.get("lora") else frozen
     sharding.prepare_reference(reference)
     settings = {"lr": 1e-3, "epochs": 2, "updates_per_iteration": 2, "batch_size": 2, "grad_clip": 0.1, "kl_coef": 0.1}
+    settings["sequence_parallel"] = share
     loss: Any = LOSSES[case.get("loss", "grpo")]
-    terms = {
-        name: value
-        for name, value in {**LOSS, "kl_coef": 0.1}.items()
-        if name in {field.name for field in fields(loss)}
-    }
+    terms = {name: value for name, value in TERMS.items() if name in {field.name for field in fields(loss)}}
     # A key's bias has no gradient but rounding, which a smaller eps would turn into steps.
     optimizer = AdamW(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-5, offload=False)
     passes = Passes(
@@ -96,7 +104,8 @@ def train(case: dict[str, Any], ranks: Any, sharding: Any, folder: Path) -> Resu
         seed=0,
         failure_dir=folder,
     )
-    metrics = updater.run(passes.score(batch_of(1, filtered=case.get("filtered", False))), iteration=0)
+    batch = batch_of(1, filtered=case.get("filtered", False), lengths=case.get("lengths", LENGTHS))
+    metrics = updater.run(passes.score(batch), iteration=0)
     is_whole = not case.get("lora")
     weights = sharding.lead(
         lambda: {name: t.clone() for name, t in sharding.full_weights(policy) if is_whole or "lora" in name}
@@ -126,7 +135,8 @@ def follow(folder: str, cases: list[dict[str, Any]]) -> None:
     )
     lines = []
     for case in cases:
-        found = train(case, ranks, FullyShardedPolicy(ranks), Path(folder))
+        sharding = Sharding(ranks) if case.get("whole") else FullyShardedPolicy(ranks)
+        found = train(case, ranks, sharding, Path(folder))
         names = ranks.gather([[sorted(part) for part in found]])
         if not ranks.is_main:  # the others wait for it in the next case
             continue
@@ -163,3 +173,19 @@ def one_fails(folder: str) -> None:
         except EngineError as error:
             heard.append(repr(error))
     Path(folder, str(ranks.rank)).write_text(repr(heard))
+
+
+def share_all(folder: str, names: Sequence[str]) -> None:
+    """Write what is said of each architecture of the zoo whose sequences the processes of the group are to share."""
+    ranks = Ranks(use_cpu=True)
+    lines = []
+    for name in names:
+        model = ZOO[name].build()
+        try:
+            check_shareable(model.config, ranks.world_size, has_pictures=False)
+            scoring = Scoring(model, Padded(), TiledHead(tile_width=None), logits=measure_logit_transform(model))
+            share_sequences(scoring, ranks.neighbours(ranks.world_size), torch.device("cpu"))
+            lines.append(f"{name}: shared")
+        except ConfigError as error:
+            lines.append(f"{name}: {error}")
+    Path(folder, f"{ranks.rank}.txt").write_text("\n".join(lines))

@@ -132,6 +132,11 @@ def run(words: list[str]) -> None:
     """What `python WORDS` does."""
     dash_m, *sys.argv = words
     assert dash_m == "-m", words
+    if "TESTED_WITH_ROUTES" in os.environ:
+        sys.path.append(os.path.dirname(__file__))
+        import routed_vllm
+
+        routed_vllm.install()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 

@@ -19,12 +19,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_processes_follow_the_trajectory_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["", "train.sequence_parallel=2", "train.sequence_parallel=2 train.sharding=fsdp2"])
+def test_two_processes_follow_the_trajectory_of_one(words: str, tmp_path: Path) -> None:
     overrides = [*SMALL, "train.precision=fp32", f"cache_dir={tmp_path}/cache", "data.problems_per_iteration=5"]
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert run_in_child(alone, *overrides, fresh=True) == 0, printed(alone)
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
-    command = [*accelerate, str(ROOT / "run_grpo.py"), *overrides, f"hydra.run.dir={together}"]
+    command = [*accelerate, str(ROOT / "run_grpo.py"), *overrides, *words.split(), f"hydra.run.dir={together}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     print(done.stdout + done.stderr)
     assert done.returncode == 0

@@ -24,7 +24,7 @@ from torch import nn
 
 from offline_grpo.config.build import resolve
 from offline_grpo.eval.evaluator import PassAtKEvaluator
-from offline_grpo.model import load
+from offline_grpo.model import load, offload, tiles
 from offline_grpo.rollouts.on_policy import OnPolicy
 from offline_grpo.run import train
 from offline_grpo.types import SamplingParams
@@ -102,6 +102,8 @@ def watch(patch: pytest.MonkeyPatch, trace: Trace) -> None:
         lambda groups, *_: trace.evaluations.append([sampled(each) for group in groups for each in group.rollouts]),
     )
     after(nn.functional, "scaled_dot_product_attention", lambda *_: trace.calls.update(["attend"]))
+    after(offload, "host_memory", lambda *_: trace.calls.update(["host"]))
+    after(tiles.Tiles, "_each", lambda *_: trace.calls.update(["tile"]))
     # without compiling anything, which takes most of a minute
     patch.setattr(nn.Module, "compile", lambda *_, **__: trace.calls.update(["compile"]))
 
@@ -187,6 +189,10 @@ RUNS: dict[str, Acts] = {
     "train.weight_decay": Acts("train.weight_decay=0.5", weights),
     "train.grad_clip": Acts("train.grad_clip=0.01", weights, keeps=samples),
     "train.gradient_checkpointing": Acts("train.gradient_checkpointing=true", calls("attend"), keeps=weights),
+    "train.activation_offload": Acts(
+        "train.activation_offload=true", calls("host"), base=f"{BRIEF} train.gradient_checkpointing=true", keeps=weights
+    ),
+    "model.mlp_tile_tokens": Acts("model.mlp_tile_tokens=8", calls("tile")),
     "train.top_entropy_frac": Acts("train.top_entropy_frac=0.3", weights),
     "eval.id_seed_start": Acts("eval.id_seed_start=4", answers, base="train.iterations=1"),
     "eval.temperature": Acts("eval.temperature=0.1", answers, base="train.iterations=1", keeps=samples),

@@ -79,7 +79,7 @@ QUICK = {"qwen2_5_0_5b", "qwen3_5"}
 def test_every_preset_is_trained_here_or_differs_in_the_model_alone() -> None:
     presets = {path.stem: yaml.safe_load(path.read_text()) for path in (CONF / "model").glob("*.yaml")}
     of_packages = {"smollm2_135m"}  # trained as it is: tests/contract/test_smollm2.py
-    assert presets.keys() == {*PRESETS, *OF_OTHER_SIZE, *of_packages, "hf", "tiny", "tiny_vl"}
+    assert presets.keys() == {*PRESETS, *OF_OTHER_SIZE, *of_packages, "hf", "tiny", "tiny_moe", "tiny_vl"}
     for preset, other in OF_OTHER_SIZE.items():
         own = {key: presets[preset][key] for key in ("train_id", "defaults")}  # the largest offloads
         assert presets[preset] == {**presets[other], **own}

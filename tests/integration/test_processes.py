@@ -47,6 +47,13 @@ def test_two_processes_follow_the_trajectory_of_one(cache: str, tmp_path: Path) 
     assert written == {"alone", "alone.txt", "together", "together.txt"}
 
 
+def test_a_process_without_a_sequence_takes_part_all_the_same(cache: str, tmp_path: Path) -> None:
+    """Two sequences for three."""
+    run = (*SMALL, cache, "train.iterations=1", "train.updates_per_iteration=1", "eval.enabled=false")
+    few = ("data.problems_per_iteration=1", "data.rollouts_per_problem=2")
+    assert run_in_children(3, tmp_path / "run", *run, *few) == [0] * 3, printed(tmp_path / "run")
+
+
 def test_the_signal_of_one_process_is_that_of_all(cache: str, tmp_path: Path) -> None:
     """A launcher hands on the exit code of the first that ends, and a Ctrl-C may come to one of them late."""
     run = tmp_path / "run"

@@ -26,6 +26,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "gpt2", "loss": "cispo"},
     {"model": "qwen3_5"},
     {"model": "qwen3", "lora": True},
+    {"model": "qwen3", "loss": "sapo"},
+    {"model": "smollm3", "loss": "dppo"},
 ]
 """All losses, on architectures that differ. Their 97 tokens and 33 or so rows of weights do not divide by four."""
 

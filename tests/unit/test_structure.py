@@ -10,7 +10,19 @@ import house
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "offline_grpo"
 FILES = sorted(SOURCE.rglob("*.py"))
-ROOT_MODULES = {"types", "interfaces", "errors", "settings", "seeding", "progress", "redaction", "hub", "disk", "sandbox"}
+ROOT_MODULES = {
+    "installed",
+    "types",
+    "interfaces",
+    "errors",
+    "settings",
+    "seeding",
+    "progress",
+    "redaction",
+    "hub",
+    "disk",
+    "sandbox",
+}
 LIFE = {"run", "state", "loop"}
 COMMANDS = {"__main__", "check", "compare", "evaluate", "export", "model_info", "play", "sample", "score"}
 """`python -m offline_grpo.COMMAND`: reads its words; the work is in a room."""

@@ -16,6 +16,7 @@ from hydra._internal.utils import get_args_parser
 
 from offline_grpo.config.compose import defaults, folder, groups, key_of
 from offline_grpo.errors import ConfigError
+from offline_grpo.installed import module_command, run_command
 
 WIDTH = 80
 UNEXPLAINED = ("defaults", "hydra", "_target_")
@@ -26,16 +27,16 @@ NOT_SERVED = {
 """What adapters of other trainers may have -> why ours cannot."""
 
 OF_OTHERS = "docs/from_the_seeds.md has the keys of other trainers"
-USAGE = """\
+USAGE = f"""\
 Train a language model with GRPO on problems whose answers a program can check.
 
-  uv run run_grpo.py [GROUP=OPTION] [KEY=VALUE] ...
-  uv run run_grpo.py --help GROUP-OR-KEY ...    only these, such as train.lr
-  uv run run_grpo.py --cfg job [OVERRIDE] ...   print the configuration
-  uv run run_grpo.py --multirun KEY=A,B ...     a run for each value
-  uv run run_grpo.py --hydra-help               Hydra's own options
-  uv run -m offline_grpo.play [OVERRIDE] ...    play one problem, or type it
-  uv run -m offline_grpo.score [OVERRIDE] ... TEXT   the reward of a text
+  {run_command()} [GROUP=OPTION] [KEY=VALUE] ...
+  {run_command()} --help GROUP-OR-KEY ...    only these, such as train.lr
+  {run_command()} --cfg job [OVERRIDE] ...   print the configuration
+  {run_command()} --multirun KEY=A,B ...     a run for each value
+  {run_command()} --hydra-help               Hydra's own options
+  {module_command("play")} [OVERRIDE] ...    play one problem, or type it
+  {module_command("score")} [OVERRIDE] ... TEXT   the reward of a text
 
 A list is [A,B]. Quote what the shell would change: 'eval.ks=[1,4]'.
 """

@@ -120,6 +120,7 @@ def make_plan(config: RunConfig) -> Plan:
     needs, launcher = weight_sync.requires, engine.launcher
     if launcher is not None:
         args, env = {**launcher.args, **needs.server_args}, {**needs.env, **launcher.env}
+        args |= {"enable_return_routed_experts": True} if sampling.needs_routes else {}
         engine = replace(engine, launcher=replace(launcher, args=args, env=env))
 
     # What evaluations ask, and how the weights get there: as to training's engine if that is the one.
@@ -208,6 +209,7 @@ def sampling_of(config: RunConfig, key: str) -> SamplingParams:
             )
 
     # Training scores each token among those that filters left, so these are recorded, and must not be too many.
+    sampling = replace(sampling, needs_routes=key == "generation" and config.model.router_replay == "rollout")
     if key == "generation" and sampling.has_filters and sampling.temperature > 0:
         return replace(sampling, top_k=sampling.top_k or LARGEST_SET, needs_alternatives=True)
     return sampling
@@ -279,6 +281,17 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
             fix = f"a server tells logprobs of the whole vocabulary alone; load the teacher by its id, or {without}"
             raise ConfigError(f"generation.{name}", value, fix)
 
+    # Routes of a mixture of experts.
+    if model.router_replay == "old" and config.planned_updates == 1:
+        fix = "a single update chooses the experts that it would follow; use none, rollout with vLLM, or more updates"
+        raise ConfigError("model.router_replay", "old", fix)
+    if plan.sampling.needs_routes and (data.train is not None or config.source.has_environments):
+        kind = engine.engine_class.name if engine.needs_server else "the sampler of this process"
+        who = "environments do" if config.source.has_environments else f"{kind} does"
+        fix = f"{who} not tell which experts tokens went to; use old, or generation=vllm_server on GPUs"
+        if config.source.has_environments or not engine.engine_class.tells_routes:
+            raise ConfigError("model.router_replay", "rollout", fix)
+
     # A Ray cluster.
     if placement.score_on_cluster and TaskFacts.of(data.task).scores_safely:
         fix = "this task's scores are computed in the run's process, as they cannot misbehave; leave it at false"
@@ -305,6 +318,18 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
         if type(plan.optimizer) is not AdamW or plan.optimizer.offload:
             fix = "train.sharding=fsdp2 spreads the state of torch's AdamW alone; use train/optimizer=adamw without "
             raise ConfigError("train.optimizer", train.optimizer["_target_"], f"{fix}offload")
+
+    # What processes that share sequences need.
+    if train.sequence_parallel > 1:
+        if model.router_replay != "none":
+            fix = "follows routes of whole sequences, and train.sequence_parallel has slices of them; use none"
+            raise ConfigError("model.router_replay", model.router_replay, fix)
+        if sync.requires.shares_weights:
+            fix = "the first process's weights come from a server, and train.sequence_parallel is settled before that; "
+            raise ConfigError("weight_sync", sync.name, f"{fix}use nccl, ipc or reload")
+        if plan.layout is not None and plan.layout.pads:
+            fix = "train.sequence_parallel lays sequences end to end; use auto, varlen or flash4"
+            raise ConfigError("model.layout", model.layout, fix)
 
     # Metrics that decide what is kept, and when the run ends.
     names = metric_names(config.eval.ks, config.eval.replicates)

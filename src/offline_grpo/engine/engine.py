@@ -26,6 +26,7 @@ class Engine(ABC):
     Attributes:
         name: of its kind, for messages.
         tells_alternatives: its completions have them where `SamplingParams.needs_alternatives` asks for it.
+        tells_routes: the same for `SamplingParams.needs_routes`.
         shows_pictures: it takes requests with pictures.
         pause_modes: what can become of requests in flight while weights are loaded (`weight_sync.pause_mode`).
         gpus: that a server which the run starts may see; None: all, or none.
@@ -36,6 +37,7 @@ class Engine(ABC):
     name: ClassVar[str]
     is_local: ClassVar[bool]
     tells_alternatives: ClassVar[bool] = False
+    tells_routes: ClassVar[bool] = False
     shows_pictures: ClassVar[bool] = False
     pause_modes: ClassVar[tuple[str, ...]] = ()
     weights: ServedWeights

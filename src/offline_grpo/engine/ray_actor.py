@@ -20,6 +20,7 @@ from typing import Any
 from offline_grpo.engine.http import RELEASE_S, choose_port, is_loopback, reachable
 from offline_grpo.engine.spawn import Lost, Scratch
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
+from offline_grpo.installed import install_command
 
 CONNECT_S = 4.0  # timeout of a connection to the cluster's address
 SETTLE_S = 10.0  # until Ray must have granted a reservation that fits by its own numbers
@@ -45,7 +46,7 @@ def connect(address: str, settings: Mapping[str, Any], *, group: str = "placemen
     try:
         import ray
     except ImportError as error:
-        fix = f"Ray is not installed ({error}); start with `uv run --extra ray ...`"
+        fix = f"Ray is not installed ({error}); install it by `{install_command('ray')}`"
         raise ConfigError(f"{group}.address={address}: {fix}") from error
     if ray.is_initialized():
         return False

@@ -19,6 +19,7 @@ from offline_grpo.engine.http import choose_port, is_loopback
 from offline_grpo.engine.server_engine import ELSEWHERE
 from offline_grpo.engine.vllm import LORA_KERNELS, VllmEngine, VllmLauncher
 from offline_grpo.errors import ConfigError, GrpoError, require
+from offline_grpo.installed import install_command
 
 KEY_VARIABLE = "VLLM_API_KEY"
 POLL_S = 1.0
@@ -60,7 +61,7 @@ def parse(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, VllmL
 
     # Its interpreter, and its port.
     has_vllm = options.python is not None or find_spec("vllm") is not None
-    fix = "vLLM is not installed here; start with `uv run --extra vllm -m ...`, or name another environment's"
+    fix = f"vLLM is not installed here; install it by `{install_command('vllm')}`, or name another environment's"
     require(has_vllm, "--python", options.python, fix)
     fix = "must be from 1 to 65535, or null for any free one"
     require(options.port == "null" or options.port.isdecimal(), "--port", options.port, fix)

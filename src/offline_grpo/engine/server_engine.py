@@ -48,6 +48,7 @@ from offline_grpo.engine.ray_actor import RemoteChild, Room
 from offline_grpo.engine.spawn import Child, Lost, Scratch, kept_compiled, visible, without_launch_variables
 from offline_grpo.engine.streaming import Streaming, in_background
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, require
+from offline_grpo.installed import install_command
 from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Choice(NamedTuple):
     logprobs: Sequence[float]  # nats
     finish_reason: str
     alternatives: Sequence[array[int]] | None = None  # where `SamplingParams.needs_alternatives` has asked for them
+    routes: np.ndarray[Any, np.dtype[Any]] | None = None  # the same, see `Completion`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,7 @@ class Launcher(ABC):
     def check_installed(self) -> None:
         """Raise ConfigError if the server's package is certainly missing. Another interpreter is not looked into."""
         if self.python is None and "PYTHONPATH" not in self.env and find_spec(self.package) is None:
-            extra = "start with `uv run --extra vllm run_grpo.py ...`, or " if self.package == "vllm" else ""
+            extra = f"install it by `{install_command('vllm')}`, or " if self.package == "vllm" else ""
             fix = f"name an interpreter that has {self.name}, or the generation.base_url of a server that is running"
             raise ConfigError(f"engine.python=null: {self.name} is not installed in this environment; {extra}{fix}")
 
@@ -693,7 +695,7 @@ class ServerEngine(Streaming, Engine):
 
         # Each must have as many tokens as may be, all of the model's vocabulary, and a number for each.
         completions = []
-        for token_ids, logprobs, why, beside in choices:
+        for token_ids, logprobs, why, beside, routes in choices:
             finish, most = FinishReason(why), sampling.max_new_tokens
             if not (finish is not FinishReason.ABORT) <= len(token_ids) <= most:
                 raise ValueError(f"{len(token_ids)} tokens where 1 to {most} were asked for")
@@ -718,7 +720,10 @@ class ServerEngine(Streaming, Engine):
                 if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
                     cause = f"(weights version {version}): these, or activations, are probably not finite"
                     raise ValueError(f"the logprob of token {position} is {logprob} {cause}")
+            num_tokens, num_routed = len(request.prompt_ids) + len(token_ids), 0 if routes is None else len(routes)
+            if sampling.needs_routes and not num_tokens - 1 <= num_routed <= num_tokens:
+                raise ValueError(f"routes of {num_routed} tokens for {num_tokens}")
             versions = (version,) * len(token_ids)
-            told = tuple(token_ids), tuple(map(float, logprobs)), finish, versions, alternatives
+            told = tuple(token_ids), tuple(map(float, logprobs)), finish, versions, alternatives, routes
             completions.append(Completion(*told))
         return completions

@@ -13,6 +13,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import pairwise, takewhile
 from operator import eq
 from pathlib import Path
@@ -142,6 +143,7 @@ class VllmEngine(ServerEngine):
 
     name: ClassVar[str] = "vLLM"
     tells_alternatives: ClassVar[bool] = True
+    tells_routes: ClassVar[bool] = True
     shows_pictures: ClassVar[bool] = True
     path = TOKENS
     oldest, newest = (0, 25), (0, 33)
@@ -249,6 +251,7 @@ class VllmEngine(ServerEngine):
         own = {"prompt": {"prompt_token_ids": prompt, **images}, "urgent": request.is_urgent}
         own |= {"banned_ids": [*self.banned_ids]} if self.banned_ids else {}
         own |= {"alternatives": True} if needs_sets else {}
+        own |= {"routes": True} if sampling.needs_routes else {}
         return {
             **(own if self.path == TOKENS else stock),
             "model": weights.name or None,  # None is the base model
@@ -262,7 +265,9 @@ class VllmEngine(ServerEngine):
         choices = answer["choices"]
         if "prompt_token_ids" in answer:  # of `TOKENS`
             prompt_ids = answer["prompt_token_ids"]
-            found = [Choice(c["token_ids"], c["logprobs"], c["finish_reason"], _decoded(c)) for c in choices]
+            found = [
+                Choice(c["token_ids"], c["logprobs"], c["finish_reason"], _decoded(c), _routes(c)) for c in choices
+            ]
         else:
             choices = sorted(choices, key=lambda choice: choice["index"])
             prompt_ids = choices[0]["prompt_token_ids"]
@@ -314,6 +319,11 @@ def _decoded(choice: Mapping[str, Any]) -> list[array[int]] | None:
     ids = array("i", b64decode(choice["alternatives"]))
     ends = np.flatnonzero(np.asarray(ids) == -1).tolist()
     return [ids[end + 1 : next_end] for end, next_end in pairwise([-1, *ends])]
+
+
+def _routes(choice: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]] | None:
+    """[N, L, K] from a file of numpy's in base64."""
+    return np.load(BytesIO(b64decode(choice["routes"]))) if "routes" in choice else None
 
 
 def _beside(choice: Choice, tops: Sequence[Mapping[str, float]]) -> list[array[int]]:

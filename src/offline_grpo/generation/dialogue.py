@@ -30,6 +30,7 @@ from offline_grpo.types import (
     Schema,
     Score,
     Turn,
+    joined_routes,
     num_pictures,
     pictures_in,
     text_of,
@@ -229,6 +230,15 @@ class Dialogue:
             starts=tuple(starts or [0]),
             alternatives=tuple(alternatives) if self.sampling.needs_alternatives else None,
             pictures=pictures if any(pictures := tuple(leaf.request.pictures for leaf in leaves)) else (),
+            routes=joined_routes(
+                len(token_ids),
+                [
+                    (start, 0 if ask.parent is None else len(ask.parent.token_ids) - 1, ask.completion.routes)
+                    for start, leaf in zip(starts, leaves, strict=True)
+                    for ask in leaf.path
+                    if ask.completion is not None
+                ],
+            ),
         )
 
 

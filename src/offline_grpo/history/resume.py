@@ -30,6 +30,7 @@ from offline_grpo.config.compose import composed, folder, fresh_schedule, groups
 from offline_grpo.disk import matching, write_whole
 from offline_grpo.errors import CheckpointError, ConfigError
 from offline_grpo.history.folder import Lock, RunDir
+from offline_grpo.installed import run_command
 from offline_grpo.redaction import flat, redacted
 from offline_grpo.report.runs import WITHOUT_EFFECT, Run, read_yaml, starts_of
 from offline_grpo.settings import RunConfig, StopWhenConfig, planned_updates
@@ -339,7 +340,7 @@ def command(path: Path, *overrides: str) -> str:
     """The command line that resumes the run or the sweep in a folder."""
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
-    return shlex.join(["uv", "run", "run_grpo.py", f"resume={quoted(path)}", *overrides])
+    return f"{run_command()} {shlex.join([f'resume={quoted(path)}', *overrides])}"
 
 
 def where(run_dir: RunDir) -> str:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offline_grpo.errors import ConfigError, require
+from offline_grpo.model.tiles import tiles_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -94,6 +95,18 @@ def parse_layer_indices(text: str, model: PreTrainedModel, *, key: str) -> list[
     return sorted(indices)
 
 
+class PatchProjection(nn.Conv3d):
+    """Of patches that are as large as its kernel, by one product. cuDNN takes many times as long in bf16, patch by
+    patch.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.shape[2:] != self.kernel_size:
+            return super().forward(input)
+        product = nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        return product[..., None, None, None]
+
+
 def is_composite(model_config: PretrainedConfig) -> bool:
     """Whether it is a text model with towers for images or sound. It is loaded and saved whole, and trained on text."""
     from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING  # which takes seconds: servers begin before it
@@ -133,6 +146,8 @@ def compile_blocks(model: PreTrainedModel) -> None:
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     for block in blocks_of(model):
         block.compile(dynamic=True)
+    for tiles in tiles_of(model):
+        tiles.of_tile = torch.compile(tiles.forward, dynamic=True)
 
 
 def not_compiled(model: nn.Module) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from offline_grpo.disk import user_cache
 from offline_grpo.errors import require
+from offline_grpo.installed import install_command
 from offline_grpo.interfaces import Layout
 from offline_grpo.types import TokenBatch
 
@@ -193,7 +194,7 @@ class Varlen(Padded):
 
     pads = False
     kernel: ClassVar[str] = VARLEN
-    """Its name in transformers; see `register`."""
+    """Its name in transformers; see `switched`."""
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ConfigError where the kernel does not run."""
@@ -204,16 +205,12 @@ class Varlen(Padded):
     def hidden_states(self, decoder: nn.Module, batch: TokenBatch) -> Tensor:
         if not _packs(decoder, batch):
             return super().hidden_states(decoder, batch)
-        # Where each sequence begins in the one row: the kernel attends within those boundaries.
-        lengths = torch.tensor((0, *batch.sequence_lengths), dtype=torch.int32)
-        boundaries = lengths.cumsum(0, dtype=torch.int32).to(batch.token_ids.device, non_blocking=True)  # [S+1]
         with self.attention(decoder, batch):
             hidden = decoder(
                 input_ids=batch.token_ids[None],  # [1, T]
                 position_ids=batch.position_ids[None],
                 use_cache=False,
-                cu_seq_lens_q=boundaries,
-                max_length_q=max(batch.sequence_lengths),
+                **kernel_arguments(batch.sequence_lengths, batch.token_ids.device),
             ).last_hidden_state  # [1, T, H]
         return hidden[0]
 
@@ -223,14 +220,8 @@ class Varlen(Padded):
         if not _packs(decoder, batch):
             yield
             return
-        config: Any = decoder.config
-        before = config._attn_implementation
-        register(self.kernel)
-        config._attn_implementation = self.kernel
-        try:
+        with switched(decoder, self.kernel, _attending(self.kernel)):
             yield
-        finally:
-            config._attn_implementation = before
 
 
 class Flash4(Varlen):
@@ -240,7 +231,7 @@ class Flash4(Varlen):
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ConfigError where the kernel does not run."""
-        fix = "needs a Hopper or Blackwell GPU, bf16 or fp16, and the package flash-attn-4 (`uv sync --extra vllm`)"
+        fix = f"needs a Hopper or Blackwell GPU, bf16 or fp16, and flash-attn-4 (`{install_command('vllm')}`)"
         require(has_flash4(device, dtype), "model.layout", "flash4", f"{fix}; use model.layout=auto")
 
 
@@ -250,19 +241,37 @@ def _packs(decoder: nn.Module, batch: TokenBatch) -> bool:
     return chunk is None or max(batch.sequence_lengths) <= chunk
 
 
-@functools.cache
-def register(name: str) -> None:
-    """Put a kernel behind transformers' attention interface, which takes seconds to import. A model that asks for
-    another kind of attention gets a ValueError. No way to make masks is registered: transformers then makes none, and
-    does not wait for the GPU.
+def kernel_arguments(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Where each sequence begins in the one row: a kernel attends within those boundaries."""
+    boundaries = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)  # [S+1]
+    return {"cu_seq_lens_q": boundaries.to(device, non_blocking=True), "max_length_q": max(lengths)}
+
+
+@contextmanager
+def switched(decoder: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the decoder attends by `function`; afterwards by what it did before. A model that asks for another kind
+    of attention gets a ValueError. No way to make masks is registered: transformers then makes none, and does not wait
+    for the GPU.
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface  # which takes seconds
 
-    AttentionInterface.register(name, functools.partial(_attention, name))
+    config: Any = decoder.config
+    before = config._attn_implementation
+    AttentionInterface.register(name, function)
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
-def _attention(
-    kernel: str,
+@functools.cache  # for the compiler, which begins anew for another function
+def _attending(kernel: str) -> Callable[..., tuple[Tensor, None]]:
+    return functools.partial(attend, kernel)
+
+
+def attend(
+    kernel: str | Callable[..., Tensor],
     module: nn.Module,
     query: Tensor,  # [1, heads, T, D]
     key: Tensor,  # [1, kv_heads, T, D]
@@ -283,6 +292,8 @@ def _attention(
     if unknown:
         raise ValueError(f"variable-length attention has no {', '.join(unknown)}")
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, heads, D]
+    if callable(kernel):
+        return kernel(q, k, v, cu_seq_lens_q, scaling, sliding_window or 0)[None], None
     if kernel == FLASH4:
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         return _flash4_forward(q, k, v, cu_seq_lens_q, max_length_q, scale, sliding_window or 0)[0][None], None
@@ -328,7 +339,7 @@ def _flash4_settings(boundaries: Tensor, longest: int, scale: float, window: int
 def _flash4_forward(
     q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """[T, heads, D] as in `_attention`, where no window is 0; and ln(sum(exp(scores))), [heads, T] in float32."""
+    """[T, heads, D] as in `attend`, where no window is 0; and ln(sum(exp(scores))), [heads, T] in float32."""
     out, logsumexp, *_ = flash4_interface()._flash_attn_fwd(
         q, k, v, return_lse=True, **_flash4_settings(boundaries, longest, scale, window)
     )

@@ -23,13 +23,22 @@ from offline_grpo.errors import ConfigError, reason_of, require
 from offline_grpo.interfaces import Layout, LossHead
 from offline_grpo.model.adapters import LanguageModel, unwrapped, with_lora
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
-from offline_grpo.model.layers import blocks_of, is_composite, parse_layer_indices, processor_files, text_parameters
+from offline_grpo.model.layers import (
+    PatchProjection,
+    blocks_of,
+    is_composite,
+    parse_layer_indices,
+    processor_files,
+    text_parameters,
+)
 from offline_grpo.model.layouts import layouts_for
+from offline_grpo.model.offload import offload_inputs
 from offline_grpo.model.policy import Policy
-from offline_grpo.model.proof import settle_compile, settle_layout
+from offline_grpo.model.proof import settle_compile, settle_layout, settle_routes
 from offline_grpo.model.quantization import nf4_arguments, settle_nf4
 from offline_grpo.model.scoring import Scoring, measure_logit_transform
 from offline_grpo.model.text import use_template
+from offline_grpo.model.tiles import tile_mlps
 from offline_grpo.settings import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -135,6 +144,7 @@ def load_policy(
     train_layer_indices: str | None,
     gradient_checkpointing: float,
     checkpoint: Path | None,
+    activation_offload: bool = False,
     shares_weights: bool = False,
 ) -> Policy:
     """The policy, from `checkpoint` (a folder that the checkpointer wrote) or else from `model_id`. Its GPU becomes
@@ -142,7 +152,7 @@ def load_policy(
 
     Args:
         shares_weights: load it on the CPU; its weights will be memory on `device` that the engine has allocated.
-            `settle_layout` and `settle_compile` are left to the caller then.
+            `settle` is left to the caller then.
     """
     # Weights: those of the checkpoint, or the base that its adapter is for.
     dtype = torch_dtype(precision)
@@ -153,15 +163,26 @@ def load_policy(
     how: Any = {"trust_remote_code": config.trust_remote_code}
     model = load_causal_lm(weights, config.attn_implementation, home, dtype, quantization=config.quantization, **how)
     model = prepare(model, config, train_layer_indices, gradient_checkpointing, adapter)
+    if config.mlp_tile_tokens is not None:
+        tile_mlps(blocks_of(unwrapped(model)), config.mlp_tile_tokens)
+    if activation_offload:
+        offload_inputs(model)
 
     # What it does to its logits is measured; its layout and its compiled blocks are proven.
     first = layouts_for(layout, device, dtype)[0]
     scoring = Scoring(model, first, head, logits=measure_logit_transform(unwrapped(model)))
     if not shares_weights:
-        settle_layout(scoring, layout, device)
-        settle_compile(scoring, config.compile, device)
+        settle(scoring, config, layout, device)
     tokenizer = load_tokenizer(model_id, chat_template=config.chat_template, **how)
     return Policy(scoring, tokenizer, compute_device=device)
+
+
+def settle(scoring: Scoring, config: ModelConfig, layout: Layout | None, device: torch.device) -> None:
+    """Prove what the policy is scored with: its layout, its routers, its compiled blocks, in this order."""
+    settle_layout(scoring, layout, device)
+    if config.router_replay != "none":
+        settle_routes(scoring, device, replay=config.router_replay)
+    settle_compile(scoring, config.compile, device)
 
 
 def is_adapted_policy(config: ModelConfig) -> bool:
@@ -178,6 +199,8 @@ def load_frozen(
     how = {"key": key, "trust_remote_code": config.trust_remote_code}
     model = load_causal_lm(model_id, config.attn_implementation, device, torch_dtype(precision), **how)
     model.requires_grad_(False)
+    if config.mlp_tile_tokens is not None:
+        tile_mlps(blocks_of(model), config.mlp_tile_tokens)
     with torch.accelerator.device_index(device.index):
         frozen = Scoring(model, scoring.layout, scoring.head, logits=measure_logit_transform(model, key=key))
         # What holds for one holds for the other, and is said once.
@@ -280,6 +303,9 @@ def load_causal_lm(
         settle_nf4(model, dtype or torch.bfloat16)
     if is_composite(config):
         processor_files(model_id)
+        for module in model.modules():
+            if type(module) is nn.Conv3d:
+                module.__class__ = PatchProjection
     missing = min(info["missing_keys"], default=None)
     require(missing is None, key, model_id, f"has no weights for {missing}, which would be random; take another copy")
 

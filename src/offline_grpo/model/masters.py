@@ -7,15 +7,14 @@ then rounded into the model. Masters begin beside the weights, so that the first
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from offline_grpo.model.offload import host_memory
 from offline_grpo.seeding import derive_seed
 
 CHUNK_ELEMENTS = 1 << 24
@@ -33,34 +32,18 @@ their own."""
 class HostTensors:
     """`flat` [N] fp32, zeros, and a view of it for each shape: `views`. Equal shapes give views at the same places.
 
-    Where `device` is a GPU, the pages are locked until the last view is gone, so that copies run beside computations.
-    torch's own page-locked tensors are not used: their memory is the next power of two. Raises torch.OutOfMemoryError
-    if the host has too little memory that it may lock.
+    Raises torch.OutOfMemoryError if the host has too little memory that it may lock for the GPU `device`.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
         # One row of numbers, and where each shape begins in it.
         ends = list(accumulate(-(-shape.numel() // ALIGNED) * ALIGNED for shape in shapes.values()))
         starts = [0, *ends][: len(ends)]
-        memory = np.empty(ends[-1] if ends else 0, dtype=np.float32)  # of numpy, which says when it goes
-        self.flat = torch.from_numpy(memory).fill_(0)  # by all threads, unlike torch.zeros
+        self.flat = host_memory(ends[-1] if ends else 0, torch.float32, device).fill_(0)  # by all threads
         self.views: dict[str, Tensor] = {
             name: self.flat[start : start + shape.numel()].view(shape)
             for (name, shape), start in zip(shapes.items(), starts, strict=True)
         }
-        if device.type != "cuda" or not len(memory):
-            return
-
-        # Lock its pages; they are unlocked before the memory goes: what the next job of a sweep gets may lie at the
-        # same place, and cannot be locked twice. The end of the process needs no help.
-        runtime: Any = torch.cuda.cudart()
-        address = memory.ctypes.data
-        code = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for all GPUs
-        if code != 0:
-            gib = memory.nbytes / 2**30
-            says = f"the host cannot lock {gib:.1f} GiB of its memory (error {code}); `ulimit -l`"
-            raise torch.OutOfMemoryError(says)
-        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
 
 class MasterWeights:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from io import BytesIO
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.nn.functional import pad
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of, require
+from offline_grpo.installed import install_command
 from offline_grpo.model.layers import is_composite
 from offline_grpo.types import Encoded, Picture
 
@@ -31,8 +32,8 @@ at a time. It fails for LLaVA-OneVision, which sees a picture less sharply besid
 """
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values of photographs whose width is the height of what the camera saw."""
-NUM_KEPT = 128
-"""Pictures whose tensors stay in memory: the rows of a group, and the passes over a batch, look at the same ones."""
+MAX_SEEN_BYTES = 1 << 30
+"""Of what a model has made of pictures; when there is more it begins anew."""
 STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
 """Of composites: tokens in whose place features of a tower come."""
 NEVER = -1e4
@@ -50,6 +51,7 @@ class Vision:
     sampler nor the trainer has them in its softmax.
     """
     _texts: dict[tuple[int, int], str] = field(default_factory=dict)
+    _seen: WeakKeyDictionary[Any, dict[str, Features]] = field(default_factory=WeakKeyDictionary)
 
     @property
     def placeholder(self) -> str:
@@ -84,17 +86,38 @@ class Vision:
         return self._texts[size]
 
     def forward(self, lm: Any, pictures: Sequence[Picture], input_ids: Tensor, **how: Any) -> Any:
-        """The output of the model below the head for rows of tokens [S, L] and all their pictures, in this order."""
-        return lm.base_model(input_ids=input_ids, **self.inputs(input_ids, pictures, lm.dtype), **how)
-
-    def inputs(self, rows: Tensor, pictures: Sequence[Picture], dtype: torch.dtype) -> dict[str, Tensor]:
-        """What the model's forward takes beside the rows: pixels, their sizes, and which tokens are a picture's."""
-        parts = [tensors_of(self, picture) for picture in pictures]
-        joined = {name: _joined([part[name] for part in parts]) for name in parts[0]}
-        is_picture = torch.isin(rows, torch.tensor(self.processor.image_token_ids, device=rows.device))
+        """The output of the model below the head for rows of tokens [S, L] and all their pictures, in this order. The
+        tower, which is frozen, looks at each picture once, and not at those of every rollout and pass.
+        """
+        # Which tokens are a picture's, and its size in patches: positions in the text depend on them.
+        is_picture = torch.isin(input_ids, torch.tensor(self.processor.image_token_ids, device=input_ids.device))
         types = {name: is_picture.long() for name in ("mm_token_type_ids", "token_type_ids") if name in self.arguments}
-        moved = {name: x.to(rows.device, dtype if x.is_floating_point() else None) for name, x in joined.items()}
-        return moved | types
+        seen = _joined([self._seen_by(lm, picture) for picture in pictures])
+        inputs = {"input_ids": input_ids, **types, **seen.sizes}
+
+        # Told that there are pixels, the model asks what they show, whatever transformers it is of.
+        model = lm.base_model
+        model.get_image_features = lambda *_, **__: seen
+        try:
+            return model(pixel_values=input_ids.new_empty(1), **inputs, **how)
+        finally:
+            del model.get_image_features
+
+    @torch.no_grad()
+    def _seen_by(self, lm: Any, picture: Picture) -> Features:
+        """What the model's text reads in the place of a picture."""
+        known = self._seen.setdefault(lm, {})
+        if picture.key not in known:
+            if sum(each.num_bytes for each in known.values()) > MAX_SEEN_BYTES:
+                known.clear()
+            pixels = self.processor(text=[self.placeholder], images=[[opened(picture)]], return_tensors="pt")
+            given = {n: x.to(lm.device, lm.dtype if x.is_floating_point() else None) for n, x in pixels.items()}
+            look = lm.base_model.get_image_features
+            taken = given.keys() & inspect.signature(look).parameters.keys()
+            found = look(**{name: given[name] for name in taken}, return_dict=True)
+            sizes = {name: given[name] for name in given if name == "image_grid_thw"}
+            known[picture.key] = Features(found.pooler_output, getattr(found, "deepstack_features", ()), sizes)
+        return known[picture.key]
 
     def bias(self, weight: Tensor) -> Tensor:
         """Of the head whose weights [V, H] these are: [V], `NEVER` for what is never sampled, else 0."""
@@ -111,23 +134,26 @@ def size_of(picture: Picture) -> tuple[int, int]:
         return (image.height, image.width) if is_turned else image.size
 
 
-@lru_cache(maxsize=NUM_KEPT)
-def tensors_of(vision: Vision, picture: Picture) -> dict[str, Tensor]:
-    """What the processor makes of a picture, as far as the model takes it."""
-    found = vision.processor(text=[vision.placeholder], images=[[opened(picture)]], return_tensors="pt")
-    of_text = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
-    return {name: found[name] for name in found.keys() & vision.arguments - of_text}
+@dataclass(frozen=True)
+class Features:
+    """What a tower and the layer behind it make of pictures."""
+
+    pooler_output: Tensor | Sequence[Tensor]  # [N, ...], or of each picture [n, H]
+    deepstack_features: Sequence[Sequence[Tensor]]  # the same for several layers of the text
+    sizes: Mapping[str, Tensor]  # in patches [N, 3], which positions in the text depend on
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for own in (self.pooler_output, *self.deepstack_features) for x in own)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Pictures, or their patches or tiles, one after the other, and zeros where one is smaller than others."""
-    sizes = [max(own) for own in zip(*(part.shape[1:] for part in parts), strict=True)]
-    return torch.cat([_padded(part, sizes) for part in parts])
-
-
-def _padded(part: Tensor, sizes: Sequence[int]) -> Tensor:
-    blanks = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
-    return pad(part, [n for blank in reversed(blanks) for n in (0, blank)])
+def _joined(parts: Sequence[Features]) -> Features:
+    """Those of several pictures, one after the other."""
+    pooled: Any = [part.pooler_output for part in parts]
+    joined = torch.cat(pooled) if isinstance(pooled[0], Tensor) else [*chain.from_iterable(pooled)]
+    of_layers = zip(*(part.deepstack_features for part in parts), strict=True)
+    sizes = {name: torch.cat([part.sizes[name] for part in parts]) for name in parts[0].sizes}
+    return Features(joined, [[*chain.from_iterable(own)] for own in of_layers], sizes)
 
 
 def opened(picture: Picture) -> Image.Image:
@@ -157,7 +183,7 @@ def vision_of(model_id: str, config: Any, *, trust_remote_code: bool = False) ->
     try:
         processor = transformers.AutoProcessor.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     except ImportError as error:
-        fix = "install what it needs, in this repository by uv sync --extra images"
+        fix = f"install what it needs by {install_command('images')}"
         raise ConfigError(
             f"model.train_id={model_id}: its processor cannot be made ({reason_of(error)}); {fix}"
         ) from error

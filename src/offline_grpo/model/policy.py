@@ -38,7 +38,7 @@ class Policy:
         self.compute_device = compute_device or scoring.device  # another than it is on only until `become_shared`
         self.dtype = self.causal_lm.dtype  # that it computes and is saved in
         self.is_sharded = False  # whether its parameters are this process's parts of them (see train/fsdp2.py)
-        self.logprobs = scoring.logprobs  # from a batch to logprobs [T] without gradient, dropout off
+        self.logprobs = scoring.logprobs_alone  # from a batch to logprobs [T] without gradient, dropout off
         self.masters: MasterWeights  # that the optimizer steps on; there once `make_masters` was called
         self._before_publish: Callable[[], None] | None = None
 

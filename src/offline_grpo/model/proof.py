@@ -12,17 +12,21 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.adapters import has_adapters
 from offline_grpo.model.layers import compile_blocks, is_compiled, not_compiled, num_blocks
 from offline_grpo.model.layouts import Flash4, flash4_interface, layouts_for
+from offline_grpo.model.routes import Routers
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
+from offline_grpo.model.tiles import tiles_of
+from offline_grpo.model.ulysses import Ulysses
 from offline_grpo.types import TokenBatch
 
 log = logging.getLogger(__name__)
@@ -90,6 +94,9 @@ class Proof:
             found = scoring(batch).logprobs[self.mask]
             with scoring.attention(batch):
                 gradients = self._gradients(found @ self.weights)
+            if isinstance(scoring.layout, Ulysses):
+                for gradient in gradients:  # of a slice
+                    distributed.all_reduce(gradient, group=scoring.layout.group)
             scoring.model.eval()
             scored = scoring.logprobs(batch)[self.mask]  # compiled blocks have code of their own for it
         except torch.OutOfMemoryError:
@@ -149,6 +156,38 @@ def settle_layout(
     raise ConfigError(f"{key}={model.name_or_path}: {kind} cannot be scored in batches: {fault}; choose another model")
 
 
+def settle_routes(scoring: Scoring, device: torch.device, *, replay: str) -> None:
+    """Let the policy's routers follow routes, for `model.router_replay=REPLAY`; once the layout is settled, and before
+    blocks are compiled, which would not notice. Raises ConfigError for a model whose routers are not found, or do not
+    do as they are told: their own routes must change nothing, and others something.
+    """
+    model, batch, fault = scoring.causal_lm, batch_for(scoring, device), None
+    before = scoring.logprobs(batch)
+    try:
+        scoring.routers = Routers(model, batch.token_ids[None, : batch.sequence_lengths[0]])
+        noise = (scoring.logprobs(batch) - before).abs().max()  # 0, unless its kernels add up in any order
+        own = scoring.seen_routes(batch)
+        others = torch.where(own < 0, own, (own + 1) % (1 + own.max()))
+        by_own, by_others = (scoring.logprobs(replace(batch, routes=routes)) for routes in (own, others))
+        if (by_own - before).abs().max() > noise:
+            fault = "computes something else if it follows its own routes"
+        elif (by_others - before).abs().max() <= noise:
+            fault = "follows no others than its own routes"
+    except (ConfigError, ValueError, TypeError, AttributeError) as error:  # of blocks and routers of another kind
+        fault = str(error)
+    require(fault is None, "model.router_replay", replay, f"{type(model).__name__} {fault}; use none")
+
+
+def share_sequences(scoring: Scoring, group: distributed.ProcessGroup, device: torch.device) -> None:
+    """Let the processes of `group` share every sequence that `scoring` scores, by the layout that was settled. Raises
+    ConfigError, on all of them, where that is wrong for this model.
+    """
+    scoring.layout = Ulysses(scoring.layout, group)
+    if (fault := Proof(scoring, device).fault()) is not None:
+        name = type(scoring.causal_lm).__name__
+        raise ConfigError("train.sequence_parallel", group.size(), f"wrong for {name}, {fault}; use 1")
+
+
 def settle_compile(
     scoring: Scoring, requested: bool | str, device: torch.device, *, key: str = "model.train_id"
 ) -> None:
@@ -172,6 +211,8 @@ def settle_compile(
     # Undo what `compile` has set; there is no public way back.
     for module in model.modules():
         module._compiled_call_impl = None
+    for tiles in tiles_of(model):
+        tiles.of_tile = tiles.forward
     if requested is True:
         raise ConfigError(f"{setting}: does not work with {name} ({key}), {fault}; use auto or false")
     fix = "if memory runs out, set model.compile=false, which the memory plan counts with"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,8 @@ from offline_grpo.model.adapters import LanguageModel, adapters_off, unwrapped
 from offline_grpo.model.filtered_head import filtered_head
 from offline_grpo.model.layers import decoder_of, output_embeddings
 from offline_grpo.model.layouts import Padded
+from offline_grpo.model.routes import Routers, Rows
+from offline_grpo.model.ulysses import Ulysses
 from offline_grpo.types import TokenBatch, TokenStats
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class Scoring(nn.Module):
         super().__init__()
         self.model, self.layout, self.head, self.logits = model, layout, head, logits
         self.vision: Vision | None = None  # of a run with pictures, once what there is without them is proven
+        self.routers: Routers | None = None  # of a policy that follows routes, or whose routes are recorded
+        self._rows: tuple[Tensor, Rows] | None = None  # of the last batch: for `tree` they take time
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -78,18 +82,26 @@ class Scoring(nn.Module):
         """
         # Triton kernels run on the current GPU, and a reference may have another.
         with torch.accelerator.device_index(self.device.index):
-            hidden = self._hidden_states(batch)  # [T, H]
+            with self._routes(batch):
+                hidden = self._hidden_states(batch)  # [T, H]
             output, bias = self.output, self.output.bias
             if self.vision is not None:
                 never = self.vision.bias(output.weight)
                 bias = never if bias is None else bias + never
-            at = batch.completion_positions  # [N]
+            at, first, own = batch.completion_positions, 0, slice(None)  # [N]
+            if isinstance(shared := self.layout, Ulysses):  # those that this process's slice predicts
+                first, own = shared.own(batch, at)
             head: Any = self.head
             if batch.num_alternatives is not None:  # the sampler's filters left a part of the vocabulary
-                sets = {"num_alternatives": batch.num_alternatives[at], "alternatives": batch.alternatives}
-                head = partial(filtered_head, **sets)
+                sizes, sets = batch.num_alternatives[at], batch.alternatives  # [N], [M]
+                assert sets is not None
+                if own != slice(None):
+                    ends = nn.functional.pad(sizes.cumsum(0), (1, 0))
+                    sizes, sets = sizes[own], sets[ends[own.start] : ends[own.stop]]
+                head = partial(filtered_head, num_alternatives=sizes, alternatives=sets)
+            at = at[own]
             logprobs, entropy = head(
-                hidden[at - 1],  # the only shift by one: a token is predicted at the position before it
+                hidden[at - 1 - first],  # the only shift by one: a token is predicted at the position before it
                 output.weight,
                 bias,
                 batch.token_ids[at],
@@ -98,7 +110,10 @@ class Scoring(nn.Module):
                 entropy_requires_grad=entropy_requires_grad,
             )
         zeros = logprobs.new_zeros(len(batch.token_ids))  # [T]
-        return TokenStats(logprobs=zeros.index_copy(0, at, logprobs), entropy=zeros.index_copy(0, at, entropy))
+        stats = TokenStats(logprobs=zeros.index_copy(0, at, logprobs), entropy=zeros.index_copy(0, at, entropy))
+        if isinstance(shared, Ulysses):
+            stats = TokenStats(logprobs=shared.whole(stats.logprobs), entropy=shared.whole(stats.entropy))
+        return stats
 
     @property
     def pads(self) -> bool:
@@ -106,8 +121,8 @@ class Scoring(nn.Module):
         return self.layout.pads or self.vision is not None
 
     def _hidden_states(self, batch: TokenBatch) -> Tensor:
-        """The decoder's last hidden states [T, H]. With pictures they come from the model around it, whose tower is
-        frozen, and which counts positions itself, in rows of one sequence each.
+        """The decoder's last hidden states [T, H], or [C, H] of this process's slice. With pictures they come from the
+        model around it, whose tower is frozen, and which counts positions itself, in rows of one sequence each.
         """
         if not any(batch.pictures):
             return self.layout.hidden_states(decoder_of(self.causal_lm), batch)
@@ -115,17 +130,51 @@ class Scoring(nn.Module):
         look: Any = partial(self.vision.forward, self.causal_lm, [*chain.from_iterable(batch.pictures)])
         return Padded().hidden_states(look, batch)
 
-    def attention(self, batch: TokenBatch) -> AbstractContextManager[None]:
-        """The attention that `forward` uses; a backward pass through checkpointed activations must run inside."""
-        if any(batch.pictures):
+    @contextmanager
+    def attention(self, batch: TokenBatch) -> Iterator[None]:
+        """The attention and the routes that `forward` uses: a backward pass through checkpointed activations must run
+        inside.
+        """
+        own = nullcontext() if any(batch.pictures) else self.layout.attention(decoder_of(self.causal_lm), batch)
+        with own, self._routes(batch):
+            yield
+
+    def _routes(self, batch: TokenBatch) -> AbstractContextManager[None]:
+        if self.routers is None or batch.routes is None:
             return nullcontext()
-        return self.layout.attention(decoder_of(self.causal_lm), batch)
+        rows = self._rows_of(batch)
+        return self.routers.following(batch.routes, rows.places, rows.size)
+
+    def _rows_of(self, batch: TokenBatch) -> Rows:
+        if self._rows is None or self._rows[0] is not batch.token_ids:
+            layout = Padded() if any(batch.pictures) else self.layout
+            self._rows = batch.token_ids, Rows(layout, decoder_of(self.causal_lm), batch)
+        return self._rows[1]
+
+    def seen_routes(self, batch: TokenBatch) -> Tensor:
+        """[T, L, K] what the routers would have chosen when `forward` has just scored the batch."""
+        assert self.routers is not None
+        return self.routers.seen(self._rows_of(batch).places)
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Logprobs [T] without gradient, dropout off."""
         with eval_mode(self.model):
             return self(batch).logprobs
+
+    def logprobs_and_routes(self, batch: TokenBatch) -> Tensor:
+        """Logprobs, and behind them the routes that the experts of each block are chosen by: [T, 1 + L * K] float32."""
+        logprobs = self.logprobs(batch)
+        return torch.cat([logprobs[:, None], self.seen_routes(batch).flatten(1).float()], 1)
+
+    def logprobs_alone(self, batch: TokenBatch) -> Tensor:
+        """`logprobs` by this process without those that it shares sequences with."""
+        shared = self.layout
+        self.layout = shared.alone if isinstance(shared, Ulysses) else shared
+        try:
+            return self.logprobs(batch)
+        finally:
+            self.layout = shared
 
     @torch.no_grad()
     def entropy(self, batch: TokenBatch) -> Tensor:
@@ -136,7 +185,7 @@ class Scoring(nn.Module):
 
 @dataclass(frozen=True)
 class BaseScoring:
-    """An adapted policy with its LoRA adapters switched off: so it is its own reference."""
+    """An adapted policy with its LoRA adapters switched off: so it is its own reference, on its own routes."""
 
     adapted: Scoring
 
@@ -146,7 +195,7 @@ class BaseScoring:
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         with adapters_off(self.adapted.model):
-            return self.adapted.logprobs(batch)
+            return self.adapted.logprobs(replace(batch, routes=None))
 
 
 def prepare_for_gradients(model: nn.Module, *, adapter_dropout: bool = True) -> None:

@@ -1,4 +1,5 @@
-"""A model of a few hundred thousand weights, built and warm-started on this machine: no download, no GPU.
+"""A model of a few hundred thousand weights, built and warm-started on this machine: no download, no GPU. The default
+one's weights come with the package; `benchmarks/tiny_weights.py` makes them.
 
 The warm start is supervised: first on right answers, then on demonstrations of which a fixed share is wrong. Once the
 model knows the answers, half wrong ones make it sample the right one only half of the time, while that stays its most
@@ -13,7 +14,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,7 +43,9 @@ from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.types import Problem, Split
 
 SCRATCH = ".tiny-"
-FORMAT_VERSION = 1
+SHIPPED = Path(__file__).with_name("warm_started")
+"""Has the weights of models by the names of their folders, NAME.safetensors."""
+FORMAT_VERSION = 2
 """Raise it when the same settings would give another model: folders built before are then no longer found."""
 
 BETAS = (0.9, 0.99)
@@ -121,10 +125,12 @@ class TinyModel:
         ]
         content = json.dumps([FORMAT_VERSION, asdict(self), examples], sort_keys=True)
         folder = cache_dir / f"{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-        text = f"building the tiny model (once): warm start of {self.warm_start_steps} steps"
-        return build_once(folder, SCRATCH, partial(self._build, problems), ("warm start", text))
+        shipped = SHIPPED / f"{folder.name}.safetensors"
+        start = "its weights are here" if shipped.exists() else f"warm start of {self.warm_start_steps} steps"
+        step = "warm start", f"building the tiny model (once): {start}"
+        return build_once(folder, SCRATCH, partial(self._build, problems, shipped), step)
 
-    def _build(self, problems: Sequence[Problem], folder: Path) -> None:
+    def _build(self, problems: Sequence[Problem], shipped: Path, folder: Path) -> None:
         # The tokenizer, and whether its context has room for prompt, answer, the digit that a wrong answer may have
         # more, and EOS.
         context = self.max_position_embeddings
@@ -143,7 +149,28 @@ class TinyModel:
             model = self._model(tokenizer)
         model.generation_config = GenerationConfig(**special_ids(tokenizer))
 
-        # The warm start: linear warm-up, then a cosine; right answers first, then demonstrations with wrong ones.
+        # The warm start, or what comes of it. It is rounded to 16 bits, in which it is shipped.
+        parameters = dict(model.named_parameters())
+        if shipped.exists():
+            weights = load_file(shipped)
+        else:
+            self._warm_start(model, tokenizer, problems, prompts)
+            weights = {name: parameter.half() for name, parameter in parameters.items()}
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+        model.eval()
+        model.save_pretrained(folder)
+        reader.save_pretrained(folder)
+
+    def _warm_start(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        problems: Sequence[Problem],
+        prompts: Mapping[str, tuple[list[int], dict[str, Tensor]]],
+    ) -> None:
+        """Linear warm-up, then a cosine; right answers first, then demonstrations with wrong ones."""
         steps, lr = self.warm_start_steps, self.warm_start_lr
         clean = demonstrations(problems, noise_frac=0.0, seed=self.seed)
         noisy = demonstrations(problems, noise_frac=self.noise_frac, seed=self.seed)
@@ -164,9 +191,6 @@ class TinyModel:
             nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
             optimizer.step()
             progress.report(step + 1, steps, "steps")
-        model.eval()
-        model.save_pretrained(folder)
-        reader.save_pretrained(folder)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return build_char_tokenizer(self.max_position_embeddings)

@@ -55,6 +55,10 @@ class Ranks:
         whole = self.gather_results(lambda: list(enumerate(action())))
         return [item for _, item in sorted(whole, key=lambda pair: pair[0])]  # stable: rank 0's first
 
+    def neighbours(self, size: int) -> distributed.ProcessGroup:
+        """The group of `size` consecutive processes, of which this one is; `size` divides the number of all."""
+        return distributed.new_subgroups(size, timeout=PATIENCE)[0]  # type: ignore[return-value]
+
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Add up `tensors` over all processes, in place and as one message."""
         if self.world_size == 1 or not tensors:

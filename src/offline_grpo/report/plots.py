@@ -56,15 +56,25 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     curves |= {f"eval/task/{task}/pass@1": short(task, MAX_NAME) for task in tasks}
     title = "Held-out pass@1 of all and of each task" if tasks else title
     held_out = Figure("learning", title, "share of problems", curves, from_zero=False)
-    # The reward, and its largest parts.
+    # The reward with its largest parts, and the blocks where routers would have decided otherwise most often.
     reward = Figure("learning", "Training reward", "reward", {"train/reward_mean": "mean ± std"}, from_zero=False)
-    keys = {key for run in runs for key in run.keys("train") if key.startswith("reward/")}
-    size = {key: max(abs(run.series(f"train/{key}").values).max(initial=0) for run in runs) for key in keys}
     parts = {}
-    for key in sorted(keys, key=lambda key: (-size[key], key))[: len(COLORS)]:
-        name = key.removeprefix("reward/")
-        parts[f"train/{key}"] = name if len(name) <= MAX_NAME else short(name.rpartition("/")[2], MAX_NAME)
-    return [held_out, reward, Figure("learning", "Parts of the reward", "reward", parts), *_OF_EVERY_RUN]
+    for key in _largest(runs, "reward/", len(COLORS)):
+        name = key.removeprefix("train/reward/")
+        parts[key] = name if len(name) <= MAX_NAME else short(name.rpartition("/")[2], MAX_NAME)
+    blocks = {
+        key: key.split("/")[2].replace("_", " ") for key in sorted(_largest(runs, "routes/block_", len(COLORS) - 1))
+    }
+    differ = {"train/routes/differ_frac": "all"} | blocks
+    routing = Figure("learning", "Experts that the policy would not choose", "share of decisions", differ)
+    return [held_out, reward, Figure("learning", "Parts of the reward", "reward", parts), *_OF_EVERY_RUN, routing]
+
+
+def _largest(runs: Sequence[Run], prefix: str, most: int) -> list[str]:
+    """The training metrics of this prefix with the largest values."""
+    keys = {key for run in runs for key in run.keys("train") if key.startswith(prefix)}
+    size = {key: max(abs(run.series(f"train/{key}").values).max(initial=0) for run in runs) for key in keys}
+    return [f"train/{key}" for key in sorted(keys, key=lambda key: (-size[key], key))[:most]]
 
 
 def _one(section: str, title: str, unit: str, metric: str, color: str = BLUE) -> Figure:

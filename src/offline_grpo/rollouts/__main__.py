@@ -214,7 +214,7 @@ def export(tables: Iterable[tuple[Shard, pa.Table]], out: Path, kind: str) -> in
     # group what has a reward of it.
     lines: Iterable[dict[str, Any]]
     if kind == "jsonl":
-        rows = (row for _, table in tables for row in plain_rows(table))
+        rows = (row for _, table in tables for row in plain_rows(table.drop_columns(["routes"])))
         lines = (row | {"fields": None if row["fields"] is None else from_json(row["fields"])} for row in rows)
     else:
         found = (shard.groups(table, group_rows(table).values()) for shard, table in tables)

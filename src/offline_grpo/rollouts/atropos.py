@@ -37,6 +37,7 @@ from offline_grpo.engine.spawn import Child, Scratch, without_launch_variables
 from offline_grpo.engine.vllm import SERVED_NAME
 from offline_grpo.errors import ConfigError, EngineError, GrpoError, require
 from offline_grpo.generation.judging import warn_once
+from offline_grpo.installed import install_command
 from offline_grpo.interfaces import RolloutClient, Source
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.rollouts.atropos_groups import GroupReader
@@ -453,7 +454,7 @@ def run_api(url: str, folder: Path) -> Companion:
     """The API, at this address of the machine's own. Raises ConfigError if something else listens there, or atroposlib
     is not installed.
     """
-    fix = "atroposlib is not installed; use `uv run --extra atropos run_grpo.py ...`, or start run-api by hand"
+    fix = f"atroposlib is not installed; use `{install_command('atropos')}`, or start run-api by hand"
     require(find_spec("atroposlib") is not None, "rollouts.start_api", True, fix)
     parts = urlsplit(url)
     if (owner := owner_of(parts.port or 80)) is not None:

@@ -9,9 +9,11 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import BytesIO
 from math import nan
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic_core import from_json
@@ -75,6 +77,8 @@ SCHEMA = pa.schema(
         pa.field("alternatives", pa.list_(TOKENS)),
         # of each sequence, the names of its pictures in `images/`, the SHA-256 of their bytes; null: it has none
         pa.field("images", NAMES),
+        # a file of numpy's, [prompt and completion, blocks, K]: the experts that tokens went to; 255 or 65535: unknown
+        pa.field("routes", pa.binary()),
     ]
 )
 
@@ -90,7 +94,8 @@ def _leaves(field: pa.Field) -> list[str]:
 
 
 _PER_TOKEN = [field for field in SCHEMA if pa.types.is_list(field.type) and field.type not in (MESSAGES, NAMES)]
-_REPEATED = [leaf for field in SCHEMA if field not in _PER_TOKEN for leaf in _leaves(field)]
+_OTHERS = [field for field in SCHEMA if field not in _PER_TOKEN and field.name != "routes"]
+_REPEATED = [leaf for field in _OTHERS for leaf in _leaves(field)]
 _NUMBERS = [leaf for field in _PER_TOKEN if field.name != "is_sampled" for leaf in _leaves(field)]
 
 
@@ -144,6 +149,7 @@ def table_of(
                 "conversation": list(map(_stored, rollout.conversation)) or None,
                 "sequence_starts": [first - start for first in rollout.starts[1:]] or None,
                 "alternatives": None if rollout.alternatives is None else rollout.alternatives[start:],
+                "routes": None if rollout.routes is None else _file(rollout.routes),
                 "images": [[picture.key for picture in own] for own in rollout.pictures] or None,
             }
             rows.append(shared | row)
@@ -170,6 +176,19 @@ def parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 def _json(value: object) -> str:
     """JSON with escaped escapes for halves of surrogate pairs, as `utf8` makes them: readers refuse plain ones."""
     return _HALVES.sub(lambda half: f"\\\\u{ord(half[0]):04x}", _ENCODER.encode(value))
+
+
+def _file(routes: Any) -> bytes:
+    """The content of an .npy file of as small numbers as there are; `_routes` is the inverse."""
+    np.save(file := BytesIO(), routes.astype(np.uint8 if routes.max(initial=0) < 255 else np.uint16))
+    return file.getvalue()
+
+
+def _routes(file: bytes | None) -> Any:
+    if file is None:
+        return None
+    stored = np.load(BytesIO(file))
+    return np.where(stored == np.iinfo(stored.dtype).max, -1, stored.astype(np.int16))
 
 
 def _numbers(values: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -269,6 +288,7 @@ def groups_of(table: pa.Table, rows: Iterable[Sequence[int]], picture: Callable[
                 starts=(0, *(blank + first for first in row["sequence_starts"] or ())),
                 alternatives=None if (sets := row["alternatives"]) is None else ((),) * blank + tuple(map(tuple, sets)),
                 pictures=images,
+                routes=_routes(row["routes"]),
             )
             rollouts.append(rollout)
         groups.append(RolloutGroup(problem, tuple(rollouts), advantages))

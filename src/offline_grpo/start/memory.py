@@ -2,7 +2,8 @@
 
     a training process   weights + masters + gradients + optimizer state + reference + activations of a microbatch
     a server             its share of the GPU (engine.args.gpu_memory_utilization): weights, and the rest for KV cache
-    the host             with train.optimizer.offload: masters + optimizer state of all processes, and the processes
+    the host             with train.optimizer.offload: masters + optimizer state of all processes, and the processes;
+                         with train.activation_offload: the inputs of recomputed blocks
 
 The parameters are counted on a model without memory (torch's meta device). The formula for activations is that of a
 decoder with attention and a gated MLP. It lies above all that `benchmarks/model_sizes.py` measured on a GPU, by at
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil, floor, gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +39,10 @@ from offline_grpo.model.load import (
     prepare,
     read_model_config,
 )
+from offline_grpo.model.offload import FLIGHT
 from offline_grpo.model.quantization import SERVER_BYTES, TRAINER_BYTES, quantized_sizes
 from offline_grpo.placement.devices import Devices
+from offline_grpo.settings import TrainConfig
 from offline_grpo.train.advantage import is_url
 from offline_grpo.train.optimizer import Adafactor, AdamW, AdamW8bit, is_offloaded
 
@@ -52,7 +55,7 @@ LOGITS_COPIES = 5  # float32 [rows, vocabulary] that sampling in process holds a
 HOST_PROCESS_BYTES = 4 * GIB  # of a process that uses CUDA: libraries, kernels, buffers; a server has two
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the blocks, recomputed; all of them cost a third of the time of an update
 ROUNDING = 0.007  # of tensors: the allocator's blocks, cuBLAS' workspaces; no measured row needs more
-MARGIN = 0.1  # of the activations, which are predicted worst; `choose_share` keeps it free
+MARGIN = 0.1  # of the activations, which are predicted worst; `choose_way` keeps it free
 CGROUP = Path("/sys/fs/cgroup")  # version 2
 SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SGLang
 DEFAULT_SHARE = 0.92  # vLLM's own
@@ -141,16 +144,16 @@ class MemoryRequest:
         return (self.num_weights - num_quantized) * itemsize + int(num_quantized * bytes_of_quantized)
 
 
-def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], devices: Devices) -> float:
+def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], devices: Devices) -> tuple[float, bool]:
     """Where `placement.check_memory` asks for it, refuse a run that the GPUs cannot hold; log the prediction.
 
-    Returns the share of the blocks that are recomputed (`train.gradient_checkpointing`); on the CPU, `auto` recomputes
-    none. `prompt_tokens`: of the shortest and of the longest prompt.
+    Returns the share of the blocks that are recomputed (`train.gradient_checkpointing`), and whether their inputs wait
+    in the host's memory (`train.activation_offload`); on the CPU, `auto` does neither. `prompt_tokens`: of the shortest
+    and of the longest prompt.
     """
-    model, checks = plan.config.model, plan.config.placement.check_memory
-    wanted = plan.config.train.gradient_checkpointing
-    if not devices.trainers or not (checks or wanted == "auto"):
-        return float(wanted is True)
+    model, checks, ways = plan.config.model, plan.config.placement.check_memory, ways_of(plan.config.train)
+    if not devices.trainers or not (checks or len(ways) > 1):
+        return ways[0]
     with progress.phase("memory plan"):
         # Which models are on which GPUs.
         trust, reference = {"trust_remote_code": model.trust_remote_code}, None
@@ -170,33 +173,43 @@ def check_memory(plan: Plan, model_id: str, *, prompt_tokens: tuple[int, int], d
         )
 
         # What they will hold; with `auto`, recomputing as little as fits.
-        share = float(wanted is True)
-        share, predicted = choose_share(request) if wanted == "auto" else (share, predict(request, share))
-        if wanted == "auto":
+        (share, offloads), predicted = choose_way(request)
+        if plan.config.train.gradient_checkpointing == "auto":
             log.info("train.gradient_checkpointing=auto: recomputes %.0f%% of the blocks", 100 * share)
+        if plan.config.train.activation_offload == "auto" and offloads:
+            log.info("train.activation_offload=auto: the inputs of blocks wait in the host's memory")
         for line in describe(predicted):
             log.info(line)
         if checks:
             check(predicted)
-        return share
+        return share, offloads
 
 
-def choose_share(request: MemoryRequest) -> tuple[float, list[DevicePlan]]:
-    """`train.gradient_checkpointing=auto`: the smallest of `SHARES` whose prediction fits, and that prediction; all
-    blocks, where none does.
+def ways_of(train: TrainConfig) -> list[tuple[float, bool]]:
+    """What the settings allow, the fastest first: the share of the blocks that is recomputed, and whether their inputs
+    wait in the host's memory.
     """
+    wanted, offload = train.gradient_checkpointing, train.activation_offload
+    ways = [(share, offload is True) for share in (SHARES if wanted == "auto" else (float(wanted),))]
+    return [*ways, (1.0, True)] if offload == "auto" and wanted is not False else ways
+
+
+def choose_way(request: MemoryRequest) -> tuple[tuple[float, bool], list[DevicePlan]]:
+    """The first of `ways_of` whose prediction fits, and that prediction; the last, where none does."""
 
     def fits(device: DevicePlan) -> bool:
         activations = sum(part.num_bytes for part in device.trainer if part.name == ACTIVATIONS)
         return device.needed_bytes + MARGIN * activations <= device.total_bytes
 
-    plans = ((share, predict(request, share)) for share in SHARES)
-    return next(plan for plan in plans if plan[0] == SHARES[-1] or all(map(fits, plan[1])))
+    ways = ways_of(request.plan.config.train)
+    plans = ((way, predict(request, *way)) for way in ways)
+    return next(plan for plan in plans if plan[0] == ways[-1] or all(map(fits, plan[1])))
 
 
-def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
+def predict(request: MemoryRequest, recompute: float = 0.0, offloads: bool = False) -> list[DevicePlan]:
     """A plan for every GPU that the run uses, in order, and then for the host, if it holds offloaded state.
-    `recompute`: the share of the blocks that are recomputed in the backward pass.
+    `recompute`: the share of the blocks that are recomputed in the backward pass. `offloads`: their inputs wait in the
+    host's memory.
     """
     plan, dtype = request.plan, request.dtype
     model, itemsize, offload = plan.config.model, request.dtype.itemsize, is_offloaded(plan.optimizer)
@@ -221,7 +234,8 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
     gradients_bytes = 4 * num_trained
 
     # Activations; later, in their place, all gradients as one message between processes, and its copy.
-    activations_bytes = _activations_bytes(request, recompute)
+    waiting = _recomputed_inputs(request, recompute)
+    activations_bytes = _activations_bytes(request, recompute) - offloads * sum(waiting[FLIGHT:])
     is_summed = len(request.trainers) > 1 and not request.is_sharded
     in_update = max(activations_bytes, 2 * gradients_bytes) if is_summed else activations_bytes
 
@@ -270,9 +284,11 @@ def predict(request: MemoryRequest, recompute: float = 0.0) -> list[DevicePlan]:
         num_servers = request.engine_gpus.count(gpu)
         served = _server_parts(request, request.total_bytes[gpu], num_servers) if num_servers else ()
         devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))
-    if offload:
+    if offload or offloads:
         num_processes = len(request.trainers) + (2 * plan.engine.num_managed if request.engine_gpus else 0)
-        parts = *optimizer * len(request.trainers), Part("processes", HOST_PROCESS_BYTES * num_processes)
+        of_process = [*(optimizer if offload else ()), Part("inputs of blocks", offloads * sum(waiting))]
+        parts = *of_process * len(request.trainers), Part("processes", HOST_PROCESS_BYTES * num_processes)
+        parts = tuple(part for part in parts if part.num_bytes > 0)
         # What the host can give without swapping: the machine, or its control group (a container) if that has less.
         available, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
         if limit.exists() and (most := limit.read_text().strip()) != "max":
@@ -290,7 +306,7 @@ def _num_weights(model_config: PretrainedConfig) -> int:
 
 def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
     """A process's largest microbatch if every sequence is as long as it may get: its tokens, and how many of them are
-    scored.
+    scored; of its slice, where processes share sequences (`train.sequence_parallel`).
 
     Example: of 2000 tokens, with up to 500 sampled after prompts of 100 or more, at most 5/6 are scored.
     """
@@ -303,13 +319,22 @@ def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
     elif train.updates_per_iteration is not None:
         num_sequences = ceil(num_sequences / train.updates_per_iteration)
     # One process's share, in microbatches of so many sequences, or of so many tokens.
-    of_process = ceil(num_sequences / len(request.trainers))
+    of_process = ceil(num_sequences * train.sequence_parallel / len(request.trainers))
     rows, limit = min(of_process, train.batch_size or of_process), train.tokens_per_microbatch
-    if limit is None or rows * sequence_tokens <= limit:
-        return rows * sequence_tokens, rows * max(1, min(max_new_tokens, sequence_tokens - 1))
-    num_tokens = max(limit, sequence_tokens)
-    most = num_tokens * max_new_tokens // (request.prompt_tokens[0] + max_new_tokens)
-    return num_tokens, min(most, of_process * max_new_tokens)
+    num_tokens, scored = rows * sequence_tokens, rows * max(1, min(max_new_tokens, sequence_tokens - 1))
+    if limit is not None and num_tokens > limit:
+        num_tokens = max(limit, sequence_tokens)
+        most = num_tokens * max_new_tokens // (request.prompt_tokens[0] + max_new_tokens)
+        scored = min(most, of_process * max_new_tokens)
+    of_slice = ceil(num_tokens / train.sequence_parallel)
+    return of_slice, min(scored, of_slice)
+
+
+def _recomputed_inputs(request: MemoryRequest, recompute: float) -> list[int]:
+    """Bytes of a microbatch's input of each block that is recomputed."""
+    config, (num_tokens, _) = request.model_config.get_text_config(), largest_microbatch(request)
+    num_recomputed = round((config.num_hidden_layers - request.first_trained_block) * recompute)
+    return num_recomputed * [num_tokens * config.hidden_size * request.dtype.itemsize]
 
 
 def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
@@ -324,13 +349,20 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compiled = is_compiled(request.plan.config.model.compile, device)
     of_norm = 1 if compiled else (4 if itemsize == 2 else 3)  # numbers, besides the compiled one's input
-    numbers = 2 * hidden_size * (of_norm + compiled) + 2 * (query + key) + routed + (3 if compiled else 4) * mlp
+    numbers = 2 * hidden_size * (of_norm + compiled) + 2 * (query + key) + routed
+    of_mlp = (3 if compiled else 4) * mlp
     if request.has_qk_norm:
         numbers += of_norm * (query + key)
     if not compiled:
         numbers += 2 * (query - key)  # keys and values, repeated for the heads that share them
         if request.plan.config.model.lora is not None:  # a result of each adapter, as peft's own layers have it
-            numbers += query + 2 * key + 2 * mlp + 2 * hidden_size
+            numbers += query + 2 * key + 2 * hidden_size
+            of_mlp += 2 * mlp
+
+    # Processes that share sequences send queries, and repeat the keys' heads where there are fewer.
+    if (size := request.plan.config.train.sequence_parallel) > 1:
+        kv_heads = getattr(config, "num_key_value_heads", None) or size
+        numbers += 2 * query + 2 * key * (size // gcd(size, kv_heads) - 1)
 
     # Attention keeps two fp32 numbers of a head, the softmax's sum and a norm's scale; its scores where no flash
     # attention runs, such as sdpa's kernel for fp32 and fewer keys.
@@ -342,10 +374,15 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     of_attention += 4 * heads * (2 if request.has_qk_norm else 1)
     block = num_tokens * (numbers * itemsize + of_attention)
 
+    # The MLP's part of it; in tiles, which are computed again, one of them. Experts are computed at once.
+    tile = num_tokens if routed else min(num_tokens, request.plan.config.model.mlp_tile_tokens or num_tokens)
+    if tile == num_tokens:
+        block += num_tokens * of_mlp * itemsize
+
     # Blocks that are recomputed keep their input.
-    num_active = config.num_hidden_layers - request.first_trained_block
-    num_recomputed = round(num_active * recompute)
-    kept = block * (num_active - num_recomputed) + num_recomputed * num_tokens * hidden_size * itemsize
+    inputs = _recomputed_inputs(request, recompute)
+    num_recomputed = len(inputs)
+    kept = block * (config.num_hidden_layers - request.first_trained_block - num_recomputed) + sum(inputs)
 
     # The last block's result and its norm, and the scored rows of it.
     edges = 2 * num_tokens * hidden_size * itemsize + scored * hidden_size * itemsize
@@ -362,7 +399,9 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
 
     # In the last block: gradients inside the MLP; what it recomputes; and the gradient of embeddings that are the head
     # too, which is complete in their own backward pass.
-    in_block = 3 * num_tokens * itemsize * mlp + (block if num_recomputed else 0)
+    in_block = 3 * tile * itemsize * mlp + (block if num_recomputed else 0)
+    if tile < num_tokens:
+        in_block += tile * of_mlp * itemsize + num_tokens * hidden_size * itemsize  # the results, put together
     in_block += of_weights if getattr(config, "tie_word_embeddings", True) else 0
     return int(kept + edges + max(head, in_block))
 

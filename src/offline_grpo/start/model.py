@@ -20,10 +20,10 @@ from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.interfaces import Source
 from offline_grpo.logger.samples import FirstLook
 from offline_grpo.loss.base import reward_penalty
-from offline_grpo.model import load
+from offline_grpo.model import load, proof
 from offline_grpo.model.device import make_current, resolve_device, torch_dtype
 from offline_grpo.model.masters import part_of_process
-from offline_grpo.model.proof import LONGEST, check_causality, import_ahead, settle_compile, settle_layout
+from offline_grpo.model.proof import LONGEST, check_causality, import_ahead
 from offline_grpo.model.scoring import BaseScoring
 from offline_grpo.redaction import redacted
 from offline_grpo.report.runs import WITHOUT_EFFECT
@@ -68,9 +68,13 @@ def load_policy(run: Run) -> None:
             precision=config.train.precision,
             train_layer_indices=config.train.train_layer_indices,
             gradient_checkpointing=run.recompute,
+            activation_offload=run.offloads_activations,
             checkpoint=run.checkpoint,
             shares_weights=_shares_weights(run),
         )
+
+    if (size := config.train.sequence_parallel) > 1:
+        proof.share_sequences(run.policy.scoring, ranks.neighbours(size), device)
 
     # A single process has nobody to share with.
     if config.train.sharding == "none" or ranks.world_size == 1:
@@ -116,8 +120,7 @@ def _shares_weights(run: Run) -> bool:
 
 def _settle(run: Run) -> None:
     with progress.phase("layout and compile"):
-        settle_layout(run.policy.scoring, run.plan.layout, run.policy.compute_device)
-        settle_compile(run.policy.scoring, run.config.model.compile, run.policy.compute_device)
+        load.settle(run.policy.scoring, run.config.model, run.plan.layout, run.policy.compute_device)
 
 
 def prove(run: Run) -> None:
@@ -243,6 +246,7 @@ def make_updater(run: Run) -> Updater:
         sharding=sharding,
         reward_penalty=reward_penalty(plan.loss),
         teacher=teacher,
+        router_replay=model.router_replay,
     )
     optimizer = plan.optimizer.create(policy.masters.parameters.values())
     updater = Updater(

@@ -18,6 +18,7 @@ from offline_grpo.generation.teacher import KEY, TeacherServer
 from offline_grpo.model.load import context_length, generation_config_of, load_tokenizer, read_model_config
 from offline_grpo.model.pictures import FAMILIES, Vision, vision_of
 from offline_grpo.model.text import TokenizerCodec, end_ids
+from offline_grpo.model.ulysses import check_shareable
 from offline_grpo.settings import DataConfig, RunConfig
 from offline_grpo.start.memory import check_memory
 from offline_grpo.state import Run
@@ -70,6 +71,8 @@ def check_model(run: Run) -> None:
 
     # The problems, in tokens.
     run.vision = vision_for(plan, model_id, model_config)
+    if (size := plan.config.train.sequence_parallel) > 1:
+        check_shareable(model_config, size, has_pictures=run.vision is not None)
     codec = codec_of(plan.config, tokenizer, generation_config_of(model_id), run.vision)
     train = None if data.train is None else without_long(data.train, codec, settings, "training")
     plan.data = replace(data, train=train, held_out=without_long(data.held_out, codec, settings, "held-out"))
@@ -78,7 +81,8 @@ def check_model(run: Run) -> None:
     check_teacher(plan, model_config, tokenizer, run.prompt_tokens[1])
 
     # Whether all of it fits, and how much of the activations is computed again so that it does.
-    run.recompute = check_memory(plan, model_id, prompt_tokens=run.prompt_tokens, devices=run.devices)
+    needs = check_memory(plan, model_id, prompt_tokens=run.prompt_tokens, devices=run.devices)
+    run.recompute, run.offloads_activations = needs
 
 
 def have_pictures(problems: Sequence[Problem]) -> bool:

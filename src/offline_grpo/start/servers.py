@@ -9,7 +9,6 @@ import shlex
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +17,7 @@ from offline_grpo.config.build import build
 from offline_grpo.config.engine_spec import EngineSpec, num_shards
 from offline_grpo.config.parts import Plan
 from offline_grpo.config.problems import isolated
+from offline_grpo.disk import models_cache
 from offline_grpo.engine.engine import next_to_start
 from offline_grpo.engine.ray_actor import Room
 from offline_grpo.engine.server_engine import ServerEngine
@@ -57,6 +57,9 @@ def check_machine(run: Run) -> None:
         with suppress(ScoreError):  # of an empty answer, which the model may never give
             plan.advantage.check_score(Judgement(plan.data.task, plan.data.train[0], [""]).scores()[0])
 
+    if ranks.world_size % (size := config.train.sequence_parallel):
+        fix = f"must divide the number of training processes, {ranks.world_size} (accelerate launch --num_processes N)"
+        raise ConfigError("train.sequence_parallel", size, fix)
     if plan.engine.launcher is not None and config.placement.address is None:  # machines of a cluster check their own
         plan.engine.launcher.check_installed()
     run.devices = plan.devices(ranks.world_size)
@@ -70,7 +73,7 @@ def check_machine(run: Run) -> None:
     for key, name in named.items():
         if name is not None:
             ranks.on_main(lambda key=key, name=name: check_model_folder(name, key))
-    cache, gguf_file = Path(config.cache_dir).resolve(), config.model.gguf_file
+    cache, gguf_file = models_cache(config.cache_dir), config.model.gguf_file
     if config.model.train_id is not None:
         run.model_id = config.model.train_id
     elif gguf_file is not None:

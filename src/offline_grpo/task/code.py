@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 from offline_grpo.errors import ConfigError, reason_of
+from offline_grpo.installed import install_command
 from offline_grpo.sandbox import Limits, check, run
 from offline_grpo.settings import Range, at_least
 from offline_grpo.task.code_calls import tests_in
@@ -144,7 +145,7 @@ def _tests(row: Row, name: str, key: str) -> str | Pairs:
 def _pytest_folder() -> str:
     found = importlib.util.find_spec("pytest")
     if found is None or found.origin is None:
-        raise ConfigError("task.tests_field: tests that are files of pytest need uv sync --extra code")
+        raise ConfigError(f"task.tests_field: tests that are files of pytest need {install_command('code')}")
     return str(Path(found.origin).parents[1])
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from offline_grpo.errors import ConfigError, ScoreError, reason_of, require
+from offline_grpo.installed import install_command
 from offline_grpo.interfaces import Chat
 from offline_grpo.settings import Range
 from offline_grpo.task.environment import ToolEpisodes
@@ -97,7 +98,7 @@ class _Session:
             from websockets.exceptions import ConnectionClosed, WebSocketException
             from websockets.sync.client import connect
         except ImportError as error:
-            raise ConfigError(f"task=openenv: needs uv sync --extra openenv ({error})") from error
+            raise ConfigError(f"task=openenv: needs {install_command('openenv')} ({error})") from error
         url = f"ws{settings['url'].removeprefix('http').rstrip('/')}/ws"
         self._open = partial(connect, url, max_size=LARGEST_MESSAGE)
         self._errors, self._closed = (OSError, WebSocketException), ConnectionClosed

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, cast
 
 from offline_grpo.errors import ConfigError, ScoreError
+from offline_grpo.installed import install_command
 from offline_grpo.settings import Range, at_least, one_of
 from offline_grpo.task.answers import last_number, last_tagged
 from offline_grpo.task.problems import BaseTask, LazyProblems, SystemPrompt, Weight, asked
@@ -120,7 +121,7 @@ class ReasoningGym(BaseTask):
         try:
             from reasoning_gym.factory import CURRICULA, DATASETS
         except ImportError as error:
-            raise ConfigError(f"task=reasoning_gym: needs uv sync --extra reasoning-gym ({error})") from error
+            raise ConfigError(f"task=reasoning_gym: needs {install_command('reasoning-gym')} ({error})") from error
         # The generator, and its settings: those of a level, or its own ones, with what the task changes.
         if self.name not in DATASETS:
             near = get_close_matches(self.name, DATASETS, n=3, cutoff=0)

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 from offline_grpo.errors import ConfigError, ScoreError
+from offline_grpo.installed import install_command
 from offline_grpo.interfaces import Chat
 from offline_grpo.settings import at_least
 from offline_grpo.task.environment import Episodes, seed_globally
@@ -29,7 +30,7 @@ try:
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
     from verifiers.v1.types import content_text
 except ImportError as error:
-    raise ConfigError(f"task=verifiers: needs uv sync --extra verifiers ({error})") from error
+    raise ConfigError(f"task=verifiers: needs {install_command('verifiers')} ({error})") from error
 
 HARNESS = "offline_grpo_chat"
 sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by a name without dots

@@ -5,6 +5,7 @@ its tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapreplace
@@ -26,10 +27,11 @@ from offline_grpo.train.sharding import Sharding
 from offline_grpo.types import BatchTotals, Rollout, RolloutGroup, TokenBatch
 
 
-def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
+def build_batch(rollouts: Sequence[Rollout], *, routes_shape: tuple[int, int] | None = None) -> TokenBatch:
     """Lay the S sequences of R rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and
     `ref_logprobs` and `teacher_logprobs` None unless all have some. Raises ConfigError where some of the rollouts alone
-    were drawn from a part of the vocabulary.
+    were drawn from a part of the vocabulary, or not all have routes of `routes_shape`, blocks and experts of a token,
+    if that is given.
     """
     # Whose token each one is, and whether the model sampled it.
     lengths = [end - start for r in rollouts for start, end in r.bounds]  # [S]
@@ -68,6 +70,13 @@ def build_batch(rollouts: Sequence[Rollout]) -> TokenBatch:
         of_tokens = [*chain.from_iterable(sets)]  # [T]
         tensors["num_alternatives"] = torch.from_numpy(np.fromiter(map(len, of_tokens), np.int64))
         tensors["alternatives"] = torch.from_numpy(_flat(of_tokens, np.int64))
+    if routes_shape is not None:
+        routes = [r.routes for r in rollouts if r.routes is not None and r.routes.shape[1:] == routes_shape]
+        if len(routes) < len(rollouts):
+            about = f"have no routes of {routes_shape[1]} experts in {routes_shape[0]} blocks"
+            fix = "sample with model.router_replay=rollout beside vLLM, or use old"
+            raise ConfigError(f"rollouts: {len(rollouts) - len(routes)} of {len(rollouts)} {about}; {fix}")
+        tensors["routes"] = torch.from_numpy(np.concatenate(routes))
     has_pictures = any(r.pictures for r in rollouts)
     pictures = tuple(own for r in rollouts for own in r.pictures or ((),) * len(r.starts)) if has_pictures else ()
     how: Any = {"sequence_lengths": tuple(lengths), "owners": tuple(owners), "pictures": pictures}
@@ -129,6 +138,17 @@ class Passes:
     sharding: Sharding
     reward_penalty: Callable[[TokenBatch], Tensor] | None = None  # [R], see `loss.base.reward_penalty`
     teacher: Scorer | None = None
+    router_replay: str = "none"  # see conf/model/hf.yaml
+
+    def batch_of(self, rollouts: Sequence[Rollout]) -> TokenBatch:
+        """See `build_batch`: with routes, if the policy follows those of the sampler."""
+        routers = self.policy.scoring.routers if self.router_replay == "rollout" else None
+        return build_batch(rollouts, routes_shape=None if routers is None else routers.shape)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process says what it finds: of those that share their sequences, one does."""
+        return self.ranks.rank % self.config.sequence_parallel == 0
 
     def updates_of(self, num_rollouts: int) -> list[range]:
         """The rollouts of each update of one epoch over a batch of this many: consecutive runs of them, of nearly the
@@ -149,15 +169,26 @@ class Passes:
         """Whether logprobs of the policy before its updates are needed: by what comes before the updates, or for a
         ratio that is not the one of a single update, to itself.
         """
-        has_several_updates = len(self.updates_of(batch.num_rollouts)) * self.config.epochs > 1
         is_needed = self.reward_penalty is not None or "old" in self.advantage.needs
-        return is_needed or (has_several_updates and self.loss.ratio_reference == "old")
+        return is_needed or (self._has_several_updates(batch) and self.loss.ratio_reference == "old")
+
+    def _has_several_updates(self, batch: TokenBatch) -> bool:
+        return len(self.updates_of(batch.num_rollouts)) * self.config.epochs > 1
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the logprobs of the old policy, and of the reference, where the iteration needs them.
         Reference logprobs that came with the rollouts take the place of a pass.
         """
-        old = self.values(self.policy.scoring, batch) if self.needs_old(batch) else None
+        # With `router_replay=old` the updates follow the routes of this pass. Those of a single update are the same.
+        scoring, old = self.policy.scoring, None
+        if self.router_replay == "old" and self._has_several_updates(batch):
+            assert scoring.routers is not None
+            shape = scoring.routers.shape
+            found = self.values(scoring, batch, "logprobs_and_routes", width=1 + math.prod(shape))
+            batch = replace(batch, routes=found[:, 1:].to(torch.int16).unflatten(1, shape))
+            old = found[:, 0].contiguous()
+        elif self.needs_old(batch):
+            old = self.values(scoring, batch)
         ref = None
         if self.reference is not None and batch.ref_logprobs is None:
             ref = self.values(self.reference, batch)
@@ -177,19 +208,24 @@ class Passes:
             taught.append(replace(group, rollouts=tuple(rollouts)))
         return taught
 
-    def values(self, scorer: Scorer, batch: TokenBatch, what: str = "logprobs", *, at_once: bool = False) -> Tensor:
-        """Logprobs (or `what`) [T] of all sequences; each process scores a share, in microbatches or `at_once`."""
+    def values(
+        self, scorer: Scorer, batch: TokenBatch, what: str = "logprobs", *, at_once: bool = False, width: int = 0
+    ) -> Tensor:
+        """Logprobs (or `what`) [T], or [T, `width`], of all sequences; each process scores a share, in microbatches or
+        `at_once`.
+        """
         # A server is asked for all of this process's sequences at once, and makes batches of its own.
-        values = torch.zeros_like(batch.old_logprobs)  # [T]
+        values = torch.zeros((len(batch.token_ids), width) if width else len(batch.token_ids))
         parts = self.microbatches(range(batch.num_sequences), batch)
         if at_once:
-            parts = [(own, True)] if (own := [s for sequences, counts in parts if counts for s in sequences]) else []
+            own = [s for sequences, counts in parts if counts and self.speaks for s in sequences]
+            parts = [(own, True)] if own else []
 
         # What is scored stays on the device until the end: it is not waited for between two microbatches.
         scored: list[tuple[Sequence[int], Tensor]] = []
         for number, (sequences, counts) in enumerate(parts):
             part = getattr(scorer, what)(batch.select(sequences).to(scorer.device))
-            if counts:
+            if counts and self.speaks:
                 scored.append((sequences, part))
             progress.report(number + 1, len(parts), "microbatches scored")
 
@@ -207,19 +243,21 @@ class Passes:
         # The longest come first, so that rows of one microbatch pad little, and the first says how wide they are.
         config, lengths, padded = self.config, batch.sequence_lengths, self.policy.scoring.pads
         own: list[list[int]] = []
-        size = 0  # tokens of the current one
-        for s in share_of_rank(sequences, lengths, rank=self.ranks.rank, world_size=self.ranks.world_size):
+        size = config.sequence_parallel  # processes that have the same sequences, each a slice of them
+        place = {"rank": self.ranks.rank // size, "world_size": self.ranks.world_size // size}
+        num_tokens = 0  # of the current one
+        for s in share_of_rank(sequences, lengths, **place):
             if config.batch_size is not None:
                 is_full = not own or len(own[-1]) == config.batch_size
             else:
                 assert config.tokens_per_microbatch is not None
-                grown = lengths[own[-1][0]] * (len(own[-1]) + 1) if own and padded else size + lengths[s]
+                grown = lengths[own[-1][0]] * (len(own[-1]) + 1) if own and padded else num_tokens + lengths[s]
                 is_full = not own or grown > config.tokens_per_microbatch
             if is_full:
                 own.append([])
-                size = 0
+                num_tokens = 0
             own[-1].append(s)
-            size += lengths[s]
+            num_tokens += lengths[s]
 
         # A pass that needs all processes is made by all of them: by those that have less to do once more.
         filler = own[-1] if own else sequences[:1]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from offline_grpo.errors import ConfigError, ScoreError, require
-from offline_grpo.train.batch import Passes, build_batch, with_advantages
+from offline_grpo.train.batch import Passes, with_advantages
 from offline_grpo.train.metrics import failures_of
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup, TokenBatch
 
@@ -55,7 +55,7 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
     group_of = [number for number, group in enumerate(groups) for _ in group.rollouts]  # [R]
     rollouts = [rollout for group in groups for rollout in group.rollouts]  # [R]
     is_cut = [config.mask_truncated and rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]  # [R]
-    batch = build_batch(rollouts)
+    batch = passes.batch_of(rollouts)
     trained = batch.completion_mask & ~torch.tensor(is_cut)[torch.tensor(batch.owners)][batch.sequence_ids]  # [T]
 
     # 3. The old policy and the reference score all of it, where rewards or advantages depend on what they say.

@@ -138,7 +138,7 @@ class FullyShardedPolicy(Sharding):
         while (message := self.ranks.broadcast(message))[0] != "done":
             if message[0] == "score":
                 assert self._policy is not None
-                self._policy.scoring.logprobs(message[1].to(self._policy.device))
+                self._policy.scoring.logprobs_alone(message[1].to(self._policy.device))
             else:
                 for _ in self._wholes_of(message[0], tensors):
                     pass
@@ -194,7 +194,7 @@ class FullyShardedPolicy(Sharding):
         """`Policy.logprobs`, where rank 0 alone has a batch, inside `lead`."""
         assert self._policy is not None
         self.ranks.broadcast(("score", batch.to(torch.device("cpu"))))
-        return self._policy.scoring.logprobs(batch.to(self._policy.device))
+        return self._policy.scoring.logprobs_alone(batch.to(self._policy.device))
 
 
 def _wholes(named: Named, dtype: torch.dtype | None) -> Generator[tuple[str, Tensor]]:

@@ -18,6 +18,7 @@ import torch
 from offline_grpo.errors import require
 from offline_grpo.model.layers import layer_configs, text_parameters
 from offline_grpo.model.quantization import num_weights
+from offline_grpo.model.routes import differing
 from offline_grpo.placement.ranks import Ranks
 from offline_grpo.train.advantage import group_advantages, rewards_of
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup, TokenBatch, by_task
@@ -109,9 +110,14 @@ class Alignment:
     """Collects the microbatches of an iteration, once their `old_logprobs` are there."""
 
     _parts: list[torch.Tensor] = field(default_factory=list, init=False)
+    _decisions: list[torch.Tensor] = field(default_factory=list, init=False)
 
-    def add(self, part: TokenBatch, policy_logprobs: torch.Tensor) -> None:
-        """Count a microbatch, with the logprobs [T] of the policy in training. Does not wait for the device."""
+    def add(self, part: TokenBatch, policy_logprobs: torch.Tensor, seen_routes: torch.Tensor | None = None) -> None:
+        """Count a microbatch, with the logprobs [T] of the policy in training, and the routes [T, L, K] that it would
+        have chosen, if it followed others. Does not wait for the device.
+        """
+        if part.routes is not None and seen_routes is not None:
+            self._decisions.append(differing(part.routes, seen_routes))
         # What is summed over tokens to give means, spreads and weights; each [N], in float64.
         at = part.completion_positions  # [N]
         of_tokens = part.old_logprobs, part.rollout_logprobs, policy_logprobs, part.advantages
@@ -138,17 +144,26 @@ class Alignment:
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Means over the tokens of all processes. Empty without tokens."""
-        if not self._parts:
-            return {}
-        # Sums of all microbatches, then of all processes. What is not finite belongs to updates that were refused.
-        parts = torch.stack(self._parts).cpu()
-        parts = parts[parts.isfinite().all(-1)]
-        rows = ranks.gather([[*parts[:, :-1].sum(0).tolist(), max(parts[:, -1].tolist(), default=0.0)]])
+        # Shares of the decisions of routers, of all blocks and of each.
+        shares: dict[str, float] = {}
+        if rows := ranks.gather([torch.stack(self._decisions).sum(0).tolist()] if self._decisions else []):
+            differ, count = np.array(rows).sum(0)  # [L] each
+            shares = {f"routes/block_{n:02d}/differ_frac": float(differ[n] / count[n]) for n in count.nonzero()[0]}
+            shares["routes/differ_frac"] = float(differ.sum() / count.sum())
+        # Sums of all microbatches, then of all processes, of which one may have none. What is not finite belongs to
+        # updates that were refused.
+        own = []
+        if self._parts:
+            parts = torch.stack(self._parts).cpu()
+            parts = parts[parts.isfinite().all(-1)]
+            own = [[*parts[:, :-1].sum(0).tolist(), max(parts[:, -1].tolist(), default=0.0)]]
+        if not (rows := ranks.gather(own)):
+            return shares
         sums = [sum(column) for column in zip(*rows, strict=True)]
         count, diff, absolute, ours, ours_squared, theirs, theirs_squared, weights, weights_squared, *by_sign, _ = sums
         if count == 0:
-            return {}
-        found = {
+            return shares
+        found = shares | {
             "alignment/diff_mean": diff / count,
             "alignment/diff_abs_mean": absolute / count,
             "alignment/diff_max": max(row[-1] for row in rows),

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from offline_grpo.errors import ConfigError, reason_of, require
+from offline_grpo.installed import install_command
 from offline_grpo.interfaces import OptimizerFactory
 from offline_grpo.model.masters import HostTensors, MasterWeights
 
@@ -95,7 +96,7 @@ class AdamW8bit(_Optimizer):
         try:
             importlib.import_module("bitsandbytes")
         except (ImportError, OSError, RuntimeError) as error:
-            fix = "install it with `uv sync` on a machine with a CUDA GPU, or use train/optimizer=adamw"
+            fix = f"install it with `{install_command()}` on a machine with a CUDA GPU, or use train/optimizer=adamw"
             fault = f"bitsandbytes cannot be used here ({reason_of(error)}); {fix}"
             raise ConfigError(f"train/optimizer=adamw_8bit: {fault}") from error
 

@@ -134,8 +134,9 @@ class Updater:
             with policy.scoring.attention(part):
                 self.scaler.scale(output.loss if counts else output.loss * 0.0).backward()
             policy.masters.accumulate()
-            if counts:
-                alignment.add(part, stats.logprobs)
+            if counts and passes.speaks:
+                seen = None if part.routes is None else policy.scoring.seen_routes(part)
+                alignment.add(part, stats.logprobs, seen)
                 for name, share in output.metrics.items():
                     shares[name] = shares[name] + share
 

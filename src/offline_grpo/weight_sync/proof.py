@@ -250,7 +250,8 @@ def sample_probe(client: Streaming, requests: Sequence[SamplingRequest], run: Sa
     """A completion of each prompt. At the run's temperature, where greedy completions have the logprobs of temperature
     1, and with its filters, if what they leave is recorded; else from the whole softmax.
     """
-    sampling, unscored = SamplingParams(PROBE_TOKENS, run.temperature or 1.0), Score(0.0, False, {})
+    sampling = SamplingParams(PROBE_TOKENS, run.temperature or 1.0, needs_routes=run.needs_routes)
+    unscored = Score(0.0, False, {})
     if run.needs_alternatives:
         filters = {"top_p": run.top_p, "top_k": run.top_k, "min_p": run.min_p}
         sampling = replace(sampling, **filters, needs_alternatives=True)
@@ -264,7 +265,8 @@ def sample_probe(client: Streaming, requests: Sequence[SamplingRequest], run: Sa
 
 def scored(policy: Policy, rollouts: Sequence[Rollout]) -> Probe:
     """What the server has sampled, with the policy's logprobs beside the server's."""
-    batch = build_batch(rollouts)
+    routers = policy.scoring.routers if rollouts[0].routes is not None else None
+    batch = build_batch(rollouts, routes_shape=None if routers is None else routers.shape)
     rows = batch.token_ids, policy.logprobs(batch.to(policy.device)).cpu(), batch.rollout_logprobs
     tokens = map(Probed, *(row[batch.completion_mask].tolist() for row in rows))
     return [[next(tokens) for _ in range(rollout.num_sampled)] for rollout in rollouts]

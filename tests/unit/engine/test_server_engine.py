@@ -143,7 +143,8 @@ def test_every_sampling_setting_is_sent_under_its_name(lab: Lab) -> None:
     )
     generate(lab.client, [PROMPT], sampling, group_size=2, seeds=[5])
     body = lab.server.requests[0].body
-    unsent = ("skip_special_tokens", "include_stop_str_in_output", "needs_alternatives")  # of text that nobody reads
+    unsent = ("skip_special_tokens", "include_stop_str_in_output")  # of text that nobody reads
+    unsent += ("needs_alternatives", "needs_routes")  # which have other names
     for field in (field for field in fields(SamplingParams) if field.name not in unsent):
         value, name = getattr(sampling, field.name), {"max_new_tokens": "max_tokens"}.get(field.name, field.name)
         assert body[name] == (list(value) if field.name == "stop" else value)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from cameras import picture
 from seeing import Seeing, batch_of
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.model.layers import PatchProjection
 from offline_grpo.model.pictures import FAMILIES, vision_of
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import BaseScoring, prepare_for_gradients
@@ -106,3 +107,24 @@ def test_a_family_that_looks_at_pictures_in_another_way_is_refused(tmp_path: Pat
     config = AutoConfig.for_model("llava_onevision")
     with pytest.raises(ConfigError, match="shows a llava_onevision pictures in a way that is not known here"):
         vision_of(str(tmp_path), config)
+
+
+def test_a_tower_looks_at_each_picture_once(tmp_path: Path) -> None:
+    """However many rollouts and passes have it."""
+    seeing = Seeing("qwen2_5_vl", tmp_path)
+    model, num_patches = seeing.policy.causal_lm.base_model, list[int]()
+    tower: Any = model.visual
+    tower.register_forward_pre_hook(lambda _, given: num_patches.append(len(given[0])))
+    batch = seeing.batch()
+    first, again = (seeing.policy.scoring.logprobs(each) for each in (batch, batch.select([3, 0])))
+    assert len(num_patches) == 4
+    lengths = batch.sequence_lengths
+    parts = first.split(lengths)
+    torch.testing.assert_close(again, torch.cat([parts[3], parts[0]]), atol=1e-5, rtol=1e-5)
+
+
+def test_patches_are_projected_by_one_product(tmp_path: Path) -> None:
+    [projection] = [x for x in Seeing("qwen2_5_vl", tmp_path).policy.model.modules() if isinstance(x, nn.Conv3d)]
+    patches = torch.randn(5, 3, *projection.kernel_size)
+    assert type(projection) is PatchProjection
+    torch.testing.assert_close(projection(patches), nn.Conv3d.forward(projection, patches), atol=1e-5, rtol=1e-5)

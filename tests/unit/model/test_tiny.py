@@ -1,12 +1,22 @@
 import math
 import re
+import runpy
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from factories import compose_config
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import typed
+from offline_grpo.config.problems import build_task
 from offline_grpo.errors import ConfigError
+from offline_grpo.model import tiny
 from offline_grpo.model.tiny import TinyModel, build_char_tokenizer, collate, demonstrations
 from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Problem, Split
@@ -124,3 +134,38 @@ def test_what_it_cannot_learn_is_refused(tmp_path):
     assert prepare(tmp_path, max_position_embeddings=9)
     with pytest.raises(ConfigError, match=r"^model\.tiny\.max_position_embeddings=8: .* use 9 or more, "):
         prepare(tmp_path, max_position_embeddings=8)
+
+
+def test_the_default_run_takes_the_weights_of_the_package(tmp_path, monkeypatch):
+    """Whoever changes what they depend on makes them anew: `python benchmarks/tiny_weights.py`."""
+    monkeypatch.setattr(TinyModel, "_warm_start", None)
+    config = typed(compose_config())
+    folder = build(config.model.tiny, key="model.tiny").prepare(build_task(config.task), tmp_path)
+    [shipped] = tiny.SHIPPED.iterdir()
+    assert shipped.stem == folder.name
+    weights, model = load_file(shipped), AutoModelForCausalLM.from_pretrained(folder)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name].float())
+
+
+@pytest.mark.slow  # a warm start
+def test_the_weights_of_the_package_can_be_made_again(tmp_path, monkeypatch):
+    """Bit for bit, or, where a processor adds up in another order, as good ones."""
+    [shipped] = tiny.SHIPPED.iterdir()
+    script = Path(__file__).parents[3] / "benchmarks" / "tiny_weights.py"
+    made = runpy.run_path(str(script))["make"]([], tmp_path)
+    assert made.name == shipped.name
+    config, found = typed(compose_config()), []
+    task, tokenizer = build_task(config.task), build_char_tokenizer(64)
+    problems = task.problems(Split.EVAL)
+    prompts = [tokenizer.encode(f"<bos>{problem.messages[-1]['content']}") for problem in problems]
+    token_ids, labels = collate(tokenizer, prompts, [problem.answer for problem in problems])
+    for number, folder in enumerate((made.parent, shipped.parent)):
+        monkeypatch.setattr(tiny, "SHIPPED", folder)
+        cached = build(config.model.tiny, key="model.tiny").prepare(task, tmp_path / str(number))
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(cached)(input_ids=token_ids).logits[:, :-1]
+        nats = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        found.append(float(nats) / len(problems))
+    print(f"a right answer: {found[0]:.3f} nats made anew, {found[1]:.3f} in the package")
+    assert found[0] == pytest.approx(found[1], abs=0.1)

@@ -23,6 +23,7 @@ from offline_grpo.start.memory import (
     MemoryRequest,
     Part,
     check,
+    choose_way,
     largest_microbatch,
     predict,
 )
@@ -167,6 +168,52 @@ def test_shared_weights_are_the_servers():
     _, second = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1])
     assert parts(second)["policy weights"] == about(2 * NUM_WEIGHTS), "the first process alone shares them"
     assert not second.server
+
+
+def test_processes_that_share_sequences_hold_a_slice_each():
+    own = ("data.problems_per_iteration=2", "data.rollouts_per_problem=2", "train.batch_size=1", "train.kl_coef=0")
+    alone = request_of("model=hf", "model.train_id=none", *own, trainers=range(4), num_gpus=4)
+    shared = request_of(
+        "model=hf", "model.train_id=none", *own, "train.sequence_parallel=4", trainers=range(4), num_gpus=4
+    )
+    (tokens, scored), (of_slice, _) = largest_microbatch(alone), largest_microbatch(shared)
+    assert of_slice == -(-tokens // 4)
+    assert largest_microbatch(shared)[1] == min(scored, of_slice)
+
+
+def test_an_mlp_in_tiles_holds_a_tile():
+    """Compiled blocks: three arrays and their gradients, 12,800 wide, of 1000 tokens and not of all."""
+    wide = copy.deepcopy(MODEL)
+    wide.intermediate_size, wide.vocab_size = 12800, 2048
+    own = ("train.precision=bf16", "model.compile=true", "data.problems_per_iteration=64", CHECKPOINTING)
+    requests = (request_of(*SERVED, *own, *more) for more in ((), ("model.mlp_tile_tokens=1000",)))
+    whole, tiled = (replace(request, model_config=wide) for request in requests)
+    tokens, _ = largest_microbatch(whole)
+    saved = parts(predict(whole, 1.0)[0])["activations"] - parts(predict(tiled, 1.0)[0])["activations"]
+    assert saved == 2 * (6 * 12800 * (tokens - 1000) - 256 * tokens)
+
+
+def test_inputs_of_blocks_are_with_the_host():
+    """Four blocks: three inputs stay on the GPU at once, at most."""
+    request = request_of(*SERVED, CHECKPOINTING, "data.problems_per_iteration=64")
+    tokens, _ = largest_microbatch(request)
+    [here, *_], [there, *_, host] = predict(request, 1.0), predict(request, 1.0, offloads=True)
+    assert parts(here)["activations"] - parts(there)["activations"] == tokens * 256 * 2
+    assert parts(host) == {"inputs of blocks": 4 * tokens * 256 * 2, "processes": 12 * GIB}
+    assert host.gpu is None
+
+
+def test_inputs_of_blocks_go_to_the_host_only_where_that_is_needed_and_enough():
+    deep = copy.deepcopy(MODEL)
+    deep.num_hidden_layers, deep.layer_types = 40, 40 * ["full_attention"]
+    request = replace(
+        request_of("model=hf", "model.train_id=none", CHECKPOINTING, "train.kl_coef=0"), model_config=deep
+    )
+    [here, *_], [there, *_] = predict(request, 1.0), predict(request, 1.0, offloads=True)
+    assert there.needed_bytes < here.needed_bytes
+    for device, way in ((here, (1.0, False)), (there, (1.0, True))):
+        total = device.needed_bytes + parts(device)["activations"] // 10 + 1
+        assert choose_way(replace(request, total_bytes=[total]))[0] == way
 
 
 def test_the_host_holds_what_is_offloaded(monkeypatch):

@@ -135,16 +135,29 @@ def test_a_run_that_cannot_fit_is_refused_unless_told_otherwise(two_small_gpus, 
 
 
 def test_auto_recomputes_no_more_than_it_must_and_says_so(two_small_gpus, model_folder, caplog):
-    large = ("train.batch_size=1024", "data.problems_per_iteration=1024", "placement.check_memory=false")
+    large = ("train.batch_size=400", "data.problems_per_iteration=1024", "placement.check_memory=false")
     large += ("generation.max_new_tokens=1000", "eval.max_new_tokens=1000")
     with caplog.at_level("INFO"):
-        assert checked(model_folder, "model.device=cuda") == 0.0
-        share = checked(model_folder, *large)
-    assert 0.0 < share <= 1.0
+        assert checked(model_folder, "model.device=cuda") == (0.0, False)
+        share, offloads = checked(model_folder, *large)
+    assert (0.0 < share < 1.0, offloads) == (True, False)
     said = [line for line in caplog.messages if "auto" in line]
     assert said == [f"train.gradient_checkpointing=auto: recomputes {s:.0%} of the blocks" for s in (0, share)]
-    assert checked(model_folder, *large, "train.gradient_checkpointing=true") == 1.0
-    assert checked(model_folder, *large, "model.device=cpu") == 0.0
+    assert checked(model_folder, *large, "train.gradient_checkpointing=true") == (1.0, False)
+    assert checked(model_folder, *large, "model.device=cpu") == (0.0, False)
+
+
+def test_inputs_of_blocks_go_to_the_host_as_asked(two_small_gpus, model_folder, caplog):
+    deep = ("train.batch_size=4096", "data.problems_per_iteration=4096", "generation.max_new_tokens=1000")
+    deep += ("eval.max_new_tokens=1000", "placement.check_memory=false")
+    with caplog.at_level("INFO"):
+        assert checked(model_folder, *deep) == (1.0, True)
+    assert "train.activation_offload=auto: the inputs of blocks wait in the host's memory" in caplog.messages
+    assert checked(model_folder, *deep, "train.activation_offload=false") == (1.0, False)
+    recomputed = "train.gradient_checkpointing=true"
+    assert checked(model_folder, recomputed, "train.activation_offload=true") == (1.0, True)
+    with pytest.raises(ConfigError, match=r"train.activation_offload=True: moves the inputs of recomputed blocks"):
+        checked(model_folder, "train.activation_offload=true")
 
 
 def test_what_travels_between_gpus_needs_one():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from offline_grpo.report.plots import draw_report, smooth
+from offline_grpo.report.plots import draw_report, figures, smooth
 from offline_grpo.report.runs import Run
 
 EXTRAS = (
@@ -50,6 +50,13 @@ def test_panels_axes_and_legends(tmp_path: Path) -> None:
     assert len({axes.get_xlim() for axes in drawn.values()}) == 1
     bare = panels(synthetic(tmp_path, 3, with_extras=False)).values()
     assert sum(texts(axes) == ["not recorded"] for axes in bare) == 10
+
+
+def test_routers_are_shown_where_they_differ_most(tmp_path: Path) -> None:
+    shares = {f"routes/block_{n:02d}/differ_frac": 0.01 * (n * 5 % 8) for n in range(8)} | {"routes/differ_frac": 0.03}
+    run = Run(tmp_path, {0: shares, 1: shares}, {})
+    [figure] = [figure for figure in figures([run]) if "train/routes/differ_frac" in figure.curves]
+    assert [*figure.curves.values()] == ["all", "block 01", "block 03", "block 04", "block 06", "block 07"]
 
 
 def test_long_series_are_smoothed_by_a_centred_window_cut_at_the_ends() -> None:

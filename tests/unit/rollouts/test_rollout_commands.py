@@ -133,6 +133,7 @@ def test_lines_of_json_hold_every_column(store: Path, tmp_path: Path, printed) -
     rows = pq.read_table(store / "rollouts" / "iter_003.parquet").to_pylist()
     for line, row in zip(lines[-6:], rows, strict=True):
         row |= {"messages": [{"role": "user", "content": "2+2="}], "parts": dict(row["parts"])}
+        del row["routes"]
         assert line == row | {"fields": json.loads(row["fields"])}
 
 

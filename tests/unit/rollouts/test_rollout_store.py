@@ -44,7 +44,7 @@ def test_a_row_says_everything_about_a_completion(store: Path) -> None:
     whole |= {"problem_id": "p1", "answer": "4", "fields": '{"level": 1}', "parts": [("correct", 0.3)]}
     whole |= {"prompt_ids": [1, 2, 1], "completion_ids": [12, 21]}
     nulls = "is_sampled versions ref_logprobs teacher_logprobs failure measured advantages"
-    nulls += " turn_starts turn_rewards conversation sequence_starts alternatives images"
+    nulls += " turn_starts turn_rewards conversation sequence_starts alternatives images routes"
     assert row == {**dict.fromkeys(nulls.split()), **whole}
     about = json.loads(pq.read_metadata(store / "rollouts" / "iter_002.parquet").metadata[b"offline_grpo"])
     assert about.pop("weights") not in ("", ORIGIN.weights)

@@ -41,7 +41,8 @@ def measured(
     alignment = Alignment()
     for each in parts:
         alignment.add(each, each.old_logprobs if policy is None else torch.tensor(policy))
-    ranks: Any = SimpleNamespace(gather=lambda rows: [*rows, *others])
+    told = iter([[], others])  # of routers nothing
+    ranks: Any = SimpleNamespace(gather=lambda rows: [*rows, *next(told)])
     return alignment.metrics(ranks)
 
 
@@ -96,10 +97,26 @@ def test_processes_are_weighted_by_their_tokens() -> None:
     assert measured(FIRST, others=(of_second,)) == pytest.approx(EXPECTED)
 
 
+def test_decisions_of_routers_are_counted_over_microbatches_and_processes() -> None:
+    """By hand: two blocks of three, of which the second has no router; the other process has two more decisions."""
+    followed = torch.tensor([[[0, 1], [-1, -1], [2, 3]], [[2, 1], [-1, -1], [0, 3]]], dtype=torch.int16)
+    seen = torch.tensor([[[1, 0], [-1, -1], [2, 0]], [[2, 0], [-1, -1], [3, 0]]], dtype=torch.int16)
+    alignment = Alignment()
+    batch = replace(part([0, -1, -1], [0, -1, -1]), routes=followed)
+    for _ in range(2):
+        alignment.add(batch, batch.old_logprobs, seen)
+    others = iter([[[[0, 0, 1], [1, 0, 1]]], []])
+    found = alignment.metrics(SimpleNamespace(gather=lambda rows: [*rows, *next(others)]))  # type: ignore[arg-type]
+    shares = {name: value for name, value in found.items() if name.startswith("routes/")}
+    blocks = {"routes/block_00/differ_frac": 2 / 5, "routes/block_02/differ_frac": 3 / 5}
+    assert shares == pytest.approx({"routes/differ_frac": 5 / 10, **blocks})
+
+
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_parts_of_refused_updates_are_left_out(bad: float) -> None:
     assert measured(FIRST, part([0, bad, -9], [0, -1, -1]), SECOND) == pytest.approx(EXPECTED)
     assert measured(part([0, -1, -1], [0, bad, -9])) == {}
+    assert measured(others=([3.0] * 14,))["alignment/diff_mean"] == 1, "of a process without a microbatch"
 
 
 ON_A_CPU = {"flops": 1.0, "device": torch.device("cpu"), "card_bytes": 0, "num_devices": 1}

@@ -20,6 +20,7 @@ from itertools import compress
 from typing import Any
 
 import msgspec
+import numpy as np
 from PIL import Image, ImageOps
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect
@@ -68,6 +69,7 @@ class Generate:
     last is sampled from, so that callers need not know that weights are pushed. `stream: true` answers in lines of
     `{"text": [prompt + text]}`; `urgent: true` is computed before others that wait. `alternatives: true`, with a
     `top_k`, also answers with the ids of the tokens that the sampler's filters left beside each chosen one.
+    `routes: true` also answers with the experts that each token went to, the prompt's too: numpy's file, in base64.
     `banned_ids` are never drawn, and have no part in processed logprobs. A request to /generate_tokens has the same,
     but for `stream`, and without `model` it asks the base model.
     """
@@ -176,11 +178,12 @@ class Request:
         # How to sample. Integers beyond 64 bits would be the engine's death.
         self._priority = -1 if fields.pop("urgent", False) else 0
         self._has_alternatives = fields.pop("alternatives", False)
-        if not isinstance(self._has_alternatives, bool):
-            raise ValueError("alternatives: must be true or false")
+        self._has_routes = fields.pop("routes", False)
+        if not {self._has_alternatives, self._has_routes} <= {True, False}:
+            raise ValueError("alternatives and routes: must be true or false")
         banned = dict.fromkeys(fields.pop("banned_ids", ()), -math.inf)
         if unknown := fields.keys() - SAMPLING:
-            ours = ["prompt", "model", "stream", "urgent", "alternatives", "banned_ids"]
+            ours = ["prompt", "model", "stream", "urgent", "alternatives", "routes", "banned_ids"]
             known = ", ".join([*ours, *sorted(SAMPLING)])
             raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a request may have {known}")
         msgspec.msgpack.encode(fields)
@@ -213,6 +216,11 @@ class Request:
             choice["finish_reason"] = output.finish_reason
             if self._has_alternatives:
                 choice["alternatives"] = alternatives(output.logprobs)
+            if self._has_routes:
+                if output.routed_experts is None:
+                    raise Refusal(400, "routes: need --enable-return-routed-experts, and a mixture of experts on a GPU")
+                np.save(file := BytesIO(), output.routed_experts)
+                choice["routes"] = file.getvalue()
             choices.append(choice)
         if self._of_tokens:
             for choice in choices if self._has_alternatives else ():  # one string is read five times as fast

@@ -49,7 +49,7 @@ one part that there is then."""
 # fmt: off
 JOINED = {
     "request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_reason", "events", "prefill_stats",
-    "trace_headers", "num_nans_in_logits",
+    "trace_headers", "num_nans_in_logits", "routed_experts",
 }
 # fmt: on
 """What `Held.joined` takes care of, or the last output has anyway."""
@@ -95,7 +95,9 @@ class Step:
 class Held:
     """The tokens of one request that are not passed on yet. They are as soon as there are `limit` of them."""
 
-    __slots__ = ("events", "has_alternatives", "has_logprobs", "limit", "places", "prefill_stats", "token_ids")
+    __slots__ = (
+        *("events", "has_alternatives", "has_logprobs", "limit", "places", "prefill_stats", "routes", "token_ids"),
+    )
 
     def __init__(self, first: EngineCoreOutput, params: SamplingParams, limit: int) -> None:
         self.limit, self.prefill_stats = limit, first.prefill_stats
@@ -106,12 +108,15 @@ class Held:
         self.token_ids: list[int] = []
         self.places: list[tuple[Step, int]] = []  # where to find what is told of each, if anything
         self.events: list[Any] = []
+        self.routes: list[Any] = []
 
     def add(self, output: EngineCoreOutput, step: Step | None) -> None:
         ids = output.new_token_ids
         self.token_ids += ids
         if output.events:
             self.events += output.events
+        if output.routed_experts is not None:
+            self.routes.append(output.routed_experts)
         if step is not None and self.has_logprobs and ids:
             start = step.starts[output.request_id]
             for row in range(start, start + len(ids)):
@@ -123,6 +128,7 @@ class Held:
         has.
         """
         last.new_token_ids, last.prefill_stats, last.events = self.token_ids, self.prefill_stats, self.events or None
+        last.routed_experts = np.concatenate(self.routes) if self.routes else None
         if self.has_logprobs:
             logprobs = [step.logprobs[row] for step, row in self.places]
             told = [(step.alternatives if self.has_alternatives else step.ranks)[row] for step, row in self.places]
