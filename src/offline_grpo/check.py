@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from offline_grpo import hub
+from offline_grpo import hub, sandbox
 from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.spawn import usable_cores
@@ -132,6 +132,9 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     found = installed.get("bitsandbytes")
     text = found or "not installed: no adamw_8bit, no model.quantization"
     yield finding("bitsandbytes", found is not None, text, "Linux only")
+    reason = sandbox.why_not()
+    text = "isolates the code of task=code" if reason is None else f"does not work: {reason}"
+    yield finding("sandbox", reason is None, text, f"{install_command('code')}, or scoring.sandbox=none")
     if (newer := newer_than_tested()) is not None:
         yield Finding("versions", "missing", newer, "uv sync in a clone installs tested ones")
 

@@ -322,6 +322,7 @@ class ScoringConfig(Group):
     memory_mib: Annotated[int, Range("must be at least 128: Python and a task need that", lambda value: value >= 128)]
     on_failure: Annotated[str, one_of("exclude", "zero", "least")]
     stop_at_failed_frac: Annotated[float | None, FRACTION]
+    sandbox: Annotated[str, one_of("bubblewrap", "none")]
 
 
 @dataclass

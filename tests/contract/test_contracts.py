@@ -100,6 +100,8 @@ def task_twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Task, Ta
             (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         overrides = [f"task.path={tmp_path}"]
         overrides += [] if request.param == "ifeval" else ["task.prompt_field=question", "task.answer_field=answer"]
+    if request.param == "code":
+        overrides = ["task.difficulty=3"]
     if request.param == "mixture":
         overrides = ["+task@task.tasks.sums=arithmetic", "+task@task.tasks.logic=sat"]
     first, second = (build_task(typed(compose_config(f"task={request.param}", *overrides)).task) for _ in range(2))

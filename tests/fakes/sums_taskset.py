@@ -24,6 +24,7 @@ class Calculator(vf.Toolset[vf.ToolsetConfig]):
 
 class SumsConfig(vf.TaskConfig):
     has_tool: bool = False
+    runs: bool = False
 
 
 class SumTask(vf.Task[SumData, vf.State, SumsConfig]):
@@ -38,6 +39,14 @@ class SumTask(vf.Task[SumData, vf.State, SumsConfig]):
     @vf.reward
     async def short(self, trace: vf.Trace) -> float:
         return 1 / (1 + len(trace.last_reply))
+
+    @vf.metric
+    async def ran(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
+        """What a program prints that is run where the episode is."""
+        if not self.config.runs:
+            return 0.0
+        done = await runtime.run(["python3", "-c", f"print({self.data.a} + {self.data.b})"], {})
+        return float(done.stdout)
 
     @vf.metric
     async def replies(self, trace: vf.Trace) -> float:

@@ -102,6 +102,16 @@ def test_a_taskset_of_verifiers_with_a_tool(monkeypatch: pytest.MonkeyPatch) -> 
     assert rollout.score.measured["replies"] == rollout.score.measured["turns"] == 3
 
 
+def test_a_taskset_runs_programs_in_the_runtime_that_is_asked_for() -> None:
+    """In a process of this machine; and in Docker, which here has no daemon, so that the episode says so."""
+    taskset = {"id": "sums-taskset", "task": {"runs": True}}
+    task = Verifiers(verifiers=taskset, **VERIFIERS)
+    assert played(task, task.problems(Split.TRAIN)[3], "It is 21").score.measured["ran"] == 21
+    in_docker = Verifiers(verifiers=taskset, **{**VERIFIERS, "env": {"agent": {"runtime": {"type": "docker"}}}})
+    with pytest.raises(ScoreError, match=r"(?i)docker"):
+        played(in_docker, in_docker.problems(Split.TRAIN)[3], "It is 21")
+
+
 def test_a_taskset_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task\.verifiers=.*no-such.*cannot be loaded: taskset 'no-such' not found"):
         Verifiers(verifiers={"id": "no-such"}, **VERIFIERS)

@@ -21,6 +21,7 @@ ROOT_MODULES = {
     "redaction",
     "hub",
     "disk",
+    "sandbox",
 }
 LIFE = {"run", "state", "loop"}
 COMMANDS = {"__main__", "check", "compare", "evaluate", "export", "model_info", "play", "sample", "score"}

@@ -1,0 +1,153 @@
+"""Problems whose answer is a program, which is run on tests in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from offline_grpo.errors import ConfigError, reason_of
+from offline_grpo.installed import install_command
+from offline_grpo.sandbox import Limits, check, run
+from offline_grpo.settings import Range, at_least
+from offline_grpo.task.code_calls import tests_in
+from offline_grpo.task.code_problems import draw
+from offline_grpo.task.problems import FormatWeight, asked
+from offline_grpo.task.rows import Row, RowTask, field, hold_out, shown, text_field
+from offline_grpo.types import Message, Problem, Score, Split
+
+Pairs = Sequence[Mapping[str, str]]
+PYTEST = re.compile(r"^(?:async )?(?:def test_|class \w*Test)", re.MULTILINE)
+CALLS = Path(__file__).with_name("code_calls.py")
+BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code(RowTask):
+    """Rows with a prompt and tests; or, without a `path`, problems that are drawn. `Score.parts`:
+
+    tests       the share of the tests that the last code block of the completion passes, or, with `all_or_nothing`,
+                whether it passes them all
+    format      `format_weight` if there is a code block
+    """
+
+    path: str | None  # type: ignore[assignment]
+    difficulty: Annotated[int, at_least(1)]
+    num_problems: Annotated[int, at_least(10)]
+    prompt_field: str
+    tests_field: str
+    shown_field: str | None
+    prompt_template: Annotated[str, Range("must contain {prompt}", lambda text: "{prompt}" in text)]
+    shown_template: Annotated[str, Range("must contain {shown}", lambda text: "{shown}" in text)]
+    all_or_nothing: bool
+    format_weight: FormatWeight
+    command: list[str]
+    file: str
+    memory_mib: Annotated[int, at_least(32)]
+    disk_mib: Annotated[int, at_least(1)]
+    processes: Annotated[int, at_least(2)]
+    sandbox: str
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.sandbox)
+
+    @property
+    def limits(self) -> Limits:
+        """Of all tests of a completion. A half of what scoring has: a program that hangs is wrong, and not left out."""
+        time_s = self.timeout_s / 2
+        return Limits(time_s=time_s, memory_mib=self.memory_mib, disk_mib=self.disk_mib, processes=self.processes)
+
+    def score(self, problem: Problem, text: str) -> Score:
+        blocks = BLOCK.findall(text)
+        passed = self._share(blocks[-1], problem.fields["tests"]) if blocks else 0.0
+        earned = float(passed == 1) if self.all_or_nothing else passed
+        parts = {"tests": earned, "format": self.format_weight * bool(blocks)}
+        return Score(sum(parts.values()), passed == 1, parts)
+
+    def _share(self, code: str, tests: str | Pairs) -> float:
+        """Of the tests that the code passes."""
+        limits, isolation = self.limits, self.sandbox
+        if isinstance(tests, str):
+            # Code and tests have a sandbox each, and a socket in between: see code_calls.py.
+            ours, theirs = socket.socketpair()
+            python, calls = ["python", "-I", "-S", CALLS.name], {CALLS.name: CALLS.read_text()}
+            folders = [_pytest_folder()] if PYTEST.search(tests) else []
+            with ThreadPoolExecutor(1) as pool:
+                words, files = [*python, "solution"], {**calls, "solution.py": code}
+                running = pool.submit(run, words, files, stdin=theirs, limits=limits, isolation=isolation)
+                words, files = [*python, "tests", *folders], {**calls, "tests.py": tests}
+                found = run(words, files, stdin=ours, readable=folders, limits=limits, isolation=isolation)
+                running.result()
+            number, _, digits = found.stdout.partition("\n")
+            return digits.count("1") / int(number) if number else 0.0
+        deadline, num_passed = time.monotonic() + limits.time_s, 0
+        for pair in tests:
+            left, stdin = replace(limits, time_s=max(deadline - time.monotonic(), 0.0)), pair["input"].encode()
+            found = run(self.command, {self.file: code}, stdin=stdin, limits=left, isolation=isolation)
+            is_done = found.exit_code == 0 and found.stopped is None
+            num_passed += is_done and _lines(found.stdout) == _lines(pair["output"])
+        return num_passed / len(tests)
+
+    def problem_of(self, problem_id: str, row: Row) -> Problem:
+        prompt = self.prompt_template.replace("{prompt}", text_field(row, self.prompt_field, "task.prompt_field"))
+        tests = _tests(row, self.tests_field, "task.tests_field")
+        if self.shown_field is not None and row.value.get(self.shown_field):
+            shown = _tests(row, self.shown_field, "task.shown_field")
+            pairs = [] if isinstance(shown, str) else [f"{pair['input']}\n-> {pair['output']}" for pair in shown]
+            prompt += self.shown_template.replace("{shown}", shown if isinstance(shown, str) else "\n".join(pairs))
+        answer, messages = row.value.get("answer", ""), asked(prompt, self.system_prompt)
+        return Problem(problem_id, messages, answer if isinstance(answer, str) else "", {"tests": tests})
+
+    def asked_by(self, row: Row, problem: Problem) -> Sequence[Message]:
+        return [{"role": "user", "content": text_field(row, self.prompt_field, "task.prompt_field")}]
+
+    def _load(self, spec: str, split: Split) -> tuple[list[Row], list[Problem]]:
+        if self.path is not None:
+            return super()._load(spec, split)
+        drawn = draw(self.difficulty, self.num_problems)
+        rows = [Row(f"the drawn problem {index}", index, value) for index, value in enumerate(drawn)]
+        return rows, [self.problem_of(f"code-{row.index}", row) for row in rows]
+
+    @cached_property
+    def _splits(self) -> Mapping[Split, Sequence[Problem]]:
+        if self.path is not None:
+            return super()._splits
+        rows, problems = self._load(self.train_split, Split.TRAIN)
+        return hold_out(problems, [self.asked_by(*pair) for pair in zip(rows, problems, strict=True)], self.eval_frac)
+
+
+def _tests(row: Row, name: str, key: str) -> str | Pairs:
+    """The tests of a row. Raises ConfigError where there are none."""
+    tests = field(row, name, key)
+    try:
+        if isinstance(tests, str):
+            if not PYTEST.search(tests) and not tests_in(ast.parse(tests)):
+                raise ValueError("none has an assert")
+            _ = _pytest_folder() if PYTEST.search(tests) else None
+        elif not tests or not all(isinstance(pair[each], str) for pair in tests for each in ("input", "output")):
+            raise ValueError("there is none")
+        return tests
+    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+        fix = "must be asserts, a file of pytest, or a list of {input: TEXT, output: TEXT}"
+        raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}; {reason_of(error)}: {shown(tests)}") from error
+
+
+def _pytest_folder() -> str:
+    found = importlib.util.find_spec("pytest")
+    if found is None or found.origin is None:
+        raise ConfigError(f"task.tests_field: tests that are files of pytest need {install_command('code')}")
+    return str(Path(found.origin).parents[1])
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
