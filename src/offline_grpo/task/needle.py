@@ -1,0 +1,77 @@
+"""A fact among many alike, or a chain of them: retrieval at any length, after RULER's keys and variable tracking (arXiv
+2404.06654). Problems are generated from seeds, without limit and without data files.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, ClassVar
+
+from offline_grpo.settings import at_least
+from offline_grpo.task.answers import last_number
+from offline_grpo.task.problems import MANY, BaseTask, LazyProblems, SystemPrompt, asked
+from offline_grpo.types import Problem, Score, Split
+
+COLOURS = "amber azure beige black blue bronze brown coral cream gold green grey jade lilac lime navy olive pink red"
+ANIMALS = "ant bat bear bee boar cat cow crab crow deer dog dove duck eel elk fox frog goat goose hare hawk hen horse"
+NAMES = [f"{colour} {animal}" for colour in COLOURS.split() for animal in ANIMALS.split()]
+FACT_WORDS, LINK_WORDS = 7, 10
+"""Of `The number of amber fox is 4821.` and of `The number of jade owl is that of amber fox.`"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needle(BaseTask):
+    """Facts in any order, and a question about one. The answer is `hops` facts away: the one that is asked for refers
+    to another, and the last one says a number of four digits. All others are parts of such chains, too. The reward is 1
+    if the last number of a completion is the right one.
+    """
+
+    num_words: Annotated[int, at_least(FACT_WORDS)]
+    hops: Annotated[int, at_least(1)]
+    system_prompt: SystemPrompt
+
+    scores_safely: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = FACT_WORDS + (self.hops - 1) * LINK_WORDS
+        self.check(
+            "num_words", self.num_words >= least, f"must be at least {least}, the words of task.hops={self.hops}"
+        )
+
+    @property
+    def num_chains(self) -> int:
+        """For which there is room. If `NAMES` are too few for them, each name has a number, which is a word."""
+        words = FACT_WORDS + (self.hops - 1) * LINK_WORDS
+        num_chains = self.num_words // words
+        return num_chains if num_chains * self.hops <= len(NAMES) else self.num_words // (words + 2 * self.hops - 1)
+
+    def problems(self, split: Split) -> LazyProblems:
+        """The first 10^9 problems of a split, generated when indexed; ids are `needle-i` and `needle-eval-i`."""
+        return LazyProblems(partial(self._problem, "" if split is Split.TRAIN else "eval-"), range(MANY))
+
+    def _problem(self, prefix: str, index: int) -> Problem:
+        # Each chain has names of its own.
+        rng = random.Random(f"needle {self.num_words} {self.hops} {prefix}{index}")
+        num_chains = self.num_chains
+        numbers = rng.sample(range(max(len(NAMES), num_chains * self.hops)), num_chains * self.hops)
+        names = [NAMES[n % len(NAMES)] + (f" {n // len(NAMES)}" if n >= len(NAMES) else "") for n in numbers]
+        facts, asked_for = [], rng.randrange(num_chains)
+        question = answer = ""
+        for chain in range(num_chains):
+            first, *others = names[chain * self.hops : (chain + 1) * self.hops]
+            number = str(rng.randint(1000, 9999))
+            facts.append(f"The number of {first} is {number}.")
+            for before, name in zip([first, *others], others, strict=False):
+                facts.append(f"The number of {name} is that of {before}.")
+            if chain == asked_for:
+                question, answer = [first, *others][-1], number
+        rng.shuffle(facts)
+        prompt = f"{' '.join(facts)}\n\nWhat is the number of {question}? Answer with the number alone."
+        return Problem(f"needle-{prefix}{index}", asked(prompt, self.system_prompt), answer)
+
+    def score(self, problem: Problem, text: str) -> Score:
+        is_correct = last_number(text) == problem.answer
+        return Score(float(is_correct), is_correct, {"correctness": float(is_correct)})
