@@ -39,6 +39,8 @@ IN_OTHER_RUNS = {
     "kl_penalty_mean",
     "distill/reverse_kl",
     "distill/teacher_nll",
+    "routes/differ_frac",
+    "routes/block_<n>/differ_frac",
     "time/teacher_s",
     "curriculum/num_outside",
     "curriculum/num_passed_over",
