@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -108,17 +108,7 @@ def run(
         else:
             data = (_filter(), *(text.encode(errors="replace") for text in files.values()))
             passed = [*map(stack.enter_context, map(_memory, data)), tells, waits]
-            denied, *contents, info, block = (str(file.fileno()) for file in passed)
-            words = [*_system(limits, readable), "--seccomp", denied, "--info-fd", info, "--block-fd", block]
-            if is_root:  # to whom limits of processes do not apply: it becomes nobody
-                words += ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-                words += ["--userns-block-fd", block]
-                command = [*BECOMES_NOBODY, *command]
-            else:
-                words += ["--uid", USER, "--gid", USER, "--disable-userns"]
-            for name, fd in zip(files, contents, strict=True):
-                words += ["--file", fd, f"/tmp/{name}"]
-            command = [bubblewrap(), *words, "--remount-ro", "/", "--chdir", "/tmp", "--", *command]
+            command = _confined(command, [*files], [str(file.fileno()) for file in passed], limits, readable)
         fds, pipe, stdin_fd = [file.fileno() for file in passed], subprocess.PIPE, given.fileno()
         process = stack.enter_context(
             subprocess.Popen(command, 0, None, stdin_fd, pipe, pipe, env=env, cwd=folder, pass_fds=fds, process_group=0)
@@ -131,6 +121,7 @@ def run(
         first = process.pid if is_bare else json.loads(said)["child-pid"]
         end = os.pidfd_open(first)
 
+        # 2. Whatever comes, all of its processes are ended.
         def kill() -> None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -141,23 +132,59 @@ def run(
         stack.callback(_reap, first)
         stack.callback(process.wait)
         stack.callback(kill)
+
+        # 3. It gets its user, where root runs it, and limits, and goes on.
         if is_root and not is_bare:
             for kind in ("uid_map", "gid_map"):
                 Path(f"/proc/{first}/{kind}").write_text(f"0 0 1\n{USER} {NOBODY} 1\n")
             goes.send(b"x")
-
-        # 2. It gets limits, and goes on. Processes are counted in its namespace alone; so they are not without one.
-        most = {resource.RLIMIT_CPU: int(limits.time_s) + 1, resource.RLIMIT_DATA: limits.memory_mib * 2**20}
-        most |= {resource.RLIMIT_FSIZE: limits.disk_mib * 2**20, resource.RLIMIT_NOFILE: 128, resource.RLIMIT_CORE: 0}
-        for kind, value in (most if is_bare else {**most, resource.RLIMIT_NPROC: limits.processes}).items():
-            hard = resource.getrlimit(kind)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.prlimit(first, kind, (value, value))
+        _limit(first, limits, is_bare=is_bare)
         goes.close()
 
-        # 3. What it prints, until all of its processes have ended, or are ended.
-        printed, stopped, deadline = [bytearray(), bytearray()], None, time.monotonic() + limits.time_s
-        waiting = stack.enter_context(selectors.DefaultSelector())
+        # 4. What it prints, until all of its processes have ended, or are ended.
+        root = None if is_bare else f"/proc/{first}/root"
+        printed, stopped = _heard(process, end, limits, root, kill)
+        code = process.wait()
+        texts = (bytes(each[: limits.output_kib * 1024]).decode(errors="replace") for each in printed)
+        return Result(code if code >= 0 else 128 - code, *texts, stopped)  # type: ignore[call-arg]
+
+
+def _confined(
+    command: Sequence[str], files: Sequence[str], fds: Sequence[str], limits: Limits, readable: Sequence[str]
+) -> list[str]:
+    """The command behind bubblewrap. `fds`: of the filter, of each file, to tell of the first process, and to wait."""
+    denied, *contents, info, block = fds
+    words = [*_system(limits, readable), "--seccomp", denied, "--info-fd", info, "--block-fd", block]
+    if os.geteuid() == 0:  # to whom limits of processes do not apply: it becomes nobody
+        words += ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        words += ["--userns-block-fd", block]
+        command = [*BECOMES_NOBODY, *command]
+    else:
+        words += ["--uid", USER, "--gid", USER, "--disable-userns"]
+    for name, fd in zip(files, contents, strict=True):
+        words += ["--file", fd, f"/tmp/{name}"]
+    return [bubblewrap(), *words, "--remount-ro", "/", "--chdir", "/tmp", "--", *command]
+
+
+def _limit(pid: int, limits: Limits, *, is_bare: bool) -> None:
+    """Of each process. Their number is one of a namespace, so there is no such limit without one."""
+    most = {resource.RLIMIT_CPU: int(limits.time_s) + 1, resource.RLIMIT_DATA: limits.memory_mib * 2**20}
+    most |= {resource.RLIMIT_FSIZE: limits.disk_mib * 2**20, resource.RLIMIT_NOFILE: 128, resource.RLIMIT_CORE: 0}
+    for kind, value in (most if is_bare else {**most, resource.RLIMIT_NPROC: limits.processes}).items():
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.prlimit(pid, kind, (value, value))
+
+
+def _heard(
+    process: subprocess.Popen[bytes], end: int, limits: Limits, root: str | None, kill: Callable[[], None]
+) -> tuple[Sequence[bytearray], str | None]:
+    """What is printed to stdout and stderr until all processes have ended, of which `end` is the first one's pidfd, and
+    the limit that has stopped them. `root`: as in `_exceeded`, None where nobody looks.
+    """
+    printed, most, stopped = [bytearray(), bytearray()], limits.output_kib * 1024, None
+    deadline = time.monotonic() + limits.time_s
+    with selectors.DefaultSelector() as waiting:
         for number, fd in enumerate((process.stdout, process.stderr, end)):
             waiting.register(fd, selectors.EVENT_READ, number)  # type: ignore[arg-type]
         while waiting.get_map():
@@ -165,17 +192,15 @@ def run(
                 chunk = os.read(key.fd, 2**16) if key.data < len(printed) else b""
                 if not chunk:
                     waiting.unregister(key.fileobj)
-                elif len(printed[key.data]) <= limits.output_kib * 1024:
+                elif len(printed[key.data]) <= most:
                     printed[key.data] += chunk
             if stopped is None:
-                is_loud = any(len(each) > limits.output_kib * 1024 for each in printed)
+                is_loud = any(len(each) > most for each in printed)
                 stopped = "time" if time.monotonic() > deadline else "output" if is_loud else None
-                stopped = stopped or (None if is_bare else _exceeded(f"/proc/{first}/root", limits))
+                stopped = stopped or (None if root is None else _exceeded(root, limits))
             if stopped is not None:
                 kill()
-        code = process.wait()
-        texts = (bytes(each[: limits.output_kib * 1024]).decode(errors="replace") for each in printed)
-        return Result(code if code >= 0 else 128 - code, *texts, stopped)  # type: ignore[call-arg]
+    return printed, stopped
 
 
 @cache

@@ -119,5 +119,6 @@ def test_models_that_cannot_be_shared_are_refused_on_all_processes(tmp_path: Pat
 def test_numbers_that_do_not_divide_are_refused(cache: str, tmp_path: Path) -> None:
     assert run_in_child(tmp_path / "one", *RUN, cache, SHARED) == 2
     assert "train.sequence_parallel=2: must divide the number of training processes, 1 " in printed(tmp_path / "one")
-    assert run_in_children(3, tmp_path / "three", *RUN, cache, "train.sequence_parallel=3") == [2] * 3
+    codes = run_in_children(3, tmp_path / "three", *RUN, cache, "train.sequence_parallel=3")
+    assert {2} <= {*codes} <= {2, 99}  # a slower one may first see that the others are gone
     assert "train.sequence_parallel=3: shares out 4 heads of attention" in printed(tmp_path / "three")

@@ -76,9 +76,12 @@ class FullyShardedPolicy(Sharding):
                 param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
 
-        # Block by block, so that one is gathered at a time; then what is left, around the whole forward pass. Gradients
-        # are summed and not averaged: the loss of each process is a share.
-        for module in (*blocks_of(model), scoring):
+        # Block by block, so that one is gathered at a time, its experts for themselves, while attention computes; then
+        # what is left, around the whole forward pass. Gradients are summed and not averaged: the loss of each process
+        # is a share.
+        blocks = blocks_of(model)
+        experts = [each for each in blocks.modules() if type(each).__name__.endswith("Experts")]
+        for module in (*experts, *blocks, scoring):
             for parameter in module.parameters() if widens else ():
                 if not isinstance(parameter, DTensor):
                     parameter.data = parameter.data.float()
