@@ -93,7 +93,7 @@ def scoring_config(**settings):
     from offline_grpo.settings import ScoringConfig
 
     defaults = {"workers": 4, "episodes": 4, "timeout_s": 2.0, "memory_mib": 256}
-    defaults |= {"on_failure": "exclude", "stop_at_failed_frac": 1.0}
+    defaults |= {"on_failure": "exclude", "stop_at_failed_frac": 1.0, "sandbox": "none"}
     return ScoringConfig(**defaults | settings)
 
 
