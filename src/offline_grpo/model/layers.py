@@ -96,8 +96,8 @@ def parse_layer_indices(text: str, model: PreTrainedModel, *, key: str) -> list[
 
 
 class PatchProjection(nn.Conv3d):
-    """Of patches that are as large as its kernel, by one product. cuDNN takes many times as long in bf16, patch by
-    patch.
+    """Of patches that are as large as its kernel, by one product, as vLLM computes it. For a convolution of that shape
+    in bf16 there may be no fast kernel (github.com/huggingface/transformers/issues/45750).
     """
 
     def forward(self, input: Tensor) -> Tensor:
