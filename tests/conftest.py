@@ -151,3 +151,18 @@ def token_batch() -> TokenBatch:
         rollouts.append(make_rollout(ids(2 + i % 5), make_completion(completion, logprobs), temperature=1.3))
     batch = build_batch(rollouts)
     return with_advantages(batch, torch.randn(12, generator=generator).tolist())
+
+
+@pytest.fixture
+def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks are traced and run as they are, which takes less time; graphs are counted from here on."""
+    import functools
+
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="eager"))
+    yield
+    torch.compiler.reset()

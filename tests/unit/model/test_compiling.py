@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,17 +28,10 @@ from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.settings import LoraConfig
 from offline_grpo.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("without_code_generation")
+
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))
-    yield
-    torch.compiler.reset()
 
 
 def scoring_of(name: str, *, checkpointing: bool = False) -> Scoring:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 from architectures import COMPOSITES, ZOO, Architecture, build_composite, long_batch
 from factories import make_completion, make_rollout
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from offline_grpo.errors import ConfigError
@@ -205,16 +205,6 @@ def test_a_block_that_is_computed_again_follows_the_same_routes(name: str) -> No
     same, found = gradients(again, batch)
     assert torch.equal(logprobs, same)
     assert all(torch.equal(found[key], gradient) for key, gradient in expected.items())
-
-
-@pytest.fixture
-def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """See test_compiling.py."""
-    torch.compiler.reset()
-    counters.clear()
-    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.usefixtures("without_code_generation")
