@@ -90,10 +90,12 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
         Path(args.inside).write_text(json.dumps(found | {"grad_norm": norms[0], "rounds_s": seconds}))
 
 
-def run_group(number: int, arm: str, length: int) -> dict[str, Any] | None:
+def run_group(number: int, arm: str, length: int, keep: str | None) -> dict[str, Any] | None:
     """This script in a group of processes; None if the memory is too small."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "found.json")
+        path = Path(keep or folder, f"{arm}_{length}_on_{number}.json")
+        if path.exists():
+            return json.loads(path.read_text())
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
         cell = ["--inside", str(path), "--cell", arm, str(length)]
         done = subprocess.run([*launch, __file__, *cell, *sys.argv[1:]], check=False, env=environment())
@@ -111,6 +113,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="a small model and --lengths of hundreds, on the CPU")
     parser.add_argument("--out", default="long_context")
+    parser.add_argument("--keep", help="a folder: what is measured there is not measured again")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="of the configuration, after --")
@@ -124,7 +127,7 @@ def main() -> None:
         return
     measured, details = {}, {}
     for arm, length in ((arm, length) for arm in args.arms for length in args.lengths):
-        found = {number: run_group(number, arm, length) for number in args.processes}
+        found = {number: run_group(number, arm, length, args.keep) for number in args.processes}
         details[f"{arm}_{length}"] = found
         rows = {number: row for number, row in found.items() if row is not None}
         norms = [row["grad_norm"] for row in rows.values()]
