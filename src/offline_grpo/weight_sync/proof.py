@@ -200,7 +200,8 @@ def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
     tag = engine.served_tag()
     if not tag:  # and before the bits are read, so that a client that loads others meanwhile is noticed
         # Runs that share a server may begin at the same time, and say the same of the same base.
-        tag = f"base {sha256(repr(sorted(snapshot.fingerprints.items())).encode()).hexdigest()[:16]}"
+        base = sorted(item for item in snapshot.fingerprints.items() if ".lora_" not in item[0])
+        tag = f"base {sha256(repr(base).encode()).hexdigest()[:16]}"
         engine.set_tag(tag)
 
     # Where bits differ, the numbers may be the same in another order, as some architectures are served.
