@@ -42,7 +42,7 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
     from offline_grpo.config.parts import make_plan
     from offline_grpo.model.proof import share_sequences
     from offline_grpo.placement.ranks import Ranks
-    from offline_grpo.start.memory import GIB, SAMPLING, MemoryRequest, predict
+    from offline_grpo.start.memory import ALLOCATOR, GIB, ROUNDING, SAMPLING, MemoryRequest, predict
     from offline_grpo.train.fsdp2 import FullyShardedPolicy
     from offline_grpo.train.sharding import Sharding
 
@@ -65,7 +65,8 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
     plan = make_plan(typed(composed([*words.split(), *args.overrides])))
     request = MemoryRequest(plan, copy.deepcopy(config), None, (prompt, prompt), range(size), (), [80 * GIB] * size)
     parts = predict(request, 1.0, args.offload == "true")[0].trainer
-    planned = sum(part.num_bytes for part in parts if part.name not in ("CUDA context", SAMPLING)) / GIB
+    own = [part.num_bytes for part in parts if part.name not in ("CUDA context", SAMPLING, ALLOCATOR)]
+    planned = (1 + ROUNDING) * sum(own) / GIB
 
     policy = make_policy(plan, config, device, 1.0, is_shared=False)
     if size > 1:
