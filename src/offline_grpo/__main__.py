@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from typing import NoReturn
@@ -13,6 +14,15 @@ def main() -> NoReturn:
     """Handle Ctrl-C, and only then import what takes time. Until `StopSignal` listens, it ends the process in one line
     instead of a traceback.
     """
+    exit_code = 1
+
+    def end_at_once() -> None:
+        print(end="", flush=True)
+        os._exit(exit_code)
+
+    # The last of all that is done at exit, as the first that is registered. Python would take its modules apart for
+    # seconds after torch; and with `gc.freeze()`, which saves these too, nanobind reports Triton's functions as leaks.
+    atexit.register(end_at_once)
 
     def end(number: int, _frame: object) -> None:
         os.write(2, b"\nstopped before the run began; nothing was saved\n")
@@ -23,7 +33,11 @@ def main() -> NoReturn:
 
     from offline_grpo.commands import main as command
 
-    command.main()
+    try:
+        command.main()
+    except SystemExit as ended:
+        exit_code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
 
 
 if __name__ == "__main__":

