@@ -48,7 +48,7 @@ def command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
     words += ["weight_sync.share_base=true"] if arm.startswith("base_") else []
     if args.small:
         words += ["model.device=cpu", "train.precision=fp32", "engine.args.enforce_eager=true"]
-        words += ["engine.args.gpu_memory_utilization=null", "+engine.args.max_num_batched_tokens=2048"]
+        words += ["engine.args.gpu_memory_utilization=null", "+engine.args.max_num_batched_tokens=32768"]
     else:
         words += ["train.precision=bf16", "placement.check_memory=false", "engine.args.gpu_memory_utilization=0.5"]
     return [sys.executable, *run_command(work, args, work / arm, *words)]
@@ -84,8 +84,10 @@ def run(work: Path, args: argparse.Namespace, arm: str) -> int:
 
 
 def result_of(work: Path, arm: str) -> dict[str, Any]:
-    """What the metrics of the runs say, while all of them trained."""
+    """What the metrics of the runs say, while all of them trained; nothing where that was too short."""
     runs = [records_of(folder.parent) for folder in sorted((work / arm).glob("*/metrics"))]
+    if min(map(len, runs), default=0) <= WARMUP:
+        return {}
     together = [records[WARMUP : min(map(len, runs))] for records in runs]
     median = [{key: statistics.median(r[key] for r in records) for key in records[0]} for records in together]
     found = {name.rpartition("/")[2]: statistics.fmean(m[name] for m in median) for name in SHOWN if name in median[0]}
@@ -115,8 +117,9 @@ def main() -> None:
     failed = [arm for arm in args.arms if run(work, args, arm) != 0]
     print_ends(work, failed)
 
-    ran = [path.stem for path in sorted(work.glob("*.json")) if any((work / path.stem).glob("*/metrics/train_*.json"))]
-    found = {arm: result_of(work, arm) for arm in ran}
+    found = {
+        arm: result for arm in (path.stem for path in sorted(work.glob("*.json"))) if (result := result_of(work, arm))
+    }
     measured = {f"{arm}_{name}": value for arm, result in found.items() for name, value in result.items()}
     for arm in found.keys() - {"alone"} if "alone" in found else ():
         times = found[arm]["iterations_per_hour"] / found["alone"]["iterations_per_hour"]
