@@ -173,6 +173,8 @@ class SharedServerLauncher(LocalLauncher):
             raise EngineError("what starts the server of the sweep has ended, with an error above") from error
         finally:
             ours.close()
+            if stop.number is not None:  # it may still be starting
+                server.terminate()
             server.join()
 
     def _settings(self, overrides: list[str], number: int) -> RunConfig:

@@ -146,7 +146,7 @@ def test_runs_that_share_a_server_are_what_they_are_alone(tmp_path: Path) -> Non
         ).read_text()
         assert drawn(sweep / number) == drawn(alone)
         assert metrics_of(sweep / number) == metrics_of(alone)
-        assert "GiB of the base are the server's memory\n" in (sweep / number / "run.log").read_text()
+        assert "MiB of the base are the server's memory\n" in (sweep / number / "run.log").read_text()
 
     # One server, which has forgotten the adapters of runs that ended, and has ended itself.
     log = sweep / "server_0.log"

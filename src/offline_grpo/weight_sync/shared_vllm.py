@@ -144,22 +144,19 @@ def share_base(engine: VllmEngine, policy: Policy) -> None:
 
     Raises ConfigError for a server whose weights cannot be shared, EngineError if its memory cannot be opened.
     """
-    setting, own, num_bytes = "weight_sync.share_base=true", list[str](), 0
-    if (lack := engine.lacks("full")) is not None:
-        raise ConfigError(f"{setting}: that server {lack}; leave it at false")
-    views = open_views(engine, policy, setting, "leave it at false", None)
+    lack, keep, own, num_bytes = engine.lacks("full"), "leave it at false", list[str](), 0
+    require(lack is None, "weight_sync.share_base", "true", f"that server {lack}; {keep}")
+    views = open_views(engine, policy, "weight_sync.share_base=true", keep, None)
     for name, parameter in policy.causal_lm.named_parameters():
-        view, copy = views.get(plain_name(name)), parameter.data.to(policy.compute_device)
-        is_alike = view is not None and view.shape == copy.shape and view.dtype == copy.dtype
-        if view is not None and is_alike and not parameter.requires_grad and torch.equal(view, copy):
-            parameter.data = view
-            num_bytes += view.nbytes
-        else:
-            parameter.data = copy
-            own += [] if parameter.requires_grad else [name]
+        view, copy = views.get(plain_name(name), torch.empty(0)), parameter.data.to(policy.compute_device)
+        is_frozen, is_like = not parameter.requires_grad, (view.shape, view.dtype) == (copy.shape, copy.dtype)
+        is_shared = is_frozen and is_like and torch.equal(view, copy)
+        parameter.data = view if is_shared else copy
+        num_bytes += copy.nbytes * is_shared
+        own += [name] * (is_frozen and not is_shared)
     policy.become_shared()
     others = f"; {len(own)} tensors are the trainer's own: {', '.join(own[:3])}" if own else ""
-    log.info("%.2f GiB of the base are the server's memory%s", num_bytes / 2**30, others)
+    log.info("%.1f MiB of the base are the server's memory%s", num_bytes / 2**20, others)
 
 
 def open_views(
