@@ -64,8 +64,10 @@ def import_vllm() -> None:
     import vllm.lora.worker_manager
     import vllm.model_executor.models.llama
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.model_executor.models import registry
     from vllm.utils import system_utils
 
+    registry._run_in_subprocess = lambda look: look()  # at a model's class, where vLLM would import all of itself
     setproctitle.getproctitle()  # it looks for the memory of the title beside the environment, which `have` moves
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 

@@ -72,6 +72,11 @@ def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
     return named_blocks(model)[1]
 
 
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """What holds all experts of a block, in tensors of three dimensions: of a model of transformers."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+
+
 def text_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Those that text goes through, by their names: of decoder and head. A composite has others, in its towers and in
     blocks that attend to images alone (Mllama).

@@ -27,7 +27,7 @@ from torch.utils._pytree import register_dataclass, tree_leaves, tree_map
 from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.interfaces import Scorer
 from offline_grpo.model.adapters import has_adapters
-from offline_grpo.model.layers import blocks_of
+from offline_grpo.model.layers import blocks_of, experts_of
 from offline_grpo.model.policy import Policy, buckets, on_disk
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.train.sharding import Sharding
@@ -80,8 +80,7 @@ class FullyShardedPolicy(Sharding):
         # what is left, around the whole forward pass. Gradients are summed and not averaged: the loss of each process
         # is a share.
         blocks = blocks_of(model)
-        experts = [each for each in blocks.modules() if type(each).__name__.endswith("Experts")]
-        for module in (*experts, *blocks, scoring):
+        for module in (*experts_of(blocks), *blocks, scoring):
             for parameter in module.parameters() if widens else ():
                 if not isinstance(parameter, DTensor):
                     parameter.data = parameter.data.float()

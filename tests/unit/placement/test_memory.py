@@ -90,6 +90,7 @@ def predicted_total(config, recompute, prompt_tokens, *overrides):
 def ratios_of_compiled_models():
     """The rows of `model_sizes.py` and `small_card.py`: predicted over measured."""
     arms = {"full": (), "offload": ("train.optimizer.offload=true",), "lora": ("model/lora=default",)}
+    arms["lora_attention"] = ("model/lora=default", "model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]")
     shapes = runpy.run_path(str(BENCHMARKS / "shapes.py"))["SIZES"]
     compiled = ("model.compile=true", "train.precision=bf16", "data.rollouts_per_problem=8")
     for path in sorted(MEASURED.glob("*/model_sizes_*.json")):
