@@ -5,7 +5,7 @@
     python benchmarks/shared_server.py WORK --small --arms alone 2    # a tiny model on the CPU
 
 Random weights in bf16, adapters of rank 16 on all linear layers, 16 problems x 8 completions x 256 tokens an iteration,
-one update. Each arm is a sweep with `hydra/launcher=shared_server`.
+one update, every block recomputed. Each arm is a sweep with `hydra/launcher=shared_server`.
 
     alone     one run: runs one after the other are as fast as this one, and each still has to start
     N         N runs at once
@@ -43,12 +43,12 @@ def command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
     words = ["--multirun", "hydra/launcher=shared_server", f"hydra.launcher.n_jobs={num_runs}"]
     words += [f"seed={','.join(map(str, range(num_runs)))}", f"hydra.sweep.dir={work / arm}"]
     words += ["generation=vllm_server", "weight_sync=lora_hotswap", "model/lora=default", "train.lr=1e-5"]
-    words += [f"train.tokens_per_microbatch={args.microbatch}", "engine.args.max_model_len=1024"]
-    words += [f"+engine.args.kv_cache_memory_bytes={int(args.kv_gib * 2**30)}"]
+    words += [f"train.tokens_per_microbatch={args.microbatch}", "train.gradient_checkpointing=true"]  # others need room
+    words += ["engine.args.max_model_len=1024", f"+engine.args.kv_cache_memory_bytes={int(args.kv_gib * 2**30)}"]
     words += ["weight_sync.share_base=true"] if arm.startswith("base_") else []
     if args.small:
         words += ["model.device=cpu", "train.precision=fp32", "engine.args.enforce_eager=true"]
-        words += ["engine.args.gpu_memory_utilization=null", "+engine.args.max_num_batched_tokens=2048"]
+        words += ["engine.args.gpu_memory_utilization=null", "+engine.args.max_num_batched_tokens=32768"]
     else:
         words += ["train.precision=bf16", "placement.check_memory=false", "engine.args.gpu_memory_utilization=0.5"]
     return [sys.executable, *run_command(work, args, work / arm, *words)]
@@ -84,8 +84,10 @@ def run(work: Path, args: argparse.Namespace, arm: str) -> int:
 
 
 def result_of(work: Path, arm: str) -> dict[str, Any]:
-    """What the metrics of the runs say, while all of them trained."""
+    """What the metrics of the runs say, while all of them trained; nothing where that was too short."""
     runs = [records_of(folder.parent) for folder in sorted((work / arm).glob("*/metrics"))]
+    if min(map(len, runs), default=0) <= WARMUP:
+        return {}
     together = [records[WARMUP : min(map(len, runs))] for records in runs]
     median = [{key: statistics.median(r[key] for r in records) for key in records[0]} for records in together]
     found = {name.rpartition("/")[2]: statistics.fmean(m[name] for m in median) for name in SHOWN if name in median[0]}
@@ -103,7 +105,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--microbatch", type=int, default=8192, help="tokens")
+    parser.add_argument("--microbatch", type=int, default=4096, help="tokens")
     parser.add_argument("--kv-gib", type=float, default=8.0, help="of the server's KV cache")
     parser.add_argument("--timeout", type=float, default=540.0, help="seconds of an arm")
     args = parser.parse_args()
@@ -115,8 +117,9 @@ def main() -> None:
     failed = [arm for arm in args.arms if run(work, args, arm) != 0]
     print_ends(work, failed)
 
-    ran = [path.stem for path in sorted(work.glob("*.json")) if any((work / path.stem).glob("*/metrics/train_*.json"))]
-    found = {arm: result_of(work, arm) for arm in ran}
+    found = {
+        arm: result for arm in (path.stem for path in sorted(work.glob("*.json"))) if (result := result_of(work, arm))
+    }
     measured = {f"{arm}_{name}": value for arm, result in found.items() for name, value in result.items()}
     for arm in found.keys() - {"alone"} if "alone" in found else ():
         times = found[arm]["iterations_per_hour"] / found["alone"]["iterations_per_hour"]

@@ -158,9 +158,9 @@ class SharedServerLauncher(LocalLauncher):
         server = fork.Process(target=start)
         server.start()
         theirs.close()
+        told = None
         try:
             with stop.interruptible():
-                log.info("one server for all runs is started")
                 told = ours.recv()
             if isinstance(told, GrpoError):
                 raise told
@@ -173,6 +173,8 @@ class SharedServerLauncher(LocalLauncher):
             raise EngineError("what starts the server of the sweep has ended, with an error above") from error
         finally:
             ours.close()
+            if told is None:  # it may still be starting
+                server.terminate()
             server.join()
 
     def _settings(self, overrides: list[str], number: int) -> RunConfig:

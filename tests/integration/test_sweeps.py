@@ -129,12 +129,14 @@ def test_jobs_side_by_side_save_and_end_when_their_sweep_is_killed(side_by_side:
 
 @pytest.mark.slow
 def test_runs_that_share_a_server_are_what_they_are_alone(tmp_path: Path) -> None:
-    """Bit for bit, where the server computes one sequence at a time: it rounds as requests meet in a batch. Of four
-    jobs two are refused, the first among them, which costs the others nothing.
+    """Bit for bit, where the server computes one sequence at a time: it rounds as requests meet in a batch. Beside that
+    server, each alone has a base of its own, and together they have the server's. Of four jobs two are refused, the
+    first among them, which costs the others nothing.
     """
     words = (*five(save_model(tmp_path / "model")), *own_server(preloaded_python(tmp_path)), "train.iterations=3")
     words = (*words, "+engine.args.max_num_seqs=1", "weight_sync=lora_hotswap", "model/lora=default")
-    done, sweep = multirun(tmp_path, "hydra/launcher=shared_server", *words, "seed=0,1", "train.lr=-1,1e-2")
+    shared = ("hydra/launcher=shared_server", "weight_sync.share_base=true")
+    done, sweep = multirun(tmp_path, *words, *shared, "seed=0,1", "train.lr=-1,1e-2")
     assert done.returncode == 2, done.stderr
     assert runs(sweep) == {"2", "3"}
     for seed, number in ((0, "2"), (1, "3")):
@@ -144,6 +146,7 @@ def test_runs_that_share_a_server_are_what_they_are_alone(tmp_path: Path) -> Non
         ).read_text()
         assert drawn(sweep / number) == drawn(alone)
         assert metrics_of(sweep / number) == metrics_of(alone)
+        assert "MiB of the base are the server's memory\n" in (sweep / number / "run.log").read_text()
 
     # One server, which has forgotten the adapters of runs that ended, and has ended itself.
     log = sweep / "server_0.log"

@@ -155,7 +155,7 @@ def job(cfg: DictConfig) -> float | None:
         except cli.EXPECTED as error:
             discard_fresh(folder)
             if isinstance(error, StopRequested):
-                if hydra.launcher._target_ in sweeps.REPORTING:
+                if hydra.launcher._target_.endswith((".LocalLauncher", ".SharedServerLauncher")):
                     return None  # the launcher reports it for all jobs
                 say_how_to_resume_sweep(error, Path(hydra.sweep.dir))
             if not isinstance(error, GrpoError):

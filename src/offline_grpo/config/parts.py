@@ -133,7 +133,7 @@ def make_plan(config: RunConfig) -> Plan:
     elif config.eval.weight_sync == "none" or isinstance(weight_sync, Frozen):
         eval_weight_sync = Frozen()
     elif config.model.lora is not None:
-        eval_weight_sync = LoraHotswap(**common, server_args={"enable_lora": True})
+        eval_weight_sync = LoraHotswap(**common, share_base=False, server_args={"enable_lora": True})
     else:  # "abort" finds nothing to abort: none of this run's requests is in flight there during a push
         eval_weight_sync = Reload(**common, server_args={}, location=config.eval.location, pause_mode="abort")
 
@@ -230,6 +230,7 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
 
     config, data, sync, engine = plan.config, plan.data, plan.weight_sync, plan.engine
     model, train, placement, quantization = config.model, config.train, config.placement, config.model.quantization
+    without_sharing = "use nccl, ipc or reload" if model.lora is None else "set weight_sync.share_base=false"
 
     # The reference, the advantage and its teacher.
     teacher, temperature = plan.advantage.teacher, plan.sampling.temperature
@@ -258,7 +259,7 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
         raise ConfigError("train.precision", train.precision, fix)
     if (served := plan.server_args.get("quantization")) is not None:  # an `Engine` asks servers that run already
         if sync.requires.shares_weights:
-            fix = f"weight_sync={sync.name} would train the server's own, rounded weights; use ipc, nccl or reload"
+            fix = f"weight_sync={sync.name} would train on the server's own, rounded weights; {without_sharing}"
             raise ConfigError("engine.args.quantization", served, fix)
         if not plan.is_corrected:
             fix = f"engine.args.quantization={served} samples from other probabilities; use token_truncate"
@@ -317,7 +318,7 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
             fix = "train.sharding=fsdp2 cannot spread 4-bit weights; use null, or train.sharding=none"
             raise ConfigError("model.quantization", quantization, fix)
         if sync.requires.shares_weights:
-            fix = "the server shares whole weights, and train.sharding=fsdp2 spreads them; use nccl, ipc or reload"
+            fix = f"the server shares whole weights, and train.sharding=fsdp2 spreads them; {without_sharing}"
             raise ConfigError("weight_sync", sync.name, fix)
         if type(plan.optimizer) is not AdamW or plan.optimizer.offload:
             fix = "train.sharding=fsdp2 spreads the state of torch's AdamW alone; use train/optimizer=adamw without "
@@ -330,7 +331,7 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
             raise ConfigError("model.router_replay", model.router_replay, fix)
         if sync.requires.shares_weights:
             fix = "the first process's weights come from a server, and train.sequence_parallel is settled before that; "
-            raise ConfigError("weight_sync", sync.name, f"{fix}use nccl, ipc or reload")
+            raise ConfigError("weight_sync", sync.name, f"{fix}{without_sharing}")
         if plan.layout is not None and plan.layout.pads:
             fix = "train.sequence_parallel lays sequences end to end; use auto, varlen or flash4"
             raise ConfigError("model.layout", model.layout, fix)

@@ -73,10 +73,10 @@ class Policy:
         )
         return self.masters
 
-    def become_shared(self, *, before_publish: Callable[[], None]) -> None:
+    def become_shared(self, *, before_publish: Callable[[], None] | None = None) -> None:
         """Note that the parameters now lie in memory on `compute_device` that others read too, and move the model's
         buffers there; before there are masters. That GPU becomes torch's current one. `before_publish` is called before
-        that memory is written.
+        that memory is written; None where it never is.
         """
         make_current(self.compute_device)
         for module in self.model.modules():

@@ -228,7 +228,7 @@ def predict(request: MemoryRequest, recompute: float = 0.0, offloads: bool = Fal
 
     # Masters, gradients and the state of the optimizer, in fp32, of what a process trains.
     num_trained = request.num_trained if has_adapters else ceil(request.num_trained / num_parts)
-    has_masters = (dtype != torch.float32 or shares_weights or offload) and not is_fp32
+    has_masters = (dtype != torch.float32 or (shares_weights and not has_adapters) or offload) and not is_fp32
     state_bytes = int(STATE_BYTES.get(type(plan.optimizer), STATE_BYTES[AdamW]) * num_trained)
     optimizer = [Part("fp32 masters", 4 * num_trained * has_masters), Part("optimizer state", state_bytes)]
     gradients_bytes = 4 * num_trained
@@ -260,6 +260,7 @@ def predict(request: MemoryRequest, recompute: float = 0.0, offloads: bool = Fal
 
     context = Part("CUDA context", CONTEXT_BYTES)
     others = [
+        *([Part("adapters", request.num_trained * itemsize)] if has_adapters and shares_weights else []),
         *([] if offload else optimizer),
         Part("gradients", gradients_bytes),
         *(frozen if request.reference_gpu is None and model.ref_device != "cpu" else []),

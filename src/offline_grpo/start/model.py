@@ -100,6 +100,7 @@ def connect_engines(run: Run) -> None:
                 server.wait_for_memory()
             needed = BESIDE_BYTES + sum(p.nbytes for p in model.parameters())
             has_room = torch.cuda.mem_get_info(device)[0] >= needed
+        has_room = has_room and run.plan.lora_rank is None  # torch's cache keeps the copy, and that is what is saved
         if has_room:
             make_current(device)
             model.to(device)

@@ -23,6 +23,7 @@ from offline_grpo.errors import EngineDied, EngineError
 from offline_grpo.weight_sync.proof import prove_base
 from offline_grpo.weight_sync.reload import StagedFolder
 from offline_grpo.weight_sync.restart import Restart
+from offline_grpo.weight_sync.shared_vllm import share_base
 from offline_grpo.weight_sync.snapshot import Snapshot, save_weights
 from offline_grpo.weight_sync.strategy import STARTED_ANEW, ServerSync, SyncRequirements, foreign_write
 
@@ -35,7 +36,13 @@ other processes are not counted here, so the last folders stay for them."""
 
 @dataclass(kw_only=True)
 class LoraHotswap(ServerSync):
-    """Needs no pause, and of an external server only --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+    """Needs no pause, and of an external server only --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
+
+    Args:
+        share_base: see `shared_vllm.share_base`.
+    """
+
+    share_base: bool
 
     name = "lora_hotswap"
     needs = replace(ADAPTERS, in_flight=("keep",))
@@ -48,6 +55,11 @@ class LoraHotswap(ServerSync):
     _loaded: dict[VllmEngine, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
     _base_tags: dict[VllmEngine, str] = field(default_factory=dict, init=False)  # see `prove_base`
 
+    @property
+    def requires(self) -> SyncRequirements:  # type: ignore[override]
+        needs = super().requires
+        return replace(needs, one_engine=True, placement="same", shares_weights=True) if self.share_base else needs
+
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
         """A new server has none of our adapters. One that takes nothing else cannot prove its base; another base raises
         ConfigError.
@@ -56,6 +68,8 @@ class LoraHotswap(ServerSync):
         self._base_tags.pop(engine, None)
         if engine.lacks("full") is None:
             self._base_tags[engine] = prove_base(engine, snapshot)
+        if self.share_base:
+            share_base(engine, snapshot.policy)
 
     @contextlib.contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[StagedFolder]:

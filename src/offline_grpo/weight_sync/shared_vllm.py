@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 
 from offline_grpo.disk import write_whole
+from offline_grpo.engine.inside_vllm.offline_grpo_weights import plain_name
 from offline_grpo.engine.spawn import remove_cuda_driver_files
 from offline_grpo.engine.vllm import VllmEngine
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, reason_of, require
 from offline_grpo.model.layers import is_composite, text_parameters
+from offline_grpo.model.policy import Policy
 from offline_grpo.weight_sync.snapshot import Snapshot, gpu_uuid, this_run, weights_tag
 from offline_grpo.weight_sync.strategy import PausingSync, Staged, SyncRequirements, foreign_write
 
@@ -126,49 +128,79 @@ class SharedVllm(PausingSync):
             log.warning("%s The update continues without it.", death)
 
     def _open_views(self, engine: VllmEngine, snapshot: Snapshot, *, compare: bool) -> dict[str, Tensor]:
-        # Why this server's memory cannot be shared at all.
-        home, described = snapshot.policy.compute_device, engine.describe()
-        for reason in described["refusals"]:
-            fix = "use weight_sync=ipc on one GPU, nccl on several, or reload"
-            raise ConfigError(f"weight_sync=shared_vllm: {reason}; {fix}")
-
-        # Which memory holds which parameter: as a file says, or as the server does, and then a file for others.
-        if self.bridge_config is not None:
-            bridge = Bridge.read(Path(self.bridge_config))
-        else:
-            bridge = Bridge(
-                run_id=this_run(),
-                model=str(snapshot.policy.causal_lm.name_or_path),
-                pid=described["pid"],
-                start_time=start_time_of(described["pid"]) or 0,
-                device=described["device"],
-                gpu_uuid=described["gpu_uuid"],
-                **engine.call_workers("grpo_export")[0],
-                param_mappings=engine.call_workers("grpo_layout")[0],
-            )
-            bridge.write(engine.log_dir / "vllm_bridge_config.json")
-        if (bridge.device, bridge.gpu_uuid) != (home.type, gpu_uuid(home)):
-            raise ConfigError(
-                f"model.device={home}: is on {gpu_uuid(home) or 'no GPU'}, and the server's weights are on "
-                f"{bridge.gpu_uuid or 'no GPU'}; put both on one (placement.engine_devices), or use weight_sync=nccl "
-                "for two GPUs, reload for CPUs"
-            )
-
-        # Its memory becomes tensors of ours, which must be the policy's: shape, dtype and, before training, bits.
-        if home.type == "cuda":
-            torch.zeros(1, device=home)  # opening a handle before CUDA is up in this process would crash it
-            atexit.register(remove_cuda_driver_files)
-        started = time.perf_counter()
-        views = bridge.open(home)
-        num_mib = sum(storage["num_bytes"] for storage in bridge.storages) / 2**20
-        seconds = time.perf_counter() - started
-        log.info("opened %.0f MiB of the server as %d parameters in %.2f s", num_mib, len(views), seconds)
-        model = snapshot.policy.causal_lm
+        """The views of the policy's parameters: shape, dtype and, before training, bits are the same."""
+        fix, model = "use weight_sync=ipc on one GPU, nccl on several, or reload", snapshot.policy.causal_lm
+        views = open_views(engine, snapshot.policy, "weight_sync=shared_vllm", fix, self.bridge_config)
         parameters = text_parameters(model)
         if is_composite(model.config):
             views = {name: views[name] for name in parameters if name in views}
         check_coverage(parameters, views, compare=compare)
         return views
+
+
+def share_base(engine: VllmEngine, policy: Policy) -> None:
+    """Make the server's memory that of a policy's frozen parameters, which nobody writes to, however many policies have
+    it. What the server has in another form, and adapters, become memory of the policy's own on its device.
+
+    Raises ConfigError for a server whose weights cannot be shared, EngineError if its memory cannot be opened.
+    """
+    lack, keep, own, num_bytes = engine.lacks("full"), "leave it at false", list[str](), 0
+    require(lack is None, "weight_sync.share_base", "true", f"that server {lack}; {keep}")
+    views = open_views(engine, policy, "weight_sync.share_base=true", keep, None)
+    for name, parameter in policy.causal_lm.named_parameters():
+        view, copy = views.get(plain_name(name), torch.empty(0)), parameter.data.to(policy.compute_device)
+        is_frozen, is_like = not parameter.requires_grad, (view.shape, view.dtype) == (copy.shape, copy.dtype)
+        is_shared = is_frozen and is_like and torch.equal(view, copy)
+        parameter.data = view if is_shared else copy
+        num_bytes += copy.nbytes * is_shared
+        own += [name] * (is_frozen and not is_shared)
+    policy.become_shared()
+    others = f"; {len(own)} tensors are the trainer's own: {', '.join(own[:3])}" if own else ""
+    log.info("%.1f MiB of the base are the server's memory%s", num_bytes / 2**20, others)
+
+
+def open_views(
+    engine: VllmEngine, policy: Policy, setting: str, fix: str, bridge_config: str | None
+) -> dict[str, Tensor]:
+    """The server's memory as tensors of ours, by the names in the checkpoint. Raises as `share_base`; `setting` and
+    `fix` are for messages.
+    """
+    # Why this server's memory cannot be shared at all.
+    home, described = policy.compute_device, engine.describe()
+    for reason in described["refusals"]:
+        raise ConfigError(f"{setting}: {reason}; {fix}")
+
+    # Which memory holds which parameter: as a file says, or as the server does, and then a file for others.
+    if bridge_config is not None:
+        bridge = Bridge.read(Path(bridge_config))
+    else:
+        bridge = Bridge(
+            run_id=this_run(),
+            model=str(policy.causal_lm.name_or_path),
+            pid=described["pid"],
+            start_time=start_time_of(described["pid"]) or 0,
+            device=described["device"],
+            gpu_uuid=described["gpu_uuid"],
+            **engine.call_workers("grpo_export")[0],
+            param_mappings=engine.call_workers("grpo_layout")[0],
+        )
+        bridge.write(engine.log_dir / "vllm_bridge_config.json")
+    if (bridge.device, bridge.gpu_uuid) != (home.type, gpu_uuid(home)):
+        raise ConfigError(
+            f"model.device={home}: is on {gpu_uuid(home) or 'no GPU'}, and the server's weights are on "
+            f"{bridge.gpu_uuid or 'no GPU'}; put both on one (placement.engine_devices), or {fix}"
+        )
+
+    # Its memory becomes tensors of ours.
+    if home.type == "cuda":
+        torch.zeros(1, device=home)  # opening a handle before CUDA is up in this process would crash it
+        atexit.register(remove_cuda_driver_files)
+    started = time.perf_counter()
+    views = bridge.open(home)
+    num_mib = sum(storage["num_bytes"] for storage in bridge.storages) / 2**20
+    seconds = time.perf_counter() - started
+    log.info("opened %.0f MiB of the server as %d parameters in %.2f s", num_mib, len(views), seconds)
+    return views
 
 
 @dataclass(frozen=True)

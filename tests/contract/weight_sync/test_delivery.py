@@ -214,6 +214,37 @@ def test_shared_weights_are_one_copy(connect: Callable[..., Any], where: Where) 
     assert all(master.data_ptr() != parameters[name].data_ptr() for name, master in policy.masters.parameters.items())
 
 
+def test_trainers_of_adapters_share_the_base_of_their_server(
+    connect: Callable[..., Any], model_folder: Path, where: Where, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What one writes to it the other reads; with it they compute bit for bit what they do with a copy of their own."""
+    caplog.set_level(logging.INFO, "offline_grpo")
+    first, policy, client = connect("lora_hotswap", "weight_sync.share_base=true")
+    _, other, _ = connect("lora_hotswap", "weight_sync.share_base=true")
+    assert "of the base are the server's memory" in caplog.messages[-1]
+    assert "own" not in caplog.messages[-1]
+    parameters = [dict(each.causal_lm.named_parameters()) for each in (policy, other)]
+    for own in parameters:
+        q, k = (own[f"model.layers.0.self_attn.{name}_proj.base_layer.weight"] for name in "qk")
+        assert k.data_ptr() == q.data_ptr() + q.nbytes
+        assert {p.device.type for p in own.values()} == {where.device.type}
+    ours, theirs = (own["model.layers.1.mlp.up_proj.base_layer.weight"] for own in parameters)
+    before = ours.data[0, 0].item()
+    ours.data[0, 0] = 7.0
+    assert theirs[0, 0] == 7.0
+    ours.data[0, 0] = before
+
+    alone = load(model_folder, where, lora=True)
+    alone.make_masters()
+    for version in (1, 2):
+        for each in (policy, alone):
+            train(each, seed=version)
+        first.push(policy, version=version)
+        completions = sample(client)
+        assert distance(policy, completions) < where.tolerance_nats
+        assert all(map(torch.equal, score(policy, completions), score(alone, completions)))
+
+
 def test_weights_in_shared_memory_can_be_saved(connect: Callable[..., Any], tmp_path: Path) -> None:
     """Queries, keys and values then lie in one storage, which must not be saved as one tensor, or thrice."""
     sync, policy, _ = connect("shared_vllm")

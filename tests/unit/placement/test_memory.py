@@ -171,6 +171,16 @@ def test_shared_weights_are_the_servers():
     assert not second.server
 
 
+def test_a_shared_base_is_the_servers_and_adapters_are_not():
+    lora = (*SERVED, "weight_sync=lora_hotswap", "model/lora=default")
+    ([own], [shared]) = (predicted(*lora, f"weight_sync.share_base={way}") for way in ("false", "true"))
+    assert "policy weights" not in parts(shared)
+    adapters = parts(shared)["adapters"]
+    assert 2 * parts(shared)["adapters"] == parts(shared)["fp32 masters"] == parts(own)["fp32 masters"]
+    assert parts(own)["policy weights"] == about(2 * NUM_WEIGHTS + adapters)
+    assert parts(own)["server: weights"] == parts(shared)["server: weights"]
+
+
 def test_processes_that_share_sequences_hold_a_slice_each():
     own = ("data.problems_per_iteration=2", "data.rollouts_per_problem=2", "train.batch_size=1", "train.kl_coef=0")
     alone = request_of("model=hf", "model.train_id=none", *own, trainers=range(4), num_gpus=4)
