@@ -1,4 +1,4 @@
-"""Model size against memory and speed of training on one GPU: full, full with offload, LoRA, and LoRA of attention alone.
+"""Model size against memory and speed of training on one GPU: full, full with offload, LoRA, LoRA of attention alone.
 Random weights, made on the device.
 
     # about 2 minutes; also 1.7b (2), 4b (3), 8b (4), or tiny with --device cpu (seconds)
