@@ -123,7 +123,7 @@ class MemoryRequest:
         if self.quantized and experts:
             of_all = sum(p.numel() for p in bare.parameters())
             gib = [_gib(num * self.dtype.itemsize) for num in (num_of_experts, of_all)]
-            fix = f"would leave a mixture's experts as they are, {gib[0]} of {gib[1]}, and vLLM would not; use null"
+            fix = f"leaves a mixture's experts as they are, {gib[0]} of {gib[1]}; use null, on GPUs that have the room"
             raise ConfigError("model.quantization", config.model.quantization, fix)
         with torch.device("meta"):
             model: Any = prepare(bare, config.model, config.train.train_layer_indices)

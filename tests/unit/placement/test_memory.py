@@ -362,7 +362,7 @@ def test_experts_in_4_bits_are_refused():
     config = Qwen3MoeConfig(**sizes, num_experts=8 * 128, num_experts_per_tok=4, tie_word_embeddings=False)
     plan = plan_of(*SERVED, "model/lora=default", "model.quantization=nf4", "weight_sync=lora_hotswap")
     with pytest.raises(
-        ConfigError, match=r"^model.quantization=nf4: would leave .* experts .*, 0.4 GiB of 0.4 GiB, and"
+        ConfigError, match=r"^model.quantization=nf4: leaves .* experts .*, 0.4 GiB of 0.4 GiB; use null"
     ):
         MemoryRequest(plan, config, None, (56, 56), [0], [0], [GIB])
 
