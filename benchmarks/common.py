@@ -202,6 +202,7 @@ def parser_of(doc: str | None, name: str = "", option: str = "--out") -> argpars
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if name:
+        parser.parse_args = parser.parse_intermixed_args  # overrides may stand behind options
         parser.add_argument("work", type=Path, help="a folder of the benchmark's own")
         parser.add_argument("overrides", nargs="*", help="of all our arms")
         parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")

@@ -5,7 +5,7 @@ its process.
     python benchmarks/iteration_gpu.py WORK
     python benchmarks/iteration_gpu.py WORK --arms ours     # seconds of our phases alone
     python benchmarks/iteration_gpu.py WORK --shape qwen2_5_vl_3b --prompts 64     # with a picture in each prompt
-    python benchmarks/iteration_gpu.py WORK --shape qwen2_5_vl_3b --arms ours task.image_field=null    # without it
+    python benchmarks/iteration_gpu.py WORK --shape qwen2_5_vl_3b --arms ours -- task.image_field=null    # without it
     python benchmarks/iteration_gpu.py WORK --small         # a tiny model on the CPU, without TRL's vLLM
 
 32 prompts x 8 completions x 512 tokens an iteration, one update of all 256, bf16, the same random model, prompts,
@@ -94,6 +94,10 @@ def train_with_trl(work: Path, args: argparse.Namespace) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             ended.append(time.perf_counter())
 
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if len(ended) > WARMUP:  # what was complete counts
+                Path("trl.json").write_text(json.dumps(result()))
+
     def reward(completions: Any, **_: Any) -> list[float | None]:
         return [sevens(completion[0]["content"]) for completion in completions]
 
@@ -122,18 +126,21 @@ def train_with_trl(work: Path, args: argparse.Namespace) -> None:
         **({} if args.small else on_gpu),
     )
     times = MethodTimes(trainer, ("_generate", "compute_loss"))
+    prompts = trainer._tokenize_prompts([with_pictures(row) for row in rows[: args.prompts]])[0]
+
+    def result() -> dict[str, Any]:
+        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        rows_logged = [row for row in trainer.state.log_history if "completions/mean_length" in row]
+        return {
+            "seconds": [b - a for a, b in pairwise(ended)][WARMUP - 1 :],
+            "tokens": [row["completions/mean_length"] * args.prompts * GROUP for row in rows_logged][WARMUP:],
+            "phases_s": {"generate": statistics.median(times.seconds["_generate"][WARMUP:])},
+            "card_gb": (total - free) / 1e9,  # by all processes
+            "prompts": prompts,
+            "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
+        }
+
     trainer.train()
-    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    rows_logged = [row for row in trainer.state.log_history if "completions/mean_length" in row]
-    result = {
-        "seconds": [b - a for a, b in pairwise(ended)][WARMUP - 1 :],
-        "tokens": [row["completions/mean_length"] * args.prompts * GROUP for row in rows_logged][WARMUP:],
-        "phases_s": {"generate": statistics.median(times.seconds["_generate"][WARMUP:])},
-        "card_gb": (total - free) / 1e9,  # by all processes
-        "prompts": trainer._tokenize_prompts([with_pictures(row) for row in rows[: args.prompts]])[0],
-        "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
-    }
-    Path("trl.json").write_text(json.dumps(result))
 
 
 def stand_ins_of(model: Path) -> Sequence[int]:

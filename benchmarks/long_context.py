@@ -42,7 +42,7 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
     from offline_grpo.config.parts import make_plan
     from offline_grpo.model.proof import share_sequences
     from offline_grpo.placement.ranks import Ranks
-    from offline_grpo.start.memory import GIB, SAMPLING, MemoryRequest, predict
+    from offline_grpo.start.memory import ALLOCATOR, GIB, ROUNDING, SAMPLING, MemoryRequest, predict
     from offline_grpo.train.fsdp2 import FullyShardedPolicy
     from offline_grpo.train.sharding import Sharding
 
@@ -65,7 +65,8 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
     plan = make_plan(typed(composed([*words.split(), *args.overrides])))
     request = MemoryRequest(plan, copy.deepcopy(config), None, (prompt, prompt), range(size), (), [80 * GIB] * size)
     parts = predict(request, 1.0, args.offload == "true")[0].trainer
-    planned = sum(part.num_bytes for part in parts if part.name not in ("CUDA context", SAMPLING)) / GIB
+    own = [part.num_bytes for part in parts if part.name not in ("CUDA context", SAMPLING, ALLOCATOR)]
+    planned = (1 + ROUNDING) * sum(own) / GIB
 
     policy = make_policy(plan, config, device, 1.0, is_shared=False)
     if size > 1:
@@ -90,10 +91,12 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
         Path(args.inside).write_text(json.dumps(found | {"grad_norm": norms[0], "rounds_s": seconds}))
 
 
-def run_group(number: int, arm: str, length: int) -> dict[str, Any] | None:
+def run_group(number: int, arm: str, length: int, keep: str | None) -> dict[str, Any] | None:
     """This script in a group of processes; None if the memory is too small."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "found.json")
+        path = Path(keep or folder, f"{arm}_{length}_on_{number}.json")
+        if path.exists():
+            return json.loads(path.read_text())
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
         cell = ["--inside", str(path), "--cell", arm, str(length)]
         done = subprocess.run([*launch, __file__, *cell, *sys.argv[1:]], check=False, env=environment())
@@ -111,6 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="a small model and --lengths of hundreds, on the CPU")
     parser.add_argument("--out", default="long_context")
+    parser.add_argument("--keep", help="a folder: what is measured there is not measured again")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="of the configuration, after --")
@@ -124,7 +128,7 @@ def main() -> None:
         return
     measured, details = {}, {}
     for arm, length in ((arm, length) for arm in args.arms for length in args.lengths):
-        found = {number: run_group(number, arm, length) for number in args.processes}
+        found = {number: run_group(number, arm, length, args.keep) for number in args.processes}
         details[f"{arm}_{length}"] = found
         rows = {number: row for number, row in found.items() if row is not None}
         norms = [row["grad_norm"] for row in rows.values()]

@@ -1,5 +1,5 @@
-"""Model size against memory and speed of training on one GPU: full, full with offload, LoRA, LoRA of attention alone.
-Random weights, made on the device.
+"""Model size against memory and speed of training on one GPU: full, full with offload, LoRA, and LoRA of attention
+alone. Random weights, made on the device.
 
     # about 2 minutes; also 1.7b (2), 4b (3), 8b (4), or tiny with --device cpu (seconds)
     python benchmarks/model_sizes.py --size 0.6b

@@ -48,20 +48,22 @@ def command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
         words += [f"placement.num_engines={args.servers}", "engine.args.gpu_memory_utilization=0.85"]
         words += [f"placement.engine_devices={[*range(args.trainers, args.trainers + args.servers)]}"]
     model = work / "dense" if arm == "dense" else work
-    return [sys.executable, *launch, *run_command(model, args, work / arm, *words)]
+    return [sys.executable, *launch, *run_command(model, args, work / "runs" / arm, *words)]
 
 
 def measure(work: Path, args: argparse.Namespace, arm: str) -> dict[str, Any]:
-    with (work / f"{arm}.log").open("w") as log:
-        process = subprocess.Popen(
-            command(work, args, arm), env=environment(NCCL_NVLS_ENABLE="0"), stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            process.wait(args.timeout)
-        except subprocess.TimeoutExpired:  # what was complete counts
-            process.terminate()
-            process.wait(60)
-    records = records_of(work / arm)[WARMUP:]
+    """Of an arm, which is run unless it has been."""
+    if not (work / "runs" / arm).exists():
+        with (work / f"{arm}.log").open("w") as log:
+            process = subprocess.Popen(
+                command(work, args, arm), env=environment(NCCL_NVLS_ENABLE="0"), stdout=log, stderr=subprocess.STDOUT
+            )
+            try:
+                process.wait(args.timeout)
+            except subprocess.TimeoutExpired:  # what was complete counts
+                process.terminate()
+                process.wait(60)
+    records = records_of(work / "runs" / arm)[WARMUP:]
     if not records:
         print_ends(work, [arm])
         sys.exit(1)
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=16384, help="tokens")
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds of an arm")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="to run; the result is of all")
     args = parser.parse_args()
     work = args.work.resolve()
     if args.small:
@@ -88,7 +91,9 @@ def main() -> None:
         args.updates = 2
     for folder, shape in ((work, args.shape), (work / "dense", args.dense)):
         make_model(folder, shape, small=args.small)
-    found = {arm: measure(work, args, arm) for arm in ARMS}
+    found = {arm: measure(work, args, arm) for arm in args.arms}
+    if len(found) < len(ARMS):
+        return
     measured = {f"{arm}/{name}": value for arm, own in found.items() for name, value in own.items()}
     for name in ("alignment/diff_abs_mean", "perf/generate_tokens_per_s", "perf/train_tokens_per_s"):
         measured[f"replay_over_none/{name}"] = found["replay"][name] / found["none"][name]

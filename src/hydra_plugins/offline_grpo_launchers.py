@@ -1,4 +1,5 @@
-"""`hydra/launcher=joblib` and `hydra/launcher=ray`: the runs of a sweep side by side, on this machine or on a cluster.
+"""`hydra/launcher=joblib`, `shared_server` and `ray`: the runs of a sweep side by side, on this machine, there beside
+one server, or on a cluster.
 
 Hydra takes launchers from this package alone, and imports it at every start, so this file imports nothing that takes
 time.
@@ -13,6 +14,7 @@ import signal
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from traceback import print_exception
@@ -27,10 +29,13 @@ from omegaconf import DictConfig, open_dict
 
 if TYPE_CHECKING:
     from offline_grpo.history.signals import StopSignal
+    from offline_grpo.settings import RunConfig
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+SERVER_KEY = "OFFLINE_GRPO_SERVER_KEY"
+"""Where runs find the key of a server that they share: other users can read command lines, and `.hydra/` is kept."""
 STOP_S = 60.0
 """How long runs on a cluster may take to save and end after a Ctrl-C."""
 
@@ -122,6 +127,63 @@ class LocalLauncher(SideBySideLauncher):
             writer.send(_run_one(self._config, self._context, self._function, overrides, number))
 
 
+class SharedServerLauncher(LocalLauncher):
+    """As many at a time as `n_jobs` says, all with one server, which has the base model once and an adapter for each.
+
+    It ends with the last run, also where this process was killed. If it dies, the runs end with an error.
+    """
+
+    def _run(self, jobs: Mapping[int, list[str]], stop: StopSignal) -> list[JobReturn]:
+        from offline_grpo.config.compose import key_of
+        from offline_grpo.config.parts import OF_OWN_SERVER
+        from offline_grpo.errors import ConfigError, EngineError, GrpoError
+        from offline_grpo.start.shared_server import serve
+
+        # What is typed for the server is for all runs.
+        of_server = [[w for w in words if w.lstrip("+~").startswith(OF_OWN_SERVER)] for words in jobs.values()]
+        for words in of_server:
+            for word in set(words) ^ set(of_server[0]):
+                raise ConfigError(f"{key_of(word)}: all runs have one server; sweep over it with hydra/launcher=joblib")
+
+        # A process of its own starts the server, because the runs are forked from this one.
+        fork = multiprocessing.get_context("fork")
+        ours, theirs = fork.Pipe()
+
+        def start() -> None:
+            os.setpgid(0, 0)  # the runs need it until they have saved, whatever a terminal's Ctrl-C says
+            ours.close()
+            configs = [partial(self._settings, words, number) for number, words in jobs.items()]
+            serve(configs, min(self._limit, len(jobs)), self._folder, theirs)
+
+        server = fork.Process(target=start)
+        server.start()
+        theirs.close()
+        try:
+            with stop.interruptible():
+                log.info("one server for all runs is started")
+                told = ours.recv()
+            if isinstance(told, GrpoError):
+                raise told
+            urls, os.environ[SERVER_KEY] = told
+            log.info("the runs sample from %s", ", ".join(urls))
+            place = f"generation.base_url=[{','.join(urls)}]", f"generation.api_key=${{oc.env:{SERVER_KEY}}}"
+            with_place = {n: [*(w for w in words if w not in of_server[0]), *place] for n, words in jobs.items()}
+            return super()._run(with_place, stop)
+        except EOFError as error:
+            raise EngineError("what starts the server of the sweep has ended, with an error above") from error
+        finally:
+            ours.close()
+            server.join()
+
+    def _settings(self, overrides: list[str], number: int) -> RunConfig:
+        from offline_grpo.config.compose import typed
+
+        cfg = _composed(self._context, self._config, overrides, number)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        return typed(cfg)
+
+
 class RayLauncher(SideBySideLauncher):
     """As tasks of a Ray cluster, wherever it has room. The arguments are the keys of conf/hydra/launcher/ray.yaml.
 
@@ -191,10 +253,7 @@ def _run_there(common: Any, overrides: list[str], number: int) -> JobReturn:
 def _run_one(
     config: DictConfig, context: HydraContext, function: TaskFunction, overrides: list[str], number: int
 ) -> JobReturn:
-    of_run = context.config_loader.load_sweep_config(config, overrides)
-    with open_dict(of_run):
-        of_run.hydra.job.id = f"{of_run.hydra.job.name}_{number}"
-        of_run.hydra.job.num = number
+    of_run = _composed(context, config, overrides, number)
     HydraConfig.instance().set_config(of_run)
     try:
         result = run_job(function, of_run, "hydra.sweep.dir", "hydra.sweep.subdir", context)
@@ -205,6 +264,14 @@ def _run_one(
         return result
     except SystemExit as error:  # a run that was stopped; Ray would take it for a crash
         return _failed(overrides, f"the run has ended with exit code {error.code}")
+
+
+def _composed(context: HydraContext, config: DictConfig, overrides: list[str], number: int) -> DictConfig:
+    of_run = context.config_loader.load_sweep_config(config, overrides)
+    with open_dict(of_run):
+        of_run.hydra.job.id = f"{of_run.hydra.job.name}_{number}"
+        of_run.hydra.job.num = number
+    return of_run
 
 
 def _failed(overrides: list[str], why: str) -> JobReturn:

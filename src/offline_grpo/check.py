@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from offline_grpo import hub, sandbox
+from offline_grpo.config import compose
 from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.spawn import usable_cores
@@ -137,6 +138,10 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     yield finding("sandbox", reason is None, text, f"{install_command('code')}, or scoring.sandbox=none")
     if (newer := newer_than_tested()) is not None:
         yield Finding("versions", "missing", newer, "uv sync in a clone installs tested ones")
+
+    for place in compose.packages():
+        found = (f"{group}={option}" for group, options in compose.groups([place]).items() for option in options)
+        yield Finding("package", "ok", f"{place.parent.name}: {', '.join(found)}")
 
     # What a run may use up, and whom it asks.
     if (shm := Path("/dev/shm")).is_dir():

@@ -117,7 +117,7 @@ def run_comparison(asked: Comparison) -> None:
     out = Path(asked.out.replace("DATE/TIME", datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f"))).absolute()
     require_new(out, f"out={out}")
     conf.register()
-    names, known = asked.modes.split(","), conf.groups(conf.folder())["weight_sync"]
+    names, known = asked.modes.split(","), conf.groups(conf.folders(asked.overrides))["weight_sync"]
     for name in names:
         if name not in known:
             raise ConfigError("modes", name, f"no such mode; choose from {', '.join(known)}")

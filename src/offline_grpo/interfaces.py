@@ -69,6 +69,9 @@ class TaskFacts:
     its parts and rewards are added to those of `score`."""
     plays: bool = False
     """It has `play`."""
+    is_deterministic: bool = False
+    """`score` of the same problem and text is always the same, and costs enough to be asked for once: groups often
+    repeat themselves."""
 
     @classmethod
     def of(cls, task: Task) -> TaskFacts:
@@ -85,6 +88,7 @@ class TaskFacts:
             is_ordered=any(facts.is_ordered for facts in all_facts),
             rewards_groups=any(facts.rewards_groups for facts in all_facts),
             plays=any(facts.plays for facts in all_facts),
+            is_deterministic=all(facts.is_deterministic for facts in all_facts),
         )
 
 

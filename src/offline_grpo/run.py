@@ -89,11 +89,13 @@ def train(
         with importing():
             import torch
 
-            from offline_grpo.model.device import resolve_device
+            from offline_grpo.model.device import be_deterministic, resolve_device
             from offline_grpo.placement.ranks import Ranks, raise_on_peer_exit
 
             if run.config.num_threads is not None:
                 torch.set_num_threads(run.config.num_threads)
+            if run.config.generation.get("batch_invariant", False):
+                be_deterministic()
             run.ranks = Ranks(use_cpu=resolve_device(run.config.model.device).type == "cpu")
         if num_processes() > 1:
             run.resume, run.folder = run.ranks.on_main(take_folder)

@@ -245,7 +245,7 @@ def test_logger_takes_a_run(option: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 # RolloutClient
 
-SAMPLING = (*SamplingParams.__dataclass_fields__, "allow_truncated_sampling")
+SAMPLING = (*SamplingParams.__dataclass_fields__, "allow_truncated_sampling", "batch_invariant")
 CLIENT_ONLY = (*SAMPLING, "base_url", "api_key")
 PROMPTS = [[1, 21, 15, 22], [1, 30], [1, 21, 15, 22], [1, 9, 9, 9, 9, 9]]
 SEEDS = [5, 6, 7, 2**62]

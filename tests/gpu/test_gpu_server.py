@@ -257,3 +257,26 @@ def test_the_routes_of_vllm_are_followed(mode: str, tmp_path: Path) -> None:
             assert routes.shape == (len(row["prompt_ids"]) + len(row["completion_ids"]), 2, 2)
             assert routes[:-1].max() < 8
             assert (routes[-1] == 255).all()
+
+
+SERVED = "generation=vllm_server model.tiny.hidden_size=128"
+
+
+@pytest.mark.parametrize("words", ["", SERVED, f"{SERVED} weight_sync=lora_hotswap model/lora=default"])
+def test_a_run_can_be_repeated(words: str, tmp_path: Path) -> None:
+    """Token for token, also one that was killed and resumed, with CUDA graphs, in another order of the requests."""
+    memory = SMALL_SERVER[1:] if words else ()
+    overrides = (*SMALL, *OVERRIDES, *memory, *words.split(), "generation.batch_invariant=true", "train.iterations=4")
+    overrides += (f"cache_dir={tmp_path}/cache",)
+    kill = Kill("offline_grpo.loop:Loop.iterate", count=4)
+    assert run_in_child(tmp_path / "first", *overrides, fresh=True) == 0, printed(tmp_path / "first")
+    assert run_in_child(tmp_path / "second", *overrides, kill=kill, fresh=True) == -signal.SIGKILL
+    resumed = f"resume={tmp_path / 'second'}"
+    assert run_in_child(tmp_path / "again", *overrides, resumed, fresh=True) == 0, printed(tmp_path / "again")
+    for i in range(4):
+        found, expected = (
+            pq.read_table(tmp_path / name / "rollouts" / f"iter_{i:03d}.parquet") for name in ("second", "first")
+        )
+        for column in ("completion_ids", "logprobs"):
+            assert found[column].equals(expected[column]), f"{column} of iteration {i}"
+    assert len({row["grad_norm"] for row in metrics_of(tmp_path / "first").values() if "grad_norm" in row}) == 4

@@ -8,21 +8,30 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from statistics import median
 
+import hydra
 import pyarrow.parquet as pq
 import pytest
 from factories import compose_config
+from hydra.errors import MissingConfigException
 from runs import metrics_of
 
-from offline_grpo.config.compose import typed
+from offline_grpo import check
+from offline_grpo.commands.main import main
+from offline_grpo.config.build import build
+from offline_grpo.config.compose import readable, typed
 from offline_grpo.config.parts import make_plan
+from offline_grpo.config.problems import build_task
 from offline_grpo.errors import ConfigError
 from offline_grpo.run import train
 from offline_grpo.task.games import Calculator
+from offline_grpo.types import Split
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding_a_component.md").read_text()
@@ -159,6 +168,71 @@ def test_a_wrong_value_is_refused_as_the_guide_says(folder, monkeypatch):
         make_plan(typed(compose_config(f"hydra.searchpath=[file://{folder}/mine/conf]", *overrides)))
 
     assert f"exit code {error.value.exit_code} and `error: {error.value}`" in GUIDE
+
+
+@pytest.fixture
+def installed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The guide's package, as an installer leaves it: its files, and the entry points of its pyproject.toml."""
+    [text] = [text for language, text in BLOCKS if language == "toml"]
+    project = tomllib.loads(text)["project"]
+    info = tmp_path / f"{project['name']}-{project['version']}.dist-info"
+    shutil.copytree(folder / "mine", tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__"))
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    [(group, entries)] = project["entry-points"].items()
+    lines = (f"{name} = {value}" for name, value in entries.items())
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+def test_the_options_of_an_installed_package_are_there(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for word in words_of(COMMANDS[0]) if "=" in word]
+    assert "mine" not in sys.modules
+    with pytest.raises(SystemExit):
+        monkeypatch.setattr(sys, "argv", ["run_grpo.py", "--help", "task", "train.loss.positive_weight"])
+        main()
+    said = capsys.readouterr().out
+    assert re.search(r"^task=reverse\n.*Numbers to write backwards\.\n  task\.num_digits=2\n", said, re.MULTILINE)
+    assert "train.loss.positive_weight=1.0" in said
+    assert "task=arithmetic" in said
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    check.main([])
+    assert re.search(r"^ok  package +mine: .*task=reverse", capsys.readouterr().out, re.MULTILINE)
+    config = typed(compose_config(*words, "model=hf", "model.train_id=none"))
+    assert "mine" not in sys.modules, "nothing above has imported it"
+    task, loss = build_task(config.task), build(config.train.loss, key="train.loss")
+    assert sys.modules["mine.reverse"].__file__ == str(installed / "mine" / "reverse.py")
+    [first, *_] = task.problems(Split.TRAIN)
+    assert task.score(first, first.answer).reward == 1.5  # type: ignore[union-attr]
+    assert loss.positive_weight == 2.0
+
+
+def test_other_programs_with_hydra_do_not_get_them(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text("defaults: [task: reverse]\n")
+    with (
+        hydra.initialize_config_dir(str(tmp_path / "other"), version_base="1.3"),
+        pytest.raises(MissingConfigException),
+    ):
+        hydra.compose("config")
+
+
+def test_an_option_that_two_folders_have_is_refused(installed: Path) -> None:
+    shutil.copy(installed / "mine/conf/task/reverse.yaml", installed / "mine/conf/task/sat.yaml")
+    assert readable(["task=reverse", "task=arithmetic"]) == ["task=reverse", "task=arithmetic"]
+    with pytest.raises(ConfigError, match=r"^task=sat: .*/conf and .*/mine/conf have this option"):
+        readable(["task=sat"])
+
+
+def test_an_entry_point_without_a_folder_is_named(installed: Path) -> None:
+    shutil.rmtree(installed / "mine" / "conf")
+    with pytest.raises(ConfigError, match=r"^mine\.conf: .*no folder"):
+        readable([])
 
 
 @pytest.fixture

@@ -290,7 +290,10 @@ def test_every_key_is_read() -> None:
             if base.__module__.startswith(("offline_grpo", "hydra_plugins"))
         ]
         text = "\n".join(Path(inspect.getfile(base)).read_text() for base in own) if own else everywhere
-        is_sampling = name in SamplingParams.__dataclass_fields__ or name == "allow_truncated_sampling"
+        is_sampling = name in SamplingParams.__dataclass_fields__ or name in (
+            "allow_truncated_sampling",
+            "batch_invariant",
+        )
         if not re.search(rf"\.{name}\b|[\"']{name}[\"']|[(, =]{name}[,)]", everywhere if is_sampling else text):
             unread |= {(cls, name)} if name not in READ_OTHERWISE else set()
     assert not unread

@@ -13,7 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from runs import run_command, start_command, wait_until
+from engines import forking_python, preloaded_python, save_model, writers
+from runs import (
+    drawn,
+    five,
+    metrics_of,
+    own_server,
+    run_command,
+    run_in_child,
+    start_command,
+    wait_until,
+)
 
 from offline_grpo.history import sweeps
 
@@ -29,8 +39,8 @@ def multirun(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str
 
 def endless(folder: Path, *words: str) -> BaseProcess:
     """A sweep, started, that trains until it is stopped, in the folder `sweep`."""
-    words = ("checkpoint.save_interval=1000", "train.iterations=100000", "eval.enabled=false", *words)
     words = ("--multirun", "experiment=smoke", *words, "hydra.sweep.dir=sweep")
+    words = (*words, "checkpoint.save_interval=1000", "train.iterations=100000", "eval.enabled=false")
     return start_command(folder, ROOT / "run_grpo.py", *words, outputs=folder)
 
 
@@ -113,6 +123,51 @@ def test_jobs_side_by_side_save_and_end_when_their_sweep_is_killed(side_by_side:
     workers = psutil.Process(side_by_side.pid).children()
     side_by_side.kill()
     assert not psutil.wait_procs(workers, timeout=120)[1]
+    assert are_saved(tmp_path / "sweep")
+    assert "Traceback" not in printed(tmp_path)
+
+
+@pytest.mark.slow
+def test_runs_that_share_a_server_are_what_they_are_alone(tmp_path: Path) -> None:
+    """Bit for bit, where the server computes one sequence at a time: it rounds as requests meet in a batch. Of four
+    jobs two are refused, the first among them, which costs the others nothing.
+    """
+    words = (*five(save_model(tmp_path / "model")), *own_server(preloaded_python(tmp_path)), "train.iterations=3")
+    words = (*words, "+engine.args.max_num_seqs=1", "weight_sync=lora_hotswap", "model/lora=default")
+    done, sweep = multirun(tmp_path, "hydra/launcher=shared_server", *words, "seed=0,1", "train.lr=-1,1e-2")
+    assert done.returncode == 2, done.stderr
+    assert runs(sweep) == {"2", "3"}
+    for seed, number in ((0, "2"), (1, "3")):
+        alone = tmp_path / f"alone_{seed}"
+        assert run_in_child(alone, *words, f"seed={seed}", "train.lr=1e-2") == 0, (
+            tmp_path / f"{alone}.txt"
+        ).read_text()
+        assert drawn(sweep / number) == drawn(alone)
+        assert metrics_of(sweep / number) == metrics_of(alone)
+
+    # One server, which has forgotten the adapters of runs that ended, and has ended itself.
+    log = sweep / "server_0.log"
+    assert not [*sweep.glob("*/server_*.log")]
+    assert "--max-loras 4" in log.read_text()
+    calls = re.findall(r"POST /v1/(load|unload)_lora_adapter HTTP/1.1\" 200", log.read_text())
+    assert calls.count("load") == calls.count("unload") == 8
+    assert not writers(log)
+
+
+@pytest.mark.slow
+def test_a_shared_server_ends_after_the_runs_of_a_sweep_that_is_killed(tmp_path: Path) -> None:
+    words = (*five(save_model(tmp_path / "model")), *own_server(forking_python(tmp_path)), "weight_sync=lora_hotswap")
+    words = (*words, "model/lora=default", "checkpoint.enabled=true", "hydra/launcher=shared_server")
+    sweep, log = (
+        endless(tmp_path, *words, "seed=1,2", "hydra.sweep.subdir=${seed}"),
+        tmp_path / "sweep" / "server_0.log",
+    )
+    try:
+        wait_until(lambda: runs(tmp_path / "sweep") == {"1", "2"}, told=lambda: printed(tmp_path))
+        assert writers(log)
+    finally:
+        sweep.kill()
+    wait_until(lambda: not writers(log), 120)
     assert are_saved(tmp_path / "sweep")
     assert "Traceback" not in printed(tmp_path)
 

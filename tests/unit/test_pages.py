@@ -61,3 +61,22 @@ def test_commands_choose_options_that_are_there() -> None:
                 folder = CONF / group
                 is_there = not folder.is_dir() or (folder / f"{option}.yaml").exists() or group.startswith("hydra/")
                 assert is_there, f"{page.name}: {group}={option}: {command}"
+
+
+def test_what_pages_import_is_public() -> None:
+    """docs/api.md has the module, or the name."""
+    public = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for module, names in re.findall(r"^ *from (offline_grpo[.\w]*) import (.*)$", page.read_text(), re.MULTILINE):
+            for name in names.split(", "):
+                assert {module, f"{module}.{name}"} & public, f"{page.name}: from {module} import {name}"
+
+
+def test_every_command_is_promised() -> None:
+    source = ROOT / "src" / "offline_grpo"
+    files = [path for path in source.rglob("*.py") if 'if __name__ == "__main__"' in path.read_text()]
+    names = {path.relative_to(source).with_suffix("").as_posix().replace("/", ".") for path in files}
+    by_others = {"__main__", "history.ray_trainers", "task.code_calls", "engine.inside_vllm.offline_grpo_server"}
+    names = {name.removesuffix(".__main__") for name in names - by_others}
+    [row] = re.findall(r"^\| Commands \|.*$", (ROOT / "docs" / "stability.md").read_text(), re.MULTILINE)
+    assert {f"`{name}`" for name in names} <= set(re.findall(r"`[^`]+`", row))

@@ -106,7 +106,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         return f"{error.override}: is not an override; write KEY=VALUE, GROUP=OPTION or +NEWKEY=VALUE"
     if isinstance(error, MissingConfigException):
-        name, known = str(error.missing_cfg_file), compose.groups(compose.folder())
+        name, known = str(error.missing_cfg_file), compose.groups(compose.folders(sys.argv[1:]))
         group, _, option = name.rpartition("/")
         if name.startswith("model/") and name.count("/") > 1:
             model = name.removeprefix("model/")

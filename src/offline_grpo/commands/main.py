@@ -40,8 +40,8 @@ def main() -> NoReturn:
     if {"--help", "-h"} & set(sys.argv[1:]):
         from offline_grpo.config.help import help_text
 
-        words = [word for word in sys.argv[1:] if not word.startswith("-") and "=" not in word]
-        cli.run_command(lambda: print(help_text(compose.folder(), words)))
+        words = [word for word in get_args_parser().parse_known_args()[0].overrides if "=" not in word]
+        cli.run_command(lambda: print(help_text(compose.folders(sys.argv[1:]), words)))
     cli.exit_with(lambda: start(sys.argv[1:]))
 
 
@@ -50,7 +50,7 @@ def start(words: Sequence[str]) -> None:
     start_missing_processes()
     HydraConfig.instance().cfg = None  # so that it says from now on whether Hydra has composed a configuration
     check_options(words)
-    typed = compose.readable([word for word in words if OVERRIDE.match(word)])
+    typed = compose.readable([word for word in words if OVERRIDE.match(word)], compose.folders(words))
     options = [word for word in words if not OVERRIDE.match(word)]
     is_sweep = not {"-m", "--multirun"}.isdisjoint(options)
 
@@ -155,7 +155,7 @@ def job(cfg: DictConfig) -> float | None:
         except cli.EXPECTED as error:
             discard_fresh(folder)
             if isinstance(error, StopRequested):
-                if hydra.launcher._target_ == sweeps.LOCAL:
+                if hydra.launcher._target_ in sweeps.REPORTING:
                     return None  # the launcher reports it for all jobs
                 say_how_to_resume_sweep(error, Path(hydra.sweep.dir))
             if not isinstance(error, GrpoError):

@@ -10,12 +10,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -34,6 +37,7 @@ OF_SEVERAL = ("logger", "experiment")
 """Groups of which several options may be chosen. Of two of another one, Hydra would make a mixture."""
 PART = re.compile(r"""'[^']*'|"[^"]*"|[^\s,{}'":[\]](?:[^,{}'":[\]]|:(?!\s))*""")
 """A text in the value of an override, between the marks of lists, dicts and sweeps."""
+IN_SEARCH_PATH = re.compile(r"file://([^,'\"\]]+)")
 
 
 def folder() -> Path:
@@ -42,13 +46,35 @@ def folder() -> Path:
     return next(path for path in (package / "conf", package.parents[1] / "conf") if path.is_dir())
 
 
-def groups(conf: Path) -> dict[str, list[str]]:
-    """Group -> its options, without those whose name begins with _, which others include."""
-    found: dict[str, list[str]] = {}
-    for path in sorted(conf.rglob("*.yaml")):
-        group = path.parent.relative_to(conf).as_posix()
-        if not path.stem.startswith("_") and group not in (".", "local"):
-            found.setdefault(group, []).append(path.stem)
+def packages() -> list[Path]:
+    """The folders that installed packages name as entry points `offline_grpo.conf`, such as `acme_grpo.conf`."""
+    found = []
+    for entry in sorted(entry_points(group="offline_grpo.conf")):
+        name, *below = entry.value.split(".")
+        spec = find_spec(name)  # of what is outermost, because others are found by an import, which may take time
+        places = (Path(place, *below) for place in (spec and spec.submodule_search_locations) or ())
+        place = next(filter(Path.is_dir, places), None)
+        if place is None:
+            raise ConfigError(f"{entry.value}: a package's entry point {entry.group} names it, and it is no folder")
+        found.append(place)
+    return found
+
+
+def folders(words: Sequence[str] = ()) -> list[Path]:
+    """Where options are: `conf/`, and what packages and these words of a command line add."""
+    added = [path for word in words if key_of(word) == "hydra.searchpath" for path in IN_SEARCH_PATH.findall(word)]
+    config_dir = get_args_parser().parse_known_args(list(words))[0].config_dir
+    return [folder(), *packages(), *map(Path, added if config_dir is None else [*added, config_dir])]
+
+
+def groups(places: Sequence[Path]) -> dict[str, dict[str, Path]]:
+    """Group -> its options -> the folder of each. Without options whose name begins with _, which others include."""
+    found: dict[str, dict[str, Path]] = {}
+    for place in places:
+        for path in sorted(place.rglob("*.yaml")):
+            group = path.parent.relative_to(place).as_posix()
+            if not path.stem.startswith("_") and group not in (".", "local"):
+                found.setdefault(group, {}).setdefault(path.stem, place)
     return found
 
 
@@ -122,11 +148,13 @@ def quoted(path: Path | str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
 
 
-def readable(words: Sequence[str]) -> list[str]:
+def readable(words: Sequence[str], places: Sequence[Path] | None = None) -> list[str]:
     """The overrides of a command line as Hydra can read them: text that its parser does not take, such as `=`, `#` or a
-    letter that is not in ASCII, gets quotes. Raises ConfigError for GROUP=null, and for a dot in place of its slash.
+    letter that is not in ASCII, gets quotes. Raises ConfigError for GROUP=null, for a dot in place of its slash, and
+    for an option that two of the `places` have, the folders of these words by default.
     """
-    parser, options = OverridesParser.create(), groups(folder())
+    places = folders(words) if places is None else places
+    parser, options = OverridesParser.create(), groups(places)
     nested = {group.replace("/", "."): group for group in (*options, "hydra/sweeper") if "/" in group}
 
     def is_read(value: str) -> bool:
@@ -146,6 +174,9 @@ def readable(words: Sequence[str]) -> list[str]:
             raise ConfigError(f"{word}: a group needs an option; choose one of {', '.join(options[name])}")
         if name in options and name not in OF_SEVERAL and re.match(r"\[.*,", value):
             raise ConfigError(f"{word}: takes one option; for a run with each, --multirun {key}={value.strip('[]')}")
+        owners = [str(place) for place in places if (place / name / f"{value}.yaml").is_file()]
+        if name in options and len(owners) > 1:
+            raise ConfigError(f"{word}: {' and '.join(owners)} have this option; rename one")
         # first each part of a list or a sweep, then the whole
         parts = PART.sub(lambda part: part[0] if is_read(part[0]) else quoted(part[0]), value)
         found.append(f"{key}{sign}{next(filter(is_read, (value, parts, quoted(value))), value)}")

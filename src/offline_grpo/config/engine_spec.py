@@ -25,7 +25,7 @@ OF_MODEL = ("model", "tokenizer", "eos_ids", "vocab_size", "vision", "banned_ids
 CLIENT_RUNTIME = (*OF_MODEL, *OF_SERVER)
 """What an engine's constructor may ask for beside its settings: what exists once the model is loaded, and its server's
 place. See `ServerEngine`."""
-OF_SAMPLING = ("allow_truncated_sampling", *SamplingParams.__dataclass_fields__)
+OF_SAMPLING = ("allow_truncated_sampling", "batch_invariant", *SamplingParams.__dataclass_fields__)
 """Keys of the group `generation` that say how training samples; the others are the engine's."""
 OF_BOTH = ("batch_size", "timeout_s", "max_retries")
 """Settings of engines in `generation` and in `eval`."""
@@ -88,6 +88,9 @@ def training_engine(config: RunConfig) -> EngineSpec:
     urls, num_engines = urls_of("generation.base_url", node.pop("base_url", None)), config.placement.num_engines
     spec = EngineSpec(node, urls, node.pop("api_key", None), None, "generation")
     spec.check_client()
+    is_invariant = config.generation.get("batch_invariant", False)
+    fix = "the run cannot see how a server at generation.base_url was started; leave that at null, or this at false"
+    require(not (urls and is_invariant), "generation.batch_invariant", "true", fix)
     if urls or not spec.needs_server:
         fix = "the run starts no server, so this would do nothing; leave it at 1"
         require(num_engines in (1, len(urls)), "placement.num_engines", num_engines, fix)
@@ -105,7 +108,8 @@ def training_engine(config: RunConfig) -> EngineSpec:
         require(typed == "bitsandbytes", "engine.args.quantization", typed, fix)
 
     # Each server is ready for its share of an iteration, and nobody else on the machine controls it.
-    launcher: Launcher = build({**config.engine, "args": args}, key="engine")
+    env = {**config.engine["env"], **({"VLLM_BATCH_INVARIANT": "1"} if is_invariant else {})}
+    launcher: Launcher = build({**config.engine, "args": args, "env": env}, key="engine")
     of_iteration = -(-config.data.problems_per_iteration // num_engines)
     num_requests = min(node.get("batch_size", of_iteration), of_iteration)
     launcher = launcher.expecting(num_requests * config.data.rollouts_per_problem)

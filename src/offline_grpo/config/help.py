@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from hydra._internal.utils import get_args_parser
 
-from offline_grpo.config.compose import defaults, folder, groups, key_of
+from offline_grpo.config.compose import defaults, folder, folders, groups, key_of
 from offline_grpo.errors import ConfigError
 from offline_grpo.installed import module_command, run_command
 
@@ -51,28 +51,29 @@ class Key:
     comment: str
 
 
-def help_text(conf: Path, wanted: Sequence[str] = ()) -> str:
+def help_text(places: Sequence[Path], wanted: Sequence[str] = ()) -> str:
     """The text, in lines of at most 80 columns. Raises ConfigError where nothing is called as in `wanted`.
 
     Args:
+        places: folders of options, first `conf/`.
         wanted: groups, or beginnings of keys, to explain alone; all if empty.
     """
 
     def is_wanted(name: str) -> bool:
         return not wanted or any(name == word or name.startswith((f"{word}.", f"{word}/")) for word in wanted)
 
-    lines = _section("Keys at the top", [key for key in keys(conf / "config.yaml", "") if is_wanted(key.name)])
-    chosen, names = defaults(conf), list[str]()
-    for group, options in groups(conf).items():
+    lines = _section("Keys at the top", [key for key in keys(places[0] / "config.yaml", "") if is_wanted(key.name)])
+    chosen, names = defaults(places[0]), list[str]()
+    for group, options in groups(places).items():
         # Its options in a line, then each with the keys that none before it has: first the default, then those that
         # include no others.
         text = ", ".join(f"{option}*" if option in chosen.get(group, []) else option for option in options)
         names += textwrap.wrap(text, WIDTH, initial_indent=f"  {group:<16} ", subsequent_indent=" " * 19)
-        texts = {option: (conf / group / f"{option}.yaml").read_text() for option in options}
-        places = [(name not in chosen.get(group, []), "defaults:" in text, name) for name, text in texts.items()]
+        texts = {option: (place / group / f"{option}.yaml").read_text() for option, place in options.items()}
+        order = [(name not in chosen.get(group, []), "defaults:" in text, name) for name, text in texts.items()]
         explained: set[Key] = set()
-        for *_, option in sorted(places):
-            found = all_keys(conf / group / f"{option}.yaml", prefix_of(group))
+        for *_, option in sorted(order):
+            found = all_keys(places, group, option)
             new = [key for key in found if key not in explained and (is_wanted(key.name) or is_wanted(group))]
             explained |= set(new)
             if new or is_wanted(group):
@@ -104,11 +105,12 @@ def _section(title: str, found: Sequence[Key], about: str = "") -> list[str]:
     return [*lines, ""]
 
 
-def all_keys(path: Path, prefix: str) -> list[Key]:
-    """The keys of a file, after those of the files of its group that it includes."""
+def all_keys(places: Sequence[Path], group: str, option: str) -> list[Key]:
+    """The keys of an option's file, after those of the files of its group that it includes."""
+    path = next(path for place in places if (path := place / group / f"{option}.yaml").is_file())
     entries = [e for e in yaml.safe_load(path.read_text()).get("defaults", []) if isinstance(e, str) and e[0] != "/"]
-    included = [path.with_name(f"{entry}.yaml") for entry in entries if entry != "_self_"]
-    return [key for file in included for key in all_keys(file, prefix)] + keys(path, prefix)
+    included = [key for entry in entries if entry != "_self_" for key in all_keys(places, group, entry)]
+    return included + keys(path, prefix_of(group))
 
 
 def keys(path: Path, prefix: str) -> list[Key]:
@@ -144,12 +146,12 @@ def of_other_trainers() -> dict[str, str]:
 
 def known_keys() -> dict[str, list[str]]:
     """Every group, and every key that a file of `conf/` explains -> the options that have it, but for presets."""
-    conf = folder()
-    found: dict[str, list[str]] = {key.name: [] for key in keys(conf / "config.yaml", "")}
-    for group, options in groups(conf).items():
+    places = folders()
+    found: dict[str, list[str]] = {key.name: [] for key in keys(places[0] / "config.yaml", "")}
+    for group, options in groups(places).items():
         found.setdefault(group, [])
         for option in options:
-            for key in all_keys(conf / group / f"{option}.yaml", prefix_of(group)):
+            for key in all_keys(places, group, option):
                 found.setdefault(key.name, []).extend([f"{group}={option}"] if group != "experiment" else [])
     return found
 
@@ -160,7 +162,7 @@ def empty_group(key: str, words: Sequence[str]) -> str | None:
     """
     typed = {*map(key_of, words)}
     chosen = {*defaults(folder()), *typed, *(["engine"] if "generation" in typed else [])}  # which chooses it
-    for group, options in groups(folder()).items():
+    for group, options in groups(folders(words)).items():
         if group not in chosen and group != "experiment" and key.startswith(prefix_of(group)):
             return f"{key}: {group} is empty here; add {' or '.join(f'{group}={option}' for option in options)}"
     return None
@@ -188,7 +190,7 @@ def no_such_key(key: str) -> str:
         similar = [ends_of[end] for end in difflib.get_close_matches(key[len(place) :], ends_of, n=1, cutoff=0.65)]
     is_passed_on = key.startswith(("engine.args.", "engine.env."))
     chosen = next(
-        (group for group, options in groups(folder()).items() if key in map(prefix_of(group).__add__, options)), None
+        (group for group, options in groups(folders()).items() if key in map(prefix_of(group).__add__, options)), None
     )
     if words[-1] in NOT_SERVED:
         fix = NOT_SERVED[words[-1]]

@@ -281,6 +281,10 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
             fix = f"a server tells logprobs of the whole vocabulary alone; load the teacher by its id, or {without}"
             raise ConfigError(f"generation.{name}", value, fix)
 
+    if config.generation.get("batch_invariant", False) and config.source.samples_ahead:
+        fix = "which weights sample what depends on the clock; use mode=sync, or leave it at false"
+        raise ConfigError("generation.batch_invariant", "true", fix)
+
     # Routes of a mixture of experts.
     if model.router_replay == "old" and config.planned_updates == 1:
         fix = "a single update chooses the experts that it would follow; use none, rollout with vLLM, or more updates"

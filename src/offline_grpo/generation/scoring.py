@@ -46,6 +46,7 @@ LONGEST_LINE = 2**31  # bytes of what a worker says: an episode's program asks w
 LOOK_INTERVAL_S = 60.0
 """How often machines are looked for that have none of our actors: new ones, and lost ones, which Ray may still count
 for as long."""
+MAX_ANSWERS = 4096  # to completions that may be seen again
 MAX_LOST = 3  # so many machines may be lost with a completion before it counts as one that kills them
 MAX_TRIED = 20  # so many machines may turn out to be lost while a process for an episode is started
 
@@ -65,7 +66,9 @@ class IsolatedTask:
     ) -> None:
         self._task, self._scorers, self.num_live, self.own_address = task, scorers, num_live, scorers.own_address
         self._on_failure = settings.on_failure
-        self.rewards_groups = TaskFacts.of(task).rewards_groups
+        facts = TaskFacts.of(task)
+        self.rewards_groups, self._is_deterministic = facts.rewards_groups, facts.is_deterministic
+        self._answers: dict[tuple[str, str], asyncio.Future[dict[str, Any]]] = {}
         self.said: set[str] = set()  # what was logged once in this run, and is not again
         self._causes = {
             "memory": f"needed more than {settings.memory_mib} MiB (scoring.memory_mib)",
@@ -78,7 +81,17 @@ class IsolatedTask:
         return self._task.problems(split)
 
     async def score(self, problem: Problem, text: str) -> Score:
-        return self._score(await self._scorers.answer(problem, text), about_completion(problem, text))
+        return self._score(await self._answer(problem, text), about_completion(problem, text))
+
+    async def _answer(self, problem: Problem, text: str) -> dict[str, Any]:
+        if not self._is_deterministic:
+            return await self._scorers.answer(problem, text)
+        key = (problem.problem_id, text)
+        if key not in self._answers:
+            if len(self._answers) >= MAX_ANSWERS:
+                self._answers.clear()
+            self._answers[key] = asyncio.ensure_future(self._scorers.answer(problem, text))
+        return await asyncio.shield(self._answers[key])  # others may wait for it, too
 
     async def score_group(self, problem: Problem, texts: tuple[str, ...]) -> list[Score]:
         """See `Task`. A failure is one of all completions."""

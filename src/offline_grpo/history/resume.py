@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from offline_grpo.checkpoint.files import TrainerState, latest_checkpoint, latest_state, newest_sound, verified_state
-from offline_grpo.config.compose import composed, folder, fresh_schedule, groups, key_of, quoted
+from offline_grpo.config.compose import composed, folders, fresh_schedule, groups, key_of, quoted
 from offline_grpo.disk import matching, write_whole
 from offline_grpo.errors import CheckpointError, ConfigError
 from offline_grpo.history.folder import Lock, RunDir
@@ -182,7 +182,7 @@ def resumed_configuration(run: Path, typed: Sequence[str]) -> tuple[DictConfig, 
     """
     own = own_overrides(run)
     choices = Run(run, {}, {}).choices
-    options = groups(folder())
+    options = groups(folders())
 
     # What is typed: values, other loggers, which change nothing that is learnt, and other options of the run's own.
     kept = [word for word in typed if not key_of(word).startswith(("hydra.", "hydra/", "resume"))]

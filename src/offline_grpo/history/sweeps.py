@@ -39,6 +39,8 @@ FAILED = ".failed_jobs"
 """Folder in that of a sweep: a file for each job that failed, with its exit code. Jobs may be other processes."""
 LOCAL = "hydra_plugins.offline_grpo_launchers.LocalLauncher"
 """Replaces the launcher `joblib` here, because no YAML file can: Hydra's plugin has registered the name."""
+REPORTING = (LOCAL, "hydra_plugins.offline_grpo_launchers.SharedServerLauncher")
+"""Launchers that say for all jobs that a signal has stopped them."""
 
 
 class RunCallback(Callback):

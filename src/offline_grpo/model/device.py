@@ -4,6 +4,7 @@ composing a configuration needs the names alone.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,19 @@ def resolve_device(device: str, local_rank: int = 0, *, key: str = "model.device
         fix = f"this machine has {count} CUDA devices, numbered from 0; {key}=cpu uses none"
         require((resolved.index or 0) < count, key, device, fix)
     return resolved
+
+
+def be_deterministic() -> None:
+    """Let torch compute the same numbers from the same inputs on the same GPU, by slower kernels where it has faster
+    ones; before the GPU is used. Where it has none, it raises RuntimeError later.
+    """
+    import torch
+    import torch.utils.deterministic
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # with NaN, to find faults
 
 
 def make_current(device: torch.device) -> None:

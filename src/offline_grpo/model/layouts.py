@@ -365,6 +365,7 @@ def _flash4_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     settings = _flash4_settings(boundaries, longest, scale, window)
+    settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
     return flash4_interface()._flash_attn_bwd(q, k, v, out, grad.contiguous(), logsumexp.contiguous(), **settings)
 
 

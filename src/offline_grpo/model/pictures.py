@@ -139,7 +139,7 @@ class Features:
     """What a tower and the layer behind it make of pictures."""
 
     pooler_output: Tensor | Sequence[Tensor]  # [N, ...], or of each picture [n, H]
-    deepstack_features: Sequence[Sequence[Tensor]]  # the same for several layers of the text
+    deepstack_features: Sequence[Tensor | Sequence[Tensor]]  # the same for several layers of the text
     sizes: Mapping[str, Tensor]  # in patches [N, 3], which positions in the text depend on
 
     @property
@@ -149,11 +149,13 @@ class Features:
 
 def _joined(parts: Sequence[Features]) -> Features:
     """Those of several pictures, one after the other."""
-    pooled: Any = [part.pooler_output for part in parts]
-    joined = torch.cat(pooled) if isinstance(pooled[0], Tensor) else [*chain.from_iterable(pooled)]
+
+    def join(own: Sequence[Any]) -> Tensor | Sequence[Tensor]:
+        return torch.cat([*own]) if isinstance(own[0], Tensor) else [*chain.from_iterable(own)]
+
     of_layers = zip(*(part.deepstack_features for part in parts), strict=True)
     sizes = {name: torch.cat([part.sizes[name] for part in parts]) for name in parts[0].sizes}
-    return Features(joined, [[*chain.from_iterable(own)] for own in of_layers], sizes)
+    return Features(join([part.pooler_output for part in parts]), [join(own) for own in of_layers], sizes)
 
 
 def opened(picture: Picture) -> Image.Image:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.installed import install_command
@@ -39,6 +39,7 @@ class Code(RowTask):
     format      `format_weight` if there is a code block
     """
 
+    is_deterministic: ClassVar[bool] = True
     path: str | None  # type: ignore[assignment]
     difficulty: Annotated[int, at_least(1)]
     num_problems: Annotated[int, at_least(10)]

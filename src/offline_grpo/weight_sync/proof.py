@@ -31,6 +31,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from io import BytesIO
 from itertools import islice, takewhile
 from statistics import median
@@ -51,7 +52,7 @@ from offline_grpo.model.proof import draw_ids
 from offline_grpo.model.quantization import fp8_linears
 from offline_grpo.train.batch import build_batch
 from offline_grpo.types import Picture, Rollout, SamplingParams, SamplingRequest, Score
-from offline_grpo.weight_sync.snapshot import Snapshot, this_run
+from offline_grpo.weight_sync.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,9 @@ def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
     """
     tag = engine.served_tag()
     if not tag:  # and before the bits are read, so that a client that loads others meanwhile is noticed
-        tag = f"base of run {this_run()}"
+        # Runs that share a server may begin at the same time, and say the same of the same base.
+        base = sorted(item for item in snapshot.fingerprints.items() if ".lora_" not in item[0])
+        tag = f"base {sha256(repr(base).encode()).hexdigest()[:16]}"
         engine.set_tag(tag)
 
     # Where bits differ, the numbers may be the same in another order, as some architectures are served.

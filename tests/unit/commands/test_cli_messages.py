@@ -22,7 +22,7 @@ from offline_grpo.config.compose import folder, groups, readable
 from offline_grpo.config.help import known_keys, of_other_trainers
 
 ROOT = Path(__file__).parents[3]
-NESTED = [(group, names[0]) for group, names in groups(folder()).items() if "/" in group]
+NESTED = [(group, next(iter(names))) for group, names in groups([folder()]).items() if "/" in group]
 Command = Callable[..., tuple[int, str]]
 
 

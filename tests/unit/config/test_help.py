@@ -23,7 +23,7 @@ def leaves(node, prefix):
 
 
 def test_every_key_of_every_file_is_explained_and_defaults_are_marked():
-    text = help_text(CONF)
+    text = help_text([CONF])
     lines = text.splitlines()
     for path in CONF.rglob("*.yaml"):
         group = path.parent.relative_to(CONF).as_posix()
@@ -51,4 +51,16 @@ def test_words_choose_what_is_explained(monkeypatch, capsys):
     assert "train.lr" not in out
     assert "eval.seed_base" not in out
     with pytest.raises(ConfigError, match=r"^--help=nope: "):
-        help_text(CONF, ["nope"])
+        help_text([CONF], ["nope"])
+
+
+@pytest.mark.parametrize("added", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
+def test_folders_of_the_command_line_are_explained_too(added, tmp_path, monkeypatch, capsys):
+    (tmp_path / "train" / "loss").mkdir(parents=True)
+    (tmp_path / "train" / "loss" / "mine.yaml").write_text("defaults: [_shared]\n# A factor.\nfactor: 2\n")
+    monkeypatch.setattr(sys, "argv", ["run_grpo.py", "--help", added.format(tmp_path), "train/loss"])
+    with pytest.raises(SystemExit):
+        main()
+    out = capsys.readouterr().out
+    assert "\n  train.loss.factor=2\n      A factor.\n" in out
+    assert "\ntrain/loss=gspo\n" in out

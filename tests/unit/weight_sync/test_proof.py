@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import full_weights
+from engines import CPU, full_weights, load, save_model
 from factories import make_policy, make_qwen2
 
 from offline_grpo.errors import EngineError
@@ -22,6 +23,7 @@ from offline_grpo.weight_sync.proof import (
     has_followed,
     probe_difference,
     probe_requests,
+    prove_base,
     sample_probe,
     scored,
 )
@@ -52,6 +54,39 @@ class Answering:
             row[token] - torch.tensor(row).logsumexp(0).item() for row, token in zip(rows, SAMPLED, strict=True)
         ]
         return Completion(SAMPLED, tuple(logprobs), FinishReason.LENGTH, (0,) * 4)
+
+
+class Untagged:
+    """A server that nobody has tagged, of a kind that tells no bits."""
+
+    url_key, base_url = "generation.base_url", "http://127.0.0.1:1"
+
+    def served_tag(self) -> None:
+        return None
+
+    def set_tag(self, tag: str) -> None:
+        self.tag = tag
+
+    def served_bits(self) -> None:
+        return None
+
+
+def test_runs_with_one_base_say_the_same_of_it(tmp_path: Path) -> None:
+    """Two that begin at the same time both tag the server; neither may take the other's tag for a foreign one."""
+    engine: Any = Untagged()
+
+    def tag_of(policy: Policy) -> str:
+        assert prove_base(engine, Snapshot(policy, full_weights, host=None)) == engine.tag
+        return engine.tag
+
+    policy = load(save_model(tmp_path), CPU, lora=True)
+    first = tag_of(policy)
+    parameters = dict(policy.causal_lm.named_parameters())
+    with torch.no_grad():
+        next(p for name, p in parameters.items() if "lora_A" in name).normal_()
+        assert tag_of(policy) == first
+        next(iter(parameters.values()))[0, 0] += 1
+    assert tag_of(policy) != first
 
 
 @pytest.mark.parametrize(("temperature", "asked"), [(1.0, 1.0), (0.7, 0.7), (0.0, 1.0)])

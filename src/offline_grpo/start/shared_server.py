@@ -1,0 +1,79 @@
+"""The server of `hydra/launcher=shared_server`: it has the base model once, and the adapters of all runs of a sweep."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from offline_grpo.config.parts import Plan, make_plan
+from offline_grpo.engine.server_engine import ServerEngine
+from offline_grpo.errors import ConfigError, GrpoError, require
+from offline_grpo.history.folder import RunDir
+from offline_grpo.history.signals import StopSignal
+from offline_grpo.settings import RunConfig
+from offline_grpo.state import Run
+
+POLL_S = 1.0
+
+
+def serve(configs: Sequence[Callable[[], RunConfig]], num_at_once: int, folder: Path, to_sweep: Connection) -> None:
+    """What a process of its own does: start the server of the first of these runs whose settings are accepted, with
+    room for as many adapters as runs train at once. Tell the sweep URLs and key, or the GrpoError that refuses it; then
+    serve until the sweep, and all of its runs, have closed the other end of the connection. Logs go to `folder`.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the sweep's handler, which would wait for runs
+    with ExitStack() as stack:
+        try:
+            servers = _start(_first_accepted(configs), num_at_once, folder, stack)
+        except GrpoError as error:
+            to_sweep.send(error)
+            return
+        to_sweep.send(([server.base_url for server in servers], servers[0].api_key))
+        while not to_sweep.poll(POLL_S):  # which is true at its end
+            for server in servers:
+                server.check_alive()
+
+
+def _first_accepted(configs: Sequence[Callable[[], RunConfig]]) -> Plan:
+    """A job that is refused costs itself only, and says so itself."""
+    refusals = []
+    for config in configs:
+        try:
+            return make_plan(config())
+        except ConfigError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _start(plan: Plan, num_at_once: int, folder: Path, stack: ExitStack) -> list[ServerEngine]:
+    """As a run starts its own; `stack` ends them."""
+    from offline_grpo.model.device import resolve_device
+    from offline_grpo.placement.ranks import Ranks
+    from offline_grpo.start import servers
+    from offline_grpo.weight_sync.lora import LoraHotswap
+
+    key, launcher = "hydra/launcher=shared_server weight_sync", plan.engine.launcher
+    fix = "runs that share a server move adapters alone; use weight_sync=lora_hotswap model/lora=default"
+    require(isinstance(plan.weight_sync, LoraHotswap), key, plan.weight_sync.name, fix)
+    fix = "the sweep starts the server; leave it out, or use hydra/launcher=joblib"
+    require(launcher is not None, "generation.base_url", plan.engine.base_url, fix)
+    assert launcher is not None
+
+    # All runs may sample at the same time.
+    data = plan.config.data
+    launcher = launcher.expecting(num_at_once * data.problems_per_iteration * data.rollouts_per_problem)
+    launcher = replace(launcher, args={**launcher.args, "max_loras": num_at_once})
+    plan.engine = replace(plan.engine, launcher=launcher)
+
+    run = Run(StopSignal(), stack)
+    run.config, run.plan, run.folder, run.resume = plan.config, plan, RunDir(folder), None
+    run.ranks = Ranks(use_cpu=resolve_device(plan.config.model.device).type == "cpu")
+    servers.check_machine(run)
+    servers.begin(run)
+    for server in run.servers:
+        server.start(run.model_id, {})
+    return run.servers
