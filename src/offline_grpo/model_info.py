@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from offline_grpo import hub
 from offline_grpo.commands import cli
+from offline_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -139,7 +140,11 @@ def _fits(weights: str, config: PretrainedConfig, quarter: str, trust: bool) -> 
     for name, overrides in ways.items():
         plan = make_plan(conf.typed(conf.composed([*model, *COMMON, *overrides])))
         prompts = (PROMPT_TOKENS, PROMPT_TOKENS)
-        device, *_ = predict(MemoryRequest(plan, config, None, prompts, [0], [0], [GIB]), recompute=1.0)
+        try:
+            request = MemoryRequest(plan, config, None, prompts, [0], [0], [GIB])
+        except ConfigError:  # there is no such way: experts in 4 bits
+            continue
+        device, *_ = predict(request, recompute=1.0)
         rooms = {gb: room_for_server(device, total_bytes=int(gb * USABLE * GIB)) for gb in GPUS_GB}
         capped = {gb: None if room is None else min(room, DEFAULT_SHARE) for gb, room in rooms.items()}
         trainer_gib = sum(part.num_bytes for part in device.trainer) / GIB

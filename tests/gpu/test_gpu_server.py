@@ -180,11 +180,20 @@ def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, mon
 
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "head_dim": 64,
+}
+LATENT |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""As vLLM's kernels and its reader of config.json want DeepSeek-V3."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def saved(name: str, folder: Path) -> Path:
-    model: Any = ZOO[name].build(**SIZES)
+    model: Any = ZOO[name].build(**{**SIZES, **(LATENT if name == "deepseek_v3" else {})})
     model.to(GPU.dtype).save_pretrained(folder)
     build_char_tokenizer(512).save_pretrained(folder)
     return folder
@@ -213,7 +222,7 @@ def push_twice(option: str, folder: Path, server: VllmEngine, lora: list[str] | 
         deployment.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_experts_are_pushed(name: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """vLLM's loader of gpt-oss leaves them as they were, and the proof finds it."""
     folder, is_left = saved(name, tmp_path / "model"), name == "gpt_oss"

@@ -30,7 +30,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.generation.teacher import KEY
 from offline_grpo.interfaces import TaskFacts
 from offline_grpo.model.device import TORCH_NAMES, torch_dtype
-from offline_grpo.model.layers import blocks_of, is_compiled, layer_configs
+from offline_grpo.model.layers import blocks_of, experts_of, is_compiled, layer_configs
 from offline_grpo.model.load import (
     attention_of,
     build_on_meta,
@@ -110,12 +110,21 @@ class MemoryRequest:
     teacher_config: PretrainedConfig | None = None  # of a teacher that is loaded; None if there is none
 
     def __post_init__(self) -> None:
-        """Count the weights of the model to train, adapters included. Raises as `load_policy` does."""
+        """Count the weights of the model to train, adapters included. Raises as `load_policy` does, and ConfigError for
+        experts in 4 bits.
+        """
         config = self.plan.config
         self.dtype = torch_dtype(config.train.precision)
         self.is_sharded = config.train.sharding == "fsdp2" and len(self.trainers) > 1  # each has a part of the weights
         bare: Any = build_on_meta(self.model_config, trust_remote_code=config.model.trust_remote_code)
         self.quantized = quantized_sizes(bare) if config.model.quantization is not None else []  # of layers in 4 bits
+        experts = experts_of(bare)
+        num_of_experts = sum(p.numel() for module in experts for p in module.parameters())
+        if self.quantized and experts:
+            of_all = sum(p.numel() for p in bare.parameters())
+            gib = [_gib(num * self.dtype.itemsize) for num in (num_of_experts, of_all)]
+            fix = f"leaves a mixture's experts as they are, {gib[0]} of {gib[1]}; use null, on GPUs that have the room"
+            raise ConfigError("model.quantization", config.model.quantization, fix)
         with torch.device("meta"):
             model: Any = prepare(bare, config.model, config.train.train_layer_indices)
         # All weights, those that are trained, and those of each block.
@@ -131,6 +140,9 @@ class MemoryRequest:
         is_late = True in are_trained and not embeddings.requires_grad
         self.first_trained_block = are_trained.index(True) if is_late else 0  # earlier blocks keep no activations
         self.trains_head = head is not None and head.weight.requires_grad
+        self.trains_experts = any(p.requires_grad for name, p in model.named_parameters() if ".experts." in name)
+        is_merged = config.model.lora is not None and self.trains_experts  # a pass makes and keeps the sum of both
+        self.num_merged = is_merged * num_of_experts // max(1, len(experts))  # of a block
         self.has_qk_norm = any(name.endswith(("q_norm", "q_layernorm")) for name, _ in bare.named_modules())
 
     def sequence_tokens(self, max_new_tokens: int) -> int:
@@ -350,15 +362,18 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compiled = is_compiled(request.plan.config.model.compile, device)
     of_norm = 1 if compiled else (4 if itemsize == 2 else 3)  # numbers, besides the compiled one's input
-    numbers = 2 * hidden_size * (of_norm + compiled) + 2 * (query + key) + routed
+    numbers = 2 * hidden_size * (of_norm + compiled) + 2 * (query + key)
     of_mlp = (3 if compiled else 4) * mlp
+    if routed:  # of frozen experts no gradient asks for the inputs of their products
+        numbers += (1 + request.trains_experts) * routed
+        of_mlp -= (not request.trains_experts) * mlp
     if request.has_qk_norm:
         numbers += of_norm * (query + key)
     if not compiled:
         numbers += 2 * (query - key)  # keys and values, repeated for the heads that share them
         if request.plan.config.model.lora is not None:  # a result of each adapter, as peft's own layers have it
             numbers += query + 2 * key + 2 * hidden_size
-            of_mlp += 2 * mlp
+            of_mlp += 0 if routed else 2 * mlp
 
     # Processes that share sequences send queries, and repeat the keys' heads where there are fewer.
     if (size := request.plan.config.train.sequence_parallel) > 1:
@@ -373,7 +388,8 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     row_tokens = request.sequence_tokens(request.plan.sampling.max_new_tokens)
     of_attention = heads * row_tokens * (4 if itemsize == 4 else 6) * has_scores
     of_attention += 4 * heads * (2 if request.has_qk_norm else 1)
-    block = num_tokens * (numbers * itemsize + of_attention)
+    merged = request.num_merged * itemsize
+    block = num_tokens * (numbers * itemsize + of_attention) + merged
 
     # The MLP's part of it; in tiles, which are computed again, one of them. Experts are computed at once.
     tile = num_tokens if routed else min(num_tokens, request.plan.config.model.mlp_tile_tokens or num_tokens)
@@ -398,9 +414,10 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     backward = 10 * scored * hidden_size + of_weights
     head = kept_by_head + (max(tiles, backward) if kept_by_head else tiles + tiles // 4 + backward)
 
-    # In the last block: gradients inside the MLP; what it recomputes; and the gradient of embeddings that are the head
-    # too, which is complete in their own backward pass.
-    in_block = 3 * tile * itemsize * mlp + (block if num_recomputed else 0)
+    # In the last block: gradients inside the MLP, or of what experts return; what it recomputes; and the gradient of
+    # embeddings that are the head too, which is complete in their own backward pass.
+    in_block = tile * itemsize * max(3 * mlp, (2 if compiled else 3) * routed) + (block if num_recomputed else 0)
+    in_block += merged  # their gradient
     if tile < num_tokens:
         in_block += tile * of_mlp * itemsize + num_tokens * hidden_size * itemsize  # the results, put together
     in_block += of_weights if getattr(config, "tie_word_embeddings", True) else 0
@@ -408,8 +425,8 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
 
 
 def _widths(config: Any) -> tuple[int, int, int, int]:
-    """Of queries, of keys (and values), of the MLP, and of what is routed to and from experts: for each token, in the
-    widest layer of each.
+    """Of queries, of keys (and values), of the MLP, and of what is routed to experts: for each token, in the widest
+    layer of each.
     """
     found = []
     for layer in layer_configs(config):
@@ -419,8 +436,10 @@ def _widths(config: Any) -> tuple[int, int, int, int]:
         mlp, routed = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size, 0
         experts = getattr(layer, "num_experts_per_tok", None)
         if isinstance(experts, int):
-            mlp = max(mlp, experts * (getattr(layer, "moe_intermediate_size", None) or mlp))
-            routed = 2 * experts * layer.hidden_size
+            one = getattr(layer, "moe_intermediate_size", None) or mlp
+            shared = getattr(layer, "n_shared_experts", None) or 0
+            of_shared = getattr(layer, "shared_expert_intermediate_size", None) or shared * one
+            mlp, routed = max(mlp, experts * one + of_shared), experts * layer.hidden_size
         found.append((heads * head_dim, kv_heads * head_dim, mlp, routed))
     query, key, mlp, routed = map(max, zip(*found, strict=True))
     return query, key, mlp, routed

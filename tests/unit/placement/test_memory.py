@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from factories import compose_config
-from transformers import Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from offline_grpo.config.compose import typed
 from offline_grpo.config.parts import make_plan
@@ -41,6 +43,7 @@ MODEL = Qwen2Config(
 )
 NUM_WEIGHTS = 20480 * 256 + 4 * (4 * 256 * 256 + 3 * 256 + 3 * 256 * 1280 + 2 * 256) + 256
 SERVED = ("generation=vllm_server", "model=qwen2_5_0_5b", "train.precision=bf16", "train.kl_coef=0")
+ATTENTION = "model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
 CHECKPOINTING = "train.gradient_checkpointing=true"
 
 
@@ -87,10 +90,20 @@ def predicted_total(config, recompute, prompt_tokens, *overrides):
     return sum(part.num_bytes for part in device.trainer if part.name != "CUDA context") / GIB
 
 
+def planned_activations(config, *, frozen):
+    """Of 1024 tokens in blocks that are not recomputed."""
+    own = ("model=hf", "model.train_id=none", "model.compile=false", "train.precision=bf16", "train.kl_coef=0")
+    own += ("train.batch_size=null", "train.tokens_per_microbatch=1024", "generation.batch_size=1")
+    plan = plan_of(*own, "generation.max_new_tokens=500", "eval.max_new_tokens=500")
+    request = MemoryRequest(plan, config, None, (524, 524), [0], (), [80 * GIB])
+    request.trains_experts = not frozen
+    return parts(predict(request)[0])["activations"]
+
+
 def ratios_of_compiled_models():
     """The rows of `model_sizes.py` and `small_card.py`: predicted over measured."""
     arms = {"full": (), "offload": ("train.optimizer.offload=true",), "lora": ("model/lora=default",)}
-    arms["lora_attention"] = ("model/lora=default", "model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]")
+    arms["lora_attention"] = ("model/lora=default", ATTENTION)
     shapes = runpy.run_path(str(BENCHMARKS / "shapes.py"))["SIZES"]
     compiled = ("model.compile=true", "train.precision=bf16", "data.rollouts_per_problem=8")
     for path in sorted(MEASURED.glob("*/model_sizes_*.json")):
@@ -204,6 +217,51 @@ def test_an_mlp_in_tiles_holds_a_tile():
     assert saved == 2 * (6 * 12800 * (tokens - 1000) - 256 * tokens)
 
 
+def kept_bytes(config, *, frozen):
+    """What a pass keeps for its gradients, weights apart. `frozen`: experts are."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and ".experts." in name))
+    weights, found = {p.data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(input_ids=torch.zeros(1, 1024, dtype=torch.long)).last_hidden_state
+    assert hidden.requires_grad
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def test_a_block_with_experts_keeps_what_is_planned():
+    """Two blocks less one; as they are, and not compiled. Of frozen experts no gradient asks
+    for what goes into their products: 4 experts of 256 and 192 for each of 1024 tokens.
+    """
+    shape: dict[str, Any] = {
+        "hidden_size": 256,
+        "moe_intermediate_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    more: dict[str, Any] = {
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "head_dim": 64,
+        "vocab_size": 100,
+        "intermediate_size": 768,
+    }
+    found = []
+    for frozen in (False, True):
+        one, two = (Qwen3MoeConfig(**shape, **more, num_hidden_layers=layers) for layers in (1, 2))
+        found.append(kept_bytes(two, frozen=frozen) - kept_bytes(one, frozen=frozen))
+        planned = planned_activations(two, frozen=frozen) - planned_activations(one, frozen=frozen)
+        assert planned == pytest.approx(found[-1], rel=0.1)
+    assert found[0] - found[1] == pytest.approx(2 * 1024 * 4 * (256 + 192), rel=0.001)
+
+
 def test_inputs_of_blocks_are_with_the_host():
     """Four blocks: three inputs stay on the GPU at once, at most."""
     request = request_of(*SERVED, CHECKPOINTING, "data.problems_per_iteration=64")
@@ -301,6 +359,22 @@ def made_up(*, total_gib, trainer_gib=(), server_gib=(), num_servers=1):
 def test_what_does_not_fit_is_refused_with_the_setting_to_change(plan, message):
     with pytest.raises(ConfigError, match=message):
         check(plan)
+
+
+def test_experts_in_4_bits_are_refused():
+    """Two blocks of 1024 experts, 3 matrices of 128 x 256 each, in bf16: 3 * 2**27 bytes."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 16384,
+    }
+    config = Qwen3MoeConfig(**sizes, num_experts=8 * 128, num_experts_per_tok=4, tie_word_embeddings=False)
+    plan = plan_of(*SERVED, "model/lora=default", "model.quantization=nf4", "weight_sync=lora_hotswap")
+    with pytest.raises(
+        ConfigError, match=r"^model.quantization=nf4: leaves .* experts .*, 0.4 GiB of 0.4 GiB; use null"
+    ):
+        MemoryRequest(plan, config, None, (56, 56), [0], [0], [GIB])
 
 
 def test_base_weights_in_4_bits_are_counted_on_both_sides():
