@@ -7,7 +7,8 @@
 
 The parameters are counted on a model without memory (torch's meta device). The formula for activations is that of a
 decoder with attention and a gated MLP. It lies above all that `benchmarks/model_sizes.py` measured on a GPU, by at
-most a twentieth. The prediction is for the worst case: every completion is as long as it may get.
+most a twentieth, and above three long sequences of `long_context.py`, by at most a tenth. The prediction is for the
+worst case: every completion is as long as it may get.
 """
 
 from __future__ import annotations
@@ -416,7 +417,8 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
 
     # In the last block: gradients inside the MLP, or of what experts return; what it recomputes; and the gradient of
     # embeddings that are the head too, which is complete in their own backward pass.
-    in_block = tile * itemsize * max(3 * mlp, (2 if compiled else 3) * routed) + (block if num_recomputed else 0)
+    in_mlp = (1 + (request.plan.config.model.lora is not None) if compiled else 3) * mlp
+    in_block = tile * itemsize * max(in_mlp, (2 if compiled else 3) * routed) + (block if num_recomputed else 0)
     in_block += merged  # their gradient
     if tile < num_tokens:
         in_block += tile * of_mlp * itemsize + num_tokens * hidden_size * itemsize  # the results, put together
