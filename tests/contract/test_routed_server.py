@@ -108,8 +108,9 @@ def test_episodes_that_fork_are_routed_while_weights_are_pushed(cache: str, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", ["old", "rollout"])
 def test_a_mixture_of_experts_learns(replay: str, cache: str, tmp_path: Path) -> None:
-    """The tiny one as it comes, in process and beside a server."""
+    """The tiny one, in process and beside a server. The warm start that it comes with would take a minute."""
     words = ["model=tiny_moe", f"model.router_replay={replay}", "train.iterations=10", "eval.interval=10", cache]
+    words += ["model.tiny.warm_start_steps=400"]
     if replay == "rollout":
         words += [*own_server(preloaded_python(tmp_path)), *ROUTED[-3:], "weight_sync=reload"]
     train(compose_config(*words, "num_threads=1", "checkpoint.enabled=false"), tmp_path / "run")
