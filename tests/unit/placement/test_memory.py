@@ -150,7 +150,7 @@ def test_the_plan_of_a_long_sequence_lies_above_what_was_measured_and_by_a_tenth
     for size, arm, length in (("0.6b", "full", 65536), ("4b", "full", 131072), ("8b", "lora", 131072)):
         shape = copy.deepcopy(shapes[size])
         shape.max_position_embeddings = length
-        own = (*SERVED, "model.compile=true", "train.precision=bf16", "data.problems_per_iteration=1")
+        own = (*SERVED, "weight_sync=reload", "model.compile=true", "data.problems_per_iteration=1")
         own += (f"generation.max_new_tokens={length - 512}", f"train.tokens_per_microbatch={length}")
         own += ("model/lora=default",) if arm == "lora" else ()
         total = predicted_total(shape, 1.0, 512, *own, offloads=True)
