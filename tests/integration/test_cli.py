@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +154,16 @@ def test_without_kl_no_reference_is_loaded(tmp_path: Path, cache: str, monkeypat
     without = metrics_of(tmp_path / "without")["train_iter_000.json"]
     assert without["grad_norm"] > 0
     assert "kl_divergence" not in without
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_nobody_reads_any_more_saves_and_ends(tmp_path: Path) -> None:
+    words = ("experiment=smoke", "eval.enabled=false", "train.iterations=100000", "checkpoint.save_interval=100000")
+    command = [sys.executable, str(ROOT / "run_grpo.py"), *words, f"hydra.run.dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert any(" 1/100000 " in line for line in process.stdout)
+    process.stdout.close()
+    assert process.wait(100) == 128 + signal.SIGTERM
+    assert [*(tmp_path / "run" / "checkpoints").iterdir()]
+    assert "SIGTERM: stopping" in (tmp_path / "run" / "run.log").read_text()

@@ -128,6 +128,13 @@ def test_jobs_side_by_side_save_and_end_when_their_sweep_is_killed(side_by_side:
 
 
 @pytest.mark.slow
+def test_no_job_at_a_time_is_refused(tmp_path: Path) -> None:
+    done, _ = multirun(tmp_path, "experiment=smoke", "hydra/launcher=joblib", "hydra.launcher.n_jobs=0", "seed=0,1")
+    assert done.returncode == 2
+    assert "error: hydra.launcher.n_jobs=0: must be at least 1, or -1 for" in done.stderr
+
+
+@pytest.mark.slow
 def test_runs_that_share_a_server_are_what_they_are_alone(tmp_path: Path) -> None:
     """Bit for bit, where the server computes one sequence at a time: it rounds as requests meet in a batch. Beside that
     server, each alone has a base of its own, and together they have the server's. Of four jobs two are refused, the

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -47,6 +50,12 @@ TRAIN_FIELDS = (
 messages = logging.getLogger(__name__)
 
 
+def save_and_end() -> None:
+    """Whoever reads what a run prints has ended, such as `head`: the run saves its state and ends, as on SIGTERM."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    signal.raise_signal(signal.SIGTERM)
+
+
 @dataclass
 class ConsoleLogger(RunListener, Group):
     """Shows iteration, phase and how far it is, metrics, last evaluation and remaining time: live on a terminal,
@@ -61,6 +70,7 @@ class ConsoleLogger(RunListener, Group):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.console = output_console()
+        self.console.on_broken_pipe = save_and_end
         self._live: Live | None = None
         self._ends: threading.Event | None = None  # set when no more lines about silent phases are wanted
         self._spinner = Spinner("dots")

@@ -45,6 +45,8 @@ from offline_grpo.types import Problem, Split
 SCRATCH = ".tiny-"
 SHIPPED = Path(__file__).with_name("warm_started")
 """Has the weights of models by the names of their folders, NAME.safetensors."""
+ENDLESS, FROM_ENDLESS = 1_000_000, 1000
+"""From a task with more problems than that, which makes them as they are asked for, so many are learnt from."""
 FORMAT_VERSION = 2
 """Raise it when the same settings would give another model: folders built before are then no longer found."""
 
@@ -110,6 +112,7 @@ class TinyModel:
         prompts are longer than the model's context.
         """
         problems = task.problems(Split.TRAIN)
+        problems = problems[:FROM_ENDLESS] if len(problems) > ENDLESS else problems
         if any(re.fullmatch(r"-?[0-9]+", problem.answer) is None for problem in problems):
             raise ConfigError(
                 "model=tiny: learns integer answers; use task=arithmetic, model=smollm2_135m (--extra smollm2), or "

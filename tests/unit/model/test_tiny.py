@@ -4,6 +4,7 @@ import runpy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from offline_grpo.errors import ConfigError
 from offline_grpo.model import tiny
 from offline_grpo.model.tiny import TinyModel, build_char_tokenizer, collate, demonstrations
 from offline_grpo.task.arithmetic import Arithmetic
+from offline_grpo.task.problems import LazyProblems
 from offline_grpo.types import Problem, Split
 
 SMALL = TinyModel(
@@ -134,6 +136,17 @@ def test_what_it_cannot_learn_is_refused(tmp_path):
     assert prepare(tmp_path, max_position_embeddings=9)
     with pytest.raises(ConfigError, match=r"^model\.tiny\.max_position_embeddings=8: .* use 9 or more, "):
         prepare(tmp_path, max_position_embeddings=8)
+
+
+def test_of_a_task_without_end_the_first_problems_are_learnt(tmp_path):
+    def made(number):
+        return Problem(f"train-{number}", ({"role": "user", "content": f"{number}+1="},), str(number + 1))
+
+    endless, thousand = (
+        SMALL.prepare(SimpleNamespace(problems=lambda split, count=count: LazyProblems(made, range(count))), tmp_path)
+        for count in (10**9, 1000)
+    )
+    assert endless == thousand
 
 
 def test_the_default_run_takes_the_weights_of_the_package(tmp_path, monkeypatch):
