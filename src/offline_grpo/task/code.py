@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from textwrap import dedent
 from typing import Annotated, ClassVar
 
 from offline_grpo.errors import ConfigError, reason_of
@@ -70,7 +71,7 @@ class Code(RowTask):
 
     def score(self, problem: Problem, text: str) -> Score:
         blocks = BLOCK.findall(text)
-        passed = self._share(blocks[-1], problem.fields["tests"]) if blocks else 0.0
+        passed = self._share(dedent(blocks[-1]), problem.fields["tests"]) if blocks else 0.0
         earned = float(passed == 1) if self.all_or_nothing else passed
         parts = {"tests": earned, "format": self.format_weight * bool(blocks)}
         return Score(sum(parts.values()), passed == 1, parts)

@@ -231,6 +231,8 @@ def test_the_last_block_is_run_also_where_it_is_cut(task: Code) -> None:
     problem = Problem("p", (), "", {"tests": "assert f(2) == 3"})
     text = "```python\ndef f(x): return x\n```\nBetter:\n```\ndef f(x): return x + 1\n"
     assert task.score(problem, text).reward == task.score(problem, f"{text}```\nDone").reward == 1
+    in_a_list = "1. The code:\n   ```python\n   def f(x):\n       return x + 1\n   ```"
+    assert task.score(problem, in_a_list).reward == 1
 
 
 def test_programs_of_any_language_read_input_and_write_output() -> None:
