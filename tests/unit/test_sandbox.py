@@ -89,7 +89,7 @@ ATTACKS = {
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     "threads": "import threading, time\n[threading.Thread(target=time.sleep, args=(9,)).start() for _ in range(99)]",
     "memory": "x = bytearray(10 * 2**30)",
-    "memory of many": "import os, time\nfor _ in range(9): os.fork() or (bytearray(2**26), time.sleep(9))\ntime.sleep(9)",
+    "memory of many": "import os, time\nfor _ in range(9): os.fork() or (bytearray(2**26), time.sleep(9))\nos.wait()",
     "shared memory": "import mmap\nx = mmap.mmap(-1, 2**30)\nfor i in range(0, 2**30, 4096): x[i] = 1",
     "disk": "for i in range(9999): open(str(i), 'wb').write(bytes(2**20))",
     "one file": "f = open('x', 'wb')\nwhile True: f.write(bytes(2**20))",
