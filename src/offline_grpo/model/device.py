@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offline_grpo.errors import require
 
@@ -53,12 +53,12 @@ def be_deterministic() -> None:
     ones; before the GPU is used. Where it has none, it raises RuntimeError later.
     """
     import torch
-    import torch.utils.deterministic
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # with NaN, to find faults
+    of_torch: Any = torch.utils.deterministic
+    of_torch.fill_uninitialized_memory = False  # with NaN, to find faults
 
 
 def make_current(device: torch.device) -> None:
