@@ -94,7 +94,7 @@ def train(
 
             if run.config.num_threads is not None:
                 torch.set_num_threads(run.config.num_threads)
-            if run.config.generation.get("batch_invariant", False):
+            if run.config.is_batch_invariant:
                 be_deterministic()
             run.ranks = Ranks(use_cpu=resolve_device(run.config.model.device).type == "cpu")
         if num_processes() > 1:

@@ -362,6 +362,11 @@ class RunConfig:
         return resolve_name(self.rollouts["_target_"])
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """`generation.batch_invariant`, which not every engine has."""
+        return self.generation.get("batch_invariant", False)
+
+    @property
     def planned_updates(self) -> int:
         return planned_updates(self.train, self.data)
 

@@ -88,9 +88,8 @@ def training_engine(config: RunConfig) -> EngineSpec:
     urls, num_engines = urls_of("generation.base_url", node.pop("base_url", None)), config.placement.num_engines
     spec = EngineSpec(node, urls, node.pop("api_key", None), None, "generation")
     spec.check_client()
-    is_invariant = config.generation.get("batch_invariant", False)
     fix = "the run cannot see how a server at generation.base_url was started; leave that at null, or this at false"
-    require(not (urls and is_invariant), "generation.batch_invariant", "true", fix)
+    require(not (urls and config.is_batch_invariant), "generation.batch_invariant", "true", fix)
     if urls or not spec.needs_server:
         fix = "the run starts no server, so this would do nothing; leave it at 1"
         require(num_engines in (1, len(urls)), "placement.num_engines", num_engines, fix)
@@ -108,7 +107,7 @@ def training_engine(config: RunConfig) -> EngineSpec:
         require(typed == "bitsandbytes", "engine.args.quantization", typed, fix)
 
     # Each server is ready for its share of an iteration, and nobody else on the machine controls it.
-    env = {**config.engine["env"], **({"VLLM_BATCH_INVARIANT": "1"} if is_invariant else {})}
+    env = {**config.engine["env"], **({"VLLM_BATCH_INVARIANT": "1"} if config.is_batch_invariant else {})}
     launcher: Launcher = build({**config.engine, "args": args, "env": env}, key="engine")
     of_iteration = -(-config.data.problems_per_iteration // num_engines)
     num_requests = min(node.get("batch_size", of_iteration), of_iteration)

@@ -282,7 +282,8 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
             fix = f"a server tells logprobs of the whole vocabulary alone; load the teacher by its id, or {without}"
             raise ConfigError(f"generation.{name}", value, fix)
 
-    if config.generation.get("batch_invariant", False) and config.source.samples_ahead:
+    # What can be repeated token for token.
+    if config.is_batch_invariant and config.source.samples_ahead:
         fix = "which weights sample what depends on the clock; use mode=sync, or leave it at false"
         raise ConfigError("generation.batch_invariant", "true", fix)
 
