@@ -39,9 +39,11 @@ LONGEST_FIRST = (
 
 CACHE = "OFFLINE_GRPO_TESTS_CACHE"
 
-os.environ["HF_HUB_OFFLINE"] = (
-    "1"  # no test downloads anything; here, because what the next conftest.py imports reads it when it is imported
-)
+# Here, because what the next conftest.py imports reads them when it is imported. No test downloads anything.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# The tensors are small: a second thread, here or in a process that a test starts, would take a core from another worker
+# to wait on it. One test needs two. They sleep while they wait: spinning, they would take both cores from other tests.
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,12 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # the test.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    # The tensors are small: a second thread, here or in a process that a test starts, would take a core from another
-    # worker to wait on it.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    # One test needs two threads. They sleep while they wait for each other: spinning, they would take both cores from
-    # the other tests.
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     # Ray gives its processes the lowest priority but a few: beside other tests they would wait for minutes.
     os.environ.update(RAY_worker_niceness="0")
     if (

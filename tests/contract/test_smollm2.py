@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
-import gguf
 import pyarrow.parquet as pq
 import pytest
 from engines import preloaded_python
@@ -27,19 +25,18 @@ SMALL = (
 
 
 @pytest.mark.slow
-def test_smollm2_is_trained_on_what_a_server_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_is_trained_on_what_a_server_samples(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plots, "save_report", draw_nothing)
     monkeypatch.setattr(proof, "PROBE_PROMPTS", 2)  # of 160 tokens, which take seconds
-    for name in ("GGUFReader", "get_tensor_name_map"):  # transformers reads the file thrice, and asks for each tensor
-        monkeypatch.setattr(gguf, name, cache(getattr(gguf, name)))
-    own, models = own_server(preloaded_python(tmp_path)), tmp_path / "cache"
-    words = ("experiment=ifeval_smollm2", *own, "weight_sync=reload", *SMALL, f"cache_dir={models}")
+    words = ("experiment=ifeval_smollm2", *own_server(preloaded_python(tmp_path)), "weight_sync=reload", *SMALL, cache)
     train(compose_config(*words), tmp_path / "run")
     found = metrics_of(tmp_path / "run")["train_iter_000.json"]
     assert (found["sync/version"], found["grad_norm"] > 0) == (1, True)
     assert 0 < found["alignment/diff_abs_mean"] < 1e-4
     assert 0 < found["sync/probe_diff_abs_mean"] < 1e-4, "of the weights that were trained"
-    [folder] = models.iterdir()
+    [folder] = Path(cache.partition("=")[2]).glob("SmolLM2*")
     rows = pq.read_table(tmp_path / "run" / "rollouts" / "iter_000.parquet").to_pylist()
     assert len(rows) == 2
     assert all(AutoTokenizer.from_pretrained(folder).decode(row["prompt_ids"]).startswith(SYSTEM) for row in rows)

@@ -264,10 +264,10 @@ def test_the_calculator_of_readme_is_the_one_that_the_package_has(calculator):
 
 
 @pytest.mark.slow
-def test_the_calculator_of_readme_trains(calculator, tmp_path):
+def test_the_calculator_of_readme_trains(calculator, cache, tmp_path):
     small = ("data.problems_per_iteration=1", "data.rollouts_per_problem=4", "train.iterations=1", "eval.num_ids=1")
     small += ("eval.replicates=1", "eval.ks=[1]", "checkpoint.enabled=false", "train.drop_zero_signal_groups=false")
-    small += (f"cache_dir={tmp_path.parent}/smollm2", "model.device=cpu", "num_threads=1")
+    small += (cache, "model.device=cpu", "num_threads=1")
     train(compose_config(*calculator, *small), tmp_path / "run")
     assert metrics_of(tmp_path / "run")["train_iter_000.json"]["num_updates"] == 2
     assert "calculate: Calculate." in (tmp_path / "run" / "samples" / "iter_000.jsonl").read_text(), "README's tool"

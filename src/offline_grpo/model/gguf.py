@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from offline_grpo.disk import build_once
 from offline_grpo.errors import ConfigError, reason_of, require
@@ -56,9 +57,9 @@ def convert(name: str, cache_dir: Path) -> Path:
 
 
 def _convert(file: Path, name: str, folder: Path) -> None:
+    import gguf
     import torch
     import transformers
-    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
     from tqdm.auto import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
@@ -69,11 +70,14 @@ def _convert(file: Path, name: str, folder: Path) -> None:
     # Newer versions keep weights quantised unless they are told otherwise, older ones know only the other way.
     newer = hasattr(transformers, "GgufConfig")
     settings = {"quantization_config": transformers.GgufConfig(dequantize=True)} if newer else {}
+    # It reads the file thrice, and makes the map of names anew for each tensor, which takes longer than all else.
+    once = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, dtype=torch.float32, output_loading_info=True, **how, **settings
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
+        with patch.multiple(gguf, **once):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=torch.float32, output_loading_info=True, **how, **settings
+            )
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
     except (ValueError, NotImplementedError, KeyError) as error:
         fix = "give a GGUF file of an architecture that transformers dequantises, or a folder as model.train_id"
         raise ConfigError(f"{KEY}={name}: cannot be read ({reason_of(error)}); {fix}") from error
@@ -84,7 +88,7 @@ def _convert(file: Path, name: str, folder: Path) -> None:
         del model.config.quantization_config
 
     # A BPE tokenizer splits text as `tokenizer.ggml.pre` says, of whose values transformers knows some.
-    fields = GGUFReader(file).fields
+    fields = once["GGUFReader"](str(file)).fields
     kind, split = (
         fields[key].contents() if key in fields else None for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
     )
