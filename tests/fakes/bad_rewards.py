@@ -97,10 +97,11 @@ def scoring_config(**settings):
     return ScoringConfig(**defaults | settings)
 
 
-def setup_of(make, settings, printed=None):
+def setup_of(make, settings, printed=None, preload=()):
     from offline_grpo.generation.scoring_worker import Setup
 
-    return Setup(pickle.dumps(make), (), settings.workers, settings.timeout_s, settings.memory_mib * 2**20, printed)
+    memory_bytes = settings.memory_mib * 2**20
+    return Setup(pickle.dumps(make), preload, settings.workers, settings.timeout_s, memory_bytes, printed)
 
 
 def judge(task, kind):

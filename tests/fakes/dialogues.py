@@ -257,9 +257,12 @@ def sampled(client: Any, task: Any, problems: Sequence[Problem], **settings: Any
     return [list(group.rollouts) for group in groups]
 
 
-def isolated(make: Callable[[], Any], printed: Path | None = None, **settings: Any) -> IsolatedTask:
+def isolated(
+    make: Callable[[], Any], printed: Path | None = None, *, preload: tuple[str, ...] = (), **settings: Any
+) -> IsolatedTask:
+    """In workers, each of which would import what is not preloaded."""
     config = scoring_config(**{"workers": 6, "episodes": 6, "timeout_s": 2.0, **settings})
-    return IsolatedTask(make(), Scorers(setup_of(make, config, printed)), config, 6)
+    return IsolatedTask(make(), Scorers(setup_of(make, config, printed, preload)), config, 6)
 
 
 class Digits:

@@ -112,11 +112,12 @@ def test_a_run_is_the_same_wherever_it_is_scored(task: tuple[str, ...], cluster:
     assert "scoring on 2 machines of the Ray cluster: " in log
 
 
-def on_cluster(cluster: Any, make: Callable[[], Any], **settings: Any) -> IsolatedTask:
+def on_cluster(cluster: Any, make: Callable[[], Any], preload: tuple[str, ...] = (), **settings: Any) -> IsolatedTask:
     config = bad_rewards.scoring_config(
         **{"workers": 6, "episodes": 6, "timeout_s": 10.0, "memory_mib": 1024, **settings}
     )
-    return IsolatedTask(make(), ClusterScorers(cluster.address, {}, bad_rewards.setup_of(make, config)), config, 6)
+    setup = bad_rewards.setup_of(make, config, preload=preload)
+    return IsolatedTask(make(), ClusterScorers(cluster.address, {}, setup), config, 6)
 
 
 @pytest.mark.slow
@@ -126,14 +127,12 @@ def test_episodes_are_the_same_on_a_cluster(cluster: Any) -> None:
     """
     before = {process.pid for process in hosts()}
     for make, timeout_s, hows in (
-        (partial(worlds.environment, "worlds:Bad"), 10.0, ("", "raise", "kill", "fork", "hang")),
+        (partial(worlds.environment, "worlds:Bad"), 5.0, ("", "raise", "kill", "fork", "sleep")),
         (partial(worlds.agent, "worlds:chats", max_turns=2), 60.0, ("",) * 3),
     ):
         problems, found = [problem_of(make(), turns=2, how=how) for how in hows], []
-        for task in (
-            isolated(make, memory_mib=1024, timeout_s=timeout_s),
-            on_cluster(cluster, make, timeout_s=timeout_s),
-        ):
+        how_each: Any = {"timeout_s": timeout_s, "preload": ("worlds", "openai")}
+        for task in (isolated(make, memory_mib=1024, **how_each), on_cluster(cluster, make, **how_each)):
             try:
                 found.append(sampled(InProcess(), task, problems))
             finally:

@@ -305,7 +305,7 @@ def test_idle_connections_and_bodies_that_do_not_come_time_out(monkeypatch: pyte
 @pytest.mark.slow
 def test_agents_in_processes_of_their_own() -> None:
     make = partial(worlds.agent, "worlds:chats", max_turns=2)
-    task = isolated(make, memory_mib=1024, timeout_s=60.0)
+    task = isolated(make, memory_mib=1024, timeout_s=60.0, preload=("worlds", "openai"))
     try:
         found = sampled(Server(), task, [problem_of(make())] * 8, group_size=3)
         assert {(len(r.turns), r.score.reward, r.score.failure) for own in found for r in own} == {(2, 5.0, None)}
