@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,10 +27,12 @@ from offline_grpo.types import SamplingParams, SamplingRequest
 
 
 def load_extension() -> ModuleType:
-    """The module that vLLM loads, without its patch for CPUs, which would import vLLM."""
+    """The module that vLLM loads, without its patches, which would import vLLM."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXTENSION_FOLDER))
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        for module, name in (("scheduler", "look_further_ahead"), ("sets", "find_sets_at_once")):
+            patch.setitem(sys.modules, f"offline_grpo_{module}", SimpleNamespace(**{name: lambda: None}))
         patch.delenv("OFFLINE_GRPO_NEEDS_RAY", raising=False)
         return importlib.import_module("offline_grpo_worker")
 

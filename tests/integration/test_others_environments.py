@@ -23,7 +23,6 @@ from offline_grpo.generation.sample import sample_in_order
 from offline_grpo.rollouts.rows import group_rows, groups_of
 from offline_grpo.task.openenv import OpenEnv
 from offline_grpo.task.rows import Row
-from offline_grpo.task.verifiers import Verifiers
 from offline_grpo.types import Problem, Rollout, SamplingParams, Split
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -86,12 +85,16 @@ def test_the_environments_of_aviary_and_skyrl_do() -> None:
     assert [played(task, row(task, answer="7"), text).score.reward for text in ("#### 7", "#### 8")] == [1, 0]
 
 
-VERIFIERS: dict[str, Any] = {"eval_verifiers": {"seed": 1}, "eval_frac": 0.1, "env": {}, "max_tasks": 20, **LIMITS}
+def verifiers(taskset: dict[str, Any], **env: Any) -> Any:
+    from offline_grpo.task.verifiers import Verifiers  # which takes seconds
+
+    own = {"eval_verifiers": {"seed": 1}, "eval_frac": 0.1, "env": env, "max_tasks": 20}
+    return Verifiers(verifiers=taskset, **own, **LIMITS)
 
 
 def test_a_taskset_of_verifiers_with_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FAKES))  # for the server of the tool
-    task = Verifiers(verifiers={"id": "sums-taskset", "task": {"has_tool": True}}, **VERIFIERS)
+    task = verifiers({"id": "sums-taskset", "task": {"has_tool": True}})
     problem = task.problems(Split.TRAIN)[3]
     assert problem.messages == ({"role": "user", "content": "12+9="},)
     assert [len(task.problems(split)) for split in Split] == [20, 20]
@@ -105,16 +108,16 @@ def test_a_taskset_of_verifiers_with_a_tool(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_taskset_runs_programs_in_the_runtime_that_is_asked_for() -> None:
     """In a process of this machine; and in Docker, which here has no daemon, so that the episode says so."""
     taskset = {"id": "sums-taskset", "task": {"runs": True}}
-    task = Verifiers(verifiers=taskset, **VERIFIERS)
+    task = verifiers(taskset)
     assert played(task, task.problems(Split.TRAIN)[3], "It is 21").score.measured["ran"] == 21
-    in_docker = Verifiers(verifiers=taskset, **{**VERIFIERS, "env": {"agent": {"runtime": {"type": "docker"}}}})
+    in_docker = verifiers(taskset, agent={"runtime": {"type": "docker"}})
     with pytest.raises(ScoreError, match=r"(?i)docker"):
         played(in_docker, in_docker.problems(Split.TRAIN)[3], "It is 21")
 
 
 def test_a_taskset_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task\.verifiers=.*no-such.*cannot be loaded: taskset 'no-such' not found"):
-        Verifiers(verifiers={"id": "no-such"}, **VERIFIERS)
+        verifiers({"id": "no-such"})
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import wandb
 from factories import compose_config, make_group
 
 from offline_grpo.errors import ConfigError
@@ -26,8 +25,8 @@ def make(output_dir: Path, **changes: Any) -> WandbLogger:
 def init(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     """In place of W&B's."""
     init = MagicMock()
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    monkeypatch.setattr("wandb.init", init)  # imported now, and not while tests are collected
+    monkeypatch.setattr("wandb.login", lambda **_: True)
     return init
 
 
