@@ -98,7 +98,9 @@ def test_short_rows_are_computed_at_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_code_generation")
 def test_compiled_blocks_and_tiles_are_right() -> None:
+    """Code is generated for the tiles alone: the blocks around them are traced, as in test_compiling.py."""
     scoring = scoring_of("llama", tiled=True, recomputes=True)
     settle_layout(scoring, Padded(), torch.device("cpu"))
     settle_compile(scoring, True, torch.device("cpu"))
