@@ -37,7 +37,8 @@ LONGEST_FIRST = (
 )
 
 
-CACHE = "OFFLINE_GRPO_TESTS_CACHE"
+CACHE, TESTS = "OFFLINE_GRPO_TESTS_CACHE", "OFFLINE_GRPO_TESTS_PROCESS"
+"""The folder, and the process, that all workers share."""
 
 # Here, because what the next conftest.py imports reads them when it is imported. No test downloads anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -64,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     if CACHE not in os.environ:  # else this is a worker
         os.environ[CACHE] = tempfile.mkdtemp(prefix="offline_grpo_tests_")
+        os.environ[TESTS] = str(os.getpid())
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True))
 
 

@@ -4,6 +4,7 @@ serve.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import signal
@@ -150,16 +151,24 @@ def preloaded_python(folder: Path) -> str:
 
 @cache
 def _preloaded_vllm() -> str:
-    """The socket of a process that has vLLM and ends with this one."""
-    path = f"{os.environ['OFFLINE_GRPO_TESTS_CACHE']}/vllm-{os.getpid()}"
-    command, env = [sys.executable, VLLM_PYTHON, "preload", path], engine(CPU).environment({}, None)
-    with Path(f"{path}.log").open("wb") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, env=env, start_new_session=True
-        )  # Ctrl-C is not for it
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"listening\n", Path(f"{path}.log").read_text()
-    return path
+    """The socket of a process that has vLLM, serves all workers, and ends with the tests."""
+    path, tests = Path(os.environ["OFFLINE_GRPO_TESTS_CACHE"], "vllm"), os.environ["OFFLINE_GRPO_TESTS_PROCESS"]
+    log = path.with_suffix(".log")
+    with log.open("ab") as errors:
+        fcntl.flock(errors, fcntl.LOCK_EX)
+        if not path.exists():
+            command = [sys.executable, VLLM_PYTHON, "preload", str(path), tests]
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=engine(CPU).environment({}, None),
+                start_new_session=True,  # Ctrl-C is not for it
+            )
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"listening\n", log.read_text()
+        fcntl.flock(errors, fcntl.LOCK_UN)  # which the process has inherited
+    return str(path)
 
 
 class MortalEngine(VllmEngine):

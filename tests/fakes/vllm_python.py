@@ -4,12 +4,12 @@
 
 forks the engine: vLLM would start it as a new interpreter, which imports vLLM once more, half of the server's start.
 
-    python vllm_python.py preload SOCKET
+    python vllm_python.py preload SOCKET PID
     python vllm_python.py ask SOCKET -m MODULE ARGUMENTS
 
-The first has imported vLLM and forks a server for each of the second that asks. The second passes signals on, leaves as
-the server does, and takes it along when killed. For tests that need a server; those of who ends which process start it
-as a run does.
+The first has imported vLLM and forks a server for each of the second that asks, until process PID ends. The second
+passes signals on, leaves as the server does, and takes it along when killed. For tests that need a server; those of who
+ends which process start it as a run does.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ import tempfile
 import time
 from typing import NoReturn
 
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST = 2**20
 CLEANERS_TAKE_S = 2.0
 
 
-def preload(path: str) -> None:
+def preload(path: str, tests: str) -> None:
     prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # it ends with the tests, and a server with its client
+    gone = os.pidfd_open(int(tests))  # it ends with the tests, and a server with its client
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen(16)
@@ -46,13 +45,15 @@ def preload(path: str) -> None:
         import_vllm()
         gc.freeze()  # else a fork that ends spends seconds on collecting it
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the keepers ended
-        while True:
+        while gone not in select.select([listener, gone], [], [])[0]:
             client, _ = listener.accept()
             if os.fork() == 0:
                 break
             client.close()
+        else:
+            return
+    os.close(gone)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     keep(client, before)
 
@@ -169,7 +170,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["fork", *words]:
             fork(words)
-        case ["preload", path]:
-            preload(path)
+        case ["preload", path, tests]:
+            preload(path, tests)
         case ["ask", path, *words]:
             ask(path, words)

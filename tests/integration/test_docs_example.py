@@ -265,7 +265,7 @@ def test_the_calculator_of_readme_is_the_one_that_the_package_has(calculator):
 
 @pytest.mark.slow
 def test_the_calculator_of_readme_trains(calculator, cache, tmp_path):
-    small = ("data.problems_per_iteration=1", "data.rollouts_per_problem=4", "train.iterations=1", "eval.num_ids=1")
+    small = ("data.problems_per_iteration=1", "data.rollouts_per_problem=2", "train.iterations=1", "eval.num_ids=1")
     small += ("eval.replicates=1", "eval.ks=[1]", "checkpoint.enabled=false", "train.drop_zero_signal_groups=false")
     small += (cache, "model.device=cpu", "num_threads=1")
     train(compose_config(*calculator, *small), tmp_path / "run")
