@@ -208,8 +208,15 @@ def test_a_block_that_is_computed_again_follows_the_same_routes(name: str) -> No
 
 
 @pytest.mark.usefixtures("without_code_generation")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        ("qwen3_moe", False),
+        ("glm4_moe", True),
+        pytest.param("qwen3_moe", True, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", False, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_blocks_follow_them_in_one_graph(name: str, checkpointing: bool) -> None:
     plain, scoring = following(name), following(name)
     if checkpointing:
