@@ -45,6 +45,7 @@ SMALL = (
     *("data.num_train_seeds=200", "train.iterations=4", "train.updates_per_iteration=2"),
     *("train.drop_zero_signal_groups=false", "data.problems_per_iteration=4", "data.rollouts_per_problem=4"),
     *("eval.num_ids=4", "eval.interval=2", "eval.replicates=2", "eval.ks=[1,2]", "checkpoint.save_interval=2"),
+    "scoring.episodes=4",  # each has a process, which has imports of its own
 )
 """Four iterations of everything in a few seconds; the model has learnt to write integers sometimes, so that rewards
 differ.

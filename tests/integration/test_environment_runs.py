@@ -25,7 +25,7 @@ def played(path: Path, count: int, largest: int) -> tuple[str, ...]:
 
 def test_two_processes_play_what_one_plays_and_a_replay_trains_on_it(cache: str, tmp_path: Path) -> None:
     words = [word for word in SMALL if not word.startswith(("task.", "data.num_train_seeds", "model.tiny"))]
-    words += [*played(tmp_path / "sums.jsonl", 300, 20), "data.resample_zero_signal=true", "scoring.episodes=4"]
+    words += [*played(tmp_path / "sums.jsonl", 300, 20), "data.resample_zero_signal=true"]
     words += [cache, "data.problems_per_iteration=5", "train.iterations=1", "eval.interval=1"]
     words += ["model.tiny.warm_start_batch_size=32"]  # it need not know much
     alone, together, again = tmp_path / "alone", tmp_path / "together", tmp_path / "again"

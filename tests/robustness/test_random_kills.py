@@ -12,7 +12,7 @@ from worlds import write_sums
 WORDS = (*SMALL, "checkpoint.save_interval=1", "checkpoint.keep_last_k=2", "checkpoint.keep_best=pass@1")
 PLAYED = (
     *(word for word in WORDS if not word.startswith(("task.", "data.num_train_seeds"))),
-    *("task=environment", "task.environment=worlds:Sums", "task.max_environment_tokens=40", "scoring.episodes=4"),
+    *("task=environment", "task.environment=worlds:Sums", "task.max_environment_tokens=40"),
     *("generation.max_new_tokens=18", "eval.max_new_tokens=18", "task.max_turn_tokens=6"),
     "model.tiny.warm_start_batch_size=32",
 )
