@@ -78,11 +78,11 @@ class Code(RowTask):
         if isinstance(tests, str):
             # Code and tests have a sandbox each, and a socket in between: see code_calls.py.
             (ours, theirs), calls = socket.socketpair(), CALLS.read_text()
-            folders = [_pytest_folder()] if PYTEST.search(tests) else []
+            folders = _folders(tests)
             python, files = ["python", "-I", "-S", "main.py"], {"main.py": f"{calls}\nserve({code!r})\n"}
             with ThreadPoolExecutor(1) as pool:
                 running = pool.submit(run, python, files, stdin=theirs, limits=limits, isolation=isolation)
-                files = {"main.py": f"{calls}\nIS_JUDGE = True\n{_call(tests, *folders)}\n", "tests.py": tests}
+                files = {"main.py": f"{calls}\nIS_JUDGE = True\n{_call(tests, folders)}\n", "tests.py": tests}
                 found = run(python, files, stdin=ours, readable=folders, limits=limits, isolation=isolation)
                 stopped = {found.stopped, running.result().stopped}
             number, _, digits = found.stdout.partition("\n")
@@ -122,43 +122,15 @@ def _tests(row: Row, name: str, key: str) -> str | Pairs:
     tests = field(row, name, key)
     try:
         if isinstance(tests, str):
-            folders = [_pytest_folder()] if PYTEST.search(tests) else []
-            if not folders and not _tests_in(ast.parse(tests)):
+            tree = ast.parse(tests)
+            if not (_folders(tests) or _tests_in(tree)):
                 raise ValueError("none has an assert")
         elif not tests or not all(isinstance(pair[each], str) for pair in tests for each in ("input", "output")):
             raise ValueError("there is none")
         return tests
-    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+    except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
         fix = "must be asserts, a file of pytest, or a list of {input: TEXT, output: TEXT}"
         raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}; {reason_of(error)}: {shown(tests)}") from error
-
-
-def _pytest_folder() -> str:
-    found = importlib.util.find_spec("pytest")
-    if found is None or found.origin is None:
-        raise ConfigError(f"task.tests_field: tests that are files of pytest need {install_command('code')}")
-    return str(Path(found.origin).parents[1])
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _call(tests: str, folder: str = "") -> str:
-    """Of `judge`, with what tests may have of the code: names that neither are builtins nor bound by the tests, so that
-    what compares is the tests' own; and modules that both use.
-    """
-    tree = ast.parse(tests)
-    nodes = [*ast.walk(tree)]
-    imports = [node for node in nodes if isinstance(node, ast.Import)]
-    imports += [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module != "solution"]
-    bound = {alias.asname or alias.name for node in imports for alias in node.names}
-    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    with_dot = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-    modules = with_dot & sys.stdlib_module_names - bound
-    names = {node.id for node in nodes if isinstance(node, ast.Name)} - bound - modules - {*dir(builtins)}
-    statements = [] if folder else [(ast.unparse(node), node in _tests_in(tree)) for node in tree.body]
-    return f"judge({names | {''}!r}, {modules | {''}!r}, {statements!r}, {folder!r})"
 
 
 def _tests_in(tree: ast.Module) -> list[ast.stmt]:
@@ -166,3 +138,32 @@ def _tests_in(tree: ast.Module) -> list[ast.stmt]:
     outside = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     asserts = [node for node in outside if any(isinstance(each, ast.Assert) for each in ast.walk(node))]
     return asserts or [node for node in outside if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+
+
+def _folders(tests: str) -> list[str]:
+    """Where pytest is, if they need it."""
+    if not PYTEST.search(tests):
+        return []
+    if (found := importlib.util.find_spec("pytest")) is None or found.origin is None:
+        raise ConfigError(f"task.tests_field: tests that are files of pytest need {install_command('code')}")
+    return [str(Path(found.origin).parents[1])]
+
+
+def _call(tests: str, folders: Sequence[str]) -> str:
+    """Of `judge` in code_calls.py. What compares is the tests' own: the code may give them no name that is a builtin, a
+    module, or bound by them.
+    """
+    tree = ast.parse(tests)
+    nodes, found = [*ast.walk(tree)], _tests_in(tree)
+    bindings = [node for node in nodes if isinstance(node, (ast.alias, ast.FunctionDef, ast.ClassDef))]
+    bound = {getattr(node, "asname", None) or node.name for node in bindings} | {*dir(builtins), "__builtins__"}
+    dotted = [node.value for node in nodes if isinstance(node, ast.Attribute)]
+    modules = {node.id for node in dotted if isinstance(node, ast.Name)} & sys.stdlib_module_names - bound
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} - bound - modules
+    statements = [(f"import {name}", False) for name in modules]
+    statements += [(ast.unparse(node), node in found) for node in tree.body]
+    return f"judge({names!r}, {statements!r}, {folders!r})"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

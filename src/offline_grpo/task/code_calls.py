@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # what is imported takes longer than a verdict
     from typing import Any
 
 KINDS = (int, float, str, bytes, bytearray, list, tuple, set, frozenset, dict)
-OF_ONE = ("call", "getattr", "len", "iter", "next", "str", "repr", "reversed", "getitem", "setitem", "delitem")
+OF_ONE = ("call", "getattr", "len", "iter", "next", "str", "repr", "reversed", "enter", "exit")
+OF_ONE += ("getitem", "setitem", "delitem")
 OF_TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")  # of the code's own; never with a value
 IS_JUDGE = False
 OBJECTS: list[Any] = []
@@ -50,7 +51,7 @@ class Packer(Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """A subclass of a plain type crosses as this type."""
-        kind = next((kind for kind in KINDS if isinstance(value, kind)), None)
+        kind: Any = next((kind for kind in KINDS if isinstance(value, kind)), None)
         return NotImplemented if kind is None else (kind, (kind(value),))
 
 
@@ -107,9 +108,10 @@ for _name in (*OF_ONE, *OF_TWO):
 def answer(number: int, name: str, args: Any, named: Any) -> None:
     """Functions of the tests can be called, and nothing else."""
     try:
-        name = "call" if IS_JUDGE else name
-        function: Any = getattr(operator, name, None) or getattr(builtins, name)
-        send("value", function(OBJECTS[number], *args, **named), args)
+        name, target = "call" if IS_JUDGE else name, OBJECTS[number]
+        function: Any = getattr(operator, name, None) or getattr(builtins, name, None)
+        function = function or getattr(type(target), f"__{name}__")
+        send("value", function(target, *args, **named), args)
     except Exception as error:
         send("error", type(error).__name__, str(error))
 
@@ -124,24 +126,28 @@ def serve(code: str) -> None:
         answer(*receive()[1:])
 
 
-def judge(names: set[str], modules: set[str], statements: list[tuple[str, bool]], folder: str) -> None:
-    """Run the tests: statements, some of which are a test each, or, with the folder of pytest, the file tests.py. Write
-    their number, and a digit for each: 1 if it passed. Of what the code has they see `names`; `modules` are true ones.
+def judge(names: set[str], statements: list[tuple[str, bool]], folders: list[str]) -> None:
+    """Run the tests: statements, some of which are a test each, or, with folders for pytest, the file tests.py. Write
+    their number, and a digit for each: 1 if it passed. Of what the code has they see `names`.
     """
     module: Any = type(sys)("solution")
-    sys.modules["solution"], module.__getattr__, theirs = module, Remote(0).__getattr__, {*receive()}
-    vars(module).update({name: __import__(name) for name in theirs & modules})
-    module.__all__ = [*theirs & (names | modules)]
-    if folder:
-        sys.path.append(folder)
+    sys.modules["solution"], module.__all__, solution = module, [*names & {*receive()}], Remote(0)
+    module.__getattr__ = lambda name: getattr(solution, name)
+    if folders:
+        sys.path += folders
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+
+        verdicts = dict[str, bool]()
 
         class Report:
             def pytest_collection_finish(self, session: Any) -> None:
                 VERDICTS.write(b"%d\n" % len(session.items))
 
-            def pytest_runtest_logreport(self, report: Any) -> None:
-                VERDICTS.write(b"%d" % report.passed if report.when == "call" else b"")
+            def pytest_runtest_logreport(self, report: Any) -> None:  # of a test, or of a part of it, such as subTest
+                verdicts[report.nodeid] = verdicts.get(report.nodeid, True) and report.passed
+
+            def pytest_runtest_logfinish(self, nodeid: str) -> None:
+                VERDICTS.write(b"%d" % verdicts[nodeid])
 
         __import__("pytest").main(["-q", "-p", "no:cacheprovider", "tests.py"], plugins=[Report()])
         os._exit(0)
