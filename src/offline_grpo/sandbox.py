@@ -136,12 +136,19 @@ def run(
         stack.callback(os.close, end)
         stack.callback(kill)
 
-        # 3. It gets its user, where root runs it, and limits, and goes on.
+        # 3. It gets its user, where root runs it, and limits of each process, and goes on. How many processes there are
+        # is a limit of a namespace, so there is none without one.
         if os.geteuid() == 0 and not is_bare:
             for kind in ("uid_map", "gid_map"):
                 Path(f"/proc/{first}/{kind}").write_text(f"0 0 1\n{USER} {NOBODY} 1\n")
             ours.send(b"x")
-        _limit(first, limits, is_bare=is_bare)
+        most = {resource.RLIMIT_CPU: int(limits.time_s) + 1, resource.RLIMIT_DATA: limits.memory_mib * 2**20}
+        most |= {resource.RLIMIT_FSIZE: limits.disk_mib * 2**20, resource.RLIMIT_NOFILE: 128, resource.RLIMIT_CORE: 0}
+        most |= {} if is_bare else {resource.RLIMIT_NPROC: limits.processes}
+        for limit, value in most.items():
+            hard = resource.getrlimit(limit)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.prlimit(first, limit, (value, value))
         ours.close()
 
         # 4. What it prints, until all of its processes have ended, or are ended.
@@ -185,16 +192,6 @@ def _confined(
     for name, fd in zip(files, contents, strict=True):
         words += ["--file", fd, f"/tmp/{name}"]
     return [bubblewrap(), *words, "--remount-ro", "/", "--chdir", "/tmp", "--", *command]
-
-
-def _limit(pid: int, limits: Limits, *, is_bare: bool) -> None:
-    """Of each process. Their number is one of a namespace, so there is no such limit without one."""
-    most = {resource.RLIMIT_CPU: int(limits.time_s) + 1, resource.RLIMIT_DATA: limits.memory_mib * 2**20}
-    most |= {resource.RLIMIT_FSIZE: limits.disk_mib * 2**20, resource.RLIMIT_NOFILE: 128, resource.RLIMIT_CORE: 0}
-    for kind, value in (most if is_bare else {**most, resource.RLIMIT_NPROC: limits.processes}).items():
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.prlimit(pid, kind, (value, value))
 
 
 def _used_bytes(root: str) -> int:

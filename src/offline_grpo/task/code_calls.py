@@ -89,9 +89,8 @@ def ask(remote: Remote, name: str, *args: Any, **named: Any) -> Any:
         answer(*message[1:])
     kind, value, changed = message
     if kind == "error":
-        error: Any = getattr(builtins, value, None)
-        is_error = isinstance(error, type) and issubclass(error, Exception)
-        raise (error if is_error else RuntimeError)(changed)
+        error: Any = getattr(builtins, value)
+        raise error(changed) if issubclass(error, Exception) else RuntimeError
     for before, after in zip(args, changed, strict=False):
         if isinstance(before, (list, bytearray)):
             before[:] = after
@@ -113,7 +112,8 @@ def answer(number: int, name: str, args: Any, named: Any) -> None:
         function = function or getattr(type(target), f"__{name}__")
         send("value", function(target, *args, **named), args)
     except Exception as error:
-        send("error", type(error).__name__, str(error))
+        kind = next(each for each in type(error).__mro__ if hasattr(builtins, each.__name__))
+        send("error", kind.__name__, str(error))
 
 
 def serve(code: str) -> None:

@@ -134,6 +134,7 @@ FORGERIES = {
     "    say(word('value') + name('builtins', 'eval') + word('4') + b'\\x85R)\\x87')",
     "a pickle of the judge's own": PICKLES + "for n in ('Remote', 'VERDICTS', 'judge', 'os'):\n"
     "    say(word('value') + name('__main__', n) + b')\\x87')\ndef f(x): return 0",
+    "an error that evaluates": PICKLES + "def f(x):\n    M.send('error', 'exec', 'VERDICTS.write(b\"111\")')",
     "a pickle that changes objects": PICKLES + "def f(x):\n    M.OBJECTS.append(len)\n"
     "    equal = b'}' + word('__eq__') + b'K\\x01Qs'\n"  # {'__eq__': object 1}, set on object 1 and on int
     "    say(word('value') + b'K\\x01Q(N' + equal + b'tb)\\x87')\n    M.receive()\n"
@@ -219,7 +220,7 @@ OBJECTS = (
     "    def __enter__(self): return self\n    def __exit__(self, *error): pass\n"
     "def test_even(n): return n % 2 == 0\ndef same(g): return g\n"
     "def sort(v): v.sort()\ndef count(n): yield from range(n)\ndef apply(g, v): return [g(x) for x in v]\n"
-    "def bad(): raise ValueError('no')\ndef area(r): return math.pi * r * r\n"
+    "class Bad(ValueError): pass\ndef bad(): raise Bad('no')\ndef area(r): return math.pi * r * r\n"
     "def table(): return {(1, 2): {3}, 'b': b'x'}\n"
     "def sum(a, b): return a + b\n"
 )
