@@ -119,6 +119,25 @@ def save_composite(model_type: str, folder: Path, **changes: Any) -> Path:
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 """That vLLM's kernels take, on CPUs and GPUs. Those for Qwen3.5 take bf16 alone on a CPU."""
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+"""As vLLM's kernels and its reader of config.json want DeepSeek-V3. Without YaRN, which the published one has, an eager
+CPU build rotates wrong numbers: its kernel takes the stride of heads for that of tokens."""
 SERVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "qwen2_5_vl": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
