@@ -127,17 +127,8 @@ LATENT: dict[str, Any] = {
     "head_dim": 64,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 128,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
 }
-"""As vLLM's kernels and its reader of config.json want DeepSeek-V3. Without YaRN, which the published one has, an eager
-CPU build rotates wrong numbers: its kernel takes the stride of heads for that of tokens."""
+"""As vLLM's kernels and its reader of config.json want DeepSeek-V3."""
 SERVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "qwen2_5_vl": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
