@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from architectures import ZOO, load_composite
+from architectures import LATENT, ZOO, load_composite
 from engines import (
     GPU,
     IPC_ARGS,
@@ -180,15 +180,6 @@ def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, mon
 
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64}
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "head_dim": 64,
-}
-LATENT |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""As vLLM's kernels and its reader of config.json want DeepSeek-V3."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
