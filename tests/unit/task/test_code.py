@@ -227,6 +227,12 @@ def test_a_share_of_the_tests_is_paid_or_all_or_nothing(task: Code) -> None:
     assert judged(task, hanging, tests).reward == pytest.approx(1 / 3), "tests before the one that hangs count"
 
 
+def test_code_without_the_name_that_a_file_of_pytest_imports_is_wrong(task: Code) -> None:
+    # pytest then finds none of its tests. The reward is 0: without one, the completion would not be trained on.
+    tests = "from solution import Stack\n\ndef test_push():\n    Stack().push(1)"
+    assert judged(task, "class Heap: pass", tests) == Score(0.0, False, {"tests": 0.0, "format": 0.0})
+
+
 def test_the_last_block_is_run_also_where_it_is_cut(task: Code) -> None:
     problem = Problem("p", (), "", {"tests": "assert f(2) == 3"})
     text = "```python\ndef f(x): return x\n```\nBetter:\n```\ndef f(x): return x + 1\n"
@@ -283,7 +289,7 @@ def test_rows_of_ones_own_are_scored_in_processes_as_in_a_run(tmp_path: Path) ->
     assert problem.messages[0]["content"] == "Double. Go.\n\nIt passes tests such as these:\n\nassert f(1) == 2"
 
 
-@pytest.mark.parametrize("tests", ["", "f(", "x = 1", [], [{"input": "1"}], [3], 7])
+@pytest.mark.parametrize("tests", ["", "f(", "def test_f(:", "x = 1", [], [{"input": "1"}], [3], 7])
 def test_rows_without_tests_are_refused(tmp_path: Path, tests: Any) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "p", "tests": tests}))
