@@ -269,6 +269,14 @@ def test_a_share_of_the_tests_is_paid_or_all_or_nothing(task: Code) -> None:
     assert judged(task, code, parts).reward == 0, "a part of a test"
 
 
+def test_code_without_the_name_that_a_file_of_pytest_imports_is_wrong(task: Code) -> None:
+    # pytest then finds none of its tests. The reward is 0: without one, the completion would not be trained on.
+    tests = "from solution import Stack\n\ndef test_push():\n    Stack().push(1)"
+    assert judged(task, "class Heap: pass", tests) == Score(
+        0.0, False, {"tests": 0.0, "format": 0.0}, measured={"timed_out": 0.0}
+    )
+
+
 def test_the_last_block_is_run_also_where_it_is_cut(task: Code) -> None:
     problem = Problem("p", (), "", {"tests": "assert f(2) == 3"})
     text = "```python\ndef f(x): return x\n```\nBetter:\n```\ndef f(x): return x + 1\n"
