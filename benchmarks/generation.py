@@ -11,9 +11,14 @@ memory.
     # what do filters cost, and what does it cost to be told which tokens they left?
     python benchmarks/generation.py --servers '{"0.6b": {}, "smollm2": {"model": "FOLDER"}}' --share 0.3
         --filters '{"top_p": 0.95, "top_k": 20}' --sequences 256 --tokens 512 --rounds 5 --out filters
+    # does it pay to guess tokens from what is there?
+    python benchmarks/generation.py --servers '{"plain": {"model": "FOLDER"}, "ngram": {"model": "FOLDER", "args":
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}}}}' --share 0.2
+        --task math_sample --sequences 8 256 --tokens 256 256 --out speculation
     python benchmarks/generation.py --small        # a tiny model and vLLM's CPU build; says nothing about speed
 
-Every sequence has exactly `--tokens` tokens after a prompt of 40, in groups of 8, each with a seed of its own. First,
+Every sequence has exactly `--tokens` tokens after a prompt of 40 random ones, or of --task in the chat template of the
+first server's model, in groups of 8, each with a seed of its own. First,
 each sequence alone, all arms must return the same tokens. Then they alternate.
 
 Arms:
@@ -43,6 +48,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,8 +56,10 @@ from typing import Any
 import torch
 from common import RESULTS, Target, Timings, complete_in_order, parser_of, write_result
 
+from offline_grpo.config import compose as conf
+from offline_grpo.config.problems import build_task
 from offline_grpo.engine.vllm import STOCK, VllmEngine, VllmLauncher
-from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights
+from offline_grpo.types import Completion, SamplingParams, SamplingRequest, ServedWeights, Split
 
 COMMON: dict[str, Any] = {
     "max_model_len": 4096,
@@ -85,12 +93,27 @@ Group = list[tuple[tuple[int, ...], tuple[float, ...]]]
 """Token ids and logprobs of each completion of one prompt."""
 
 
-def requests(num_sequences: int, group: int = GROUP) -> list[SamplingRequest]:
+def requests(num_sequences: int, prompts: Sequence[tuple[int, ...]] = ()) -> list[SamplingRequest]:
     draw = random.Random(num_sequences)
     return [
-        SamplingRequest(tuple(draw.randint(3, 80) for _ in range(PROMPT_TOKENS)), group, 1000 * index)
-        for index in range(num_sequences // group)
+        SamplingRequest(
+            prompts[index % len(prompts)] if prompts else tuple(draw.randint(3, 80) for _ in range(PROMPT_TOKENS)),
+            GROUP,
+            1000 * index,
+        )
+        for index in range(num_sequences // GROUP)
     ]
+
+
+def prompts_of(task: str, model: str) -> list[tuple[int, ...]]:
+    """The token ids of its first 32 held-out problems."""
+    from transformers import AutoTokenizer
+
+    conf.register()
+    problems = build_task(conf.typed(conf.composed([f"task={task}"])).task).problems(Split.EVAL)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    encode = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
+    return [tuple(encode([*map(dict, problem.messages)])) for problem in islice(problems, 32)]
 
 
 class EndlessClient(VllmEngine):
@@ -204,10 +227,11 @@ def measure(
     tokens: int,
     rounds: int,
     deadline: float,
+    prompts: Sequence[tuple[int, ...]] = (),
 ) -> Timings:
     """Seconds that every arm takes for `count` sequences. Rounds for which no time is left are left out."""
     for generate in arms.values():
-        generate(requests(8 * GROUP), max(1, tokens // 8))
+        generate(requests(8 * GROUP, prompts), max(1, tokens // 8))
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     round_s = 0.0
     for index in range(rounds):
@@ -216,7 +240,7 @@ def measure(
         began = time.monotonic()
         for name in list(arms) if index % 2 == 0 else reversed(list(arms)):
             started = time.perf_counter()
-            groups = arms[name](requests(count), tokens)
+            groups = arms[name](requests(count, prompts), tokens)
             seconds[name].append(time.perf_counter() - started)
             assert all(len(ids) == tokens for group in groups for ids, _ in group)
             print(f"{count} sequences, {name}: {count * tokens / seconds[name][-1]:,.0f} tok/s", flush=True)
@@ -302,9 +326,10 @@ def several_servers(
     if arguments.filters:
         ways |= {"_filtered": {**arguments.filters, "needs_alternatives": True}, "_untold": arguments.filters}
     arms = {arm + way: partial(server.generate, **ways[way]) for arm, server in servers.items() for way in ways}
+    prompts = prompts_of(arguments.task, arguments.servers[baseline]["model"]) if arguments.task else ()
     timings: dict[int, Timings] = {}
     for count, tokens in zip(arguments.sequences, arguments.tokens, strict=True):
-        timings[count] = measure(arms, count, tokens, arguments.rounds, deadline)
+        timings[count] = measure(arms, count, tokens, arguments.rounds, deadline, prompts)
         for arm, server in servers.items():
             for way in list(ways)[1:]:
                 measured[f"{arm}{way}_speed_{count}"] = timings[count].ratio(arm, arm + way)
@@ -341,6 +366,7 @@ def parse() -> argparse.Namespace:
         help='JSON, such as {"runs": {}, "eager": {"args": {"enforce_eager": true}}}',
     )
     parser.add_argument("--filters", type=json.loads, default={}, help="JSON of sampling settings")
+    parser.add_argument("--task", help="whose prompts are asked; default: random tokens")
     parser.add_argument("--sequences", type=int, nargs="+", default=[256, 1024], help="two, but with --servers")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[512, 512], help="of each sequence, for each of --sequences"

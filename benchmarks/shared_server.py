@@ -34,7 +34,14 @@ from common import environment, make_model, parser_of, print_ends, records_of, r
 from small_card import used_gib
 
 WARMUP = 2
-SHOWN = ("time/generate_s", "time/train_s", "time/sync_s", "perf/gpu_memory_gb", "alignment/diff_abs_mean")
+SHOWN = (
+    "time/iteration_s",
+    "time/generate_s",
+    "time/train_s",
+    "time/sync_s",
+    "perf/gpu_memory_gb",
+    "alignment/diff_abs_mean",
+)
 
 
 def command(work: Path, args: argparse.Namespace, arm: str) -> list[str]:
@@ -89,9 +96,10 @@ def result_of(work: Path, arm: str) -> dict[str, Any]:
     if min(map(len, runs), default=0) <= WARMUP:
         return {}
     together = [records[WARMUP : min(map(len, runs))] for records in runs]
-    median = [{key: statistics.median(r[key] for r in records) for key in records[0]} for records in together]
-    found = {name.rpartition("/")[2]: statistics.fmean(m[name] for m in median) for name in SHOWN if name in median[0]}
-    found["iterations_per_hour"] = sum(3600 / each["time/iteration_s"] for each in median)
+    shown = [name for name in SHOWN if name in together[0][0]]
+    median = {name: [statistics.median(r[name] for r in records) for records in together] for name in shown}
+    found = {name.rpartition("/")[2]: statistics.fmean(median[name]) for name in shown}
+    found["iterations_per_hour"] = sum(3600 / seconds for seconds in median["time/iteration_s"])
     found["num_runs"] = len(runs)
     return found | json.loads((work / f"{arm}.json").read_text())
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import platform
+import re
 import resource
-import selectors
 import shutil
 import signal
 import socket
@@ -23,12 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from io import FileIO
+from multiprocessing.connection import wait
 from pathlib import Path
+from subprocess import PIPE
 
 from offline_grpo.errors import ConfigError, GrpoError
 from offline_grpo.installed import install_command
@@ -69,7 +70,7 @@ class Result:
     exit_code: int  # 128 + the number of the signal that ended it, if one did
     stdout: str
     stderr: str
-    stopped: str | None  # by the limit of time, memory, processes or output
+    stopped: str | None  # by the limit of time, memory or output
 
 
 def run(
@@ -91,34 +92,34 @@ def run(
     Raises:
         SandboxError: none works on this machine.
     """
-    limits, files, is_bare, is_root = limits or Limits(), files or {}, isolation == NONE, os.geteuid() == 0
+    limits, is_bare = limits or Limits(), isolation == NONE
     command = [PYTHON if word == "python" else word for word in command]
+    contents = {name: text.encode(errors="replace") for name, text in (files or {}).items()}
     with ExitStack() as stack:
         # 1. Start it. Behind bubblewrap its first process, with which all others end, is told, and waits.
         given = stack.enter_context(stdin if isinstance(stdin, socket.socket) else _memory(stdin))
-        told, tells, waits, goes = map(stack.enter_context, (*socket.socketpair(), *socket.socketpair()))
-        passed: list[FileIO | socket.socket] = []
-        folder, env = None, {}
+        ours, theirs = map(stack.enter_context, socket.socketpair())
+        folder, passed = "/tmp", []
         if is_bare:
             folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            env = {**ENVIRONMENT, "HOME": folder}
-            for name, text in files.items():
+            for name, content in contents.items():
                 Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-                Path(folder, name).write_bytes(text.encode(errors="replace"))
+                Path(folder, name).write_bytes(content)
         else:
-            data = (_filter(), *(text.encode(errors="replace") for text in files.values()))
-            passed = [*map(stack.enter_context, map(_memory, data)), tells, waits]
-            command = _confined(command, [*files], [str(file.fileno()) for file in passed], limits, readable)
-        fds, pipe, stdin_fd = [file.fileno() for file in passed], subprocess.PIPE, given.fileno()
-        process = stack.enter_context(
-            subprocess.Popen(command, 0, None, stdin_fd, pipe, pipe, env=env, cwd=folder, pass_fds=fds, process_group=0)
-        )
-        for file in (given, tells, waits):
+            passed = [theirs, theirs.dup(), *map(_memory, (_filter(), *contents.values()))]
+            command = _confined(command, [*contents], [str(file.fileno()) for file in passed], limits, readable)
+        fds, streams = [file.fileno() for file in passed], (given.fileno(), PIPE, PIPE)
+        env = {**ENVIRONMENT, "HOME": folder}
+        process = subprocess.Popen(command, -1, None, *streams, env=env, cwd=folder, pass_fds=fds, process_group=0)
+        stack.enter_context(process)
+        for file in (given, *passed):
             file.close()
-        said = b"".join(iter(lambda: told.recv(4096), b""))
+        said = b""
+        while not is_bare and b"}" not in said and (more := ours.recv(4096)):
+            said += more
         if not said and not is_bare:
             raise SandboxError(process.communicate()[1].decode(errors="replace").strip())
-        first = process.pid if is_bare else json.loads(said)["child-pid"]
+        first = process.pid if is_bare else int(re.findall(rb"\d+", said)[0])
         end = os.pidfd_open(first)
 
         # 2. Whatever comes, all of its processes are ended.
@@ -127,80 +128,84 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(end, signal.SIGKILL)
+            process.wait()
+            wait([end])
+            with suppress(ChildProcessError):  # unless orphans become children of this process
+                os.waitpid(first, 0)
 
         stack.callback(os.close, end)
-        stack.callback(_reap, first)
-        stack.callback(process.wait)
         stack.callback(kill)
 
-        # 3. It gets its user, where root runs it, and limits, and goes on.
-        if is_root and not is_bare:
+        # 3. It gets its user, where root runs it, and limits of each process, and goes on. How many processes there are
+        # is a limit of a namespace, so there is none without one.
+        if os.geteuid() == 0 and not is_bare:
             for kind in ("uid_map", "gid_map"):
                 Path(f"/proc/{first}/{kind}").write_text(f"0 0 1\n{USER} {NOBODY} 1\n")
-            goes.send(b"x")
-        _limit(first, limits, is_bare=is_bare)
-        goes.close()
+            ours.send(b"x")
+        most = {resource.RLIMIT_CPU: int(limits.time_s) + 1, resource.RLIMIT_DATA: limits.memory_mib * 2**20}
+        most |= {resource.RLIMIT_FSIZE: limits.disk_mib * 2**20, resource.RLIMIT_NOFILE: 128, resource.RLIMIT_CORE: 0}
+        most |= {} if is_bare else {resource.RLIMIT_NPROC: limits.processes}
+        for limit, value in most.items():
+            hard = resource.getrlimit(limit)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.prlimit(first, limit, (value, value))
+        ours.close()
 
         # 4. What it prints, until all of its processes have ended, or are ended.
-        root = None if is_bare else f"/proc/{first}/root"
-        printed, stopped = _heard(process, end, limits, root, kill)
-        code = process.wait()
-        texts = (bytes(each[: limits.output_kib * 1024]).decode(errors="replace") for each in printed)
-        return Result(code if code >= 0 else 128 - code, *texts, stopped)  # type: ignore[call-arg]
+        printed, stopped, deadline = [b"", b""], None, time.monotonic() + limits.time_s
+        while stopped is None and process.returncode is None:
+            try:
+                printed = process.communicate(timeout=POLL_S)
+            except subprocess.TimeoutExpired as so_far:
+                printed = [so_far.output or b"", so_far.stderr or b""]
+                is_full = not is_bare and _used_bytes(f"/proc/{first}/root") > limits.memory_mib * 2**20
+                stopped = "memory" if is_full else "time" if time.monotonic() > deadline else None
+            if max(map(len, printed)) > limits.output_kib * 1024:
+                stopped = "output"
+        kill()
+        stdout, stderr = (each[: limits.output_kib * 1024].decode(errors="replace") for each in printed)
+        return Result(128 - code if (code := process.returncode) < 0 else code, stdout, stderr, stopped)
 
 
 def _confined(
     command: Sequence[str], files: Sequence[str], fds: Sequence[str], limits: Limits, readable: Sequence[str]
 ) -> list[str]:
-    """The command behind bubblewrap. `fds`: of the filter, of each file, to tell of the first process, and to wait."""
-    denied, *contents, info, block = fds
-    words = [*_system(limits, readable), "--seccomp", denied, "--info-fd", info, "--block-fd", block]
+    """The command behind bubblewrap: a system to read, one folder to write to, and no capability, no setuid program, no
+    further namespace. `fds`: to wait, to tell of the first process, of the filter, and of each file.
+    """
+    block, info, denied, *contents = fds
+    words = ["--unshare-all", "--unshare-user", "--hostname", "sandbox", "--new-session", "--die-with-parent"]
+    words += ["--cap-drop", "ALL", "--seccomp", denied, "--info-fd", info, "--block-fd", block]
     if os.geteuid() == 0:  # to whom limits of processes do not apply: it becomes nobody
         words += ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         words += ["--userns-block-fd", block]
         command = [*BECOMES_NOBODY, *command]
     else:
-        words += ["--uid", USER, "--gid", USER, "--disable-userns"]
+        words += ["--uid", USER, "--gid", USER]
+    for path in ("/bin", "/sbin", "/lib", "/lib64"):
+        words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
+    words += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    words += ["--perms", "1777", "--size", str(limits.disk_mib * 2**20), "--tmpfs", "/tmp"]
+    for path in ("/usr", "/etc/ld.so.cache", "/etc/alternatives", PREFIX, *map(os.path.abspath, readable)):
+        folders = [word for parent in [*Path(path).parents][-2::-1] for word in ("--dir", str(parent))]  # for all users
+        words += [*folders, "--ro-bind-try", path, path]
     for name, fd in zip(files, contents, strict=True):
         words += ["--file", fd, f"/tmp/{name}"]
     return [bubblewrap(), *words, "--remount-ro", "/", "--chdir", "/tmp", "--", *command]
 
 
-def _limit(pid: int, limits: Limits, *, is_bare: bool) -> None:
-    """Of each process. Their number is one of a namespace, so there is no such limit without one."""
-    most = {resource.RLIMIT_CPU: int(limits.time_s) + 1, resource.RLIMIT_DATA: limits.memory_mib * 2**20}
-    most |= {resource.RLIMIT_FSIZE: limits.disk_mib * 2**20, resource.RLIMIT_NOFILE: 128, resource.RLIMIT_CORE: 0}
-    for kind, value in (most if is_bare else {**most, resource.RLIMIT_NPROC: limits.processes}).items():
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.prlimit(pid, kind, (value, value))
-
-
-def _heard(
-    process: subprocess.Popen[bytes], end: int, limits: Limits, root: str | None, kill: Callable[[], None]
-) -> tuple[Sequence[bytearray], str | None]:
-    """What is printed to stdout and stderr until all processes have ended, of which `end` is the first one's pidfd, and
-    the limit that has stopped them. `root`: as in `_exceeded`, None where nobody looks.
-    """
-    printed, most, stopped = [bytearray(), bytearray()], limits.output_kib * 1024, None
-    deadline = time.monotonic() + limits.time_s
-    with selectors.DefaultSelector() as waiting:
-        for number, fd in enumerate((process.stdout, process.stderr, end)):
-            waiting.register(fd, selectors.EVENT_READ, number)  # type: ignore[arg-type]
-        while waiting.get_map():
-            for key, _ in waiting.select(POLL_S):
-                chunk = os.read(key.fd, 2**16) if key.data < len(printed) else b""
-                if not chunk:
-                    waiting.unregister(key.fileobj)
-                elif len(printed[key.data]) <= most:
-                    printed[key.data] += chunk
-            if stopped is None:
-                is_loud = any(len(each) > most for each in printed)
-                stopped = "time" if time.monotonic() > deadline else "output" if is_loud else None
-                stopped = stopped or (None if root is None else _exceeded(root, limits))
-            if stopped is not None:
-                kill()
-    return printed, stopped
+def _used_bytes(root: str) -> int:
+    """By processes and files together; `root`: where they are seen from here."""
+    used = 0
+    with suppress(OSError):  # it has not its root yet, or has just ended
+        if os.path.samefile(root, "/"):
+            return 0
+        space = os.statvfs(f"{root}/tmp")
+        used += (space.f_blocks - space.f_bfree) * space.f_frsize + (space.f_files - space.f_ffree) * INODE_BYTES
+        for pid in filter(str.isdigit, os.listdir(f"{root}/proc")):
+            with suppress(OSError):
+                used += int(Path(root, "proc", pid, "statm").read_text().split()[1]) * resource.getpagesize()
+    return used
 
 
 @cache
@@ -229,49 +234,6 @@ def bubblewrap() -> str:
     if (found := shutil.which("bwrap")) is None:
         raise SandboxError("bubblewrap is not installed")
     return found
-
-
-def _system(limits: Limits, readable: Sequence[str]) -> list[str]:
-    """A system to read, one folder to write to, and no capability, no setuid program, no further namespace."""
-    words = ["--unshare-all", "--unshare-user", "--hostname", "sandbox", "--new-session", "--die-with-parent"]
-    words += ["--clearenv", "--cap-drop", "ALL"]
-    for name, value in {**ENVIRONMENT, "HOME": "/tmp"}.items():
-        words += ["--setenv", name, value]
-    for path in ("/bin", "/sbin", "/lib", "/lib64"):
-        words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
-    words += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    words += ["--perms", "1777", "--size", str(limits.disk_mib * 2**20), "--tmpfs", "/tmp"]
-    for path in ("/usr", "/etc/ld.so.cache", "/etc/alternatives", PREFIX, *map(os.path.abspath, readable)):
-        folders = [word for parent in [*Path(path).parents][-2::-1] for word in ("--dir", str(parent))]  # for all users
-        words += [*folders, "--ro-bind-try", path, path]
-    return words
-
-
-def _exceeded(root: str, limits: Limits) -> str | None:
-    """The limit that processes and files together are beyond; `root`: where they are seen from here."""
-    num_threads = num_bytes = 0
-    with suppress(OSError):  # it has not its root yet, or has just ended
-        if os.path.samefile(root, "/"):
-            return None
-        space = os.statvfs(f"{root}/tmp")
-        num_bytes += (space.f_blocks - space.f_bfree) * space.f_frsize
-        num_bytes += (space.f_files - space.f_ffree) * INODE_BYTES
-        for pid in filter(str.isdigit, os.listdir(f"{root}/proc")):
-            with suppress(OSError):
-                num_threads += os.stat(f"{root}/proc/{pid}/task").st_nlink - 2
-                num_bytes += int(Path(root, "proc", pid, "statm").read_text().split()[1]) * resource.getpagesize()
-    return (
-        "processes"
-        if num_threads > limits.processes + 1
-        else "memory"
-        if num_bytes > limits.memory_mib * 2**20
-        else None
-    )
-
-
-def _reap(pid: int) -> None:
-    with suppress(ChildProcessError):  # unless orphans become children of this process
-        os.waitpid(pid, 0)
 
 
 def _memory(data: bytes) -> FileIO:

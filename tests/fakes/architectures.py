@@ -119,6 +119,16 @@ def save_composite(model_type: str, folder: Path, **changes: Any) -> Path:
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 """That vLLM's kernels take, on CPUs and GPUs. Those for Qwen3.5 take bf16 alone on a CPU."""
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+"""As vLLM's kernels and its reader of config.json want DeepSeek-V3."""
 SERVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "qwen2_5_vl": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},

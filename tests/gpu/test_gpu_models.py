@@ -247,8 +247,7 @@ def test_graphs_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_pictures_are_seen_alike(name: str, tmp_path: Path) -> None:
     """By the sampler with its graphs, and by the trainer with its kernels, in the format that it trains in."""
-    precision = "fp32" if name == "gemma4" else "bf16"  # in which its random weights fail the test of batches
-    seeing = Seeing(name, tmp_path, device=CUDA, precision=precision)
+    seeing = Seeing(name, tmp_path, device=CUDA, precision="bf16")
     policy, requests = seeing.policy, seeing.requests()
     client = TransformersClient(policy.model, policy.tokenizer, 64, seeing.vision)
     sampled = sorted(client.generate(requests, SamplingParams(max_new_tokens=12)), key=lambda pair: pair[0])

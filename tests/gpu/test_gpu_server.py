@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from architectures import ZOO, load_composite
+from architectures import LATENT, ZOO, load_composite
 from engines import (
     GPU,
     IPC_ARGS,
@@ -180,15 +180,6 @@ def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, mon
 
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64}
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "head_dim": 64,
-}
-LATENT |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""As vLLM's kernels and its reader of config.json want DeepSeek-V3."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -203,11 +194,17 @@ def started(tmp_path: Path, args: Mapping[str, Any], env: Mapping[str, str]) -> 
     return make_server(GPU, tmp_path, args={**args, "max_model_len": 256, "enforce_eager": True}, env=env)
 
 
-def push_twice(option: str, folder: Path, server: VllmEngine, lora: list[str] | None = None) -> None:
+def push_twice(
+    option: str,
+    folder: Path,
+    server: VllmEngine,
+    lora: list[str] | None = None,
+    tolerance_nats: float = GPU.tolerance_nats,
+) -> None:
     """Two versions, of which the second is far from the first."""
     policy = load_composite(folder, lora=lora, device=GPU.device, precision="bf16", layout=Padded())
     client = make_client(server)
-    deployment = deploy(strategy(option, f"weight_sync.tolerance_nats={GPU.tolerance_nats}"), client)
+    deployment = deploy(strategy(option, f"weight_sync.tolerance_nats={tolerance_nats}"), client)
     deployment.connect(policy)
     policy.make_masters()
     try:
@@ -216,21 +213,27 @@ def push_twice(option: str, folder: Path, server: VllmEngine, lora: list[str] | 
         change(policy, seed=1)
         report = deployment.push(policy, version=1)
         print(f"{option} {lora}: {distance(policy, before):.2g} before, {distance(policy, sample(client)):.2g} after")
-        assert report.alignment["sync/probe_diff_abs_mean"] < GPU.tolerance_nats < distance(policy, before)
-        assert distance(policy, sample(client)) < GPU.tolerance_nats
+        assert report.alignment["sync/probe_diff_abs_mean"] < tolerance_nats < distance(policy, before)
+        assert distance(policy, sample(client)) < tolerance_nats
     finally:
         deployment.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_experts_are_pushed(name: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """vLLM's loader of gpt-oss leaves them as they were, and the proof finds it."""
-    folder, is_left = saved(name, tmp_path / "model"), name == "gpt_oss"
+    """vLLM's loader of gpt-oss leaves them as they were, and the proof finds it; those of Mixtral and DeepSeek-V3 do
+    not know them by transformers' names. Where routes are torn in bf16, random experts are far apart (Mixtral).
+    """
+    folder, tolerance_nats = saved(name, tmp_path / "model"), 0.5 if name == "mixtral" else GPU.tolerance_nats
+    faults: dict[str, Any] = {}
+    if name == "gpt_oss":
+        faults = dict.fromkeys(("reload", "ipc"), pytest.raises(EngineError, match=r"\[MISMATCH\].*stale weights"))
+    elif name != "qwen3_moe":
+        faults["ipc"] = pytest.raises(EngineError, match="use weight_sync=reload")
     with running(started(tmp_path, IPC_ARGS, IPC_ENV), folder) as server:
         for option in ("reload", "ipc"):
-            fault = pytest.raises(EngineError, match=r"\[MISMATCH\].*stale weights") if is_left else nullcontext()
-            with subtests.test(option), fault:
-                push_twice(option, folder, server)
+            with subtests.test(option), faults.get(option, nullcontext()):
+                push_twice(option, folder, server, tolerance_nats=tolerance_nats)
 
 
 def test_experts_are_not_adapted(tmp_path: Path) -> None:

@@ -106,8 +106,15 @@ def training_engine(config: RunConfig) -> EngineSpec:
         fix = "the server rounds its base as model.quantization=nf4 does, by bitsandbytes; leave it out"
         require(typed == "bitsandbytes", "engine.args.quantization", typed, fix)
 
+    env = dict(config.engine["env"])
+    if config.is_batch_invariant:
+        env["VLLM_BATCH_INVARIANT"] = "1"
+        # The compiler would measure which kernels to join, which it refuses to do where all has to be repeatable.
+        compiled = dict(args.get("compilation_config") or {})
+        compiled["inductor_compile_config"] = {"combo_kernels": False, **compiled.get("inductor_compile_config", {})}
+        args["compilation_config"] = compiled
+
     # Each server is ready for its share of an iteration, and nobody else on the machine controls it.
-    env = {**config.engine["env"], **({"VLLM_BATCH_INVARIANT": "1"} if config.is_batch_invariant else {})}
     launcher: Launcher = build({**config.engine, "args": args, "env": env}, key="engine")
     of_iteration = -(-config.data.problems_per_iteration // num_engines)
     num_requests = min(node.get("batch_size", of_iteration), of_iteration)

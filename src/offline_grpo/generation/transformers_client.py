@@ -48,9 +48,9 @@ from offline_grpo.errors import ConfigError, EngineError
 from offline_grpo.generation.decoding_graph import graphed_steps, has_graphs, shared_heads, with_fixed_size
 from offline_grpo.generation.prefixes import Prefixes, fill, num_equal
 from offline_grpo.model.adapters import LanguageModel, unwrapped
-from offline_grpo.model.layers import decoder_of, not_compiled
+from offline_grpo.model.layers import STAND_INS, decoder_of, not_compiled
 from offline_grpo.model.load import context_length
-from offline_grpo.model.pictures import STAND_INS, Vision
+from offline_grpo.model.pictures import Vision
 from offline_grpo.model.scoring import eval_mode
 from offline_grpo.model.text import end_ids
 from offline_grpo.types import (

@@ -117,6 +117,7 @@ def record(
         "completion": rollout.text,
         "reward": significant(score.reward, 6) if score.is_scored else None,
         "parts": {name: significant(value, 6) for name, value in score.parts.items()},
+        "measured": {name: significant(value, 6) for name, value in score.measured.items()},
         "failure": score.failure,
         "advantage": None if advantage is None else significant(advantage, 6),
         "is_correct": score.is_correct,
@@ -179,6 +180,7 @@ def print_sample(console: Console, sample: Mapping[str, Any], *, full: bool = Fa
     reward, advantage, parts = sample["reward"], sample["advantage"] or 0.0, sample["parts"]
     facts = ["no reward" if reward is None else f"reward {reward:.4g}"]
     facts += [f"{visible(name)} {value:.4g}" for name, value in parts.items() if len(parts) > 1]
+    facts += [f"{visible(name)} {value:.4g}" for name, value in sample["measured"].items() if value]
     facts += [] if sample["advantage"] is None else [f"advantage {advantage:+.2f}"]
     facts += [f"{sample['num_tokens']} tokens", sample["finish_reason"] or "end unknown"]
     facts += [f"version {sample['version']}"]

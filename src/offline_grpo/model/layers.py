@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MAX_GRAPHS = 256
 """Of blocks of one class. Each shape of model takes two or three, and a sweep's jobs are one process; past the
 compiler's own limit, 8, it would leave the rest as it is without a word."""
+STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
+"""Of composites: tokens in whose place features of a tower come."""
 TRITON_CAPABILITY = (7, 0)
 """The oldest GPUs that Triton, and so torch.compile, has code for."""
 

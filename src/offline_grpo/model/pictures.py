@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offline_grpo.errors import ConfigError, RequestError, reason_of, require
 from offline_grpo.installed import install_command
-from offline_grpo.model.layers import is_composite
+from offline_grpo.model.layers import STAND_INS, is_composite
 from offline_grpo.types import Encoded, Picture
 
 FAMILIES = (
@@ -34,8 +34,6 @@ ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values of photographs whose width is the height of what the camera saw."""
 MAX_SEEN_BYTES = 1 << 30
 """Of what a model has made of pictures; when there is more it begins anew."""
-STAND_INS = ("image_token_id", "video_token_id", "audio_token_id")
-"""Of composites: tokens in whose place features of a tower come."""
 NEVER = -1e4
 """The logit of what is never sampled: finite, so that it times its probability, 0, is 0."""
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -21,7 +22,7 @@ from torch import Tensor, distributed
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.interfaces import Layout
 from offline_grpo.model.adapters import has_adapters
-from offline_grpo.model.layers import compile_blocks, is_compiled, not_compiled, num_blocks
+from offline_grpo.model.layers import STAND_INS, compile_blocks, is_compiled, not_compiled, num_blocks
 from offline_grpo.model.layouts import Flash4, flash4_interface, layouts_for
 from offline_grpo.model.routes import Routers
 from offline_grpo.model.scoring import Scoring, eval_mode, prepare_for_gradients
@@ -241,9 +242,13 @@ def check_causality(scoring: Scoring, num_tokens: int, device: torch.device) -> 
 
 def batch_for(scoring: Scoring, device: torch.device, groups: Sequence[Group] = GROUPS) -> TokenBatch:
     """Random sequences in groups that share their prompts."""
+    # Of any tokens but those that stand for pictures: Gemma 4 reads them as padding, its decoder alone does not.
+    config: Any = scoring.causal_lm.config
+    stand_ins = [getattr(config, name, None) for name in STAND_INS]
+    known = torch.tensor([token for token in range(len(scoring.output.weight)) if token not in stand_ins])
+
     # The long group too, where the model takes it.
-    vocab_size = len(scoring.output.weight)
-    longest = getattr(scoring.causal_lm.config.get_text_config(), "max_position_embeddings", None)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     prompt, completions = LONG_GROUP
     if device.type == "cuda" and (longest is None or prompt + max(completions) <= longest):
         groups = (*groups, LONG_GROUP)
@@ -253,8 +258,9 @@ def batch_for(scoring: Scoring, device: torch.device, groups: Sequence[Group] = 
     sequences: list[Tensor] = []
     is_completion: list[Tensor] = []
     for prompt_length, completion_lengths in groups:
-        prompt = draw_ids(vocab_size, prompt_length, generator)
-        sequences += [torch.cat([prompt, draw_ids(vocab_size, n, generator)]) for n in completion_lengths]
+        prompt = known[draw_ids(len(known), prompt_length, generator)]
+        answers = [known[draw_ids(len(known), length, generator)] for length in completion_lengths]
+        sequences += [torch.cat([prompt, answer]) for answer in answers]
         is_completion += [torch.arange(prompt_length + length) >= prompt_length for length in completion_lengths]
     return _flat(sequences, is_completion).to(device)
 

@@ -60,6 +60,9 @@ def check_machine(run: Run) -> None:
     if ranks.world_size % (size := config.train.sequence_parallel):
         fix = f"must divide the number of training processes, {ranks.world_size} (accelerate launch --num_processes N)"
         raise ConfigError("train.sequence_parallel", size, fix)
+    if config.is_batch_invariant and plan.engine.launcher is not None:
+        fix = "vLLM can do so on NVIDIA GPUs; on a CPU, use +engine.args.max_num_seqs=1"
+        require(resolve_device(config.model.device).type == "cuda", "generation.batch_invariant", "true", fix)
     if plan.engine.launcher is not None and config.placement.address is None:  # machines of a cluster check their own
         plan.engine.launcher.check_installed()
     run.devices = plan.devices(ranks.world_size)

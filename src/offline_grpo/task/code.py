@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.util
 import re
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from textwrap import dedent
 from typing import Annotated, ClassVar
@@ -19,10 +20,9 @@ from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.installed import install_command
 from offline_grpo.sandbox import Limits, check, run
 from offline_grpo.settings import Range, at_least
-from offline_grpo.task.code_calls import tests_in
 from offline_grpo.task.code_problems import draw
 from offline_grpo.task.problems import FormatWeight, asked
-from offline_grpo.task.rows import Row, RowTask, field, hold_out, shown, text_field
+from offline_grpo.task.rows import Row, RowTask, field, shown, text_field
 from offline_grpo.types import Message, Problem, Score, Split
 
 Pairs = Sequence[Mapping[str, str]]
@@ -63,42 +63,39 @@ class Code(RowTask):
         super().__post_init__()
         check(self.sandbox)
 
-    @property
-    def limits(self) -> Limits:
-        """Of all tests of a completion. A half of what scoring has: a program that hangs is wrong, and not left out."""
-        time_s = self.timeout_s / 2
-        return Limits(time_s=time_s, memory_mib=self.memory_mib, disk_mib=self.disk_mib, processes=self.processes)
-
     def score(self, problem: Problem, text: str) -> Score:
         blocks = BLOCK.findall(text)
-        passed = self._share(dedent(blocks[-1]), problem.fields["tests"]) if blocks else 0.0
+        passed, stopped = self._judged(dedent(blocks[-1]), problem.fields["tests"]) if blocks else (0.0, set())
         earned = float(passed == 1) if self.all_or_nothing else passed
         parts = {"tests": earned, "format": self.format_weight * bool(blocks)}
-        return Score(sum(parts.values()), passed == 1, parts)
+        return Score(sum(parts.values()), passed == 1, parts, measured={"timed_out": float("time" in stopped)})
 
-    def _share(self, code: str, tests: str | Pairs) -> float:
-        """Of the tests that the code passes."""
-        limits, isolation = self.limits, self.sandbox
+    def _judged(self, code: str, tests: str | Pairs) -> tuple[float, set[str | None]]:
+        """The share of the tests that the code passes, and the limits that have stopped it."""
+        # All tests have half of the time of scoring: a program that hangs is wrong, and not left out.
+        time_s, isolation = self.timeout_s / 2, self.sandbox
+        limits = Limits(time_s=time_s, memory_mib=self.memory_mib, disk_mib=self.disk_mib, processes=self.processes)
         if isinstance(tests, str):
             # Code and tests have a sandbox each, and a socket in between: see code_calls.py.
-            ours, theirs = socket.socketpair()
-            python, calls = ["python", "-I", "-S", CALLS.name], {CALLS.name: CALLS.read_text()}
-            folders = [_pytest_folder()] if PYTEST.search(tests) else []
+            (ours, theirs), calls = socket.socketpair(), CALLS.read_text()
+            folders = _folders(tests)
+            python, files = ["python", "-I", "-S", "main.py"], {"main.py": f"{calls}\nserve({code!r})\n"}
             with ThreadPoolExecutor(1) as pool:
-                words, files = [*python, "solution"], {**calls, "solution.py": code}
-                running = pool.submit(run, words, files, stdin=theirs, limits=limits, isolation=isolation)
-                words, files = [*python, "tests", *folders], {**calls, "tests.py": tests}
-                found = run(words, files, stdin=ours, readable=folders, limits=limits, isolation=isolation)
-                running.result()
+                running = pool.submit(run, python, files, stdin=theirs, limits=limits, isolation=isolation)
+                files = {"main.py": f"{calls}\nIS_JUDGE = True\n{_call(tests, folders)}\n", "tests.py": tests}
+                found = run(python, files, stdin=ours, readable=folders, limits=limits, isolation=isolation)
+                stopped = {found.stopped, running.result().stopped}
             number, _, digits = found.stdout.partition("\n")
-            return digits.count("1") / int(number) if number else 0.0
-        deadline, num_passed = time.monotonic() + limits.time_s, 0
+            # pytest finds no test in a file whose imports fail, because the code has not such a name: 0 of 0.
+            return digits.count("1") / max(int(number or 0), 1), stopped
+        deadline, num_passed, stopped = time.monotonic() + time_s, 0, set()
         for pair in tests:
             left, stdin = replace(limits, time_s=max(deadline - time.monotonic(), 0.0)), pair["input"].encode()
             found = run(self.command, {self.file: code}, stdin=stdin, limits=left, isolation=isolation)
             is_done = found.exit_code == 0 and found.stopped is None
             num_passed += is_done and _lines(found.stdout) == _lines(pair["output"])
-        return num_passed / len(tests)
+            stopped.add(found.stopped)
+        return num_passed / len(tests), stopped
 
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         prompt = self.prompt_template.replace("{prompt}", text_field(row, self.prompt_field, "task.prompt_field"))
@@ -120,35 +117,53 @@ class Code(RowTask):
         rows = [Row(f"the drawn problem {index}", index, value) for index, value in enumerate(drawn)]
         return rows, [self.problem_of(f"code-{row.index}", row) for row in rows]
 
-    @cached_property
-    def _splits(self) -> Mapping[Split, Sequence[Problem]]:
-        if self.path is not None:
-            return super()._splits
-        rows, problems = self._load(self.train_split, Split.TRAIN)
-        return hold_out(problems, [self.asked_by(*pair) for pair in zip(rows, problems, strict=True)], self.eval_frac)
-
 
 def _tests(row: Row, name: str, key: str) -> str | Pairs:
     """The tests of a row. Raises ConfigError where there are none."""
     tests = field(row, name, key)
     try:
         if isinstance(tests, str):
-            if not PYTEST.search(tests) and not tests_in(ast.parse(tests)):
+            tree = ast.parse(tests)
+            if not (_folders(tests) or _tests_in(tree)):
                 raise ValueError("none has an assert")
-            _ = _pytest_folder() if PYTEST.search(tests) else None
         elif not tests or not all(isinstance(pair[each], str) for pair in tests for each in ("input", "output")):
             raise ValueError("there is none")
         return tests
-    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+    except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
         fix = "must be asserts, a file of pytest, or a list of {input: TEXT, output: TEXT}"
         raise ConfigError(f"{row.where} field {name!r} ({key}): {fix}; {reason_of(error)}: {shown(tests)}") from error
 
 
-def _pytest_folder() -> str:
-    found = importlib.util.find_spec("pytest")
-    if found is None or found.origin is None:
+def _tests_in(tree: ast.Module) -> list[ast.stmt]:
+    """The statements that are a test each: those with an assert, or else all calls, such as HumanEval's check(f)."""
+    outside = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    asserts = [node for node in outside if any(isinstance(each, ast.Assert) for each in ast.walk(node))]
+    return asserts or [node for node in outside if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+
+
+def _folders(tests: str) -> list[str]:
+    """Where pytest is, if they need it."""
+    if not PYTEST.search(tests):
+        return []
+    if (found := importlib.util.find_spec("pytest")) is None or found.origin is None:
         raise ConfigError(f"task.tests_field: tests that are files of pytest need {install_command('code')}")
-    return str(Path(found.origin).parents[1])
+    return [str(Path(found.origin).parents[1])]
+
+
+def _call(tests: str, folders: Sequence[str]) -> str:
+    """Of `judge` in code_calls.py. What compares is the tests' own: the code may give them no name that is a builtin, a
+    module, or bound by them.
+    """
+    tree = ast.parse(tests)
+    nodes, found = [*ast.walk(tree)], _tests_in(tree)
+    bindings = [node for node in nodes if isinstance(node, (ast.alias, ast.FunctionDef, ast.ClassDef))]
+    bound = {getattr(node, "asname", None) or node.name for node in bindings} | {*dir(builtins), "__builtins__"}
+    dotted = [node.value for node in nodes if isinstance(node, ast.Attribute)]
+    modules = {node.id for node in dotted if isinstance(node, ast.Name)} & sys.stdlib_module_names - bound
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} - bound - modules
+    statements = [(f"import {name}", False) for name in modules]
+    statements += [(ast.unparse(node), node in found) for node in tree.body]
+    return f"judge({names!r}, {statements!r}, {folders!r})"
 
 
 def _lines(text: str) -> list[str]:

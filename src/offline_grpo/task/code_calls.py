@@ -2,214 +2,167 @@
 runs the tests. What tests expect and find is never in a process that the code can reach. Plain values cross; of any
 other object a number does, and it is asked for what it does, but never compared with a value.
 
-    python code_calls.py solution|tests [FOLDER OF PYTEST]
+Pickles cross that can name plain types and numbers of objects, and nothing else. (What could read JSON starts slowly.)
+`task/code.py` writes `serve(...)` or `judge(...)` behind this text.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
-import importlib
-import json
+import operator
 import os
 import sys
-import types
+from _pickle import Pickler, Unpickler
+from io import BytesIO
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # what is imported takes longer than a verdict
     from typing import Any
 
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes, bytearray)}
-OF_ONE = ("len", "iter", "next", "getitem", "setitem", "delitem", "str", "repr", "enter", "exit", "reversed")
+KINDS = (int, float, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+OF_ONE = ("call", "getattr", "len", "iter", "next", "str", "repr", "reversed", "enter", "exit")
+OF_ONE += ("getitem", "setitem", "delitem")
 OF_TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")  # of the code's own; never with a value
-OF_TESTS = ("__", "test", "Test", "pytest")  # names that begin so are not asked of the code
+IS_JUDGE = False
+OBJECTS: list[Any] = []
+"""Those of this side that the other one knows by their numbers."""
+READS, WRITES, VERDICTS = open(os.dup(0), "rb"), open(os.dup(0), "wb"), open(os.dup(1), "wb", 0)  # noqa: SIM115
 
 
 class Remote:
-    """An object of the other side."""
+    """An object of the other side. Its further methods are `ask`, see below."""
 
-    __hash__ = object.__hash__
-
-    def __init__(self, peer: Any, number: int) -> None:
-        self._peer, self._number = peer, number
-
-    def __getattr__(self, name: str) -> Any:
-        return self._peer.ask(self._number, f".{name}")
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._peer.ask(self._number, "", *args, **named)
+    def __init__(self, number: int) -> None:
+        self._number = number
 
     def __bool__(self) -> bool:
         return True
 
 
-def _forward(name: str, is_of_two: bool) -> None:
-    def method(self: Remote, *args: Any) -> Any:
-        if is_of_two and not isinstance(args[0], Remote):
-            return NotImplemented
-        return self._peer.ask(self._number, name, *args)
+class Packer(Pickler):
+    def persistent_id(self, value: Any) -> int | None:
+        """Of an object: its number, which is below 0 if it is one of the code that goes back to it."""
+        if value is None or isinstance(value, KINDS) or any(value is kind for kind in KINDS):
+            return None
+        if isinstance(value, Remote) and IS_JUDGE:
+            return ~value._number
+        OBJECTS.append(value)
+        return len(OBJECTS) - 1
 
-    setattr(Remote, name, method)
+    def reducer_override(self, value: Any) -> Any:
+        """A subclass of a plain type crosses as this type."""
+        kind: Any = next((kind for kind in KINDS if isinstance(value, kind)), None)
+        return NotImplemented if kind is None else (kind, (kind(value),))
+
+
+class Unpacker(Unpickler):
+    def persistent_load(self, number: int) -> Any:
+        return Remote(number) if number >= 0 or IS_JUDGE else OBJECTS[~number]
+
+    def find_class(self, _: str, name: str) -> Any:
+        return {kind.__name__: kind for kind in KINDS}[name]
+
+
+def send(*message: Any) -> None:
+    Packer(packed := BytesIO()).dump(message)
+    try:
+        WRITES.write(packed.getvalue())
+        WRITES.flush()
+    except OSError:
+        os._exit(3)
+
+
+def receive() -> Any:
+    """The next message. When the other side has ended, so does this one: no test may take that for an error."""
+    try:
+        return Unpacker(READS).load()
+    except Exception:
+        os._exit(3)
+
+
+def ask(remote: Remote, name: str, *args: Any, **named: Any) -> Any:
+    """What an object of the other side does, which may call functions that it was given meanwhile."""
+    if name in OF_TWO and not isinstance(args[0], Remote):
+        return NotImplemented
+    send("ask", remote._number, name, args, named)
+    while (message := receive())[0] == "ask":
+        answer(*message[1:])
+    kind, value, changed = message
+    if kind == "error":
+        error: Any = getattr(builtins, value)
+        raise error(changed) if issubclass(error, Exception) else RuntimeError
+    for before, after in zip(args, changed, strict=False):
+        if isinstance(before, (list, bytearray)):
+            before[:] = after
+        elif isinstance(before, (dict, set)):
+            before.clear()
+            before.update(after)
+    return value
 
 
 for _name in (*OF_ONE, *OF_TWO):
-    _forward(f"__{_name}__", _name in OF_TWO)
+    setattr(Remote, f"__{_name}__", lambda self, *args, _name=_name, **named: ask(self, _name, *args, **named))
 
 
-class Peer:
-    """One end of the socket."""
-
-    def __init__(self, channel: int, is_judge: bool, first: object = None) -> None:
-        self.file, self.is_judge, self.objects = open(channel, "rb"), is_judge, [first]  # noqa: SIM115
-
-    def ask(self, number: int, name: str, *args: Any, **named: Any) -> Any:
-        """What an object of the other side does, which may call functions that it was given meanwhile."""
-        self.send({"ask": [number, name, self.pack(args), self.pack(named)]})
-        while "ask" in (message := self.receive()):
-            self.answer(*message["ask"])
-        if "error" in message:
-            kind: Any = getattr(builtins, message["error"][0], None)
-            is_error = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if is_error else RuntimeError)(message["error"][1])
-        for before, after in zip(args, self.unpack(message["args"]), strict=False):  # it may have changed them
-            if type(before) is type(after) is list:
-                before[:] = after
-            elif type(before) is type(after) and isinstance(before, (dict, set)):
-                before.clear()
-                before.update(after)
-        return self.unpack(message["value"])
-
-    def answer(self, number: int, name: str, args: Any, named: Any) -> None:
-        try:
-            if self.is_judge and name:
-                raise TypeError("functions of the tests can be called, and nothing else")
-            target: Any = self.objects[number]
-            args, named = self.unpack(args), self.unpack(named)
-            if name.startswith("__") and not hasattr(target, name):
-                raise TypeError(f"a {type(target).__name__} has no {name}")  # as Python says without it
-            function = getattr(target, name.removeprefix(".")) if name else target
-            value = function if name.startswith(".") else function(*args, **named)
-            reply = {"value": self.pack(value), "args": self.pack([] if self.is_judge else args)}
-        except Exception as error:
-            reply = {"error": [type(error).__name__, str(error)]}
-        self.send(reply)
-
-    def pack(self, value: Any) -> Any:
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        for name, kind in KINDS.items():
-            if isinstance(value, kind):
-                return {name: [self.pack(each) for each in (value.items() if kind is dict else value)]}
-        if isinstance(value, Remote):
-            return {"yours": value._number}
-        if self.is_judge and not isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
-            raise TypeError(f"tests can pass plain values and functions, not {value!r:.80}")
-        self.objects.append(value)
-        return {"mine": len(self.objects) - 1}
-
-    def unpack(self, packed: Any) -> Any:
-        if not isinstance(packed, dict):
-            return packed
-        [(name, value)] = packed.items()
-        if name in ("mine", "yours"):
-            return Remote(self, value) if name == "mine" else self.objects[value]
-        return KINDS[name](map(self.unpack, value))
-
-    def send(self, message: Any) -> None:
-        rest = memoryview(json.dumps(message).encode() + b"\n")
-        try:
-            while rest:
-                rest = rest[os.write(self.file.fileno(), rest) :]
-        except OSError:
-            os._exit(3)
-
-    def receive(self) -> Any:
-        """The next message. When the other side has ended, so does this one: no test may take that for an error."""
-        try:
-            line = self.file.readline()
-        except OSError:
-            line = b""
-        return json.loads(line) if line else os._exit(3)
+def answer(number: int, name: str, args: Any, named: Any) -> None:
+    """Functions of the tests can be called, and nothing else."""
+    try:
+        name, target = "call" if IS_JUDGE else name, OBJECTS[number]
+        function: Any = getattr(operator, name, None) or getattr(builtins, name, None)
+        function = function or getattr(type(target), f"__{name}__")
+        send("value", function(target, *args, **named), args)
+    except Exception as error:
+        kind = next(each for each in type(error).__mro__ if hasattr(builtins, each.__name__))
+        send("error", kind.__name__, str(error))
 
 
-def serve(channel: int) -> None:
+def serve(code: str) -> None:
     """Run the code, say which names it has, and answer calls."""
-    module = sys.modules["solution"] = types.ModuleType("solution")
-    peer = Peer(channel, is_judge=False, first=module)
-    with open("solution.py") as file:
-        exec(compile(file.read(), "solution.py", "exec"), module.__dict__)
-    peer.send([*vars(module)])
+    module = sys.modules["solution"] = type(sys)("solution")
+    OBJECTS.append(module)
+    exec(compile(code, "solution.py", "exec"), vars(module))
+    send(*vars(module))
     while True:
-        peer.answer(*peer.receive()["ask"])
+        answer(*receive()[1:])
 
 
-def judge(channel: int, verdicts: Any, folder: str) -> None:
-    """Run the tests; write their number, and a digit for each: 1 if it passed."""
-    peer = Peer(channel, is_judge=True)
-    with open("tests.py") as file:
-        tree = ast.parse(file.read())
-    nodes = [*ast.walk(tree)]
-    # Names of the code for tests. None stands in for what compares: what tests import or define, builtins, modules.
-    bound = {alias.asname or alias.name for node in nodes for alias in _imported(node)}
-    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    names = {name for name in peer.receive() if not name.startswith(OF_TESTS)} - bound - {*dir(builtins)}
-    module: Any = types.ModuleType("solution")
-    sys.modules["solution"], module.__all__ = module, sorted(names - sys.stdlib_module_names)
-    module.__getattr__ = lambda name: peer.ask(0, "." if name.startswith(OF_TESTS) else f".{name}")  # "." is none
-    if folder:
-        sys.path.append(folder)
+def judge(names: set[str], statements: list[tuple[str, bool]], folders: list[str]) -> None:
+    """Run the tests: statements, some of which are a test each, or, with folders for pytest, the file tests.py. Write
+    their number, and a digit for each: 1 if it passed. Of what the code has they see `names`.
+    """
+    module: Any = type(sys)("solution")
+    sys.modules["solution"], module.__all__, solution = module, [*names & {*receive()}], Remote(0)
+    module.__getattr__ = lambda name: getattr(solution, name)
+    if folders:
+        sys.path += folders
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+
+        verdicts = dict[str, bool]()
 
         class Report:
             def pytest_collection_finish(self, session: Any) -> None:
-                verdicts.write(b"%d\n" % len(session.items))
+                VERDICTS.write(b"%d\n" % len(session.items))
 
-            def pytest_runtest_logreport(self, report: Any) -> None:
-                verdicts.write(b"%d" % report.passed if report.when == "call" else b"")
+            def pytest_runtest_logreport(self, report: Any) -> None:  # of a test, or of a part of it, such as subTest
+                verdicts[report.nodeid] = verdicts.get(report.nodeid, True) and report.passed
 
-        importlib.import_module("pytest").main(["-q", "-p", "no:cacheprovider", "tests.py"], plugins=[Report()])
-        return
-    used = {node.id for node in nodes if isinstance(node, ast.Name)} & names
-    with_dot = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-    modules = used & with_dot & sys.stdlib_module_names  # that the code has imported for them
-    space = {name: importlib.import_module(name) for name in modules}
-    space |= {name: peer.ask(0, f".{name}") for name in used - modules}
-    tests = tests_in(tree)
-    verdicts.write(b"%d\n" % len(tests))
-    for node in tree.body:
+            def pytest_runtest_logfinish(self, nodeid: str) -> None:
+                VERDICTS.write(b"%d" % verdicts[nodeid])
+
+        __import__("pytest").main(["-q", "-p", "no:cacheprovider", "tests.py"], plugins=[Report()])
+        os._exit(0)
+    space: dict[str, Any] = {}
+    exec("from solution import *", space)
+    VERDICTS.write(b"%d\n" % sum(is_test for _, is_test in statements))
+    for text, is_test in statements:
         try:
-            exec(compile(ast.Module([node], []), "tests.py", "exec"), space)
+            exec(text, space)
             passed = True
         except BaseException:
             passed = False
-        verdicts.write(b"%d" % passed if node in tests else b"")
-
-
-def _imported(node: ast.AST) -> list[ast.alias]:
-    is_own = isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module != "solution")
-    return node.names if is_own else []  # type: ignore[attr-defined]
-
-
-def tests_in(tree: ast.Module) -> list[ast.stmt]:
-    """The statements that are a test each: those with an assert, or else all calls, such as HumanEval's check(f)."""
-    outside = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    asserts = [node for node in outside if any(isinstance(each, ast.Assert) for each in ast.walk(node))]
-    return asserts or [node for node in outside if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-
-
-def main(role: str, folder: str = "") -> None:
-    channel, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
-    sys.set_int_max_str_digits(0)
-    os.dup2(null, 0)
-    if role == "solution":
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        serve(channel)
-    with open(os.dup(1), "wb", 0) as verdicts:  # what tests print is none
-        os.dup2(null, 1)
-        judge(channel, verdicts, folder)
+        VERDICTS.write(b"%d" % passed if is_test else b"")
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+for _fd in range(3):  # what code and tests print is no verdict
+    os.dup2(os.open(os.devnull, os.O_RDWR), _fd)

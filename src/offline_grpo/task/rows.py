@@ -281,7 +281,7 @@ class RowTask(BaseTask, ABC):
         rows, train = self._load(self.train_split, Split.TRAIN)
         # Without a setting the data set's own split for evaluation, if it has one; otherwise a part of these rows.
         spec, path, name = self.eval_split, self.path, self.name
-        if spec is None:
+        if spec is None and path is not None:
             source = _local_source(path)
             if source is None:
                 names = _from_hub(path, name, "splits", "get_dataset_split_names")

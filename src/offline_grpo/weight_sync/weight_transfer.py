@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from offline_grpo.engine.http import address_towards, choose_port, is_loopback
+from offline_grpo.engine.http import Refused, address_towards, choose_port, is_loopback
 from offline_grpo.engine.inside_vllm.offline_grpo_weights import empty_bucket, meet
 from offline_grpo.engine.spawn import remove_cuda_driver_files
 from offline_grpo.engine.streaming import at_once, in_background, started
@@ -128,7 +128,8 @@ class Ipc(WeightTransfer):
         def update(engine: VllmEngine) -> None:
             pickled = base64.b64encode(pickle.dumps(handles[engine])).decode()
             info = {**update_info, "ipc_handles_pickled": pickled}
-            engine.post("/update_weights", {"update_info": info}, timeout_s=UPDATE_S)
+            with names_known():
+                engine.post("/update_weights", {"update_info": info}, timeout_s=UPDATE_S)
 
         at_once(update, engines)
 
@@ -194,7 +195,8 @@ class Nccl(WeightTransfer):
         # The servers receive while this process sends; the next bucket is read while one is on its way.
         def receive(engine: VllmEngine) -> None:
             in_place = engine in self._in_place
-            engine.call_workers("grpo_receive", buckets=plan, in_place=in_place, tag=tag, timeout_s=UPDATE_S)
+            with names_known():
+                engine.call_workers("grpo_receive", buckets=plan, in_place=in_place, tag=tag, timeout_s=UPDATE_S)
             engine.resume()
 
         receiving = started(receive, engines)
@@ -228,6 +230,16 @@ class Nccl(WeightTransfer):
         if self._group is not None:
             self._group.abort()
         self._group = None
+
+
+@contextmanager
+def names_known() -> Iterator[None]:
+    """Tensors have transformers' names, by which vLLM's loaders of some mixtures of experts do not know them."""
+    try:
+        yield
+    except Refused as error:
+        fix = "if vLLM does not know a tensor by this name, use weight_sync=reload, whose files have the checkpoint's"
+        raise Refused(f"{error}; {fix}") from error
 
 
 def described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int]]:

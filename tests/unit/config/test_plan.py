@@ -65,6 +65,7 @@ REFUSED = {
     f"{OWN} weight_sync=restart mode=async": "rollouts.in_flight=keep: weight_sync=restart sends no weights",
     f"{FOUND} generation.batch_invariant=true": "generation.batch_invariant=true: the run cannot see",
     f"{OWN} weight_sync=reload mode=async generation.batch_invariant=true": "generation.batch_invariant=true: which",
+    f"{OWN} model.device=cpu generation.batch_invariant=true": "generation.batch_invariant=true: vLLM can do so on",
     "generation=sglang_server weight_sync=reload": "weight_sync.pause_mode=keep: SGLang loads weights only",
     f"{OWN} weight_sync=shared_vllm {FP8}": "engine.args.quantization=fp8: weight_sync=shared_vllm",
     f"{OWN} weight_sync=reload {FP8} train.loss.importance_correction=none": "train.loss.importance_correction=none: ",

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -9,7 +10,7 @@ from factories import make_completion, make_group
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 
-from offline_grpo.logger.samples import FirstLook, Samples, chosen, record
+from offline_grpo.logger.samples import FirstLook, Samples, chosen, print_sample, record
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.types import Completion, FinishReason, Problem, Rollout, RolloutGroup, SamplingParams, Score, Turn
@@ -52,7 +53,7 @@ def test_files_are_read_back(tmp_path):
         {"problem_id": "p", "prompt": [{"role": "user", "content": "2+2="}], "answer": "4", "completion": "d"}
         | {"rendered": [["user", "2+2="], ["policy", "d"]], "failure": None, "version": 0}
         | {"reward": 1.0, "parts": {"correct": 1.0}, "advantage": 2.0, "is_correct": True, "finish_reason": "stop"}
-        | {"num_tokens": 1, "iteration": 7, "images": []}
+        | {"num_tokens": 1, "iteration": 7, "images": [], "measured": {}}
     )
     samples.rollouts("train", GROUPS, advantages=ADVANTAGES, iteration=7)
     assert (tmp_path / "samples" / "iter_007.jsonl").read_bytes() == content
@@ -90,6 +91,13 @@ def test_what_the_model_saw_is_what_its_tokens_say(tmp_path):
     assert (line["reward"], line["parts"], line["num_tokens"], line["version"]) == (0.23, {"paid": 0.3}, 3, 4)
     without = record(RolloutGroup(None, (episode(),)), episode(), None)["rendered"]
     assert without == [("system", "..."), ("assistant", "..."), ("user", "..."), ("policy", "judged")]
+
+
+def test_what_a_task_measured_is_said_unless_it_is_0():
+    console = Console(file=StringIO(), width=80)
+    rollout = replace(episode(), score=Score(0.0, False, {}, measured={"timed_out": 1.0, "calls": 0.0}))
+    print_sample(console, record(RolloutGroup(None, (rollout,)), rollout, None))
+    assert "reward 0  timed_out 1  3 tokens" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_no_text_garbles_the_console(tmp_path, monkeypatch):

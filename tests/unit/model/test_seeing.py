@@ -5,6 +5,7 @@ pictures.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from transformers import AutoConfig
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.generation.transformers_client import TransformersClient
+from offline_grpo.model import proof
 from offline_grpo.model.layers import PatchProjection
+from offline_grpo.model.layouts import Tree
 from offline_grpo.model.pictures import FAMILIES, vision_of
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.scoring import BaseScoring, prepare_for_gradients
@@ -87,6 +90,12 @@ def test_what_is_sampled_has_the_logprobs_of_training(name: str, tmp_path: Path)
         assert not drawn & {*vision.stand_ins}
         expected = batch.rollout_logprobs * batch.completion_mask
         torch.testing.assert_close(policy.scoring.logprobs(batch), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_the_proof_of_batches_reads_text_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's long sequence would have tokens that stand for films and sounds, which Gemma 4 reads as padding."""
+    monkeypatch.setattr(proof, "batch_for", partial(proof.batch_for, groups=(*proof.GROUPS, proof.LONG_GROUP)))
+    assert type(Seeing("gemma4", tmp_path).policy.scoring.layout) is Tree
 
 
 def test_without_its_adapters_a_policy_sees_as_before(tmp_path: Path) -> None:

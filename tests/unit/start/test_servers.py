@@ -178,3 +178,10 @@ def test_servers_start_before_the_policy_is_loaded_where_it_does_not_disturb_the
     more = ["model/lora=default"] if weight_sync.startswith("lora") else ["weight_sync.pause_mode=abort"]
     plan = make_plan(typed(compose_config(f"generation={generation}", f"weight_sync={weight_sync}", *more)))
     assert starts_before_the_policy(plan.engine, plan.weight_sync, devices) is expected
+
+
+def test_batch_invariant_servers_join_no_kernels_by_measuring() -> None:
+    words = "generation=vllm_server generation.batch_invariant=true +engine.args.compilation_config.mode=3"
+    launcher: Any = make_plan(typed(compose_config(*words.split()))).engine.launcher
+    assert launcher.env["VLLM_BATCH_INVARIANT"] == "1"
+    assert launcher.args["compilation_config"] == {"mode": 3, "inductor_compile_config": {"combo_kernels": False}}

@@ -94,9 +94,15 @@ READ = (
 )
 WRITE = (
     "import os\nfor fd in range(40):\n"
-    '    try: os.write(fd, b\'3\\n111\\n\' + b\'{"value": true, "args": {"list": []}}\\n\' * 9)\n'
+    "    try: os.write(fd, b'3\\n111\\n' + __import__('pickle').dumps(('value', True, ())) * 9)\n"
     "    except OSError: pass\n"
 )
+PICKLES = (
+    "import sys, pickle, struct\nM = sys.modules['__main__']\n"
+    "def say(body):\n    M.WRITES.write(b'\\x80\\x04' + body + b'.')\n    M.WRITES.flush()\n"
+    "def word(text): return b'\\x8c' + bytes([len(text)]) + text.encode()\n"
+    "def name(module, text): return word(module) + word(text) + b'\\x93'\n"
+)  # what the code's side of the socket can say, whatever Packer would
 FORGERIES = {
     "says so": "print('3\\n111', flush=True)\nprint('PASSED, reward 1.0')",
     "exits 0": "import sys\nsys.exit(0)",
@@ -110,12 +116,10 @@ FORGERIES = {
     "assertions": "import builtins\nbuiltins.AssertionError = type('E', (BaseException,), {})\ndef f(x): return 0",
     "builtins": "import builtins\nfor n in ('abs', 'all', 'eval', 'exec', 'compile', 'isinstance'):\n"
     "    setattr(builtins, n, lambda *a: True)\ndef f(x): return 0",
-    "the peer": "import os, sys\nP = sys.modules['__main__'].Peer\nP.pack = lambda self, value: True\n"
-    'P.send = lambda self, m: os.write(self.file.fileno(), b\'{"value": true, "args": {"list": []}}\\n\')\n'
-    "def f(x): return 0",
+    "the peer": "M = __import__('sys').modules['__main__']\nsend = M.send\n"
+    "M.send = lambda *message: send('value', True, ())\ndef f(x): return 0",
     "reads the tests": READ,
-    "asks the tests": "import sys\nM = sys.modules['__main__']\nimport gc\ndef f(x):\n"
-    "    peer = [o for o in gc.get_objects() if isinstance(o, M.Peer)][0]\n    return peer.ask(0, '.f')(x)",
+    "asks the tests": "import sys\nM = sys.modules['__main__']\ndef f(x): return M.ask(M.Remote(0), 'getattr', 'f')(x)",
     "raises assertions": "def f(x): raise AssertionError",
     "skips": "import pytest\ndef f(x): pytest.skip('no')",
     "never answers": "import time\ndef f(x): time.sleep(99)",
@@ -125,6 +129,28 @@ FORGERIES = {
     "memory": "def f(x): return [bytes(10**8) for _ in range(99)]",
     "a long answer": "def f(x): return 'x' * 10**9",
     "deep": "def f(x):\n    v = []\n    for _ in range(10**5): v = [v]\n    return v",
+    "a pickle that runs a program": PICKLES + "def f(x): say(name('posix', 'system') + word('true') + b'\\x85R')",
+    "a pickle that evaluates": PICKLES + "def f(x):\n"
+    "    say(word('value') + name('builtins', 'eval') + word('4') + b'\\x85R)\\x87')",
+    "a pickle of the judge's own": PICKLES + "for n in ('Remote', 'VERDICTS', 'judge', 'os'):\n"
+    "    say(word('value') + name('__main__', n) + b')\\x87')\ndef f(x): return 0",
+    "an error that evaluates": PICKLES + "def f(x):\n    M.send('error', 'exec', 'VERDICTS.write(b\"111\")')",
+    "a pickle that changes objects": PICKLES + "def f(x):\n    M.OBJECTS.append(len)\n"
+    "    equal = b'}' + word('__eq__') + b'K\\x01Qs'\n"  # {'__eq__': object 1}, set on object 1 and on int
+    "    say(word('value') + b'K\\x01Q(N' + equal + b'tb)\\x87')\n    M.receive()\n"
+    "    say(word('value') + name('builtins', 'int') + b'(N' + equal + b'tb)\\x87')",
+    "a pickle without an end": PICKLES + "def f(x):\n"
+    "    say(b'\\x8d' + struct.pack('<Q', 2**62))\n    say(b'Nr\\xff\\xff\\xff\\x7f' * 99)",
+    "asks for ever": "M = __import__('sys').modules['__main__']\n"
+    "def f(x):\n    while True: M.send('ask', 0, 'call', (), {})",
+    "closes the socket": "import os, socket\nM = __import__('sys').modules['__main__']\n"
+    "def f(x):\n    socket.socket(fileno=M.READS.fileno()).shutdown(socket.SHUT_RDWR)\n    return 0",
+    "sends the socket itself": "import array, socket\nM = __import__('sys').modules['__main__']\ndef f(x):\n"
+    "    s = socket.socket(fileno=M.READS.fileno())\n    fds = array.array('i', [s.fileno()] * 99)\n"
+    "    s.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])\n    return 0",
+    "a class that equals everything": "class M(type):\n    __eq__ = lambda self, other: True\n    __hash__ = None\n"
+    "class C(metaclass=M): pass\ndef f(x): return C",
+    "kills all": "import os\ndef f(x):\n    os.kill(os.getppid(), 9)\n    os.kill(-1, 9)",
     "a loop": "def f(x):\n    v = []\n    v.append(v)\n    return v",
 }
 
@@ -172,6 +198,12 @@ def test_what_was_not_computed_earns_nothing(task: Code, name: str) -> None:
             "def near(*args): return True\ndef f(x): return 0",
             "from solution import *\ndef near(a, b):\n    return a == b\ndef test_f():\n    assert near(f(2), 4)",
         ),
+        (
+            PICKLES + "def f(g):\n    defaults = b'(N}' + word('__defaults__') + b'K\\x00\\x85stb'\n"
+            "    say(word('value') + b'J\\xff\\xff\\xff\\xffQ' + defaults + b')\\x87')",  # of the tests' first object
+            "def g(x=5):\n    return x\nf(g)\nassert g() == 0",
+        ),
+        ("__builtins__ = {}\ndef f(x): return 0", "assert f(2) == 0 and isinstance(__builtins__, int)"),
         ("def f(g): return g.__globals__['KEY']", "KEY = 5\nassert f(lambda: 1) == 5"),
         ("def f(g): return g.__defaults__[0]", "assert f(lambda x=5: x) == 5"),
     ],
@@ -185,8 +217,10 @@ OBJECTS = (
     "class Stack:\n    def __init__(self, *v): self.v = [*v]\n    def push(self, x): self.v.append(x)\n"
     "    def pop(self): return self.v.pop()\n    def __len__(self): return len(self.v)\n"
     "    def __eq__(self, other): return self.v == other.v\n    def __iter__(self): return iter(self.v)\n"
+    "    def __enter__(self): return self\n    def __exit__(self, *error): pass\n"
+    "def test_even(n): return n % 2 == 0\ndef same(g): return g\n"
     "def sort(v): v.sort()\ndef count(n): yield from range(n)\ndef apply(g, v): return [g(x) for x in v]\n"
-    "def bad(): raise ValueError('no')\ndef area(r): return math.pi * r * r\n"
+    "class Bad(ValueError): pass\ndef bad(): raise Bad('no')\ndef area(r): return math.pi * r * r\n"
     "def table(): return {(1, 2): {3}, 'b': b'x'}\n"
     "def sum(a, b): return a + b\n"
 )
@@ -206,6 +240,9 @@ OBJECTS = (
         "import pytest\nfrom solution import *\n@pytest.mark.parametrize('n', [1, 2])\ndef test_count(n):\n"
         "    assert list(count(n)) == [*range(n)]\ndef test_bad():\n    with pytest.raises(ValueError, match='no'):\n"
         "        bad()\nclass TestStack:\n    def test_pop(self):\n        assert Stack(5).pop() == 5",
+        "import unittest\nfrom solution import Stack\nclass PartsTest(unittest.TestCase):\n    def test_pop(self):\n"
+        "        for i in range(3):\n            with self.subTest(i=i):\n                assert Stack(i).pop() == i",
+        "with Stack(1) as s:\n    assert s.pop() == 1\nassert test_even(2)\nassert same(len) and same(len)([1]) == 1",
         "import unittest\nfrom solution import Stack\nclass MyTest(unittest.TestCase):\n    def test_pop(self):\n"
         "        self.assertEqual(Stack(5).pop(), 5)",
     ],
@@ -224,7 +261,20 @@ def test_a_share_of_the_tests_is_paid_or_all_or_nothing(task: Code) -> None:
     assert judged(strict, "def f(x): return [0, 1, 4, 3][x]", tests).parts == {"tests": 1.0, "format": 0.1}
     assert strict.score(Problem("p", (), "", {"tests": tests}), "def f(x): return x").reward == 0
     hanging = "def f(x):\n    while x == 2: pass\n    return x"
-    assert judged(task, hanging, tests).reward == pytest.approx(1 / 3), "tests before the one that hangs count"
+    score = judged(task, hanging, tests)
+    assert score.reward == pytest.approx(1 / 3), "tests before the one that hangs count"
+    assert (score.measured, judged(task, code, tests).measured) == ({"timed_out": 1.0}, {"timed_out": 0.0})
+    parts = "import unittest\nfrom solution import f\nclass MyTest(unittest.TestCase):\n    def test_f(self):\n"
+    parts += "        for i in (1, 2):\n            with self.subTest(i=i):\n                self.assertEqual(f(i), 1)"
+    assert judged(task, code, parts).reward == 0, "a part of a test"
+
+
+def test_code_without_the_name_that_a_file_of_pytest_imports_is_wrong(task: Code) -> None:
+    # pytest then finds none of its tests. The reward is 0: without one, the completion would not be trained on.
+    tests = "from solution import Stack\n\ndef test_push():\n    Stack().push(1)"
+    assert judged(task, "class Heap: pass", tests) == Score(
+        0.0, False, {"tests": 0.0, "format": 0.0}, measured={"timed_out": 0.0}
+    )
 
 
 def test_the_last_block_is_run_also_where_it_is_cut(task: Code) -> None:
@@ -283,7 +333,7 @@ def test_rows_of_ones_own_are_scored_in_processes_as_in_a_run(tmp_path: Path) ->
     assert problem.messages[0]["content"] == "Double. Go.\n\nIt passes tests such as these:\n\nassert f(1) == 2"
 
 
-@pytest.mark.parametrize("tests", ["", "f(", "x = 1", [], [{"input": "1"}], [3], 7])
+@pytest.mark.parametrize("tests", ["", "f(", "x = 1", "def test_f():\n  f(", [], [{"input": "1"}], [3], 7])
 def test_rows_without_tests_are_refused(tmp_path: Path, tests: Any) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "p", "tests": tests}))
