@@ -273,6 +273,46 @@ def test_urgent_requests_go_first(module: ModuleType, monkeypatch: pytest.Monkey
     assert scheduler.schedule() == ["b", "c"]
 
 
+def test_a_preempted_request_waits_for_its_tokens(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.25 and 0.26 leave it placeholders for those that are still computed, and would resume it."""
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import RequestStatus
+
+    def waiting() -> list[str]:
+        return [one.request_id for one in scheduler.waiting]
+
+    def preempt(self: Any, one: Any, _: float) -> None:
+        one.status = RequestStatus.PREEMPTED
+        self.waiting.prepend_request(one)
+
+    def schedule(self: Any, preempted: Any = None) -> list[str]:
+        offered = waiting()
+        if preempted is not None:
+            self._preempt_request(preempted, 0.0)
+        return offered
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    of_vllm: Any = type("Request", (SimpleNamespace,), {"__hash__": object.__hash__})
+    a, b, new = (of_vllm(request_id=name, num_output_placeholders=2) for name in ("a", "b", "new"))
+    new.num_output_placeholders = 0
+    scheduler = object.__new__(module.AsyncBundling)
+    vars(scheduler).update(_preempted=[], _urgent=set(), _head_start_until=0.0)
+    scheduler.waiting = create_request_queue(SchedulingPolicy.FCFS)
+    scheduler.waiting.add_request(new)
+
+    assert (scheduler.schedule(b), waiting()) == (["new"], ["b", "new"])
+    b.num_output_placeholders = 1
+    assert (scheduler.schedule(a), waiting()) == (["new"], ["b", "a", "new"])
+    b.num_output_placeholders, a.num_output_placeholders = 0, 1
+    assert (scheduler.schedule(), waiting()) == (["b", "new"], ["a", "b", "new"])
+    a.status = RequestStatus.FINISHED_ABORTED  # with a token that nobody reads any more
+    scheduler.waiting.remove_request(a)
+    assert (scheduler.schedule(), waiting()) == (["b", "new"], ["b", "new"])
+    assert not scheduler._preempted
+
+
 def test_the_cache_is_another_one_from_the_end_of_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes while vLLM begins to pause may still be computed with the old weights."""
     monkeypatch.syspath_prepend(str(EXTENSION_FOLDER))

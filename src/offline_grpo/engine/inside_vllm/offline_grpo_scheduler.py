@@ -241,11 +241,31 @@ class AsyncBundling(Bundling, AsyncScheduler):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self._preempted: list[Any] = []
         slots, managers = self.kv_cache_manager, self.kv_cache_manager.coordinator.single_type_managers
         if [type(manager) for manager in managers] == [FullAttentionManager]:
             slots.allocate_slots = partial(  # type: ignore[method-assign]
                 _allocate, slots.allocate_slots, managers[0], slots.empty_kv_cache_blocks
             )
+
+    def _preempt_request(self, request: Any, *args: Any, **options: Any) -> None:
+        super()._preempt_request(request, *args, **options)
+        self._preempted.append(request)
+
+    def schedule(self, *args: Any, **options: Any) -> Any:
+        """See `Bundling.schedule`. With one more step under way, vLLM 0.25 and 0.26 resume a preempted request while
+        its last token is still computed, and draw it again: the sequence has both, or the assertion about placeholders
+        fails. It waits here, out of vLLM's sight. From 0.27 on vLLM itself lets it wait, and leaves no placeholders.
+        """
+        if not self._preempted:
+            return super().schedule(*args, **options)
+        held = [one for one in self._preempted if one.status is RequestStatus.PREEMPTED and one.num_output_placeholders]
+        self._preempted = [*held]  # vLLM may preempt more
+        self.waiting.remove_requests(held)
+        scheduled = super().schedule(*args, **options)
+        for request in reversed(held):
+            self.waiting.prepend_request(request)
+        return scheduled
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
