@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what is imported takes longer than a verdict
     from typing import Any
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes, bytearray)}
+MADE_OF: dict[Any, tuple[str, ...]] = {complex: ("real", "imag"), range: ("start", "stop", "step")}
 OF_ONE = ("len", "iter", "next", "getitem", "setitem", "delitem", "str", "repr", "enter", "exit", "reversed")
 OF_TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")  # of the code's own; never with a value
 OF_TESTS = ("__", "test", "Test", "pytest")  # names that begin so are not asked of the code
@@ -100,6 +101,8 @@ class Peer:
         for name, kind in KINDS.items():
             if isinstance(value, kind):
                 return {name: [self.pack(each) for each in (value.items() if kind is dict else value)]}
+        if type(value) in MADE_OF:
+            return {type(value).__name__: [getattr(value, part) for part in MADE_OF[type(value)]]}
         if isinstance(value, Remote):
             return {"yours": value._number}
         if self.is_judge and not isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
@@ -113,6 +116,8 @@ class Peer:
         [(name, value)] = packed.items()
         if name in ("mine", "yours"):
             return Remote(self, value) if name == "mine" else self.objects[value]
+        if name in ("complex", "range"):
+            return (complex if name == "complex" else range)(*value)
         return KINDS[name](map(self.unpack, value))
 
     def send(self, message: Any) -> None:
