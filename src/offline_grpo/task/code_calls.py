@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # what is imported takes longer than a verdict
     from typing import Any
 
-KINDS = (int, float, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+KINDS = (int, float, complex, str, bytes, bytearray, list, tuple, range, set, frozenset, dict)
 OF_ONE = ("call", "getattr", "len", "iter", "next", "str", "repr", "reversed", "enter", "exit")
 OF_ONE += ("getitem", "setitem", "delitem")
 OF_TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")  # of the code's own; never with a value
@@ -52,7 +52,7 @@ class Packer(Pickler):
     def reducer_override(self, value: Any) -> Any:
         """A subclass of a plain type crosses as this type."""
         kind: Any = next((kind for kind in KINDS if isinstance(value, kind)), None)
-        return NotImplemented if kind is None else (kind, (kind(value),))
+        return NotImplemented if kind in (None, type(value)) else (kind, (kind(value),))
 
 
 class Unpacker(Unpickler):

@@ -277,6 +277,14 @@ def test_code_without_the_name_that_a_file_of_pytest_imports_is_wrong(task: Code
     )
 
 
+def test_complex_numbers_and_ranges_are_plain_values(task: Code) -> None:
+    tests = (
+        "assert f(1j) == [1j, -1 + 0j]\nassert g(4) == range(1, 4)\nassert g(range(3)) == range(3)\nassert f(1) == 1j"
+    )
+    code = "def f(x): return [x, x * x]\ndef g(x): return x if isinstance(x, range) else range(1, x)"
+    assert judged(task, code, tests).reward == bare(code, tests) == 3 / 4
+
+
 def test_the_last_block_is_run_also_where_it_is_cut(task: Code) -> None:
     problem = Problem("p", (), "", {"tests": "assert f(2) == 3"})
     text = "```python\ndef f(x): return x\n```\nBetter:\n```\ndef f(x): return x + 1\n"
