@@ -13,8 +13,8 @@ import numpy as np
 from offline_grpo.eval.statistics import mean_interval
 from offline_grpo.report.runs import WITHOUT_EFFECT, FloatArray, Run, Series, by_number
 
-NOT_COMPARED = ("seed", *WITHOUT_EFFECT)
-"""Keys, and groups, that make no other configuration."""
+NOT_COMPARED = {"seed", "generation.base_url", "generation.api_key", *WITHOUT_EFFECT}
+"""Keys, and groups, that make no other configuration. A server that is started again has another address."""
 EVALUATED = re.compile(
     r"task\.(?!.*(weights?|bonus|reward)$)"
     r"|eval\.(num_ids|ids|id_seed_start|replicates|temperature|top_p|top_k|min_p|repetition_penalty|max_new_tokens|stop)"
@@ -111,7 +111,8 @@ def configurations(runs: Sequence[Run]) -> list[Configuration]:
 
 
 def _compared(settings: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in settings.items() if key.lstrip("+~").split(".")[0] not in NOT_COMPARED}
+    names = {key: key.lstrip("+~") for key in settings}
+    return {key: settings[key] for key, name in names.items() if not NOT_COMPARED & {name, name.split(".")[0]}}
 
 
 def have_own_seeds(runs: Sequence[Run]) -> bool:

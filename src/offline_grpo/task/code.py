@@ -126,6 +126,8 @@ def _tests(row: Row, name: str, key: str) -> str | Pairs:
             tree = ast.parse(tests)
             if not (_folders(tests) or _tests_in(tree)):
                 raise ValueError("none has an assert")
+            if PYTEST.search(tests) and "solution" not in tests:
+                raise ValueError("a file of pytest begins with `from solution import ...`")
         elif not tests or not all(isinstance(pair[each], str) for pair in tests for each in ("input", "output")):
             raise ValueError("there is none")
         return tests

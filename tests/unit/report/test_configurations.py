@@ -44,9 +44,10 @@ def test_runs_that_differ_in_the_seed_alone_are_one_configuration() -> None:
 
 
 def test_other_settings_are_another_configuration_whatever_was_typed() -> None:
-    """The default of `lr` was 1 when run 0 was made, and 2 for the others."""
+    """The default of `lr` was 1 when run 0 was made, and 2 for the others; each had a server at another address."""
     typed: list[dict[str, str]] = [{"task": "sat"}, {"task": "sat"}, {"task": "sat", "train.lr": "2"}]
     stored = [{"task": "sat", "train.lr": lr, "seed": lr, "num_threads": lr} for lr in "122"]
+    stored = [{**stored[i], "generation.base_url": f"[http://127.0.0.1:{i}]"} for i in range(3)]
     found = configurations([run(str(i), typed[i], [0.5], settings=stored[i]) for i in range(3)])
     assert [[run.name for run in each.runs] for each in found] == [["0"], ["1", "2"]]
     assert [each.name for each in found] == ["all alike (as run 0)", "all alike (as run 1)"]
