@@ -341,10 +341,10 @@ def test_rows_of_ones_own_are_scored_in_processes_as_in_a_run(tmp_path: Path) ->
     assert problem.messages[0]["content"] == "Double. Go.\n\nIt passes tests such as these:\n\nassert f(1) == 2"
 
 
-@pytest.mark.parametrize(
-    "tests",
-    ["", "f(", "x = 1", "def test_f():\n  f(", "def test_f():\n  assert f(1) == 1", [], [{"input": "1"}], [3], 7],
-)
+BROKEN = ["f(", "x = 1", "def test_f():\n  f(", "def test_f():\n  assert f(1) == 1"]
+
+
+@pytest.mark.parametrize("tests", ["", *BROKEN, [], [{"input": "1"}], [3], 7])
 def test_rows_without_tests_are_refused(tmp_path: Path, tests: Any) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "p", "tests": tests}))
