@@ -6,6 +6,7 @@ import ast
 import builtins
 import importlib.util
 import re
+import shutil
 import socket
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Annotated, ClassVar
 
 from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.installed import install_command
-from offline_grpo.sandbox import Limits, check, run
+from offline_grpo.sandbox import ENVIRONMENT, Limits, check, run
 from offline_grpo.settings import Range, at_least
 from offline_grpo.task.code_problems import draw
 from offline_grpo.task.problems import FormatWeight, asked
@@ -62,6 +63,9 @@ class Code(RowTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.sandbox)
+        program, path = self.command[0], ENVIRONMENT["PATH"]
+        is_there = program == "python" or shutil.which(program, path=path) is not None
+        self.check("command", is_there, f"there is no {program} in {path}")
 
     def score(self, problem: Problem, text: str) -> Score:
         blocks = BLOCK.findall(text)

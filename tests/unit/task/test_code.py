@@ -304,6 +304,8 @@ def test_programs_of_any_language_read_input_and_write_output() -> None:
     assert judged(shell, "read a b\necho $((a + b))", pairs).reward == pytest.approx(2 / 3)
     assert judged(shell, "read a b\necho $((a + b))\nexit 1", pairs).reward == 0
     assert judged(shell, "while :; do echo 5; done", pairs).reward == 0
+    with pytest.raises(ConfigError, match=r"task.command=\['nodee', 'main.js'\]: there is no nodee in "):
+        make("task.command=[nodee,main.js]")
 
 
 def test_drawn_problems_have_twenty_kinds_and_are_held_out_apart(task: Code) -> None:
