@@ -119,6 +119,8 @@ def save_composite(model_type: str, folder: Path, **changes: Any) -> Path:
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 """That vLLM's kernels take, on CPUs and GPUs. Those for Qwen3.5 take bf16 alone on a CPU."""
+WITH_EXPERTS = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64}
+"""Such sizes of mixtures of experts."""
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,

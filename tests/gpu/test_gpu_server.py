@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from architectures import LATENT, ZOO, load_composite
+from architectures import LATENT, WITH_EXPERTS, ZOO, load_composite
 from engines import (
     GPU,
     IPC_ARGS,
@@ -179,12 +179,11 @@ def test_a_server_that_dies_is_started_again(precision: str, tmp_path: Path, mon
     assert processes_naming(str(tmp_path)) == []
 
 
-SIZES = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def saved(name: str, folder: Path) -> Path:
-    model: Any = ZOO[name].build(**{**SIZES, **(LATENT if name == "deepseek_v3" else {})})
+    model: Any = ZOO[name].build(**{**WITH_EXPERTS, **(LATENT if name == "deepseek_v3" else {})})
     model.to(GPU.dtype).save_pretrained(folder)
     build_char_tokenizer(512).save_pretrained(folder)
     return folder

@@ -71,7 +71,7 @@ def _convert(file: Path, name: str, folder: Path) -> None:
     newer = hasattr(transformers, "GgufConfig")
     settings = {"quantization_config": transformers.GgufConfig(dequantize=True)} if newer else {}
     # It reads the file thrice, and makes the map of names anew for each tensor, which takes longer than all else.
-    once: Any = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    once: Any = {each: cache(getattr(gguf, each)) for each in ("GGUFReader", "get_tensor_name_map")}
     try:
         with patch.multiple(gguf, **once):
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -127,11 +127,11 @@ def _tests(row: Row, name: str, key: str) -> str | Pairs:
     tests = field(row, name, key)
     try:
         if isinstance(tests, str):
-            tree = ast.parse(tests)
-            if not (_folders(tests) or _tests_in(tree)):
-                raise ValueError("none has an assert")
-            if PYTEST.search(tests) and "solution" not in tests:
+            tree, is_file = ast.parse(tests), bool(_folders(tests))
+            if is_file and "solution" not in tests:
                 raise ValueError("a file of pytest begins with `from solution import ...`")
+            if not (is_file or _tests_in(tree)):
+                raise ValueError("none has an assert")
         elif not tests or not all(isinstance(pair[each], str) for pair in tests for each in ("input", "output")):
             raise ValueError("there is none")
         return tests
