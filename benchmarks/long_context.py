@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from common import Target, environment, expect_made_up_logprobs, parser_of, write_result
 
-ARMS = {"0.6b_full": "0.6b", "4b_full": "4b", "4b_lora": "4b", "8b_lora": "8b"}
+ARMS = {"0.6b_full": "0.6b", "4b_full": "4b", "4b_lora": "4b", "8b_lora": "8b", "8b_nf4": "8b"}
 GATE = 0.02  # of gradient norms, relative: bf16's rounding
 
 
@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
     # The configuration, and what the memory plan says of it.
     expect_made_up_logprobs()
     ranks = Ranks(use_cpu=args.small)
-    size, is_lora, prompt = ranks.world_size, arm.endswith("lora"), min(512, length // 8)
+    size, is_lora, prompt = ranks.world_size, not arm.endswith("full"), min(512, length // 8)
     device = torch.device("cpu") if args.small else torch.device("cuda", ranks.local_rank)
     spreads = size > 1 and not is_lora
     config = copy.deepcopy(SIZES["small" if args.small else ARMS[arm]])
@@ -61,6 +61,7 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
         train.batch_size=1 train.precision=bf16 train.gradient_checkpointing=true
         train.activation_offload={args.offload} train.sequence_parallel={size}
         train.sharding={"fsdp2" if spreads else "none"} {"model/lora=default" if is_lora else ""}
+        {"model.quantization=nf4" if arm.endswith("nf4") else ""}
     """
     plan = make_plan(typed(composed([*words.split(), *args.overrides])))
     request = MemoryRequest(plan, copy.deepcopy(config), None, (prompt, prompt), range(size), (), [80 * GIB] * size)
