@@ -3,6 +3,7 @@ one GPU it reaches.
 
     python benchmarks/long_context.py --processes 1 2                       # about half an hour on two H200
     python benchmarks/long_context.py --arms 4b_full --lengths 131072 -- model.mlp_tile_tokens=8192
+    python benchmarks/long_context.py --processes 1 --arms 4b_full --lengths 65536 -- train.optimizer.offload=true
     python benchmarks/long_context.py --processes 1 2 --small               # on a CPU; says nothing about speed
 
 Random weights, bf16 with fp32 masters, AdamW, every block recomputed, its inputs in the host's memory (`--offload`).
@@ -44,6 +45,7 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
     from offline_grpo.placement.ranks import Ranks
     from offline_grpo.start.memory import ALLOCATOR, GIB, ROUNDING, SAMPLING, MemoryRequest, predict
     from offline_grpo.train.fsdp2 import FullyShardedPolicy
+    from offline_grpo.train.optimizer import is_offloaded
     from offline_grpo.train.sharding import Sharding
 
     # The configuration, and what the memory plan says of it.
@@ -74,7 +76,7 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
         share_sequences(policy.scoring, ranks.neighbours(size), device)
     sharding = FullyShardedPolicy(ranks) if spreads else Sharding(ranks)
     sharding.prepare(policy)
-    policy.make_masters()
+    policy.make_masters(offload=is_offloaded(plan.optimizer))
     updater = updater_of(plan, policy, sharding)
 
     # The first update is not counted: it locks the host's memory, and kernels are chosen.
