@@ -3,6 +3,7 @@ one GPU it reaches.
 
     python benchmarks/long_context.py --processes 1 2                       # about half an hour on two H200
     python benchmarks/long_context.py --arms 4b_full --lengths 131072 -- model.mlp_tile_tokens=8192
+    python benchmarks/long_context.py --processes 1 --arms 4b_full --lengths 65536 -- train.optimizer.offload=true
     python benchmarks/long_context.py --processes 1 2 --small               # on a CPU; says nothing about speed
 
 Random weights, bf16 with fp32 masters, AdamW, every block recomputed, its inputs in the host's memory (`--offload`).
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from common import Target, environment, expect_made_up_logprobs, parser_of, write_result
 
-ARMS = {"0.6b_full": "0.6b", "4b_full": "4b", "4b_lora": "4b", "8b_lora": "8b"}
+ARMS = {"0.6b_full": "0.6b", "4b_full": "4b", "4b_lora": "4b", "8b_lora": "8b", "8b_nf4": "8b"}
 GATE = 0.02  # of gradient norms, relative: bf16's rounding
 
 
@@ -44,11 +45,12 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
     from offline_grpo.placement.ranks import Ranks
     from offline_grpo.start.memory import GIB
     from offline_grpo.train.fsdp2 import FullyShardedPolicy
+    from offline_grpo.train.optimizer import is_offloaded
     from offline_grpo.train.sharding import Sharding
 
     expect_made_up_logprobs()
     ranks = Ranks(use_cpu=args.small)
-    size, is_lora, prompt = ranks.world_size, arm.endswith("lora"), min(512, length // 8)
+    size, is_lora, prompt = ranks.world_size, not arm.endswith("full"), min(512, length // 8)
     device = torch.device("cpu") if args.small else torch.device("cuda", ranks.local_rank)
     spreads = size > 1 and not is_lora
     config = copy.deepcopy(SIZES["small" if args.small else ARMS[arm]])
@@ -60,6 +62,7 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
         train.batch_size=1 train.precision=bf16 train.gradient_checkpointing=true
         train.activation_offload={args.offload} train.sequence_parallel={size}
         train.sharding={"fsdp2" if spreads else "none"} {"model/lora=default" if is_lora else ""}
+        {"model.quantization=nf4" if arm.endswith("nf4") else ""}
     """
     plan = make_plan(typed(composed([*words.split(), *args.overrides])))
     policy = make_policy(plan, config, device, 1.0, is_shared=False)
@@ -67,7 +70,7 @@ def measure(args: argparse.Namespace, arm: str, length: int) -> None:
         share_sequences(policy.scoring, ranks.neighbours(size), device)
     sharding = FullyShardedPolicy(ranks) if spreads else Sharding(ranks)
     sharding.prepare(policy)
-    policy.make_masters()
+    policy.make_masters(offload=is_offloaded(plan.optimizer))
     updater = updater_of(plan, policy, sharding)
 
     # The first update is not counted: it locks the host's memory, and kernels are chosen.

@@ -51,6 +51,7 @@ from offline_grpo.model.load import prepare
 from offline_grpo.model.offload import offload_inputs
 from offline_grpo.model.policy import Policy
 from offline_grpo.model.proof import settle_compile, settle_layout
+from offline_grpo.model.quantization import settle_nf4
 from offline_grpo.model.scoring import Scoring
 from offline_grpo.model.tiles import tile_mlps
 from offline_grpo.model.tiny import build_char_tokenizer
@@ -108,6 +109,8 @@ def make_policy(
     torch.manual_seed(0)
     with device:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if plan.config.model.quantization == "nf4":
+        to_nf4(model)
     trained: Any = prepare(model, plan.config.model, gradient_checkpointing=recompute)
     if plan.config.model.mlp_tile_tokens is not None:
         tile_mlps(blocks_of(model), plan.config.model.mlp_tile_tokens)
@@ -120,6 +123,23 @@ def make_policy(
     if is_shared:
         policy.become_shared(before_publish=lambda: None)
     return policy
+
+
+def to_nf4(model: Any) -> None:
+    """Quantise the linear layers of blocks in place, as `load_policy` does it while it reads files."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    layers = [(name, m) for name, m in model.named_modules() if type(m) is torch.nn.Linear]
+    for name, layer in layers:
+        if layer is model.get_output_embeddings():
+            continue
+        own = Linear4bit(1, 1, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+        own.in_features, own.out_features = layer.in_features, layer.out_features
+        weight, layer.weight = layer.weight.detach(), None
+        own.weight = Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=own)
+        model.set_submodule(name, own.to(weight.device))  # this quantises
+    model.is_loaded_in_4bit = True
+    settle_nf4(model, torch.bfloat16)
 
 
 def predicted(plan: Any, config: PretrainedConfig, args: argparse.Namespace) -> tuple[float, int]:
