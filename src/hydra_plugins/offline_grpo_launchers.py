@@ -72,6 +72,14 @@ class SideBySideLauncher(Launcher):
             discard_fresh(self._folder)
             raise
 
+    def _lost(self, number: int, overrides: list[str], why: str) -> JobReturn:
+        """A job that could not say itself how it ended costs itself only, as one that fails."""
+        from offline_grpo.history import resume, sweeps
+
+        fix = f"continue the sweep with: {resume.command(self._folder.resolve())}"
+        sweeps.report_failure(self._folder, number, f"{why}; {fix}", 1)
+        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=None)
+
     @abstractmethod
     def _run(self, jobs: Mapping[int, list[str]], stop: StopSignal) -> list[JobReturn]:
         """What each job returned, by its number and overrides. `stop` is held."""
@@ -116,9 +124,11 @@ class LocalLauncher(SideBySideLauncher):
                     number, process = running.pop(reader)
                     try:
                         results[number] = reader.recv()
+                        process.join()
                     except EOFError:
-                        results[number] = _failed(jobs[number], "the run was killed")
-                    process.join()
+                        process.join()
+                        how = f"signal {-code}" if (code := process.exitcode) < 0 else f"exit code {code}"
+                        results[number] = self._lost(number, jobs[number], f"the run was killed ({how})")
         finally:
             for _, process in running.values():  # of a second Ctrl-C
                 process.terminate()
@@ -212,7 +222,7 @@ class RayLauncher(SideBySideLauncher):
         import ray
         from ray.exceptions import RayError
 
-        running: dict[Any, list[str]] = {}
+        running: dict[Any, int] = {}
         try:
             num_gpus = self._num_gpus
             if num_gpus is None:
@@ -227,15 +237,16 @@ class RayLauncher(SideBySideLauncher):
             hydras = self._config, self._context, self._function
             common = ray.put((str(Path.cwd()), sys.path, Singleton.get_state(), hydras))
             for number, words in jobs.items():
-                running[task.options(name=f"run {number}").remote(common, words, number)] = words
+                running[task.options(name=f"run {number}").remote(common, words, number)] = number
             while len(ray.wait(list(running), num_returns=len(running), timeout=POLL_S)[0]) < len(running):
                 stop.check()
             results = []
-            for reference, words in running.items():
+            for reference, number in running.items():
                 try:
                     results.append(ray.get(reference))
                 except RayError as error:  # it was killed, or lost with its machine
-                    results.append(_failed(words, f"the run has ended without a result: {reason_of(error)}"))
+                    why = f"the run has ended without a result: {reason_of(error)}"
+                    results.append(self._lost(number, jobs[number], why))
             return results
         except BaseException:
             for reference in running:
@@ -272,7 +283,9 @@ def _run_one(
             result.return_value = RuntimeError(f"{type(error).__name__}: {error}")
         return result
     except SystemExit as error:  # a run that was stopped; Ray would take it for a crash
-        return _failed(overrides, f"the run has ended with exit code {error.code}")
+        failed = JobReturn(overrides=overrides, status=JobStatus.FAILED)
+        failed.return_value = RuntimeError(f"the run has ended with exit code {error.code}")
+        return failed
 
 
 def _composed(context: HydraContext, config: DictConfig, overrides: list[str], number: int) -> DictConfig:
@@ -281,9 +294,3 @@ def _composed(context: HydraContext, config: DictConfig, overrides: list[str], n
         of_run.hydra.job.id = f"{of_run.hydra.job.name}_{number}"
         of_run.hydra.job.num = number
     return of_run
-
-
-def _failed(overrides: list[str], why: str) -> JobReturn:
-    failed = JobReturn(overrides=overrides, status=JobStatus.FAILED)
-    failed.return_value = RuntimeError(why)
-    return failed

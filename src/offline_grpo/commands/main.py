@@ -160,12 +160,8 @@ def job(cfg: DictConfig) -> float | None:
                 say_how_to_resume_sweep(error, Path(hydra.sweep.dir))
             if not isinstance(error, GrpoError):
                 cli.leave(error)
-            # The others still run. The sweep's process, which may be another one, reads the exit code in the end.
-            cli.say(f"error in job {hydra.job.num} of the sweep: {error}")
-            failed = Path(hydra.sweep.dir) / sweeps.FAILED
-            failed.mkdir(parents=True, exist_ok=True)
-            (failed / str(hydra.job.num)).write_text(str(error.exit_code))
-            return None
+            sweeps.report_failure(Path(hydra.sweep.dir), hydra.job.num, str(error), error.exit_code)
+            return None  # the others still run
 
 
 def _run(cfg: DictConfig, folder: Path, overrides: Sequence[str], typed: set[str] | None = None) -> float | None:

@@ -98,6 +98,15 @@ def refusing() -> Iterator[None]:
         cli.leave(error)
 
 
+def report_failure(folder: Path, number: int, why: str, exit_code: int) -> None:
+    """Say why a job of the sweep in this folder has failed, and keep its exit code for `leave_if_failed`, which another
+    process may call.
+    """
+    cli.say(f"error in job {number} of the sweep: {why}")
+    (folder / FAILED).mkdir(parents=True, exist_ok=True)
+    (folder / FAILED / str(number)).write_text(str(exit_code))
+
+
 def leave_if_failed(folder: Path) -> None:
     """End the process if jobs of the sweep in this folder have failed, each of which has said why."""
     codes = [int(path.read_text()) for path in (folder / FAILED).glob("*")]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from offline_grpo.commands import cli
 from offline_grpo.config.parts import Plan, make_plan
 from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import ConfigError, GrpoError, require
@@ -33,9 +34,12 @@ def serve(configs: Sequence[Callable[[], RunConfig]], num_at_once: int, folder: 
             to_sweep.send(error)
             return
         to_sweep.send(([server.base_url for server in servers], servers[0].api_key))
-        while not to_sweep.poll(POLL_S):  # which is true at its end
-            for server in servers:
-                server.check_alive()
+        try:
+            while not to_sweep.poll(POLL_S):  # which is true at its end
+                for server in servers:
+                    server.check_alive()
+        except GrpoError as error:
+            cli.leave(error)
 
 
 def _first_accepted(configs: Sequence[Callable[[], RunConfig]]) -> Plan:
