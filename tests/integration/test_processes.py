@@ -80,6 +80,20 @@ def test_the_readmes_command_starts_two_processes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_launchers_say_in_one_line_what_is_wrong_with_the_configuration(tmp_path: Path) -> None:
+    says, common = "error: train.lrr: no such key; did you mean train.lr?", [str(ROOT / "run_grpo.py"), "train.lrr=1"]
+    for launcher in (["accelerate", "launch", "--num_processes", "2"], ["torchrun", "--nproc_per_node", "2"]):
+        command = [str(Path(sys.executable).with_name(launcher[0])), *launcher[1:], *common]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 1
+        assert done.stderr.splitlines().count(says) == 1, done.stderr
+        assert "hydra" not in done.stderr
+        if launcher[0] == "accelerate":  # which starts one process, and that the two
+            assert "ChildFailedError" not in done.stderr
+        else:
+            assert done.stderr.splitlines()[-2].endswith(f"traceback : {says}")
+
+
 def test_what_the_first_process_alone_can_refuse_ends_all(tmp_path: Path) -> None:
     """Here no launcher ends the other one, which would wait for the first for hours."""
     run = tmp_path / "run"

@@ -5,6 +5,7 @@ by signal N.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -87,7 +89,12 @@ def leave(error: BaseException) -> NoReturn:
         time.sleep(FIRST_SAYS_IT_S)
     if SHOWS_TRACEBACKS and is_main():
         traceback.print_exception(error)
-    say(f"error: {error if isinstance(error, GrpoError) else explain(error)}")
+    line = f"error: {error if isinstance(error, GrpoError) else explain(error)}"
+    say(line)
+    if is_main() and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        # torchrun prints a traceback of its own, and at its end what is in this file.
+        reason = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": reason}))
     sys.exit(error.exit_code if isinstance(error, GrpoError) else ConfigError.exit_code)
 
 

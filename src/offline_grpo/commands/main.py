@@ -42,12 +42,12 @@ def main() -> NoReturn:
 
         words = [word for word in get_args_parser().parse_known_args()[0].overrides if "=" not in word]
         cli.run_command(lambda: print(help_text(compose.folders(sys.argv[1:]), words)))
+    start_missing_processes()
     cli.exit_with(lambda: start(sys.argv[1:]))
 
 
 def start(words: Sequence[str]) -> None:
     """What these words ask for: a run, a sweep, or the rest of either."""
-    start_missing_processes()
     HydraConfig.instance().cfg = None  # so that it says from now on whether Hydra has composed a configuration
     check_options(words)
     typed = compose.readable([word for word in words if OVERRIDE.match(word)], compose.folders(words))
@@ -189,8 +189,8 @@ def say_how_to_resume_sweep(error: StopRequested, folder: Path) -> None:
 
 
 def start_missing_processes() -> None:
-    """Replace this process with N torchrun processes, if `accelerate launch` was asked for N processes and started only
-    this one: accelerate 1.15 does so, without a warning, unless it finds several accelerators or an MPI launcher.
+    """Be torchrun for N processes, and exit, if `accelerate launch` was asked for N processes and started only this
+    one: accelerate 1.15 does so, without a warning, unless it finds several accelerators or an MPI launcher.
     """
     if "LOCAL_RANK" in os.environ or "RANK" in os.environ:
         return
@@ -208,5 +208,12 @@ def start_missing_processes() -> None:
     if torch.cuda.is_available():
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
-    os.execv(sys.executable, [*torchrun, *sys.argv])
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(["--standalone", "--nproc_per_node", str(num_processes), *sys.argv])
+    except ChildFailedError as error:  # which the processes have explained
+        code = error.get_first_failure()[1].exitcode
+        sys.exit(code if code > 0 else 128 - code)
+    sys.exit(0)

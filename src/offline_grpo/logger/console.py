@@ -170,7 +170,10 @@ class ConsoleLogger(RunListener, Group):
         """How far the phase is, in each unit that is not complete, and how long it has taken."""
         shown = [(unit, done, total) for unit, (done, total) in self._progress.items() if done < total > 1 or not total]
         parts = [f"{done:,}{f'/{total:,}' * bool(total)} {unit}{GAP}" for unit, done, total in shown]
-        return "".join(parts) + clock(time.monotonic() - self._phase_began_s)
+        took_s = time.monotonic() - self._phase_began_s
+        done, total = self._progress.get("steps", (0, 0))  # of a warm start, which take equally long
+        left = f", about {clock(took_s / done * (total - done))} left" if 0 < done < total else ""
+        return "".join(parts) + clock(took_s) + left
 
     def _render(self) -> RenderableType:
         """The live display: iteration, phase, metrics, last evaluation."""

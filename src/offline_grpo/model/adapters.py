@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,16 @@ def adapters_off(model: LanguageModel) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+@contextmanager
+def without_false_warnings() -> Iterator[None]:
+    """Of a mixture's experts, two of which are one tensor, peft doubles the rank, and then warns that it has not: it
+    looks for the name among modules, and the experts are parameters. (peft 0.21)
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
+        yield
+
+
 def with_lora(model: PreTrainedModel, lora: LoraConfig, adapter: Path | None) -> PeftModel:
     """The model with LoRA adapters on top (arXiv 2106.09685): those saved in the folder `adapter`, or new ones. They
     are in the model's format, as a server has them; the masters are fp32. Raises ConfigError for target modules or
@@ -87,6 +98,7 @@ def with_lora(model: PreTrainedModel, lora: LoraConfig, adapter: Path | None) ->
     return wrapped
 
 
+@without_false_warnings()
 def with_saved_adapter(model: PreTrainedModel, adapter: str, *, key: str, is_trainable: bool) -> PeftModel:
     """The model with the adapter of a folder or Hub id on top, in fp32. Raises ConfigError, which names `key`, where a
     tensor is missing, which peft would take as new, or the model has no place for one.
@@ -133,6 +145,7 @@ def warn_of_peft(model: LanguageModel) -> None:
         log.warning("peft's own from_pretrained leaves out %d tensors of this adapter, %s; %s", len(lost), names, fix)
 
 
+@without_false_warnings()
 def _new(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model

@@ -1,14 +1,16 @@
 """The memory plan: what every GPU of a run holds at its fullest, by formula, before any weights are loaded.
 
-    a training process   weights + masters + gradients + optimizer state + reference + activations of a microbatch
+    a training process   weights + masters + optimizer state + reference + the most that one of these moments needs:
+                         the loss head; the backward pass of the last block, and of the first; gradients on their way
+                         between processes; sampling in process
     a server             its share of the GPU (engine.args.gpu_memory_utilization): weights, and the rest for KV cache
     the host             with train.optimizer.offload: masters + optimizer state of all processes, and the processes;
                          with train.activation_offload: the inputs of recomputed blocks
 
 The parameters are counted on a model without memory (torch's meta device). The formula for activations is that of a
 decoder with attention and a gated MLP. It lies above all that `benchmarks/model_sizes.py` measured on a GPU, by at
-most a twentieth, and above three long sequences of `long_context.py`, by at most a tenth. The prediction is for the
-worst case: every completion is as long as it may get.
+most a twentieth, and above the long sequences of `long_context.py`, by at most a tenth. The prediction is for the worst
+case: every completion is as long as it may get.
 """
 
 from __future__ import annotations
@@ -62,7 +64,6 @@ SHARE_KEYS = ("gpu_memory_utilization", "mem_fraction_static")  # of vLLM and SG
 DEFAULT_SHARE = 0.92  # vLLM's own
 ACTIVATIONS = "activations"
 ALLOCATOR = "rounding of the allocator"
-SAMPLING = "KV cache of sampling, beyond gradients and activations"
 STATE_BYTES: dict[type, float] = {AdamW: 8.0, AdamW8bit: 2 * (1 + 4 / 256), Adafactor: 0.0}
 """Optimizer state per weight; an optimizer from outside counts as AdamW. 8-bit AdamW has a scale for every 256 weights;
 Adafactor's rows and columns are few."""
@@ -239,21 +240,39 @@ def predict(request: MemoryRequest, recompute: float = 0.0, offloads: bool = Fal
         if model_config is not None
     ]
 
-    # Masters, gradients and the state of the optimizer, in fp32, of what a process trains.
+    # Masters and the state of the optimizer, in fp32, of what a process trains.
     num_trained = request.num_trained if has_adapters else ceil(request.num_trained / num_parts)
     has_masters = (dtype != torch.float32 or (shares_weights and not has_adapters) or offload) and not is_fp32
     state_bytes = int(STATE_BYTES.get(type(plan.optimizer), STATE_BYTES[AdamW]) * num_trained)
     optimizer = [Part("fp32 masters", 4 * num_trained * has_masters), Part("optimizer state", state_bytes)]
-    gradients_bytes = 4 * num_trained
 
-    # Activations; later, in their place, all gradients as one message between processes, and its copy.
-    waiting = _recomputed_inputs(request, recompute)
-    activations_bytes = _activations_bytes(request, recompute) - offloads * sum(waiting[FLIGHT:])
+    # With fsdp2 whole weights: embeddings and head for the length of a pass, and in its backward half two blocks, as
+    # the next one comes while one computes; with their gradients, once in fp32 as well, where the weights are trained.
+    gathered_by_head, gathered_by_blocks = 0, 0
+    if request.is_sharded:
+        rest, largest = request.num_weights - sum(request.block_weights), max(request.block_weights, default=0)
+        gathered_by_head = rest * itemsize
+        gathered_by_blocks = (rest + 2 * largest) * itemsize
+        gathered_by_blocks += 0 if has_adapters else (rest + largest) * itemsize + 4 * largest
+
+    # The moments at which it may hold most. An update begins without gradients, so the first microbatch finds none, and
+    # has all in the end; with more than one, the last finds those before it. Processes that have all weights add up all
+    # gradients as one message, of which there is a copy.
+    gradients, waiting = Part("gradients", 4 * num_trained), _recomputed_inputs(request, recompute)
+    found = gradients._replace(num_bytes=gradients.num_bytes * has_several_microbatches(request))
+    in_head, in_last, in_first = _activations_bytes(request, recompute, offloads)
+    of_head, of_blocks = (Part("gathered embeddings and blocks", n) for n in (gathered_by_head, gathered_by_blocks))
     is_summed = len(request.trainers) > 1 and not request.is_sharded
-    in_update = max(activations_bytes, 2 * gradients_bytes) if is_summed else activations_bytes
+    moments = (
+        (found, Part(ACTIVATIONS, in_head), of_head),
+        (found, Part(ACTIVATIONS, in_last), of_blocks),
+        (gradients, Part(ACTIVATIONS, in_first), of_blocks),
+        (gradients, Part("gradients between processes", 2 * gradients.num_bytes * is_summed)),
+    )
+    fullest = max(moments, key=lambda parts: sum(part.num_bytes for part in parts))
 
-    # Sampling in process has a KV cache and logits while there are no gradients and activations. A layer's cache is
-    # copied when it grows; of episodes, as many sequences are kept for their next turns. A sharded policy is gathered.
+    # Before all of that, sampling in process has a KV cache and logits. A layer's cache is copied when it grows; of
+    # episodes, as many sequences are kept for their next turns. A sharded policy is gathered.
     sampling_bytes = 0
     if not plan.engine.needs_server:
         rows, text = plan.engine.client_node.get("batch_size", 1), request.model_config.get_text_config()
@@ -263,25 +282,15 @@ def predict(request: MemoryRequest, recompute: float = 0.0, offloads: bool = Fal
         sampling_bytes = layer_bytes * num_layers + LOGITS_COPIES * 4 * rows * text.vocab_size
         sampling_bytes += request.num_weights * itemsize * request.is_sharded
 
-    # With fsdp2 whole weights: embeddings and head for the length of a pass, and two blocks, because the next one comes
-    # while one computes. With their gradients, once in fp32 as well, where the weights are trained.
-    gathered_bytes = 0
-    if request.is_sharded:
-        rest, largest = request.num_weights - sum(request.block_weights), max(request.block_weights, default=0)
-        gathered_bytes = (rest + 2 * largest) * itemsize
-        gathered_bytes += 0 if has_adapters else (rest + largest) * itemsize + 4 * largest
-
     context = Part("CUDA context", CONTEXT_BYTES)
     others = [
         *([Part("adapters", request.num_trained * itemsize)] if has_adapters and shares_weights else []),
         *([] if offload else optimizer),
-        Part("gradients", gradients_bytes),
         *(frozen if request.reference_gpu is None and model.ref_device != "cpu" else []),
-        Part(ACTIVATIONS, in_update),
-        Part(SAMPLING, max(0, sampling_bytes - gradients_bytes - activations_bytes)),
+        *fullest,
+        Part("KV cache of sampling, beyond these", max(0, sampling_bytes - sum(part.num_bytes for part in fullest))),
         context,
         Part("dequantised layers", 2 * max(request.quantized, default=0) * itemsize),  # one, and the one before it
-        Part("gathered embeddings and blocks", gathered_bytes),
     ]
 
     # Who is on which GPU. Where weights are shared, those of the first process are the server's memory.
@@ -318,22 +327,37 @@ def _num_weights(model_config: PretrainedConfig) -> int:
     return sum(p.numel() for p in build_on_meta(model_config).parameters())
 
 
+def has_several_microbatches(request: MemoryRequest) -> bool:
+    """Whether a process may have more than one in an update."""
+    train, num_sequences = request.plan.config.train, _sequences_of_process(request)
+    if TaskFacts.of(request.plan.data.task).plays:  # an episode has one sequence or more
+        return True
+    if train.tokens_per_microbatch is None:
+        return num_sequences > (train.batch_size or num_sequences)
+    num_tokens = num_sequences * request.sequence_tokens(request.plan.sampling.max_new_tokens)
+    return num_sequences > 1 and num_tokens > train.tokens_per_microbatch
+
+
+def _sequences_of_process(request: MemoryRequest) -> int:
+    """In one update."""
+    train, data = request.plan.config.train, request.plan.config.data
+    num_sequences = data.problems_per_iteration * data.rollouts_per_problem
+    if train.grad_accum_steps is not None:
+        num_sequences = min(num_sequences, (train.batch_size or 1) * train.grad_accum_steps)
+    elif train.updates_per_iteration is not None:
+        num_sequences = ceil(num_sequences / train.updates_per_iteration)
+    return ceil(num_sequences * train.sequence_parallel / len(request.trainers))
+
+
 def largest_microbatch(request: MemoryRequest) -> tuple[int, int]:
     """A process's largest microbatch if every sequence is as long as it may get: its tokens, and how many of them are
     scored; of its slice, where processes share sequences (`train.sequence_parallel`).
 
     Example: of 2000 tokens, with up to 500 sampled after prompts of 100 or more, at most 5/6 are scored.
     """
-    train, data = request.plan.config.train, request.plan.config.data
-    max_new_tokens = request.plan.sampling.max_new_tokens
-    sequence_tokens = request.sequence_tokens(max_new_tokens)
-    num_sequences = data.problems_per_iteration * data.rollouts_per_problem
-    if train.grad_accum_steps is not None:
-        num_sequences = min(num_sequences, (train.batch_size or 1) * train.grad_accum_steps)
-    elif train.updates_per_iteration is not None:
-        num_sequences = ceil(num_sequences / train.updates_per_iteration)
-    # One process's share, in microbatches of so many sequences, or of so many tokens.
-    of_process = ceil(num_sequences * train.sequence_parallel / len(request.trainers))
+    train, max_new_tokens = request.plan.config.train, request.plan.sampling.max_new_tokens
+    sequence_tokens, of_process = request.sequence_tokens(max_new_tokens), _sequences_of_process(request)
+    # In microbatches of so many sequences, or of so many tokens.
     rows, limit = min(of_process, train.batch_size or of_process), train.tokens_per_microbatch
     num_tokens, scored = rows * sequence_tokens, rows * max(1, min(max_new_tokens, sequence_tokens - 1))
     if limit is not None and num_tokens > limit:
@@ -351,8 +375,10 @@ def _recomputed_inputs(request: MemoryRequest, recompute: float) -> list[int]:
     return num_recomputed * [num_tokens * config.hidden_size * request.dtype.itemsize]
 
 
-def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
-    """Of a microbatch when it holds most: in the loss head, or in the backward pass of the last block."""
+def _activations_bytes(request: MemoryRequest, recompute: float, offloads: bool) -> tuple[int, int, int]:
+    """Of a microbatch: in the loss head, and in the backward pass of the last block and of the first. In between they
+    become fewer as evenly as gradients become more, so the sum of both is at its largest at one of the ends.
+    """
     config, dtype = request.model_config.get_text_config(), request.dtype
     num_tokens, scored = largest_microbatch(request)
     itemsize, hidden_size, vocab_size = dtype.itemsize, config.hidden_size, config.vocab_size
@@ -397,13 +423,14 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     if tile == num_tokens:
         block += num_tokens * of_mlp * itemsize
 
-    # Blocks that are recomputed keep their input.
-    inputs = _recomputed_inputs(request, recompute)
+    # Blocks that are recomputed keep their input, here or with the host.
+    inputs, hidden = _recomputed_inputs(request, recompute), num_tokens * hidden_size * itemsize
     num_recomputed = len(inputs)
-    kept = block * (config.num_hidden_layers - request.first_trained_block - num_recomputed) + sum(inputs)
+    here = sum(inputs[:FLIGHT] if offloads else inputs)
+    kept = block * (config.num_hidden_layers - request.first_trained_block - num_recomputed) + here
 
     # The last block's result and its norm, and the scored rows of it.
-    edges = 2 * num_tokens * hidden_size * itemsize + scored * hidden_size * itemsize
+    edges = 2 * hidden + scored * hidden_size * itemsize
 
     # In the loss head: tiles of logits, those that it keeps, and in its backward pass the fp32 sum that becomes the
     # gradient of those rows, and a product; and the gradient of the embeddings, if they are trained.
@@ -415,15 +442,20 @@ def _activations_bytes(request: MemoryRequest, recompute: float) -> int:
     backward = 10 * scored * hidden_size + of_weights
     head = kept_by_head + (max(tiles, backward) if kept_by_head else tiles + tiles // 4 + backward)
 
-    # In the last block: gradients inside the MLP, or of what experts return; what it recomputes; and the gradient of
-    # embeddings that are the head too, which is complete in their own backward pass.
+    # In a block: gradients inside the MLP, or of what experts return; and the gradient of embeddings that are the head
+    # too, which is complete in their own backward pass.
     in_mlp = (1 + (request.plan.config.model.lora is not None) if compiled else 3) * mlp
-    in_block = tile * itemsize * max(in_mlp, (2 if compiled else 3) * routed) + (block if num_recomputed else 0)
+    in_block = tile * itemsize * max(in_mlp, (2 if compiled else 3) * routed)
     in_block += merged  # their gradient
     if tile < num_tokens:
-        in_block += tile * of_mlp * itemsize + num_tokens * hidden_size * itemsize  # the results, put together
+        in_block += tile * of_mlp * itemsize + hidden  # the results, put together
     in_block += of_weights if getattr(config, "tie_word_embeddings", True) else 0
-    return int(kept + edges + max(head, in_block))
+
+    # The last one adds what it recomputes. The first has what it kept or recomputes, the gradient of its result, and
+    # inputs: its own, and with the host's memory in between those that have not left yet.
+    in_last = kept + edges + in_block + (block if num_recomputed else 0)
+    in_first = block + hidden + sum(inputs[: FLIGHT if offloads else 1]) + in_block
+    return int(kept + edges + head), int(in_last), int(in_first)
 
 
 def _widths(config: Any) -> tuple[int, int, int, int]:

@@ -69,13 +69,17 @@ class Code(RowTask):
 
     def score(self, problem: Problem, text: str) -> Score:
         blocks = BLOCK.findall(text)
-        passed, stopped = self._judged(dedent(blocks[-1]), problem.fields["tests"]) if blocks else (0.0, set())
+        judged = self._judged(dedent(blocks[-1]), problem.fields["tests"]) if blocks else (0.0, 0.0, set())
+        passed, skipped, stopped = judged
         earned = float(passed == 1) if self.all_or_nothing else passed
         parts = {"tests": earned, "format": self.format_weight * bool(blocks)}
-        return Score(sum(parts.values()), passed == 1, parts, measured={"timed_out": float("time" in stopped)})
+        measured = {"timed_out": float("time" in stopped), "skipped": skipped}
+        return Score(sum(parts.values()), passed == 1, parts, measured=measured)
 
-    def _judged(self, code: str, tests: str | Pairs) -> tuple[float, set[str | None]]:
-        """The share of the tests that the code passes, and the limits that have stopped it."""
+    def _judged(self, code: str, tests: str | Pairs) -> tuple[float, float, set[str | None]]:
+        """The share that the code passes of the tests that pytest has not skipped, the share of those that it has, and
+        the limits that have stopped the code.
+        """
         # All tests have half of the time of scoring: a program that hangs is wrong, and not left out.
         time_s, isolation = self.timeout_s / 2, self.sandbox
         limits = Limits(time_s=time_s, memory_mib=self.memory_mib, disk_mib=self.disk_mib, processes=self.processes)
@@ -89,9 +93,10 @@ class Code(RowTask):
                 files = {"main.py": f"{calls}\nIS_JUDGE = True\n{_call(tests, folders)}\n", "tests.py": tests}
                 found = run(python, files, stdin=ours, readable=folders, limits=limits, isolation=isolation)
                 stopped = {found.stopped, running.result().stopped}
-            number, _, digits = found.stdout.partition("\n")
+            number, _, letters = found.stdout.partition("\n")
             # pytest finds no test in a file whose imports fail, because the code has not such a name: 0 of 0.
-            return digits.count("1") / max(int(number or 0), 1), stopped
+            num_tests, skipped = int(number or 0), letters.count("s")
+            return letters.count("1") / max(num_tests - skipped, 1), skipped / max(num_tests, 1), stopped
         deadline, num_passed, stopped = time.monotonic() + time_s, 0, set()
         for pair in tests:
             left, stdin = replace(limits, time_s=max(deadline - time.monotonic(), 0.0)), pair["input"].encode()
@@ -99,7 +104,7 @@ class Code(RowTask):
             is_done = found.exit_code == 0 and found.stopped is None
             num_passed += is_done and _lines(found.stdout) == _lines(pair["output"])
             stopped.add(found.stopped)
-        return num_passed / len(tests), stopped
+        return num_passed / len(tests), 0.0, stopped
 
     def problem_of(self, problem_id: str, row: Row) -> Problem:
         prompt = self.prompt_template.replace("{prompt}", text_field(row, self.prompt_field, "task.prompt_field"))

@@ -128,7 +128,8 @@ def serve(code: str) -> None:
 
 def judge(names: set[str], statements: list[tuple[str, bool]], folders: list[str]) -> None:
     """Run the tests: statements, some of which are a test each, or, with folders for pytest, the file tests.py. Write
-    their number, and a digit for each: 1 if it passed. Of what the code has they see `names`.
+    their number, and a letter for each: 1 if it passed, s if it was skipped, or 0. Of what the code has they see
+    `names`.
     """
     module: Any = type(sys)("solution")
     sys.modules["solution"], module.__all__, solution = module, [*names & {*receive()}], Remote(0)
@@ -137,17 +138,22 @@ def judge(names: set[str], statements: list[tuple[str, bool]], folders: list[str
         sys.path += folders
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 
-        verdicts = dict[str, bool]()
+        outcomes, letters = dict[str, str](), {"passed": b"1", "skipped": b"s", "failed": b"0"}
+        skipped_files = []
 
         class Report:
-            def pytest_collection_finish(self, session: Any) -> None:
-                VERDICTS.write(b"%d\n" % len(session.items))
+            def pytest_collectreport(self, report: Any) -> None:
+                skipped_files.extend([report] * report.skipped)
 
-            def pytest_runtest_logreport(self, report: Any) -> None:  # of a test, or of a part of it, such as subTest
-                verdicts[report.nodeid] = verdicts.get(report.nodeid, True) and report.passed
+            def pytest_collection_finish(self, session: Any) -> None:
+                VERDICTS.write(b"%d\n" % (len(session.items) + len(skipped_files)) + b"s" * len(skipped_files))
+
+            def pytest_runtest_logreport(self, report: Any) -> None:  # of parts of a test, such as subTest, then of it
+                if outcomes.get(report.nodeid) != "failed" and (report.when != "teardown" or report.failed):
+                    outcomes[report.nodeid] = report.outcome
 
             def pytest_runtest_logfinish(self, nodeid: str) -> None:
-                VERDICTS.write(b"%d" % verdicts[nodeid])
+                VERDICTS.write(letters[outcomes[nodeid]])
 
         __import__("pytest").main(["-q", "-p", "no:cacheprovider", "tests.py"], plugins=[Report()])
         os._exit(0)

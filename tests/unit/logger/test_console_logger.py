@@ -1,5 +1,6 @@
 import io
 import logging
+import threading
 import time
 from types import SimpleNamespace
 
@@ -127,6 +128,18 @@ def test_a_long_phase_says_every_half_minute_how_far_it_is(clock: Clock) -> None
         time.sleep(0.1)
     assert stream.getvalue() == " 2/10  generate  12/64 completions  0:00:29\n"
     logger.close()
+
+
+def test_a_warm_start_says_how_long_it_will_take(clock: Clock) -> None:
+    logger, _ = logger_on(terminal=False)
+    logger._ends = threading.Event()  # without the thread that waits for silence
+    logger.phase("warm start", -1)
+    logger.progress(0, 1000, "steps")
+    clock.now_s += 5
+    assert logger._how_far() == "0/1,000 steps  0:00:05"
+    logger.progress(10, 1000, "steps")
+    clock.now_s += 20
+    assert logger._how_far() == "10/1,000 steps  0:00:25, about 0:41:15 left"
 
 
 def test_records_are_in_the_log_too_and_only_there(caplog: pytest.LogCaptureFixture) -> None:

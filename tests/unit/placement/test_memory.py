@@ -6,6 +6,7 @@ import runpy
 import statistics
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from offline_grpo.start.memory import (
     Part,
     check,
     choose_way,
+    has_several_microbatches,
     largest_microbatch,
     predict,
 )
@@ -81,11 +83,11 @@ def about(num_bytes):
     return pytest.approx(num_bytes, rel=0.01)
 
 
-def predicted_total(config, recompute, prompt_tokens, *overrides, offloads=False):
+def predicted_total(config, recompute, prompt_tokens, *overrides, offloads=False, num_processes=1):
     """GiB in tensors of a training process: what `torch.cuda.max_memory_allocated` measures."""
     plan = plan_of("model=hf", "model.train_id=none", "train.batch_size=null", "train.kl_coef=0", *overrides)
-    reference = config if has_reference(plan) else None
-    request = MemoryRequest(plan, config, reference, (prompt_tokens,) * 2, [0], (), [80 * GIB])
+    reference, gpus = config if has_reference(plan) else None, range(num_processes)
+    request = MemoryRequest(plan, config, reference, (prompt_tokens,) * 2, gpus, (), [80 * GIB] * num_processes)
     [device, *_] = predict(request, recompute, offloads)
     return sum(part.num_bytes for part in device.trainer if part.name != "CUDA context") / GIB
 
@@ -145,16 +147,25 @@ def ratios_of_models_as_they_are():
 
 @pytest.mark.slow
 def test_the_plan_of_a_long_sequence_lies_above_what_was_measured_and_by_a_tenth_at_most():
+    """A single microbatch, on one GPU and on two that share it; on one also with masters in the host's memory."""
     measured = json.loads((MEASURED / "h200" / "long_context.json").read_text())["measured"]
     shapes = runpy.run_path(str(BENCHMARKS / "shapes.py"))["SIZES"]
-    for size, arm, length in (("0.6b", "full", 65536), ("4b", "full", 131072), ("8b", "lora", 131072)):
+    arms, excess = (("0.6b", "full", 65536), ("4b", "full", 131072), ("8b", "lora", 131072)), []
+    cells = [*product((1, 2), arms), (1, ("4b", "full_offloaded", 65536))]
+    for number, (size, arm, length) in cells:
         shape = copy.deepcopy(shapes[size])
         shape.max_position_embeddings = length
-        own = (*SERVED, "weight_sync=reload", "model.compile=true", "data.problems_per_iteration=1")
-        own += (f"generation.max_new_tokens={length - 512}", f"train.tokens_per_microbatch={length}")
+        own = ("generation=vllm_server", "weight_sync=reload", "model.compile=true", "train.precision=bf16")
+        own += ("data.problems_per_iteration=1", "train.updates_per_iteration=8", "train.batch_size=1")
+        own += (f"generation.max_new_tokens={length - 512}", f"train.sequence_parallel={number}")
         own += ("model/lora=default",) if arm == "lora" else ()
-        total = predicted_total(shape, 1.0, 512, *own, offloads=True)
-        assert 1.0 <= total / measured[f"{size}_{arm}_{length}_on_1_peak_gib"] <= 1.1, (size, arm)
+        own += ("train.sharding=fsdp2",) if number > 1 and arm == "full" else ()
+        own += ("train.optimizer.offload=true",) if arm == "full_offloaded" else ()
+        total = predicted_total(shape, 1.0, 512, *own, offloads=True, num_processes=number)
+        excess.append(total / measured[f"{size}_{arm}_{length}_on_{number}_peak_gib"] - 1)
+    assert 0 <= min(excess) <= max(excess) <= 0.1, excess
+    said = f"lies above these seven, by {min(excess):.0%} to {max(excess):.0%}"
+    assert said in (BENCHMARKS / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -168,7 +179,8 @@ def test_the_plan_lies_above_all_that_was_measured_and_by_a_twentieth_at_most():
 
 
 def test_a_trainer_beside_its_server_has_every_part():
-    (device,) = predicted(*SERVED, "weight_sync=reload", "train.kl_coef=0.1", "engine.args.gpu_memory_utilization=0.25")
+    own = ("weight_sync=reload", "train.kl_coef=0.1", "engine.args.gpu_memory_utilization=0.25", "train.batch_size=8")
+    (device,) = predicted(*SERVED, *own)
     found = parts(device)
     *others, rounding = device.trainer
     assert found.pop(rounding.name) == about(0.007 * sum(part.num_bytes for part in others))
@@ -217,6 +229,20 @@ def test_processes_that_share_sequences_hold_a_slice_each():
     (tokens, scored), (of_slice, _) = largest_microbatch(alone), largest_microbatch(shared)
     assert of_slice == -(-tokens // 4)
     assert largest_microbatch(shared)[1] == min(scored, of_slice)
+
+
+def test_the_first_microbatch_finds_no_gradients_in_the_loss_head():
+    """64 sequences, of which 32 or all are a microbatch. The head keeps 2 bytes of 20480 logits of every token."""
+    own = (*SERVED, "weight_sync=reload", "model.compile=true", CHECKPOINTING)
+    own += ("data.problems_per_iteration=8", "data.rollouts_per_problem=8")
+    several, single = (request_of(*own, f"train.batch_size={rows}") for rows in (32, 64))
+    assert (has_several_microbatches(several), has_several_microbatches(single)) == (True, False)
+    assert parts(predict(several, 1.0)[0])["gradients"] == about(4 * NUM_WEIGHTS)
+    assert "gradients" not in parts(predict(single, 1.0)[0])
+
+    # Of an eighth of the tokens the head keeps less than the gradients take, which are there at the first block.
+    few = request_of(*own, "train.batch_size=8", "train.updates_per_iteration=8")
+    assert parts(predict(few, 1.0)[0])["gradients"] == about(4 * NUM_WEIGHTS)
 
 
 def test_an_mlp_in_tiles_holds_a_tile():
@@ -302,9 +328,9 @@ def test_inputs_of_blocks_go_to_the_host_only_where_that_is_needed_and_enough():
 def test_the_host_holds_what_is_offloaded(monkeypatch):
     monkeypatch.setattr(gpu_memory, "CGROUP", Path("/nowhere"))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=GIB * 30))
-    settings = (*SERVED, "weight_sync=shared_vllm", "train.optimizer.offload=true")
-    gpu, second, host = predicted(*settings, trainers=[0, 1])
-    resident, _ = predicted(*SERVED, "weight_sync=shared_vllm", trainers=[0, 1])
+    settings = (*SERVED, "weight_sync=shared_vllm", "train.batch_size=8")
+    gpu, second, host = predicted(*settings, "train.optimizer.offload=true", trainers=[0, 1])
+    resident, _ = predicted(*settings, trainers=[0, 1])
     assert parts(gpu).keys() == parts(resident).keys() - {"fp32 masters", "optimizer state"}
     assert parts(gpu)["gradients"] == parts(second)["gradients"] == about(4 * NUM_WEIGHTS)
     held = 2 * 12 * NUM_WEIGHTS + 4 * 4 * GIB  # two processes; they, and the server's two

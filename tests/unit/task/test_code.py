@@ -263,7 +263,7 @@ def test_a_share_of_the_tests_is_paid_or_all_or_nothing(task: Code) -> None:
     hanging = "def f(x):\n    while x == 2: pass\n    return x"
     score = judged(task, hanging, tests)
     assert score.reward == pytest.approx(1 / 3), "tests before the one that hangs count"
-    assert (score.measured, judged(task, code, tests).measured) == ({"timed_out": 1.0}, {"timed_out": 0.0})
+    assert (score.measured["timed_out"], judged(task, code, tests).measured["timed_out"]) == (1, 0)
     parts = "import unittest\nfrom solution import f\nclass MyTest(unittest.TestCase):\n    def test_f(self):\n"
     parts += "        for i in (1, 2):\n            with self.subTest(i=i):\n                self.assertEqual(f(i), 1)"
     assert judged(task, code, parts).reward == 0, "a part of a test"
@@ -273,8 +273,35 @@ def test_code_without_the_name_that_a_file_of_pytest_imports_is_wrong(task: Code
     # pytest then finds none of its tests. The reward is 0: without one, the completion would not be trained on.
     tests = "from solution import Stack\n\ndef test_push():\n    Stack().push(1)"
     assert judged(task, "class Heap: pass", tests) == Score(
-        0.0, False, {"tests": 0.0, "format": 0.0}, measured={"timed_out": 0.0}
+        0.0, False, {"tests": 0.0, "format": 0.0}, measured={"timed_out": 0.0, "skipped": 0.0}
     )
+
+
+def test_tests_that_pytest_skips_do_not_count(task: Code) -> None:
+    begins = "import pytest\nfrom solution import f\n"
+    skipped = (
+        "@pytest.mark.skip\ndef test_a(): assert f(1) == 2\n"
+        "def test_b():\n    pytest.skip('no')\n"
+        "@pytest.mark.xfail\ndef test_c(): assert f(1) == 2\n"
+    )
+    others = "def test_d(): assert f(3) == 9\n"
+    wrong, right = "def f(x): return x", "def f(x): return x * x"
+    for code, reward in ((wrong, 0), (right, 1)):
+        score = judged(task, code, begins + skipped + others)
+        assert (score.reward, score.is_correct, score.measured["skipped"]) == (reward, reward == 1, 3 / 4)
+
+    # Where none is left, none passes, and `measured/skipped` says why. A file that is skipped is one test.
+    for tests in (begins + skipped, f"import pytest\npytest.importorskip('nowhere')\n{begins}{others}"):
+        score = judged(task, right, tests)
+        assert (score.reward, score.is_correct, score.measured["skipped"]) == (0, False, 1)
+
+    # A part of a test that is skipped leaves the others, and what fails after a skip has failed.
+    parts = "import unittest\nfrom solution import f\nclass MyTest(unittest.TestCase):\n    def test_f(self):\n"
+    parts += (
+        "        for i in (0, 2):\n            with self.subTest(i=i):\n                if i == 0: self.skipTest('')\n"
+    )
+    parts += "                self.assertEqual(f(i), 4)\n"
+    assert [judged(task, code, parts).reward for code in (wrong, right)] == [0, 1]
 
 
 def test_complex_numbers_and_ranges_are_plain_values(task: Code) -> None:
