@@ -202,7 +202,7 @@ def main() -> None:
         train_with_trl(work, args)
         return
     make_model(work, args.shape, small=args.small)
-    trl = [sys.executable, str(Path(__file__).resolve()), str(work), *sys.argv[2:], "--inside-trl"]
+    trl = [sys.executable, str(Path(__file__).resolve()), str(work), "--inside-trl", *sys.argv[2:]]
     folders = {arm: [work / f"{arm}_{number}" for number in range(args.rounds)] for arm in args.arms}
     failed = []
     for number in range(args.rounds):

@@ -147,11 +147,12 @@ def ratios_of_models_as_they_are():
 
 @pytest.mark.slow
 def test_the_plan_of_a_long_sequence_lies_above_what_was_measured_and_by_a_tenth_at_most():
-    """A single microbatch, on one GPU and on two that share it."""
+    """A single microbatch, on one GPU and on two that share it; on one also with masters in the host's memory."""
     measured = json.loads((MEASURED / "h200" / "long_context.json").read_text())["measured"]
     shapes = runpy.run_path(str(BENCHMARKS / "shapes.py"))["SIZES"]
     arms, excess = (("0.6b", "full", 65536), ("4b", "full", 131072), ("8b", "lora", 131072)), []
-    for number, (size, arm, length) in product((1, 2), arms):
+    cells = [*product((1, 2), arms), (1, ("4b", "full_offloaded", 65536))]
+    for number, (size, arm, length) in cells:
         shape = copy.deepcopy(shapes[size])
         shape.max_position_embeddings = length
         own = ("generation=vllm_server", "weight_sync=reload", "model.compile=true", "train.precision=bf16")
@@ -159,10 +160,11 @@ def test_the_plan_of_a_long_sequence_lies_above_what_was_measured_and_by_a_tenth
         own += (f"generation.max_new_tokens={length - 512}", f"train.sequence_parallel={number}")
         own += ("model/lora=default",) if arm == "lora" else ()
         own += ("train.sharding=fsdp2",) if number > 1 and arm == "full" else ()
+        own += ("train.optimizer.offload=true",) if arm == "full_offloaded" else ()
         total = predicted_total(shape, 1.0, 512, *own, offloads=True, num_processes=number)
         excess.append(total / measured[f"{size}_{arm}_{length}_on_{number}_peak_gib"] - 1)
     assert 0 <= min(excess) <= max(excess) <= 0.1, excess
-    said = f"lies above these six, by {min(excess):.0%} to {max(excess):.0%}"
+    said = f"lies above these seven, by {min(excess):.0%} to {max(excess):.0%}"
     assert said in (BENCHMARKS / "README.md").read_text()
 
 

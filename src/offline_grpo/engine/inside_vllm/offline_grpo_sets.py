@@ -1,5 +1,5 @@
-"""What makes the sampler of vLLM's second model runner faster. Which tokens filters left is told from one reading of
-the logits: vLLM searches for the most probable ones, and reads all logits three times more for logprobs and ranks.
+"""Which tokens filters left, from one reading of the logits. vLLM's second model runner searches for the most
+probable ones, and reads all logits three times more for logprobs and ranks.
 
 Like its neighbours, the module stands alone; all that it uses of vLLM is alike in all versions that are supported.
 """
@@ -50,25 +50,6 @@ def find_sets_at_once() -> None:
 
     states.add_request, states.max_num_logprobs = add_request, max_num_logprobs
     setattr(sampler, name, compute_logprobs)
-
-
-def write_when_new(sampler: Any) -> None:
-    """How to sample, as requests ask for it, is copied to where the GPU reads it. vLLM's class `Sampler` does so in
-    every step, which takes an eighth of the time of the process that the GPU waits for if the model is small; only new
-    requests change it.
-    """
-    add, write = sampler.add_request, sampler.apply_staged_writes
-
-    def add_request(self: Any, *args: Any) -> Any:
-        self.has_new = True
-        return add(self, *args)
-
-    def apply_staged_writes(self: Any) -> None:
-        if self.has_new:
-            self.has_new = False
-            write(self)
-
-    sampler.has_new, sampler.add_request, sampler.apply_staged_writes = True, add_request, apply_staged_writes
 
 
 def sets_of(logits: Tensor, number: int, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:

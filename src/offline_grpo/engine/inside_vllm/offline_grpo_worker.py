@@ -58,12 +58,10 @@ def prepare_process() -> None:
 
     if torch.cuda.is_available():
         from offline_grpo_scheduler import look_further_ahead
-        from offline_grpo_sets import find_sets_at_once, write_when_new
-        from vllm.v1.worker.gpu.sample.sampler import Sampler
+        from offline_grpo_sets import find_sets_at_once
 
         look_further_ahead()
         find_sets_at_once()
-        write_when_new(Sampler)
         if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
             # Of an adapter's first product vLLM sums tiles of 256 numbers in small batches, and of 32 in larger ones
             # (0.25 to 0.32), so that logprobs would differ in their last bits.
