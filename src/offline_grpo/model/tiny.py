@@ -129,7 +129,7 @@ class TinyModel:
         content = json.dumps([FORMAT_VERSION, asdict(self), examples], sort_keys=True)
         folder = cache_dir / f"{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
         shipped = SHIPPED / f"{folder.name}.safetensors"
-        steps = f"warm start of {self.warm_start_steps} steps (model.tiny.warm_start_steps)"
+        steps = f"model.tiny.warm_start_steps={self.warm_start_steps}"
         start = "its weights are here" if shipped.exists() else steps
         step = "warm start", f"building the tiny model (once): {start}"
         return build_once(folder, SCRATCH, partial(self._build, problems, shipped), step)
