@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-SERVER_KEY = "OFFLINE_GRPO_SERVER_KEY"
-"""Where runs find the key of a server that they share: other users can read command lines, and `.hydra/` is kept."""
 STOP_S = 60.0
 """How long runs on a cluster may take to save and end after a Ctrl-C."""
 
@@ -154,6 +152,7 @@ class SharedServerLauncher(LocalLauncher):
         from offline_grpo.config.compose import key_of
         from offline_grpo.config.parts import OF_OWN_SERVER
         from offline_grpo.errors import ConfigError, EngineError, GrpoError
+        from offline_grpo.history.resume import SWEEP_KEY
         from offline_grpo.start.shared_server import serve
 
         # What is typed for the server is for all runs.
@@ -181,9 +180,9 @@ class SharedServerLauncher(LocalLauncher):
                 told = ours.recv()
             if isinstance(told, GrpoError):
                 raise told
-            urls, os.environ[SERVER_KEY] = told
+            urls, os.environ[SWEEP_KEY] = told
             log.info("the runs sample from %s", ", ".join(urls))
-            place = f"generation.base_url=[{','.join(urls)}]", f"generation.api_key=${{oc.env:{SERVER_KEY}}}"
+            place = f"generation.base_url=[{','.join(urls)}]", f"generation.api_key=${{oc.env:{SWEEP_KEY}}}"
             with_place = {n: [*(w for w in words if w not in of_server[0]), *place] for n, words in jobs.items()}
             return super()._run(with_place, stop)
         except EOFError as error:

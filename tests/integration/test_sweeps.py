@@ -216,6 +216,8 @@ def test_runs_at_a_shared_server_go_on_after_a_kill_and_a_ctrl_c(tmp_path: Path)
         sweep.join(120)
         assert sweep.exitcode == 130, printed(tmp_path)
         assert "Traceback" not in printed(tmp_path)
+        assert "[1] stopped by SIGINT; resume its sweep, which has the server\n" in printed(tmp_path)
+        assert "resume=sweep/" not in printed(tmp_path)
         assert not writers(log)
 
         # The first goes on after what it had saved; the server is another one, and dies.

@@ -38,6 +38,9 @@ from offline_grpo.train.schedule import LrSchedule, early_stop_reason
 
 NO_CHECKPOINT = "no checkpoint found; use a run folder, its checkpoints/iter_NNN, or auto"
 SEARCH_PATH = "hydra.searchpath"
+SWEEP_KEY = "OFFLINE_GRPO_SWEEP_SERVER_KEY"
+"""Where runs of `hydra/launcher=shared_server` find the key of their server: other users can read command lines, and
+`.hydra/` is kept."""
 LOCAL = ("train_id", "ref_id", "teacher", "gguf_file", "chat_template", "path", "cache_dir")
 """Keys, at any depth, whose values may be paths."""
 FIXED = {
@@ -345,8 +348,11 @@ def command(path: Path, *overrides: str) -> str:
 
 def where(run_dir: RunDir) -> str:
     """How to resume a run that was stopped."""
-    checkpoint = latest_checkpoint(run_dir.checkpoints)
-    return "nothing was saved" if checkpoint is None else f"go on with: {command(run_dir.path)}"
+    if latest_checkpoint(run_dir.checkpoints) is None:
+        return "nothing was saved"
+    return (
+        "resume its sweep, which has the server" if SWEEP_KEY in os.environ else f"go on with: {command(run_dir.path)}"
+    )
 
 
 def write_configuration(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], source: RunDir) -> None:
