@@ -2,9 +2,12 @@
 of `conf/`.
 """
 
+import gc
 import os
 
-import peft  # noqa: F401
+gc.disable()  # else a third of the time goes into looking for garbage among the modules, of which there is none
+
+import peft  # noqa: E402, F401
 import pyarrow
 import transformers.models.llama.modeling_llama  # noqa: F401
 from factories import compose_with_hydra

@@ -369,6 +369,7 @@ def own_server(python: str) -> tuple[str, ...]:
         *("engine.args.distributed_executor_backend=uni", "+engine.args.kv_cache_memory_bytes=67108864"),
         *("+engine.args.max_num_batched_tokens=32768", "engine.args.gpu_memory_utilization=null"),
         *("+engine.env.OMP_NUM_THREADS=1", '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"'),
+        '+engine.env.TORCHDYNAMO_DISABLE="1"',  # see `engines.CPU_ENV`
     )
 
 
