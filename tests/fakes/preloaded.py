@@ -1,13 +1,14 @@
 """For the server in runs.py, so that not every child does it again: what a run imports late, and what Hydra makes
 of `conf/`.
 """
+# ruff: noqa: E402
 
 import gc
 import os
 
 gc.disable()  # else a third of the time goes into looking for garbage among the modules, of which there is none
 
-import peft  # noqa: E402, F401
+import peft  # noqa: F401
 import pyarrow
 import transformers.models.llama.modeling_llama  # noqa: F401
 from factories import compose_with_hydra
@@ -29,3 +30,6 @@ _, _, path = os.environ["PYTHONPATH"].partition(os.pathsep)
 os.environ.pop("PYTHONPATH")
 if path:
     os.environ["PYTHONPATH"] = path
+
+gc.freeze()
+gc.enable()

@@ -42,8 +42,10 @@ def preload(path: str, tests: str) -> None:
         listener.listen(16)
         print("listening", flush=True)
         before = dict(os.environ)
+        gc.disable()  # see preloaded.py
         import_vllm()
         gc.freeze()  # else a fork that ends spends seconds on collecting it
+        gc.enable()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the keepers ended
         while gone not in select.select([listener, gone], [], [])[0]:
             client, _ = listener.accept()
