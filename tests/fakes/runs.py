@@ -219,16 +219,21 @@ def run_command(
     return subprocess.CompletedProcess([str(script), *words], max(codes), out, err)
 
 
-def start_command(folder: Path, script: Path, *words: str, outputs: Path) -> BaseProcess:
+def start_command(folder: Path, script: Path, *words: str, outputs: Path, python: str | None = None) -> BaseProcess:
     """See `run_command`. Does not wait; what is printed goes to the files `out` and `err` in `outputs`. As started by
     a shell, it leads a process group of its own.
+
+    Args:
+        python: what it starts itself with elsewhere, such as `preloaded_python`; None: this interpreter.
     """
-    process = child_process(_command, str(folder), str(script), list(words), str(outputs), False)
+    process = child_process(_command, str(folder), str(script), list(words), str(outputs), False, python)
     process.start()
     return process
 
 
-def _command(folder: str, script: str, words: list[str], outputs: str, draws: bool) -> None:
+def _command(
+    folder: str, script: str, words: list[str], outputs: str, draws: bool, python: str | None = None
+) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.setpgid(0, 0)
@@ -237,7 +242,7 @@ def _command(folder: str, script: str, words: list[str], outputs: str, draws: bo
     os.environ["HF_HUB_OFFLINE"] = "1"
     if not draws:
         _leave_out_drawing()
-    sys.argv = [script, *words]
+    sys.argv, sys.executable = [script, *words], python or sys.executable
     atexit._clear()  # the server's; a process of multiprocessing would not run its own either
     try:
         runpy.run_path(script, run_name="__main__")
