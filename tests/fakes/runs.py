@@ -211,7 +211,7 @@ def run_command(
     """
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as outputs:
-        arguments = (str(folder), str(script), list(words), outputs, draws)
+        arguments = (str(folder), str(script), list(words), outputs, draws, None)
         codes = (
             in_group(count, _command, *arguments) if count > 1 else _exit_codes([child_process(_command, *arguments)])
         )
@@ -224,16 +224,14 @@ def start_command(folder: Path, script: Path, *words: str, outputs: Path, python
     a shell, it leads a process group of its own.
 
     Args:
-        python: what it starts itself with elsewhere, such as `preloaded_python`; None: this interpreter.
+        python: what it starts others with, such as `preloaded_python`; None: this interpreter.
     """
     process = child_process(_command, str(folder), str(script), list(words), str(outputs), False, python)
     process.start()
     return process
 
 
-def _command(
-    folder: str, script: str, words: list[str], outputs: str, draws: bool, python: str | None = None
-) -> None:
+def _command(folder: str, script: str, words: list[str], outputs: str, draws: bool, python: str | None) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.setpgid(0, 0)
