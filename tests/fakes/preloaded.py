@@ -1,4 +1,4 @@
-"""For the server in runs.py, so that not every child does it again: what a run imports late, and the grammars,
+"""For fork_server.py, so that not every child does it again: what a run imports late, and the grammars,
 patterns and settings that a run makes as it begins.
 """
 # ruff: noqa: E402

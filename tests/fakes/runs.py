@@ -5,6 +5,7 @@ imported everything already), and beside vLLM servers on the CPU, of the random 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import importlib
 import json
@@ -20,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.forkserver import ensure_running
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -38,7 +39,6 @@ from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Metrics, Problem, SamplingParams, SamplingRequest, Score, ServedWeights
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["preloaded", "runs"])
 
 SMALL = (
     *("model.tiny.warm_start_steps=60", "model.tiny.hidden_size=32", "task.format_weight=0.5", "num_threads=1"),
@@ -50,6 +50,8 @@ SMALL = (
 """Four iterations of everything in a few seconds; the model has learnt to write integers sometimes, so that rewards
 differ.
 """
+
+ENVIRONMENT = dict(os.environ)
 
 CLUSTER_OF = "TESTED_CLUSTER_OF"
 """A variable of the environment of all processes of a Ray cluster: the process of the tests that started it."""
@@ -113,14 +115,30 @@ class Heard(RunListener):
 
 
 def child_process(target: Callable[..., Any], *args: Any, daemon: bool | None = None) -> BaseProcess:
-    """A process that calls `target(*args)` once it is started, forked from a server that has the modules above.
-
-    The server looks for them before it is told `sys.path`, and is silent about those that it does not find.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # preloaded.py takes it off again
-        ensure_running()
+    """A process that calls `target(*args)` once it is started, forked from a server that has imported preloaded.py."""
+    fork_server()
     return CONTEXT.Process(target=target, args=args, daemon=daemon)
+
+
+@functools.cache
+def fork_server() -> None:
+    """Start the server, which serves all workers, or find it; it has the environment in which tests began."""
+    path, tests = Path(os.environ["OFFLINE_GRPO_TESTS_CACHE"], "fork_server"), os.environ["OFFLINE_GRPO_TESTS_PROCESS"]
+    with path.with_suffix(".log").open("ab") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        if not path.exists():
+            folders = [str(Path(__file__).parent), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])]
+            subprocess.run(
+                [sys.executable, Path(__file__).with_name("fork_server.py"), path, tests],
+                stdout=log,
+                stderr=log,
+                env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(folders)},  # preloaded.py takes it off again
+                check=True,
+            )
+        fcntl.flock(log, fcntl.LOCK_UN)  # which the server has inherited
+    server: Any = forkserver._forkserver  # in place of one of this process alone
+    server._forkserver_address, server._forkserver_alive_fd = str(path), os.open(os.devnull, os.O_RDONLY)
+    server.ensure_running = resource_tracker.ensure_running
 
 
 def start_in_child(

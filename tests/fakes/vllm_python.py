@@ -43,7 +43,8 @@ def preload(path: str, tests: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen(16)
-        print("listening", flush=True)
+        if os.fork():
+            os._exit(0)  # so that it is nobody's child, see fork_server.py
         before = dict(os.environ)
         gc.disable()  # see preloaded.py
         import_vllm()
