@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     # Ray gives its processes the lowest priority but a few: beside other tests they would wait for minutes.
-    os.environ.update(RAY_worker_niceness="0")
+    os.environ.update(RAY_worker_niceness="0", RAY_USAGE_STATS_ENABLED="0")
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # a shell does that to what it starts with `&`, and programs would inherit it

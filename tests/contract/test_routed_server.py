@@ -26,6 +26,8 @@ from worlds import write_sums
 
 from offline_grpo.run import train
 
+pytestmark = pytest.mark.slow  # starts of servers, and warm starts
+
 DIFFER = "routes/differ_frac"
 ROUTED = (
     *(*SMALL, "model=tiny_moe", "model.tiny.hidden_size=128", "model.tiny.intermediate_size=16"),
@@ -77,7 +79,6 @@ def test_a_replay_of_the_record_is_the_run_alone_together_and_resumed(cache: str
     assert weights_of(killed)[last] == weights_of(live)[last]
 
 
-@pytest.mark.slow  # another start of a server
 def test_episodes_that_fork_are_routed_while_weights_are_pushed(cache: str, tmp_path: Path) -> None:
     """Asynchronously: a push comes amid requests, and what was drawn before it keeps the routes of older weights."""
     write_sums(tmp_path / "sums.jsonl", 100, 20)
@@ -105,7 +106,6 @@ def test_episodes_that_fork_are_routed_while_weights_are_pushed(cache: str, tmp_
             assert (np.flatnonzero(routes[:, 0, 0] == 255) == ends).all(), "the last token of each sequence alone"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("replay", ["old", "rollout"])
 def test_a_mixture_of_experts_learns(replay: str, cache: str, tmp_path: Path) -> None:
     """The tiny one, in process and beside a server. The warm start that it comes with would take a minute."""

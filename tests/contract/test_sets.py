@@ -73,7 +73,7 @@ assert told(0) == "vLLM's 2"
 """
 
 
-@pytest.mark.parametrize("code", [FOUND, ASKED])
+@pytest.mark.parametrize("code", [FOUND, pytest.param(ASKED, marks=pytest.mark.slow)])  # which imports vLLM
 def test_what_filters_left_is_found(code: str) -> None:
     """All of it, up to as many as are told, with logprobs and ranks; only where nobody asks for anything else."""
     paths = os.pathsep.join(filter(None, [str(EXTENSION_FOLDER), os.environ.get("PYTHONPATH")]))

@@ -157,16 +157,14 @@ def _preloaded_vllm() -> str:
     with log.open("ab") as errors:
         fcntl.flock(errors, fcntl.LOCK_EX)
         if not path.exists():
-            command = [sys.executable, VLLM_PYTHON, "preload", str(path), tests]
-            process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
+            subprocess.run(
+                [sys.executable, VLLM_PYTHON, "preload", str(path), tests],
+                stdout=errors,
                 stderr=errors,
                 env=engine(CPU).environment({}, None),
                 start_new_session=True,  # Ctrl-C is not for it
+                check=True,
             )
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"listening\n", log.read_text()
         fcntl.flock(errors, fcntl.LOCK_UN)  # which the process has inherited
     return str(path)
 

@@ -1,5 +1,5 @@
-"""An Atropos environment of two turns: the model writes, the environment answers, the model writes again. Run as `...
-serve --config FILE`.
+"""An Atropos environment of two turns: the model writes, the environment answers, the model writes again. Run as
+`python -m multi_turn_environment serve --config FILE`.
 
 What it sends it also appends to the file that the variable SENT names.
 """

@@ -5,6 +5,7 @@ imported everything already), and beside vLLM servers on the CPU, of the random 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import importlib
 import json
@@ -20,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.forkserver import ensure_running
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -38,7 +39,6 @@ from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.types import Metrics, Problem, SamplingParams, SamplingRequest, Score, ServedWeights
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["preloaded", "runs"])
 
 SMALL = (
     *("model.tiny.warm_start_steps=60", "model.tiny.hidden_size=32", "task.format_weight=0.5", "num_threads=1"),
@@ -50,6 +50,8 @@ SMALL = (
 """Four iterations of everything in a few seconds; the model has learnt to write integers sometimes, so that rewards
 differ.
 """
+
+ENVIRONMENT = dict(os.environ)
 
 CLUSTER_OF = "TESTED_CLUSTER_OF"
 """A variable of the environment of all processes of a Ray cluster: the process of the tests that started it."""
@@ -113,14 +115,30 @@ class Heard(RunListener):
 
 
 def child_process(target: Callable[..., Any], *args: Any, daemon: bool | None = None) -> BaseProcess:
-    """A process that calls `target(*args)` once it is started, forked from a server that has the modules above.
-
-    The server looks for them before it is told `sys.path`, and is silent about those that it does not find.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # preloaded.py takes it off again
-        ensure_running()
+    """A process that calls `target(*args)` once it is started, forked from a server that has imported preloaded.py."""
+    fork_server()
     return CONTEXT.Process(target=target, args=args, daemon=daemon)
+
+
+@functools.cache
+def fork_server() -> None:
+    """Start the server, which serves all workers, or find it; it has the environment in which tests began."""
+    path, tests = Path(os.environ["OFFLINE_GRPO_TESTS_CACHE"], "fork_server"), os.environ["OFFLINE_GRPO_TESTS_PROCESS"]
+    with path.with_suffix(".log").open("ab") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        if not path.exists():
+            folders = [str(Path(__file__).parent), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])]
+            subprocess.run(
+                [sys.executable, Path(__file__).with_name("fork_server.py"), path, tests],
+                stdout=log,
+                stderr=log,
+                env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(folders)},  # preloaded.py takes it off again
+                check=True,
+            )
+        fcntl.flock(log, fcntl.LOCK_UN)  # which the server has inherited
+    server: Any = forkserver._forkserver  # in place of one of this process alone
+    server._forkserver_address, server._forkserver_alive_fd = str(path), os.open(os.devnull, os.O_RDONLY)
+    server.ensure_running = resource_tracker.ensure_running
 
 
 def start_in_child(
@@ -211,7 +229,7 @@ def run_command(
     """
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as outputs:
-        arguments = (str(folder), str(script), list(words), outputs, draws)
+        arguments = (str(folder), str(script), list(words), outputs, draws, None)
         codes = (
             in_group(count, _command, *arguments) if count > 1 else _exit_codes([child_process(_command, *arguments)])
         )
@@ -219,16 +237,19 @@ def run_command(
     return subprocess.CompletedProcess([str(script), *words], max(codes), out, err)
 
 
-def start_command(folder: Path, script: Path, *words: str, outputs: Path) -> BaseProcess:
+def start_command(folder: Path, script: Path, *words: str, outputs: Path, python: str | None = None) -> BaseProcess:
     """See `run_command`. Does not wait; what is printed goes to the files `out` and `err` in `outputs`. As started by
     a shell, it leads a process group of its own.
+
+    Args:
+        python: what it starts others with, such as `preloaded_python`; None: this interpreter.
     """
-    process = child_process(_command, str(folder), str(script), list(words), str(outputs), False)
+    process = child_process(_command, str(folder), str(script), list(words), str(outputs), False, python)
     process.start()
     return process
 
 
-def _command(folder: str, script: str, words: list[str], outputs: str, draws: bool) -> None:
+def _command(folder: str, script: str, words: list[str], outputs: str, draws: bool, python: str | None) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.setpgid(0, 0)
@@ -237,7 +258,7 @@ def _command(folder: str, script: str, words: list[str], outputs: str, draws: bo
     os.environ["HF_HUB_OFFLINE"] = "1"
     if not draws:
         _leave_out_drawing()
-    sys.argv = [script, *words]
+    sys.argv, sys.executable = [script, *words], python or sys.executable
     atexit._clear()  # the server's; a process of multiprocessing would not run its own either
     try:
         runpy.run_path(script, run_name="__main__")
@@ -369,6 +390,7 @@ def own_server(python: str) -> tuple[str, ...]:
         *("engine.args.distributed_executor_backend=uni", "+engine.args.kv_cache_memory_bytes=67108864"),
         *("+engine.args.max_num_batched_tokens=32768", "engine.args.gpu_memory_utilization=null"),
         *("+engine.env.OMP_NUM_THREADS=1", '+engine.env.VLLM_ENABLE_V1_MULTIPROCESSING="0"'),
+        '+engine.env.TORCHDYNAMO_DISABLE="1"',  # see `engines.CPU_ENV`
     )
 
 

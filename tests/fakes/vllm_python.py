@@ -6,10 +6,11 @@ forks the engine: vLLM would start it as a new interpreter, which imports vLLM o
 
     python vllm_python.py preload SOCKET PID
     python vllm_python.py ask SOCKET -m MODULE ARGUMENTS
+    python vllm_python.py ask SOCKET SCRIPT ARGUMENTS
 
-The first has imported vLLM and forks a server for each of the second that asks, until process PID ends. The second
-passes signals on, leaves as the server does, and takes it along when killed. For tests that need a server; those of who
-ends which process start it as a run does.
+The first has imported vLLM and forks a server, or another program, for each of the second that asks, until process PID
+ends. The second passes signals on, leaves as the server does, and takes it along when killed. For tests that need a
+server; those of who ends which process start it as a run does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import tempfile
 import time
 from typing import NoReturn
 
+from setproctitle import getproctitle, setproctitle
+
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST = 2**20
 CLEANERS_TAKE_S = 2.0
@@ -40,10 +43,13 @@ def preload(path: str, tests: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen(16)
-        print("listening", flush=True)
+        if os.fork():
+            os._exit(0)  # so that it is nobody's child, see fork_server.py
         before = dict(os.environ)
+        gc.disable()  # see preloaded.py
         import_vllm()
         gc.freeze()  # else a fork that ends spends seconds on collecting it
+        gc.enable()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the keepers ended
         while gone not in select.select([listener, gone], [], [])[0]:
             client, _ = listener.accept()
@@ -60,7 +66,6 @@ def preload(path: str, tests: str) -> None:
 
 def import_vllm() -> None:
     """Import what a server on the CPU needs."""
-    import setproctitle
     import vllm.entrypoints.openai.api_server
     import vllm.lora.worker_manager
     import vllm.model_executor.models.llama
@@ -69,7 +74,7 @@ def import_vllm() -> None:
     from vllm.utils import system_utils
 
     registry._run_in_subprocess = lambda look: look()  # at a model's class, where vLLM would import all of itself
-    setproctitle.getproctitle()  # it looks for the memory of the title beside the environment, which `have` moves
+    getproctitle()  # it looks for the memory of the title beside the environment, which `have` moves
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
@@ -133,8 +138,12 @@ def have(environment: dict[str, str], before: dict[str, str]) -> None:
 
 def run(words: list[str]) -> None:
     """What `python WORDS` does."""
-    dash_m, *sys.argv = words
-    assert dash_m == "-m", words
+    if words[0] != "-m":
+        sys.argv, sys.path[0] = words, os.path.dirname(words[0])
+        setproctitle(" ".join(["python", *words]))  # by which tests find it
+        runpy.run_path(words[0], run_name="__main__")
+        return
+    _, *sys.argv = words
     if "TESTED_WITH_ROUTES" in os.environ:
         sys.path.append(os.path.dirname(__file__))
         import routed_vllm

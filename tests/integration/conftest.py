@@ -30,7 +30,6 @@ def cluster() -> Iterator[Any]:
     `ON_RAY`. One that loses a machine adds another.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv(CLUSTER_OF, str(os.getpid()))  # which all its processes inherit
         from ray.cluster_utils import Cluster
 

@@ -52,16 +52,18 @@ def killed(tmp_path_factory):
     and after three iterations and some groups of both the run itself.
     """
     folder = tmp_path_factory.mktemp("killed")
-    words = (*SMALL, *own_server(preloaded_python(folder)), f"hydra.run.dir={folder}/run", "rollouts.poll_s=0.2")
+    python = preloaded_python(folder)  # which has most of what environments import, too
+    words = (*SMALL, *own_server(python), f"hydra.run.dir={folder}/run", "rollouts.poll_s=0.2")
     url = f"http://127.0.0.1:{choose_port('127.0.0.1', None, key='-')}"
     words += ("experiment=atropos_shared", f"rollouts.url={url}", "model.tiny.hidden_size=128")
     words += ("model.tiny.warm_start_steps=10", "train.lr=1e-5")  # it need neither know nor learn much
     words += ("train.iterations=500", "train.updates_per_iteration=1", "eval.interval=500", "model.device=cpu")
     # That of two turns sends a group before the other one starts, which is faster and would keep the queue full.
     sent = folder / "sent.jsonl"
-    turns = f"SENT={sent} python {ROOT}/tests/fakes/multi_turn_environment.py serve --config $OFFLINE_GRPO_ENV_CONFIG"
+    fakes = f"SENT={sent} PYTHONPATH={ROOT}/tests/fakes"
+    turns = f"{fakes} {python} -m multi_turn_environment serve --config $OFFLINE_GRPO_ENV_CONFIG"
     first = f"touch {sent}; n=$(wc -l < {sent}); {turns} & until [ $(wc -l < {sent}) -gt $n ]; do sleep 0.1; done"
-    both = f"{first}; python -m offline_grpo.commands.task_environment serve"
+    both = f"{first}; {python} -m offline_grpo.commands.task_environment serve"
     words += (f"rollouts.environment='{both} & wait'", "generation.max_new_tokens=24")
     child = start_command(ROOT, ROOT / "run_grpo.py", *words, outputs=folder)
     trainer = psutil.Process(child.pid)
@@ -79,7 +81,8 @@ def killed(tmp_path_factory):
     wait_until(lambda: (folder / "run" / "env_1.log").exists())  # with a new API comes a new environment
     wait_until(lambda: metrics(2) and {1, 2} <= {len(spans(rollout)) for rollout in recorded(folder / "run")})
     wait_until(lambda: named(trainer, "task_environment"))  # its log is there before it is
-    below = {*trainer.children(recursive=True), *writers(folder / "run" / "server_0.log")}
+    logs = (folder / "run" / name for name in ("server_0.log", "env_1.log"))
+    below = {*trainer.children(recursive=True), *(process for log in logs for process in writers(log))}
     trainer.kill()
     psutil.wait_procs(below, timeout=30)
     left = [process for process in below if process.is_running()]

@@ -265,8 +265,8 @@ def test_the_calculator_of_readme_is_the_one_that_the_package_has(calculator):
 
 @pytest.mark.slow
 def test_the_calculator_of_readme_trains(calculator, cache, tmp_path):
-    small = ("data.problems_per_iteration=1", "data.rollouts_per_problem=2", "train.iterations=1", "eval.num_ids=1")
-    small += ("eval.replicates=1", "eval.ks=[1]", "checkpoint.enabled=false", "train.drop_zero_signal_groups=false")
+    small = ("data.problems_per_iteration=1", "data.rollouts_per_problem=2", "train.iterations=1", "eval.enabled=false")
+    small += ("checkpoint.enabled=false", "train.drop_zero_signal_groups=false", "generation.max_new_tokens=32")
     small += (cache, "model.device=cpu", "num_threads=1")
     train(compose_config(*calculator, *small), tmp_path / "run")
     assert metrics_of(tmp_path / "run")["train_iter_000.json"]["num_updates"] == 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engines import processes_naming
+from engines import preloaded_python, processes_naming
 from runs import SMALL, assert_alike, printed, run_command, run_in_child, start_command, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "run_grpo.py"
@@ -48,7 +48,8 @@ def started(folder: Path, name: str, *words: str) -> Iterator[Command]:
     """The command as a user types it, once it has trained for two iterations; nothing of it is left at the end."""
     before, outputs = trained(folder), folder.parent / name
     outputs.mkdir()
-    command = Command(start_command(folder.parent, SCRIPT, *words, outputs=outputs), outputs)
+    python = preloaded_python(outputs)
+    command = Command(start_command(folder.parent, SCRIPT, *words, outputs=outputs, python=python), outputs)
     try:
         wait_until(lambda: len(trained(folder) - before) >= 2, told=lambda: (outputs / "err").read_text())
         below = processes_naming(str(folder.parent))  # one that dies has no name any more, and its lock still

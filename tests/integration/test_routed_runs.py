@@ -68,7 +68,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_its_record_can_be_replayed(
     shutil.rmtree(replayed)
 
 
-@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+@pytest.mark.parametrize("sharding", ["none", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_two_processes_follow_the_trajectory_of_one(cache: str, tmp_path: Path, sharding: str) -> None:
     overrides = (*EXPERTS, cache, "train.epochs=2", "data.problems_per_iteration=5")
     alone, together = alone_and_together(tmp_path, *overrides, together=(f"train.sharding={sharding}",))

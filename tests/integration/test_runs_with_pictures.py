@@ -119,6 +119,7 @@ def test_an_environment_shows_pictures(place: Path, tmp_path: Path) -> None:
         assert sizes == [size_of(each) for each in shown[: len(sizes)]]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_an_evaluation_see_them_too(place: Path, tmp_path: Path) -> None:
     whole = metrics_of(run(place, tmp_path / "whole", *HOW))
     first = run(place, tmp_path / "first", *HOW, "train.iterations=2")

@@ -78,6 +78,7 @@ def test_a_run_is_that_of_one_process(words: str, cache: str, tmp_path: Path) ->
     alone_and_together(tmp_path, *run, *others, together=(SHARED,))
 
 
+@pytest.mark.slow
 def test_two_groups_of_two_train_and_a_resumed_run_is_the_same_bit_for_bit(cache: str, tmp_path: Path) -> None:
     """And one process goes on from what they have saved."""
     alone, four = tmp_path / "alone", tmp_path / "four"

@@ -72,7 +72,9 @@ def test_submitit_runs_all_jobs_and_the_exit_code_is_that_of_the_worst(tmp_path:
 @pytest.mark.slow
 def test_a_signal_stops_the_runs_on_a_cluster_where_nothing_is_lost(tmp_path: Path) -> None:
     """Of three jobs: the first is refused, which the sweep has on record, and none of the others for that."""
-    sweep = endless(tmp_path, "train.lr=-1,1e-3,1e-4", "hydra/launcher=ray", *TWO_CORES, "hydra.launcher.num_cpus=0.5")
+    words = ("train.lr=-1,1e-3,1e-4", "hydra/launcher=ray", *TWO_CORES, "hydra.launcher.num_cpus=0.5")
+    python = f"+hydra.launcher.ray_init.runtime_env.py_executable={preloaded_python(tmp_path)}"
+    sweep = endless(tmp_path, *words, python)
     failed = tmp_path / "sweep" / sweeps.FAILED / "0"
     try:
         wait_until(lambda: runs(tmp_path / "sweep") == {"1", "2"}, told=lambda: printed(tmp_path))
@@ -142,6 +144,7 @@ def test_runs_that_share_a_server_are_what_they_are_alone(tmp_path: Path) -> Non
     """
     words = (*five(save_model(tmp_path / "model")), *own_server(preloaded_python(tmp_path)), "train.iterations=3")
     words = (*words, "+engine.args.max_num_seqs=1", "weight_sync=lora_hotswap", "model/lora=default")
+    words = (*words, "data.rollouts_per_problem=2")  # one after the other
     shared = ("hydra/launcher=shared_server", "weight_sync.share_base=true")
     done, sweep = multirun(tmp_path, *words, *shared, "seed=0,1", "train.lr=-1,1e-2")
     assert done.returncode == 2, done.stderr

@@ -212,7 +212,7 @@ def test_a_block_that_is_computed_again_follows_the_same_routes(name: str) -> No
     ("name", "checkpointing"),
     [
         ("qwen3_moe", False),
-        ("glm4_moe", True),
+        pytest.param("glm4_moe", True, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", True, marks=pytest.mark.slow),
         pytest.param("glm4_moe", False, marks=pytest.mark.slow),
     ],

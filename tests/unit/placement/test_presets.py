@@ -72,7 +72,9 @@ def test_a_preset_fits_the_card_that_it_names_and_no_smaller_one(preset: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", SHAPES)
 def test_check_knows_what_each_change_saves(preset: str) -> None:
-    assert tuple(planned_gib(preset, change) for change in check.CHANGES) == check.PRESETS[preset]
+    unchanged, *changes = check.CHANGES  # the first one is in the test above
+    assert unchanged == ""
+    assert [planned_gib(preset, change) for change in changes] == [*check.PRESETS[preset][1:]]
 
 
 def test_what_fits_each_card() -> None:
