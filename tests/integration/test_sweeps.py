@@ -187,13 +187,13 @@ def test_a_shared_server_ends_after_the_runs_of_a_sweep_that_is_killed(tmp_path:
 
 @pytest.mark.slow
 def test_runs_at_a_shared_server_go_on_after_a_kill_and_a_ctrl_c(tmp_path: Path) -> None:
-    """One run is killed, which costs itself only; then a Ctrl-C ends the others; then the server dies. The sweep is
+    """One run is killed, which costs itself only; then a Ctrl-C ends the other; then the server dies. The sweep is
     resumed each time, with another server, and each run goes on from its last checkpoint.
     """
     words = (*five(save_model(tmp_path / "model")), *own_server(forking_python(tmp_path)), "weight_sync=lora_hotswap")
-    words = (*words, "model/lora=default", "hydra/launcher=shared_server", "hydra.launcher.n_jobs=2", "seed=1,2,3")
+    words = (*words, "model/lora=default", "hydra/launcher=shared_server", "hydra.launcher.n_jobs=2", "seed=1,2")
     words = (*words, "hydra.sweep.subdir=${seed}", "checkpoint.enabled=true", "checkpoint.save_interval=1")
-    words = ("--multirun", *words, "train.iterations=40", "eval.enabled=false", "hydra.sweep.dir=sweep")
+    words = ("--multirun", *words, "train.iterations=12", "eval.enabled=false", "hydra.sweep.dir=sweep")
     place, log = tmp_path / "sweep", tmp_path / "sweep" / "server_0.log"
 
     def wait_for(number: int, iterations: int) -> None:
@@ -202,7 +202,7 @@ def test_runs_at_a_shared_server_go_on_after_a_kill_and_a_ctrl_c(tmp_path: Path)
 
     def goes_on(number: int) -> list[int]:
         text = (place / str(number) / "run.log").read_text()
-        return [*map(int, re.findall(r"going on after iteration (\d+) of 40", text))]
+        return [*map(int, re.findall(r"going on after iteration (\d+) of 12", text))]
 
     sweep = start_command(tmp_path, ROOT / "run_grpo.py", *words, outputs=tmp_path)
     assert sweep.pid is not None
@@ -212,9 +212,8 @@ def test_runs_at_a_shared_server_go_on_after_a_kill_and_a_ctrl_c(tmp_path: Path)
         for worker in psutil.Process(sweep.pid).children():
             if any(file.path.startswith(f"{place / '1'}/") for file in worker.open_files()):
                 worker.kill()
-        wait_for(3, 2)
         line = "error in job 0 of the sweep: the run was killed (signal 9); continue the sweep with: "
-        assert line in printed(tmp_path)
+        wait_until(lambda: line in printed(tmp_path), told=lambda: printed(tmp_path))
         os.killpg(sweep.pid, signal.SIGINT)
         sweep.join(120)
         assert sweep.exitcode == 130, printed(tmp_path)
@@ -239,8 +238,8 @@ def test_runs_at_a_shared_server_go_on_after_a_kill_and_a_ctrl_c(tmp_path: Path)
     done = run_command(tmp_path, ROOT / "run_grpo.py", "resume=sweep")
     assert done.returncode == 0, done.stderr
     assert not writers(log)
-    for number in (1, 2, 3):
-        assert len([*(place / str(number) / "metrics").glob("train_iter_*.json")]) == 40
+    for number in (1, 2):
+        assert len([*(place / str(number) / "metrics").glob("train_iter_*.json")]) == 12
         assert all(after >= 1 for after in goes_on(number))
         assert goes_on(number) == sorted(goes_on(number))
 

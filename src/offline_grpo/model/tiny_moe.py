@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
+from offline_grpo.errors import require
 from offline_grpo.model.tiny import TinyModel
 
 
@@ -18,6 +19,11 @@ class TinyMoeModel(TinyModel):
     num_experts_per_token: int
 
     name: ClassVar[str] = "tiny_moe"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        per_token, fix = self.num_experts_per_token, f"must be at most model.tiny.num_experts={self.num_experts}"
+        require(per_token <= self.num_experts, "model.tiny.num_experts_per_token", per_token, fix)
 
     def _model(self, tokenizer: PreTrainedTokenizerFast) -> Any:
         shape: dict[str, Any] = self._text_config(tokenizer).to_dict()

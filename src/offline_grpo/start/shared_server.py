@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from offline_grpo.commands import cli
-from offline_grpo.config.parts import Plan, make_plan
+from offline_grpo.config.parts import Plan, check_settings, make_plan
 from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import ConfigError, GrpoError, require
 from offline_grpo.history.folder import RunDir
@@ -43,14 +43,24 @@ def serve(configs: Sequence[Callable[[], RunConfig]], num_at_once: int, folder: 
 
 
 def _first_accepted(configs: Sequence[Callable[[], RunConfig]]) -> Plan:
-    """A job that is refused costs itself only, and says so itself."""
-    refusals = []
+    """With the largest adapters of all. A job that is refused costs itself only, and says so itself."""
+    accepted, adapters, refusals = None, [], []
     for config in configs:
         try:
-            return make_plan(config())
+            settings = config()
+            adapters += [settings.model.lora] if settings.model.lora is not None else []
+            if accepted is None:
+                check_settings(plan := make_plan(settings))
+                accepted = plan
         except ConfigError as error:
             refusals.append(error)
-    raise refusals[0]
+    if accepted is None:
+        raise refusals[0]
+
+    # The jobs find a server, so none of them asks whether it has room for such adapters.
+    accepted.config.model.lora = max(adapters, key=lambda lora: lora.r, default=None)
+    check_settings(accepted)
+    return accepted
 
 
 def _start(plan: Plan, num_at_once: int, folder: Path, stack: ExitStack) -> list[ServerEngine]:

@@ -37,6 +37,7 @@ REFUSED = {
     f"{SGLANG} generation.min_p=0.1": "generation.min_p=0.1: SGLang does not tell what filters left",
     "rollouts=atropos generation.top_p=0.9 eval.enabled=false": "generation.top_p=0.9: environments sample",
     "model=tiny_moe train.updates_per_iteration=1": "model.router_replay=old: a single update chooses the experts",
+    "model=tiny_moe model.tiny.num_experts=1": "model.tiny.num_experts_per_token=2: must be at most model.tiny.num_exp",
     "model.router_replay=rollout": "model.router_replay=rollout: the sampler of this process does not tell",
     f"{SGLANG} model.router_replay=rollout": "model.router_replay=rollout: SGLang does not tell",
     "rollouts=atropos model.router_replay=rollout eval.enabled=false": "model.router_replay=rollout: environments do",
