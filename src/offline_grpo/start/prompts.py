@@ -22,11 +22,15 @@ from offline_grpo.model.ulysses import check_shareable
 from offline_grpo.settings import DataConfig, RunConfig
 from offline_grpo.start.memory import check_memory
 from offline_grpo.state import Run
+from offline_grpo.task.problems import MANY
 from offline_grpo.train.advantage import is_url
-from offline_grpo.types import Problem, text_of
+from offline_grpo.types import Problem, Split, text_of
 
 MAX_LOOKED_AT = 10_000
 """Of more problems, so many are encoded; of the others those that may be too long."""
+
+MAX_TOKENS = 10_000_000
+"""Of a task without end, whose problems are alike: after so many tokens, texts longer than all before are encoded."""
 
 FIRST_PROBLEMS = 100
 
@@ -191,6 +195,7 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
     where prompt and `max_new_tokens` do not fit into its context.
     """
     context, vocab_size = context_length(model_config), model_config.get_text_config().vocab_size
+    is_endless = bool(plan.data.train) and len(plan.data.task.problems(Split.TRAIN)) >= MANY
     limit = plan.config.rollouts.get("max_token_len")  # of rollouts that others have sampled
     found = [] if limit is None else [0, max(0, min(limit, context or limit) - plan.sampling.max_new_tokens)]
     unreadable: list[str] = []
@@ -204,8 +209,15 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
         room -= added
 
         # Tokens that the model has no embedding for, or its tokenizer no token.
-        prompts = [encoded(codec, problem) for problem in problems[:MAX_LOOKED_AT]]
-        for problem, prompt in zip(problems, prompts, strict=False):
+        lengths, num_tokens, longest_text, num_passed_over = [], 0, 0, 0
+        for problem in problems[:MAX_LOOKED_AT]:
+            num_chars = sum(len(text_of(each)) for each in problem.messages)
+            if is_endless and num_tokens > MAX_TOKENS and num_chars <= longest_text:
+                num_passed_over += 1
+                continue
+            prompt, longest_text = encoded(codec, problem), max(num_chars, longest_text)
+            lengths.append(len(prompt))
+            num_tokens += len(prompt)
             largest = max(prompt, default=0)
             if largest >= vocab_size:
                 fix = f"its tokenizer gives token {largest} for problem {problem.problem_id}, and the model has"
@@ -214,11 +226,12 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
                 unreadable.append(text_of(problem.messages[-1]))
 
         # Prompt, completion and what an environment may add must fit into the context.
-        lengths = [*map(len, prompts), *longer_prompts(problems[MAX_LOOKED_AT:], codec, room).values()]
+        lengths += longer_prompts(problems[MAX_LOOKED_AT:], codec, room).values()
         longest = max(lengths, default=0)
         if context is not None and longest > room:
             num_too_long = sum(length > room for length in lengths)
-            fix = f"data.max_prompt_tokens={room} skips the {num_too_long} of {len(problems)} problems that do not fit"
+            known = len(problems) - num_passed_over
+            fix = f"data.max_prompt_tokens={room} skips the {num_too_long} of {known} problems that do not fit"
             fix = fix if room >= min(lengths) else "use a model with more"
             left = context - longest - added
             fix = f"use {key}={left} or less, or {fix}" if left > 0 else fix

@@ -17,6 +17,7 @@ from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.start import prompts
 from offline_grpo.start.prompts import check_prompts, check_teacher
+from offline_grpo.task.problems import MANY
 from offline_grpo.types import Encoded, Problem, SamplingParams
 
 TOKENIZER = build_char_tokenizer(256)
@@ -28,9 +29,11 @@ def problems(*texts: str) -> list[Problem]:
 
 
 def lengths(
-    train: list[Problem], *, context: int = 20, vocab_size: int | None = None, max_new_tokens: int = 4
+    train: list[Problem], *, context: int = 20, vocab_size: int | None = None, max_new_tokens: int = 4, of: int = 0
 ) -> tuple[int, int]:
-    data = SimpleNamespace(train=train, held_out=[])
+    """`of`: how many problems the task has."""
+    task = SimpleNamespace(problems=lambda split: range(of))
+    data = SimpleNamespace(task=task, train=train, held_out=[])
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     plan: Any = SimpleNamespace(
         config=SimpleNamespace(rollouts={}), data=data, sampling=sampling, eval_sampling=sampling
@@ -59,6 +62,19 @@ def test_the_shortest_and_the_longest_prompt_are_found_and_what_does_not_fit_say
         rows[place] = "1+" * 9 + "1="
         with pytest.raises(ConfigError, match="skips the 1 of 7 problems"):
             lengths(problems(*rows))
+
+
+def test_of_a_task_without_end_a_part_is_encoded_and_longer_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = problems(*["1+1="] * 20, "10+10=", *["2+2="] * 20)
+    all_of_them = lengths(rows)
+    seen: list[str] = []
+    encode = prompts.encoded
+    monkeypatch.setattr(prompts, "encoded", lambda codec, each: seen.append(each.problem_id) or encode(codec, each))
+    monkeypatch.setattr(prompts, "MAX_TOKENS", 3 * all_of_them[0] - 1)
+    assert lengths(rows, of=MANY) == all_of_them
+    assert seen == ["p-0", "p-1", "p-2", "p-20"]
+    assert lengths(rows, of=len(rows)) == all_of_them
+    assert len(seen) == 4 + len(rows)
 
 
 def test_only_prompts_of_more_bytes_are_encoded_and_their_tokens_count() -> None:
