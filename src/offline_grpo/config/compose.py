@@ -38,7 +38,6 @@ OF_SEVERAL = ("logger", "experiment")
 PART = re.compile(r"""'[^']*'|"[^"]*"|[^\s,{}'":[\]](?:[^,{}'":[\]]|:(?!\s))*""")
 """A text in the value of an override, between the marks of lists, dicts and sweeps."""
 IN_SEARCH_PATH = re.compile(r"file://([^,'\"\]]+)")
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where there is one: help reads all files
 
 
 def folder() -> Path:
@@ -84,7 +83,7 @@ def defaults(conf: Path) -> dict[str, list[str]]:
     chosen: dict[str, list[str]] = {}
     for path in (conf / "config.yaml", *conf.glob("*/default.yaml")):
         prefix = "" if path.parent == conf else f"{path.parent.name}/"
-        for entry in yaml.load(path.read_text(), LOADER).get("defaults", []):
+        for entry in yaml.safe_load(path.read_text()).get("defaults", []):
             for name, option in entry.items() if isinstance(entry, dict) else ():
                 if option is not None and " " not in name:
                     chosen[prefix + name] = option if isinstance(option, list) else [option]

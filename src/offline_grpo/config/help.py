@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from hydra._internal.utils import get_args_parser
 
-from offline_grpo.config.compose import LOADER, defaults, folder, folders, groups, key_of
+from offline_grpo.config.compose import defaults, folder, folders, groups, key_of
 from offline_grpo.errors import ConfigError
 from offline_grpo.installed import module_command, run_command
 
@@ -108,7 +108,7 @@ def _section(title: str, found: Sequence[Key], about: str = "") -> list[str]:
 def all_keys(places: Sequence[Path], group: str, option: str) -> list[Key]:
     """The keys of an option's file, after those of the files of its group that it includes."""
     path = next(path for place in places if (path := place / group / f"{option}.yaml").is_file())
-    entries = [e for e in yaml.load(path.read_text(), LOADER).get("defaults", []) if isinstance(e, str) and e[0] != "/"]
+    entries = [e for e in yaml.safe_load(path.read_text()).get("defaults", []) if isinstance(e, str) and e[0] != "/"]
     included = [key for entry in entries if entry != "_self_" for key in all_keys(places, group, entry)]
     return included + keys(path, prefix_of(group))
 
@@ -140,7 +140,7 @@ def keys(path: Path, prefix: str) -> list[Key]:
 
 def of_other_trainers() -> dict[str, str]:
     """A key of another trainer, or the end of one -> the key or the group that does the same here."""
-    names = yaml.load(Path(__file__).with_name("of_other_trainers.yaml").read_text(), LOADER)
+    names = yaml.safe_load(Path(__file__).with_name("of_other_trainers.yaml").read_text())
     return {name: key for key, others in names.items() for name in others.split()}
 
 
