@@ -226,7 +226,7 @@ class Loop:
             is_of_training = engines is self.run.training
             if is_of_training:
                 self.run.source.weights_lost()
-            report = engines.recover(self.run.policy, version=self.run.updater.counters.version)
+            report = engines.push(self.run.policy, version=self.run.updater.counters.version, is_recovery=True)
             if is_of_training:
                 self._note_push(report)
             return action()
