@@ -176,8 +176,8 @@ class Launcher(ABC):
 
 
 def num_told(top_k: int) -> int:
-    """Of how many tokens a server is asked which ones its filters left: top-k keeps all that are as probable as the
-    k-th, as some are in 16 bits, and the more, the larger k is.
+    """Of how many tokens a server is asked, so that all that top-k keeps are among them. It keeps more than k if others
+    are as probable as the k-th, which happens in 16 bits, the more often the larger k is.
     """
     return top_k + top_k // 2 + 64
 
@@ -297,7 +297,7 @@ class ServerEngine(Streaming, Engine):
         self._began_s = time.monotonic()
 
     def start(self, model: str, args: Mapping[str, object]) -> None:
-        """Of a server that is found, health and version are checked."""
+        """Wait until the server is ready, or see that one that is found is healthy; then check its version."""
         if self.launcher is None:
             try:
                 self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
@@ -496,7 +496,7 @@ class ServerEngine(Streaming, Engine):
                 self._give_up(str(error))
 
     def check_logprobs(self) -> None:
-        """Also raises it for quantised weights, where nothing corrects for them."""
+        """Also raises ConfigError for quantised weights that training does not correct for."""
         quantization = None if self.is_corrected else self.describe().get("quantization")
         fix = f"{self.base_url} has {quantization} weights, so other probabilities; use token_truncate"
         require(quantization is None, "train.loss.importance_correction", "none", fix)
@@ -570,8 +570,8 @@ class ServerEngine(Streaming, Engine):
     # It samples
 
     def sampler_settings(self, sampling: SamplingParams) -> dict[str, Any]:
-        """Those that all servers call alike. Defaults of a server are none of ours. Nobody reads its text, in which it
-        looks for stop strings.
+        """Settings that all servers call alike. All are given, so that no default of a server applies. Special tokens
+        stay in its text, which only the server reads, to find stop strings.
         """
         return {
             "temperature": sampling.temperature,

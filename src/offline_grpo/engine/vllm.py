@@ -139,7 +139,7 @@ class VllmLauncher(Launcher):
 
 
 class VllmEngine(ServerEngine):
-    """A vLLM server. One that lacks `TOKENS` is asked at `STOCK` from then on."""
+    """A vLLM server, asked at our endpoint `TOKENS`; where that is missing, at vLLM's own, `STOCK`, from then on."""
 
     name: ClassVar[str] = "vLLM"
     tells_alternatives: ClassVar[bool] = True
@@ -299,7 +299,7 @@ class VllmEngine(ServerEngine):
         return found
 
     async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        """A server that has lost the adapter has died, for all that the run knows."""
+        """Also raises EngineDied if the server has lost the adapter: it was restarted, or others control it."""
         path = self.path
         try:
             return await super().ask(request, sampling)
@@ -311,7 +311,7 @@ class VllmEngine(ServerEngine):
                 why = "it was started anew, or it was told to unload it"
                 raise EngineDied(f"{self.base_url}: the server has lost the adapter {name}: {why}.") from None
 
-            # It may have no endpoint of ours.
+            # It may be one without our endpoint.
             if path == STOCK or not isinstance(refusal, NotFound):
                 raise
             if request.pictures or self.banned_ids:

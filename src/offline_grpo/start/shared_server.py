@@ -9,7 +9,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from offline_grpo.config.parts import Plan, make_plan
+from offline_grpo.config.parts import make_plan
 from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.errors import ConfigError, GrpoError, require
 from offline_grpo.history.folder import RunDir
@@ -28,7 +28,7 @@ def serve(configs: Sequence[Callable[[], RunConfig]], num_at_once: int, folder: 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the sweep's handler, which would wait for runs
     with ExitStack() as stack:
         try:
-            servers = _start(_first_accepted(configs), num_at_once, folder, stack)
+            servers = _start(configs, num_at_once, folder, stack)
         except GrpoError as error:
             to_sweep.send(error)
             return
@@ -38,24 +38,25 @@ def serve(configs: Sequence[Callable[[], RunConfig]], num_at_once: int, folder: 
                 server.check_alive()
 
 
-def _first_accepted(configs: Sequence[Callable[[], RunConfig]]) -> Plan:
-    """A job that is refused costs itself only, and says so itself."""
-    refusals = []
-    for config in configs:
-        try:
-            return make_plan(config())
-        except ConfigError as error:
-            refusals.append(error)
-    raise refusals[0]
-
-
-def _start(plan: Plan, num_at_once: int, folder: Path, stack: ExitStack) -> list[ServerEngine]:
+def _start(
+    configs: Sequence[Callable[[], RunConfig]], num_at_once: int, folder: Path, stack: ExitStack
+) -> list[ServerEngine]:
     """As a run starts its own; `stack` ends them."""
     from offline_grpo.model.device import resolve_device
     from offline_grpo.placement.ranks import Ranks
     from offline_grpo.start import servers
     from offline_grpo.weight_sync.lora import LoraHotswap
 
+    # The first run that is accepted decides. One that is refused costs itself only, and says so itself.
+    refusals: list[ConfigError] = []
+    for config in configs:
+        try:
+            plan = make_plan(config())
+            break
+        except ConfigError as error:
+            refusals.append(error)
+    else:
+        raise refusals[0]
     key, launcher = "hydra/launcher=shared_server weight_sync", plan.engine.launcher
     fix = "runs that share a server move adapters alone; use weight_sync=lora_hotswap model/lora=default"
     require(isinstance(plan.weight_sync, LoraHotswap), key, plan.weight_sync.name, fix)
