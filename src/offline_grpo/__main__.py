@@ -11,8 +11,8 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Handle Ctrl-C, and only then import what takes time. Until `StopSignal` listens, it ends the process in one line
-    instead of a traceback.
+    """Run the command that trains. Until its `StopSignal` listens, Ctrl-C ends the process with one line instead of a
+    traceback; so the handler is set first, and the imports that take time come after it.
     """
     exit_code = 1
 
@@ -20,8 +20,8 @@ def main() -> NoReturn:
         print(end="", flush=True)
         os._exit(exit_code)
 
-    # The last of all that is done at exit, as the first that is registered. Python would take its modules apart for
-    # seconds after torch; and with `gc.freeze()`, which saves these too, nanobind reports Triton's functions as leaks.
+    # Registered first, so called last at exit. After torch Python would take its modules apart for seconds;
+    # `gc.freeze()` would save these too, but makes nanobind report Triton's functions as leaks.
     atexit.register(end_at_once)
 
     def end(number: int, _frame: object) -> None:

@@ -38,7 +38,7 @@ class EngineError(GrpoError):
 
 
 class EngineDied(EngineError):
-    """The server exited, or was restarted without our weights; see `Deployment.recover`."""
+    """The server exited, or was restarted without our weights; see `Loop.recovering`."""
 
 
 class CheckpointError(GrpoError):

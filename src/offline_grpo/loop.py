@@ -33,13 +33,7 @@ from offline_grpo import progress
 from offline_grpo.errors import EngineDied, StopRequested
 from offline_grpo.state import Run
 from offline_grpo.train.experience import check_groups, check_scored, prepare_batch
-from offline_grpo.train.metrics import (
-    card_bytes,
-    cost_metrics,
-    rollout_metrics,
-    score_metrics,
-    update_flops,
-)
+from offline_grpo.train.metrics import card_bytes, cost_metrics, rollout_metrics, score_metrics, update_flops
 from offline_grpo.types import Metrics, RolloutGroup, SyncReport
 from offline_grpo.weight_sync.deployment import Deployment
 
@@ -73,7 +67,8 @@ def train(run: Run) -> None:
     if run.evaluator is not None and is_due:
         metrics = loop.evaluate(first - 1)
         run.milestones.see(metrics, first - 1)
-        loop.log({"eval": {**metrics, **run.milestones.early_end(first - 1, run.config.train.iterations)}}, first - 1)
+        ended = run.milestones.stopped_early_metric(first - 1, run.config.train.iterations)
+        loop.log({"eval": {**metrics, **ended}}, first - 1)
         if run.checkpointer is not None and restored is not None:
             run.checkpointer.write(first - 1)
             run.checkpointer.commit(first - 1)
@@ -101,11 +96,11 @@ class Loop:
         self.run = run
         self.num_done = self.num_saved = 0  # complete iterations, and those in the newest checkpoint
         self.start_metrics: dict[str, float] = {}  # for the first record
-        self.num_recoveries = 0
+        self.num_recoveries = 0  # deaths of engines after which these were started again
         self._num_skipped = 0  # iterations since the last push
         self._served_version = 0
-        self._seconds: dict[str, float] = {}  # this iteration's: of each phase
-        self._card_bytes = 0  # the same: most memory of the GPU
+        self._seconds: dict[str, float] = {}  # of each phase of this iteration
+        self._card_bytes = 0  # the most GPU memory in this iteration
 
     def iterate(self, iteration: int) -> None:
         run, config = self.run, self.run.config
@@ -164,7 +159,7 @@ class Loop:
             if due is not None:
                 due.write(iteration)
         device, start_metrics, self.start_metrics = run.policy.compute_device, self.start_metrics, {}
-        metrics |= run.milestones.early_end(iteration, config.train.iterations)
+        metrics |= run.milestones.stopped_early_metric(iteration, config.train.iterations)
         metrics |= start_metrics | cost_metrics(
             self._seconds,
             metrics,
@@ -182,7 +177,9 @@ class Loop:
             raise signal
 
     def push(self, *, force: bool) -> Metrics:
-        """Push if it is the iteration to do so, or if an evaluation wants the newest weights (`force`)."""
+        """Push if `weight_sync.interval` says so, or `force`: an evaluation wants the newest weights. Returns metrics
+        of the push, or of none.
+        """
         engines = self.run.training
         self._num_skipped += 1
         report = SyncReport(self._served_version, num_tensors=0, num_bytes=0, seconds=0.0, paused_seconds=0.0)
@@ -201,8 +198,8 @@ class Loop:
         return report
 
     def sample(self, engines: Deployment, share: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
-        """The groups of all processes, each of which samples its `share`. Unless the source samples ahead, all are from
-        the weights of the last push: `check_served` asks whether the engines have served others meanwhile.
+        """Each process samples its `share`; all get the groups of all. Raises EngineError if the engines have served
+        other weights meanwhile than those of the last push.
         """
         run = self.run
 
@@ -226,18 +223,19 @@ class Loop:
             is_of_training = engines is self.run.training
             if is_of_training:
                 self.run.source.weights_lost()
-            report = engines.recover(self.run.policy, version=self.run.updater.counters.version)
+            report = engines.push(self.run.policy, version=self.run.updater.counters.version, is_recovery=True)
             if is_of_training:
                 self._note_push(report)
             return action()
 
     def _note_push(self, report: SyncReport) -> None:
+        # A source that samples ahead may begin further iterations, because newer weights are served.
         self._num_skipped, self._served_version = 0, report.version
         self.run.source.weights_changed(report.version)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Sampling, which a signal ends at once. Several processes must all stop at the same place: the beginning."""
+        """Inside, a signal ends the run at once. Several processes must stop at the same place: the beginning."""
         ranks, stop = self.run.ranks, self.run.stop
         if (number := ranks.first(stop.number)) is not None:
             raise StopRequested(number)
@@ -245,7 +243,7 @@ class Loop:
             yield
 
     def evaluate(self, iteration: int) -> Metrics:
-        """Ask the newest weights: a push came just before, and an engine of evaluations' own gets one here."""
+        """Evaluate the newest weights. Training's engines were pushed to just before; separate ones get a push here."""
         run, engines, cycle = self.run, self.run.evaluation, iteration + 1
         evaluator, version = run.evaluator, run.updater.counters.version
         assert evaluator is not None

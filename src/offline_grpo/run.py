@@ -34,9 +34,6 @@ from offline_grpo.state import Run
 
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 """In a RuntimeError of CUDA, cuBLAS, or torch's allocator for the host."""
-LESS_MEMORY = (
-    "train.tokens_per_microbatch (or train.batch_size), generation.batch_size, or the server's share of the GPU"
-)
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +47,7 @@ def train(
 
     Args:
         output_dir: the folder that was made for this start; a resumed run works in its own.
-        overrides: of the command line, which `cfg` has in it already.
+        overrides: those of the command line, which `cfg` already contains.
         typed_keys: the settings among them that this start changes, if it resumes a run.
     """
     fresh = RunDir(output_dir.resolve())
@@ -157,8 +154,8 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def ending(run: Run) -> Iterator[None]:
-    """End what the run has started, the last first. After an error, a signal waits for that, and the log says why the
-    run ends before its time.
+    """On exit, end what the run has started, the last first. After an error, a signal waits until that is done, and the
+    log says why the run ended early.
     """
     try:
         with run.stack:
@@ -180,7 +177,7 @@ def ending(run: Run) -> Iterator[None]:
 
 
 def shortage(error: Exception, folder: RunDir) -> GrpoError | None:
-    """In one line, an allocation that failed or a file that found no room; None for any other error."""
+    """The error in one line if memory or the disk was too small; None for any other error."""
     phase = "" if (name := progress.phase_of(error)) is None else f" in the phase {name}"
     if is_full(error):
         place = getattr(error, "filename", None) or folder.path
@@ -188,7 +185,8 @@ def shortage(error: Exception, folder: RunDir) -> GrpoError | None:
         fix = f"make room there; {kept}{resume.where(folder)}"
         return DiskFull(f"no room on the disk of {place}{phase} ({reason_of(error)}); {fix}")
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
-        fix = f"to need less, lower {LESS_MEMORY}; {resume.where(folder)}"
+        fix = "to need less, lower train.tokens_per_microbatch (or train.batch_size), generation.batch_size, or the "
+        fix += f"server's share of the GPU; {resume.where(folder)}"
         return OutOfMemory(f"out of memory{phase}: {reason_of(error)}; {fix}")
     return None
 
@@ -205,7 +203,7 @@ def open_records(run: Run, cfg: DictConfig, overrides: Sequence[str]) -> None:
         source = run.folder if run.resume is None else run.resume.source
         if run.resume is None or not (folder / ".hydra").exists():
             resume.write_configuration(run.folder, cfg, overrides, source)
-    # Those whose folder or account is not right refuse it now, on all processes.
+    # A listener that cannot use its folder or account raises now, and so ends all processes before the model is loaded.
     run.ranks.on_main(lambda: run.listeners.extend(listeners(run.config, folder)))
     for listener in run.listeners:
         run.stack.callback(listener.close)

@@ -50,11 +50,12 @@ class Run:
     devices: Devices = field(init=False)
     model_id: str = field(init=False)  # a folder or Hub id
     servers: list[ServerEngine] = field(default_factory=list, init=False)  # that training samples from
-    # Once servers have taken their memory.
-    vision: Vision | None = field(init=False)  # what the model sees pictures with; None where no problem has one
+    # Before a weight is read.
+    vision: Vision | None = field(init=False)  # encodes pictures; None where no problem has one
     prompt_tokens: tuple[int, int] = field(init=False)  # of the shortest and the longest prompt
-    recompute: float = field(init=False)  # share of the blocks whose activations are computed again
+    recompute: float = field(init=False)  # share of the blocks whose activations the backward pass recomputes
     offloads_activations: bool = field(init=False)  # whether their inputs wait in the host's memory
+    # Once servers have taken their memory.
     policy: Policy = field(init=False)
     sharding: Sharding = field(init=False)
     codec: TokenizerCodec = field(init=False)

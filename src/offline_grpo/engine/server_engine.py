@@ -176,8 +176,8 @@ class Launcher(ABC):
 
 
 def num_told(top_k: int) -> int:
-    """Of how many tokens a server is asked which ones its filters left: top-k keeps all that are as probable as the
-    k-th, as some are in 16 bits, and the more, the larger k is.
+    """Of how many tokens a server is asked, so that all that top-k keeps are among them. It keeps more than k if others
+    are as probable as the k-th, which happens in 16 bits, the more often the larger k is.
     """
     return top_k + top_k // 2 + 64
 
@@ -297,7 +297,7 @@ class ServerEngine(Streaming, Engine):
         self._began_s = time.monotonic()
 
     def start(self, model: str, args: Mapping[str, object]) -> None:
-        """Of a server that is found, health and version are checked."""
+        """Wait until the server is ready, or see that one that is found is healthy; then check its version."""
         if self.launcher is None:
             try:
                 self.api.get("/health", timeout_s=HEALTH_TIMEOUT_S)
@@ -496,7 +496,7 @@ class ServerEngine(Streaming, Engine):
                 self._give_up(str(error))
 
     def check_logprobs(self) -> None:
-        """Also raises it for quantised weights, where nothing corrects for them."""
+        """Also raises ConfigError for quantised weights that training does not correct for."""
         quantization = None if self.is_corrected else self.describe().get("quantization")
         fix = f"{self.base_url} has {quantization} weights, so other probabilities; use token_truncate"
         require(quantization is None, "train.loss.importance_correction", "none", fix)
@@ -570,8 +570,8 @@ class ServerEngine(Streaming, Engine):
     # It samples
 
     def sampler_settings(self, sampling: SamplingParams) -> dict[str, Any]:
-        """Those that all servers call alike. Defaults of a server are none of ours. Nobody reads its text, in which it
-        looks for stop strings.
+        """Settings that all servers call alike. All are given, so that no default of a server applies. Special tokens
+        stay in its text, which only the server reads, to find stop strings.
         """
         return {
             "temperature": sampling.temperature,
@@ -589,8 +589,8 @@ class ServerEngine(Streaming, Engine):
             await self._idle.pop().aclose()
 
     async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        """A request that the server aborted is sent again: a partial completion is useless. One
-        that a push has aborted is no failed attempt.
+        """Sends a request again that the server aborted: a partial completion is useless. An abort by a push is no
+        failed attempt.
         """
         if request.max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=request.max_new_tokens)
@@ -600,7 +600,7 @@ class ServerEngine(Streaming, Engine):
             weights = self.weights
             self.num_asked[weights.name] += 1
             try:
-                answer = await self._post(self.body(request, sampling, weights))
+                answer = await self._send(self.body(request, sampling, weights))
             except Refused:
                 if self.weights is weights:
                     raise
@@ -608,7 +608,7 @@ class ServerEngine(Streaming, Engine):
             finally:
                 self.num_asked -= Counter([weights.name])  # and without those that are 0
 
-            # Nothing becomes a rollout that is not what was asked for, and complete.
+            # Only what was asked for, and is complete, becomes a rollout.
             completions = read(
                 answer, lambda parsed, version=weights.version: self._completions(parsed, request, sampling, version)
             )
@@ -616,13 +616,13 @@ class ServerEngine(Streaming, Engine):
                 return completions
 
             # The push that aborted it is not over yet: it says when there are new weights.
-            await self._look(weights)
+            await self._raise_if_dying(weights)
             num_aborted += self.weights is weights
         what = f"the server aborted the request, {self.max_retries + 1} times; does another client pause it?"
         raise EngineError(f"{self.base_url}{self.path}: {what}")
 
-    async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
-        """The answer to a request, after as many attempts as it takes."""
+    async def _send(self, body: Mapping[str, Any]) -> httpx.Response:
+        """POST a request for samples, in up to `max_retries` + 1 attempts. Raises EngineDied or EngineError."""
         failure, url = "", f"{self.base_url}{self.path}"
         for attempt in range(self.max_retries + 1):
             # A server that has ended gets no further attempt.
@@ -632,7 +632,7 @@ class ServerEngine(Streaming, Engine):
 
             # What went wrong on the way may go right the next time; what took too long would take so long again.
             try:
-                answer = await self._exchange(body)
+                answer = await self._attempt(body)
             except TimeoutError as error:
                 fix = f"raise {self.url_key.partition('.')[0]}.timeout_s, or look at the server"
                 await asyncio.to_thread(self.check_healthy)
@@ -646,15 +646,17 @@ class ServerEngine(Streaming, Engine):
 
             # Any other refusal is one for good, unless it is the first sign of the server's end.
             if answer.status_code >= 500:
-                await self._look(self.weights)
+                await self._raise_if_dying(self.weights)
             return checked(answer)
-        await self._look(self.weights)
+        await self._raise_if_dying(self.weights)
         await asyncio.to_thread(self.check_healthy)
         fix = f"is the server running, and {self.url_key} its address?"
         raise EngineError(f"{url}: {failure}, after {self.max_retries + 1} attempts; {fix}")
 
-    async def _exchange(self, body: Mapping[str, Any]) -> httpx.Response:
-        """One attempt. Raises EngineDied where the server ends first: a machine that is lost closes no connection."""
+    async def _attempt(self, body: Mapping[str, Any]) -> httpx.Response:
+        """One attempt. Looks every few seconds whether the server still runs, and raises EngineDied where it does not:
+        a machine that is lost closes no connection.
+        """
         # The connection goes back once nothing is under way on it, so that the next request finds it free.
         http = self._idle.pop() if self._idle else None
         http = http or httpx.AsyncClient(**connection(self.base_url, self.api_key), timeout=None)
@@ -672,9 +674,9 @@ class ServerEngine(Streaming, Engine):
         finally:
             self._idle.append(http)
 
-    async def _look(self, weights: ServedWeights) -> None:
-        """Raise EngineDied where a failure was the first sign of the server's death. A push that has replaced `weights`
-        meanwhile explains it.
+    async def _raise_if_dying(self, weights: ServedWeights) -> None:
+        """After a failure, wait up to `GRACE_S` for the server to end, and raise EngineDied if it does. Return at once
+        when a push has replaced `weights`: that explains the failure.
         """
         for _ in range(round(GRACE_S / END_LOOK_S)):
             await asyncio.to_thread(self.check_alive)
@@ -685,15 +687,15 @@ class ServerEngine(Streaming, Engine):
     def _completions(
         self, parsed: Any, request: SamplingRequest, sampling: SamplingParams, version: int
     ) -> list[Completion]:
-        """What the server has sampled, if it is what was asked for. Raises what `http.read` expects."""
+        """The parsed answer as completions. Raises what `http.read` expects unless they are what was asked for."""
         # Greedy completions of a prompt are all alike, so a server may be asked for one.
-        choices = [Choice(*choice) for choice in self.choices(parsed, request)]
+        choices = [Choice(*choice) for choice in self.choices(parsed, request)]  # a kind of one's own may give tuples
         if sampling.temperature == 0 and len(choices) == 1:
             choices = choices * request.num_completions
         if len(choices) != request.num_completions:
             raise ValueError(f"{len(choices)} completions where {request.num_completions} were asked for")
 
-        # Each must have as many tokens as may be, all of the model's vocabulary, and a number for each.
+        # Of each: the number of tokens; alternatives; ids in the model's vocabulary; finite logprobs; then the routes.
         completions = []
         for token_ids, logprobs, why, beside, routes in choices:
             finish, most = FinishReason(why), sampling.max_new_tokens
@@ -723,7 +725,6 @@ class ServerEngine(Streaming, Engine):
             num_tokens, num_routed = len(request.prompt_ids) + len(token_ids), 0 if routes is None else len(routes)
             if sampling.needs_routes and not num_tokens - 1 <= num_routed <= num_tokens:
                 raise ValueError(f"routes of {num_routed} tokens for {num_tokens}")
-            versions = (version,) * len(token_ids)
-            told = tuple(token_ids), tuple(map(float, logprobs)), finish, versions, alternatives, routes
-            completions.append(Completion(*told))
+            numbers, versions = tuple(map(float, logprobs)), (version,) * len(token_ids)
+            completions.append(Completion(tuple(token_ids), numbers, finish, versions, alternatives, routes))
         return completions

@@ -1,5 +1,5 @@
-"""Much at a time: calls in daemon threads, which never keep the process from ending; how a client takes requests from
-an iterable, sends them, and yields what is answered; and how requests are spread over several clients.
+"""Many calls at a time: in daemon threads, which never keep the process from ending; how a client takes requests from
+an iterable, sends them, and yields the answers; and how requests are spread over several clients.
 
 The public side is synchronous. Requests run in an event loop on a thread of their own, so that a signal to the main
 thread interrupts the wait at once, and connections outlive a call.
@@ -90,8 +90,8 @@ class Streaming(ABC):
         """Close connections; no request is open any more."""
 
     def generate(self, requests: Iterable[SamplingRequest | None], sampling: SamplingParams) -> CompletionStream:
-        """As many requests as may be in flight wait behind them. Raises EngineDied if the server, one that this run
-        started, has ended; EngineError if it cannot be reached, refused, or answered what was not asked for.
+        """Takes up to twice as many requests as may be in flight. Raises EngineDied if a server that this run started
+        has ended; EngineError if it cannot be reached, refuses, or answers something that was not asked for.
         """
         loop, indices = self._running_loop(), count()
         coming, failed = iter(requests), threading.Event()
@@ -99,8 +99,8 @@ class Streaming(ABC):
         answered: SimpleQueue[int] = SimpleQueue()
         try:
             while True:
-                # Twice as many as may be in flight are taken, so that a slot never waits for this thread. None stands
-                # for a request that is not there yet.
+                # With as many waiting as are in flight, a free slot never waits for this thread. None stands for a
+                # request that is not there yet.
                 none_yet = False
                 for request in islice(coming, 2 * self.batch_size - len(unanswered)):
                     if none_yet := request is None:
@@ -181,7 +181,7 @@ class Streaming(ABC):
     async def _ask_in_turn(
         self, failed: threading.Event, request: SamplingRequest, sampling: SamplingParams
     ) -> list[Completion]:
-        """Ask when there is a slot. After a failure, what waits of the same call is not sent any more."""
+        """Ask when there is a slot; after a failure, send none of the same call's waiting requests."""
         async with self._slots:
             if failed.is_set():
                 raise asyncio.CancelledError

@@ -139,7 +139,7 @@ class VllmLauncher(Launcher):
 
 
 class VllmEngine(ServerEngine):
-    """A vLLM server. One that lacks `TOKENS` is asked at `STOCK` from then on."""
+    """A vLLM server, asked at our endpoint `TOKENS`; where that is missing, at vLLM's own, `STOCK`, from then on."""
 
     name: ClassVar[str] = "vLLM"
     tells_alternatives: ClassVar[bool] = True
@@ -264,18 +264,31 @@ class VllmEngine(ServerEngine):
     def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
         choices = answer["choices"]
         if "prompt_token_ids" in answer:  # of `TOKENS`
-            prompt_ids = answer["prompt_token_ids"]
-            found = [
-                Choice(c["token_ids"], c["logprobs"], c["finish_reason"], _decoded(c), _routes(c)) for c in choices
-            ]
+            prompt_ids, found = answer["prompt_token_ids"], []
+            for c in choices:
+                # Both travel in base64: alternatives as int32, with -1 behind those of each token; routes [N, L, K] as
+                # a file of numpy's.
+                alternatives = routes = None
+                if "alternatives" in c:
+                    ids = array("i", b64decode(c["alternatives"]))
+                    ends = np.flatnonzero(np.asarray(ids) == -1).tolist()
+                    alternatives = [ids[end + 1 : next_end] for end, next_end in pairwise([-1, *ends])]
+                if "routes" in c:
+                    routes = np.load(BytesIO(b64decode(c["routes"])))
+                found.append(Choice(c["token_ids"], c["logprobs"], c["finish_reason"], alternatives, routes))
         else:
             choices = sorted(choices, key=lambda choice: choice["index"])
-            prompt_ids = choices[0]["prompt_token_ids"]
-            found = [Choice(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]) for c in choices]
-            words = choices[0]["logprobs"].get("tokens") or [""]
-            if words[0].startswith("token_id:"):  # as `body` asks where it needs sets
-                tops = [choice["logprobs"]["top_logprobs"] for choice in choices]
-                found = [each._replace(alternatives=_beside(each, top)) for each, top in zip(found, tops, strict=True)]
+            prompt_ids, found = choices[0]["prompt_token_ids"], []
+            for c in choices:
+                logprobs, alternatives = c["logprobs"], None
+                if (logprobs.get("tokens") or [""])[0].startswith("token_id:"):  # as `body` asks where it needs them
+                    # Of each token the other ids with finite logprobs, from such as `{"token_id:17": -0.5}`.
+                    alternatives = []
+                    for token, top in zip(c["token_ids"], logprobs["top_logprobs"], strict=True):
+                        names = [name for name, value in top.items() if value > LOWEST_LOGPROB]
+                        ids = (int(name.removeprefix("token_id:")) for name in names)
+                        alternatives.append(array("i", (each for each in ids if each != token)))
+                found.append(Choice(c["token_ids"], logprobs["token_logprobs"], c["finish_reason"], alternatives))
         if prompt_ids != (ours := list(request.prompt_ids)):
             if not request.pictures:
                 raise ValueError("the prompt came back changed")
@@ -286,7 +299,7 @@ class VllmEngine(ServerEngine):
         return found
 
     async def ask(self, request: SamplingRequest, sampling: SamplingParams) -> list[Completion]:
-        """A server that has lost the adapter has died, for all that the run knows."""
+        """Also raises EngineDied if the server has lost the adapter: it was restarted, or others control it."""
         path = self.path
         try:
             return await super().ask(request, sampling)
@@ -298,7 +311,7 @@ class VllmEngine(ServerEngine):
                 why = "it was started anew, or it was told to unload it"
                 raise EngineDied(f"{self.base_url}: the server has lost the adapter {name}: {why}.") from None
 
-            # It may have no endpoint of ours.
+            # It may be one without our endpoint.
             if path == STOCK or not isinstance(refusal, NotFound):
                 raise
             if request.pictures or self.banned_ids:
@@ -310,31 +323,6 @@ class VllmEngine(ServerEngine):
                 log.info("%s has no POST %s; it is asked at %s, slower", self.base_url, TOKENS, STOCK)
                 self.path = STOCK
             return await super().ask(request, sampling)
-
-
-def _decoded(choice: Mapping[str, Any]) -> list[array[int]] | None:
-    """The alternatives of each token, from the base64 of int32, where -1 is behind those of each."""
-    if "alternatives" not in choice:
-        return None
-    ids = array("i", b64decode(choice["alternatives"]))
-    ends = np.flatnonzero(np.asarray(ids) == -1).tolist()
-    return [ids[end + 1 : next_end] for end, next_end in pairwise([-1, *ends])]
-
-
-def _routes(choice: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]] | None:
-    """[N, L, K] from a file of numpy's in base64."""
-    return np.load(BytesIO(b64decode(choice["routes"]))) if "routes" in choice else None
-
-
-def _beside(choice: Choice, tops: Sequence[Mapping[str, float]]) -> list[array[int]]:
-    """The other ids with finite logprobs, from `{"token_id:17": -0.5}` of each token."""
-    return [
-        array(
-            "i",
-            (int(name[len("token_id:") :]) for name, value in top.items() if value > LOWEST_LOGPROB and name != own),
-        )
-        for own, top in zip((f"token_id:{token}" for token in choice.token_ids), tops, strict=True)
-    ]
 
 
 def of_wholes(workers: Sequence[Mapping[str, tuple[int, str]]]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""From problems to scored rollouts: the one way in which training and evaluation sample from an engine."""
+"""From problems to scored rollouts. Training and evaluation both sample this way."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def sample_groups(
     group_size: int,
     on_scored: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[tuple[int, RolloutGroup]]:
-    """Sample `group_size` completions of each problem, score them, and yield the index of each draw with its group, in
-    any order. Problems with `rules` are played, see `play_groups`.
+    """Sample `group_size` completions of each problem, score them, and yield groups as they become complete, each with
+    the index of its draw. Problems with `rules` are episodes, which `play_groups` plays.
 
     Args:
         draws: problems, each with the seed of its first completion (see `SamplingRequest`).
         on_scored: called with the seconds from the last completion to the last score.
     """
+    # Episodes go their own way, after the problems of a single turn.
     played = [index for index, (problem, _) in enumerate(draws) if problem.rules is not None]
     if played:
         from offline_grpo.generation.episodes import play_groups
@@ -43,6 +44,7 @@ def sample_groups(
             yield from ((chosen[number], group) for number, group in own)
         return
 
+    # One request for each problem asks for its whole group.
     prompts = [codec.encode_with(problem.messages, problem.pictures, problem.tools) for problem, _ in draws]
     requests = (
         SamplingRequest(
@@ -69,7 +71,7 @@ def sample_groups(
 
     came_s = time.perf_counter()
     try:
-        # A group is judged as soon as its completions are there; async scores are awaited while others are sampled.
+        # Scoring begins as soon as a group's completions are there. Async scores are awaited while others are sampled.
         with closing(client.generate(requests, sampling)) as answers:
             for index, completions in answers:
                 came_s = time.perf_counter()
@@ -81,7 +83,7 @@ def sample_groups(
                     yield index, group(index, completions, texts, judgement)
                 else:
                     waiting.append((index, completions, texts, judgement))
-        # Then the scores that are still awaited: an error of any is raised at once.
+        # All is sampled. Scores that are still awaited: an error of any is raised at once, before the others are there.
         slow = {future: judgement for *_, judgement in waiting for future in judgement.futures}
         for number, future in enumerate(as_completed(slow), start=1):
             slow[future].check(future)

@@ -1,6 +1,6 @@
 """Building blocks of the losses: ratios, clips, KL estimates, aggregation. All [T] tensors are over the tokens of a
-flat `TokenBatch`. A rollout may have several sequences: means count rollouts, but what is a likelihood of a whole
-sequence (GSPO's ratio, sequence_* corrections, the off-policy and the geometric mask) is of each sequence by itself.
+flat `TokenBatch`. A rollout may have several sequences. Means are over rollouts; likelihoods of a whole sequence
+(GSPO's ratio, sequence_* corrections, the off-policy and the geometric mask) are computed for each sequence by itself.
 
 An aggregation is one constant weight per token: a loss is `sum_t weight[t] * value[t]`, and terms with the same
 aggregation share the weights. Tokens outside the completion mask have weight 0, so their values do not matter.
@@ -32,8 +32,8 @@ class Surrogate(NamedTuple):
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """A log-ratio [T] to take exp of: at most 80, with the gradient of the log-ratio itself (a clamp's would be 0).
-    An infinite ratio would turn every gradient that a clip or a mask has made 0 into NaN: 0 * inf.
+    """The log-ratio [T], at most 80, so that its exp is finite: an infinite ratio would turn every gradient that a clip
+    or a mask has made 0 into NaN (0 * inf). Its gradient stays that of the log-ratio; a clamp's would be 0.
     """
     return log_ratio - (log_ratio - MAX_LOG_RATIO).clamp(min=0.0).detach()
 
@@ -55,8 +55,8 @@ def token_mean_weights(mask: Tensor, totals: BatchTotals) -> Tensor:
 
 def sequence_mean_weights(mask: Tensor, batch: TokenBatch, totals: BatchTotals) -> Tensor:
     """Weights [T] of the mean over rollouts of token means; a fully masked rollout adds 0 but counts."""
-    # A token has 1 / (tokens of its rollout) of what its rollout has, which is 1 / (rollouts of all microbatches).
-    num_tokens = batch.rollout_sizes  # [T]; else those of its sequence
+    # Each rollout weighs 1 / (rollouts of the optimizer batch), which its tokens share equally.
+    num_tokens = batch.rollout_sizes  # [T]; None where each rollout is one sequence
     if num_tokens is None:
         num_tokens = segment_sum(mask, batch).clamp(min=1.0).index_select(0, batch.sequence_ids)
     return mask / num_tokens / totals.num_rollouts

@@ -28,7 +28,7 @@ MAX_FILE = "50GB"
 
 
 class Policy:
-    """The trained model: loaded, connected to the engine (see `WeightSync.connect`), given masters, trained."""
+    """The trained model: loaded, connected to the engine (see `WeightSync.attach`), given masters, trained."""
 
     def __init__(
         self, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, *, compute_device: torch.device | None = None
@@ -61,7 +61,7 @@ class Policy:
         return max([config.r, *config.rank_pattern.values()])  # experts of two parts in one tensor have twice the rank
 
     def make_masters(self, *, offload: bool = False) -> MasterWeights:
-        """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.connect`.
+        """Make the masters from the memory that the weights are in now. Called once, after every `WeightSync.attach`.
         `offload`: see `MasterWeights`.
         """
         self.masters = MasterWeights(

@@ -56,7 +56,7 @@ class Scoring(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.layout, self.head, self.logits = model, layout, head, logits
-        self.vision: Vision | None = None  # of a run with pictures, once what there is without them is proven
+        self.vision: Vision | None = None  # of a run with pictures, once the proof without pictures is done
         self.routers: Routers | None = None  # of a policy that follows routes, or whose routes are recorded
         self._rows: tuple[Tensor, Rows] | None = None  # of the last batch: for `tree` they take time
 
@@ -82,17 +82,27 @@ class Scoring(nn.Module):
         """
         # Triton kernels run on the current GPU, and a reference may have another.
         with torch.accelerator.device_index(self.device.index):
+            # 1. The decoder's last hidden states [T, H], or [C, H] of this process's slice. With pictures they come
+            #    from the model around it: its tower is frozen, and it counts positions itself, in rows of one sequence.
             with self._routes(batch):
-                hidden = self._hidden_states(batch)  # [T, H]
+                if any(batch.pictures):
+                    assert self.vision is not None
+                    look: Any = partial(self.vision.forward, self.causal_lm, [*chain.from_iterable(batch.pictures)])
+                    hidden = Padded().hidden_states(look, batch)
+                else:
+                    hidden = self.layout.hidden_states(decoder_of(self.causal_lm), batch)
+
+            # 2. Which tokens to score, those that this process's slice predicts, and among which others: the whole
+            #    vocabulary without what stands for pictures, or what the sampler's filters left of it.
             output, bias = self.output, self.output.bias
             if self.vision is not None:
                 never = self.vision.bias(output.weight)
                 bias = never if bias is None else bias + never
             at, first, own = batch.completion_positions, 0, slice(None)  # [N]
-            if isinstance(shared := self.layout, Ulysses):  # those that this process's slice predicts
+            if isinstance(shared := self.layout, Ulysses):
                 first, own = shared.own(batch, at)
             head: Any = self.head
-            if batch.num_alternatives is not None:  # the sampler's filters left a part of the vocabulary
+            if batch.num_alternatives is not None:
                 sizes, sets = batch.num_alternatives[at], batch.alternatives  # [N], [M]
                 assert sets is not None
                 if own != slice(None):
@@ -100,6 +110,8 @@ class Scoring(nn.Module):
                     sizes, sets = sizes[own], sets[ends[own.start] : ends[own.stop]]
                 head = partial(filtered_head, num_alternatives=sizes, alternatives=sets)
             at = at[own]
+
+            # 3. Their logprobs and entropies, [N].
             logprobs, entropy = head(
                 hidden[at - 1 - first],  # the only shift by one: a token is predicted at the position before it
                 output.weight,
@@ -109,6 +121,8 @@ class Scoring(nn.Module):
                 softcap=self.logits.softcap,
                 entropy_requires_grad=entropy_requires_grad,
             )
+
+        # 4. Back in the flat batch, and summed over the processes that share its sequences.
         zeros = logprobs.new_zeros(len(batch.token_ids))  # [T]
         stats = TokenStats(logprobs=zeros.index_copy(0, at, logprobs), entropy=zeros.index_copy(0, at, entropy))
         if isinstance(shared, Ulysses):
@@ -119,16 +133,6 @@ class Scoring(nn.Module):
     def pads(self) -> bool:
         """Whether a sequence takes as many positions as the longest of its microbatch."""
         return self.layout.pads or self.vision is not None
-
-    def _hidden_states(self, batch: TokenBatch) -> Tensor:
-        """The decoder's last hidden states [T, H], or [C, H] of this process's slice. With pictures they come from the
-        model around it, whose tower is frozen, and which counts positions itself, in rows of one sequence each.
-        """
-        if not any(batch.pictures):
-            return self.layout.hidden_states(decoder_of(self.causal_lm), batch)
-        assert self.vision is not None
-        look: Any = partial(self.vision.forward, self.causal_lm, [*chain.from_iterable(batch.pictures)])
-        return Padded().hidden_states(look, batch)
 
     @contextmanager
     def attention(self, batch: TokenBatch) -> Iterator[None]:
@@ -185,7 +189,7 @@ class Scoring(nn.Module):
 
 @dataclass(frozen=True)
 class BaseScoring:
-    """An adapted policy with its LoRA adapters switched off: so it is its own reference, on its own routes."""
+    """The reference of an adapted policy: the policy itself, with its LoRA adapters switched off and its own routes."""
 
     adapted: Scoring
 

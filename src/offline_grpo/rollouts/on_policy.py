@@ -97,14 +97,16 @@ class OnPolicy(Source):
         """A function of the seed, the iteration, the weights and the curriculum alone: a resumed run draws the same."""
         self._scoring_wait_s = 0.0
         count = self.problems_per_iteration
+
         # 1. This process's share of the iteration's problems, each with a seed of its own.
         places, indices = range(count)[self.rank :: self.world_size], self._indices(iteration)
         seeds = [derive_seed(self.seed, "rollout", iteration * count + i) for i in places]
         groups = self._sample([(self.problems[indices[i]], seed) for i, seed in zip(places, seeds, strict=True)])
         if not self.resample_zero_signal:
             return groups
-        # 2. Draws for groups to be replaced, which depend on the iteration alone: without its own problems, and none
-        # twice. The i-th group of the iteration takes every `count`-th of them, from i on.
+
+        # 2. Other problems, for groups without signal: none of the iteration's own, none twice, drawn by seed and
+        #    iteration alone. The i-th group of the iteration takes the i-th of each `count` of them.
         seed, wanted, own = derive_seed(self.seed, "resample", iteration), count * self.max_resamples, {*indices}
         known: Sequence[int] = range(len(self.problems))
         if self._curriculum is not None:
@@ -112,7 +114,9 @@ class OnPolicy(Source):
         candidates = random.Random(seed).sample(known, min(len(known), wanted + len(own)))
         chosen = [index for index in candidates if index not in own][:wanted]
         others = [(self.problems[index], derive_seed(seed, "rollout", n)) for n, index in enumerate(chosen)]
-        # 3. As long as there are any, groups without signal are thrown away in favour of others.
+
+        # 3. Each group without signal is replaced, until it has some or the other problems are used up. What was thrown
+        #    away is counted, and the curriculum sees it.
         for start in range(0, len(others), count):
             draws = others[start : start + count]
             scored = [group.with_failures(self.on_failure).scored() for group in groups]
@@ -137,13 +141,14 @@ class OnPolicy(Source):
         return {} if self._curriculum is None else self._curriculum.metrics
 
     def _sample(self, draws: Sequence[tuple[Problem, int]]) -> list[RolloutGroup]:
-        """Groups of these problems, with the penalties for length that are set."""
+        """Sample and score a group of each problem, and add the penalties for length that are set."""
 
         def on_scored(seconds: float) -> None:
             self._scoring_wait_s += seconds
 
-        how: dict[str, Any] = {"group_size": self.group_size, "on_scored": on_scored}
-        groups = sample_in_order(self.client, self.task, self.codec, draws, self.sampling, **how)
+        groups = sample_in_order(
+            self.client, self.task, self.codec, draws, self.sampling, group_size=self.group_size, on_scored=on_scored
+        )
         for n, group in enumerate(groups):
             if self.soft_overlong_tokens is not None:
                 groups[n] = self._with_penalties(groups[n], "overlong", self.soft_overlong_tokens)
@@ -152,9 +157,9 @@ class OnPolicy(Source):
         return groups
 
     def _with_penalties(self, group: RolloutGroup, name: str, cache: float) -> RolloutGroup:
-        """The group with a part of this name in every reward: DAPO's soft overlong punishment (arXiv 2503.14476,
-        equation 13), 0 up to `cache` tokens below the limit, and from there on linear down to -1 at the limit. Of
-        several sequences, which have the limit each, the one with the most trained tokens counts.
+        """Add DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) to every reward, as its part `name`: 0 up
+        to `cache` tokens below the limit, then linear down to -1 at the limit. The limit holds for each sequence, so of
+        a rollout's sequences the longest counts, in sampled tokens.
         """
         scores = []
         for rollout in group.rollouts:
@@ -165,14 +170,14 @@ class OnPolicy(Source):
         return group.with_scores(scores)
 
     def _indices(self, iteration: int) -> list[int]:
-        """The problems of an iteration, of all processes."""
+        """Of all processes: which problems this iteration has."""
         if self._curriculum is not None:
             return self._curriculum.choose(iteration)
         first = iteration * self.problems_per_iteration
         return [self._index_at(first + i) for i in range(self.problems_per_iteration)]
 
     def _index_at(self, position: int) -> int:
-        """The problem at `position` of the endless sequence of passes."""
+        """Which problem is at `position`, if all problems come once per epoch, epoch after epoch."""
         epoch, offset = divmod(position, len(self.problems))
         if self.shuffle:
             return permutation(len(self.problems), derive_seed(self.seed, "order", epoch))[offset]

@@ -1,6 +1,5 @@
-"""From scored rollouts to a flat batch, from the batch to the microbatches of this process, and passes over it: those
-of the updates, and before them those without gradients, in which policy, reference and teacher say how likely they find
-its tokens.
+"""From scored rollouts to a flat batch; from that to this process's microbatches; and the passes without gradients, in
+which policy, reference and teacher compute the logprobs of its tokens before the updates.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from offline_grpo.types import BatchTotals, Rollout, RolloutGroup, TokenBatch
 
 
 def build_batch(rollouts: Sequence[Rollout], *, routes_shape: tuple[int, int] | None = None) -> TokenBatch:
-    """Lay the S sequences of R rollouts end to end, on the CPU; advantages are 0 until `with_advantages`, and
-    `ref_logprobs` and `teacher_logprobs` None unless all have some. Raises ConfigError where some of the rollouts alone
-    were drawn from a part of the vocabulary, or not all have routes of `routes_shape`, blocks and experts of a token,
-    if that is given.
+    """Lay the S sequences of R rollouts end to end, on the CPU. Advantages are 0 until `with_advantages`;
+    `ref_logprobs` and `teacher_logprobs` are None unless all rollouts have some. `routes_shape`: blocks and experts per
+    token, if routes are needed. Raises ConfigError if only some rollouts have alternatives, or not all have routes.
     """
     # Whose token each one is, and whether the model sampled it.
     lengths = [end - start for r in rollouts for start, end in r.bounds]  # [S]
@@ -100,7 +98,7 @@ def with_advantages(batch: TokenBatch, advantages: Sequence[float | Sequence[flo
 
 
 def _flat(sequences: Iterable[Iterable[float]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:
-    """Of a list, `torch.tensor` takes eight times as long, for which a GPU would wait."""
+    """The numbers of all sequences end to end. `torch.tensor` of a list takes eight times as long; a GPU would wait."""
     with np.errstate(over="ignore"):  # what is not trained may have any number, such as 1e300
         return np.fromiter(chain.from_iterable(sequences), dtype)
 
@@ -127,7 +125,7 @@ def share_of_rank(sequences: Sequence[int], lengths: Sequence[int], *, rank: int
 
 @dataclass
 class Passes:
-    """The models that go over a batch, and what decides which passes an iteration needs."""
+    """The models that go over a batch; decides which passes an iteration needs, and makes them."""
 
     policy: Policy
     reference: Scorer | None
@@ -141,13 +139,13 @@ class Passes:
     router_replay: str = "none"  # see conf/model/hf.yaml
 
     def batch_of(self, rollouts: Sequence[Rollout]) -> TokenBatch:
-        """See `build_batch`: with routes, if the policy follows those of the sampler."""
+        """`build_batch`, with routes if the policy follows those of the sampler."""
         routers = self.policy.scoring.routers if self.router_replay == "rollout" else None
         return build_batch(rollouts, routes_shape=None if routers is None else routers.shape)
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process says what it finds: of those that share their sequences, one does."""
+    def reports(self) -> bool:
+        """Whether this process's numbers count in sums: of those that share their sequences, one's do."""
         return self.ranks.rank % self.config.sequence_parallel == 0
 
     def updates_of(self, num_rollouts: int) -> list[range]:
@@ -166,8 +164,8 @@ class Passes:
         return [range(first, last) for first, last in pairwise(bounds)]
 
     def needs_old(self, batch: TokenBatch) -> bool:
-        """Whether logprobs of the policy before its updates are needed: by what comes before the updates, or for a
-        ratio that is not the one of a single update, to itself.
+        """Whether a pass must compute the logprobs of the policy before its updates: rewards or advantages use them, or
+        the ratio does and there are several updates. In a single update the ratio is to that pass's own logprobs.
         """
         is_needed = self.reward_penalty is not None or "old" in self.advantage.needs
         return is_needed or (self._has_several_updates(batch) and self.loss.ratio_reference == "old")
@@ -176,10 +174,10 @@ class Passes:
         return len(self.updates_of(batch.num_rollouts)) * self.config.epochs > 1
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with the logprobs of the old policy, and of the reference, where the iteration needs them.
-        Reference logprobs that came with the rollouts take the place of a pass.
+        """The batch with the logprobs of the old policy and of the reference, where the iteration needs them. No pass
+        is made for reference logprobs that came with the rollouts.
         """
-        # With `router_replay=old` the updates follow the routes of this pass. Those of a single update are the same.
+        # With `router_replay=old` all updates follow the routes of this pass; a single update takes the same by itself.
         scoring, old = self.policy.scoring, None
         if self.router_replay == "old" and self._has_several_updates(batch):
             assert scoring.routers is not None
@@ -195,7 +193,7 @@ class Passes:
         return batch.with_logprobs(old=old, ref=ref)
 
     def teach(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups with the teacher's logprobs in place of any that came with them; those of truncated completions
+        """The groups with the teacher's logprobs in place of any that came with them; truncated completions get some
         too, because they are recorded.
         """
         assert self.teacher is not None
@@ -218,14 +216,14 @@ class Passes:
         values = torch.zeros((len(batch.token_ids), width) if width else len(batch.token_ids))
         parts = self.microbatches(range(batch.num_sequences), batch)
         if at_once:
-            own = [s for sequences, counts in parts if counts and self.speaks for s in sequences]
+            own = [s for sequences, counts in parts if counts and self.reports for s in sequences]
             parts = [(own, True)] if own else []
 
         # What is scored stays on the device until the end: it is not waited for between two microbatches.
         scored: list[tuple[Sequence[int], Tensor]] = []
         for number, (sequences, counts) in enumerate(parts):
             part = getattr(scorer, what)(batch.select(sequences).to(scorer.device))
-            if counts and self.speaks:
+            if counts and self.reports:
                 scored.append((sequences, part))
             progress.report(number + 1, len(parts), "microbatches scored")
 

@@ -28,8 +28,8 @@ class Experience(NamedTuple):
 
 
 def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_updates: bool = False) -> Experience:
-    """What an iteration learns from these groups, the same on every process. `fills_updates` keeps as many groups
-    without signal as it takes to make the updates of the whole batch.
+    """Make what an iteration learns from of its groups; every process makes the same. `fills_updates` keeps as many
+    groups without signal as it takes to make as many updates as the whole batch would.
     """
     config, advantage = passes.config, passes.advantage
     metrics = {
@@ -45,8 +45,8 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
 
     # 2. Rollouts without a reward are left out as if they had not been sampled; the others are one flat batch [T], also
     #    truncated completions that will not be trained on: they pay penalties, and count in the means of their groups.
-    used = [group.scored() for group in sampled]
-    groups = [group for group in used if group is not None]
+    scored = [group.scored() for group in sampled]
+    groups = [group for group in scored if group is not None]
     if len(groups) < len(sampled):
         metrics["num_groups_unscored"] = float(len(sampled) - len(groups))
     if not groups:
@@ -56,7 +56,7 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
     rollouts = [rollout for group in groups for rollout in group.rollouts]  # [R]
     is_cut = [config.mask_truncated and rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]  # [R]
     batch = passes.batch_of(rollouts)
-    trained = batch.completion_mask & ~torch.tensor(is_cut)[torch.tensor(batch.owners)][batch.sequence_ids]  # [T]
+    trained_mask = batch.completion_mask & ~torch.tensor(is_cut)[torch.tensor(batch.owners)][batch.sequence_ids]  # [T]
 
     # 3. The old policy and the reference score all of it, where rewards or advantages depend on what they say.
     is_scored = passes.reward_penalty is not None or bool(advantage.needs)
@@ -72,20 +72,23 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
         metrics["kl_penalty_mean"] = fmean(penalties)
         lowered = (replace(r.score, reward=r.score.reward - less) for r, less in zip(rollouts, penalties, strict=True))
         rewarded = [group.with_scores(islice(lowered, len(group.rollouts))) for group in groups]
+    # Those that a source brought along win over computed ones; a rollout with `zero_advantage` has none of either.
     advantages: list[float | Sequence[float]] = []  # [R]
-    for group, computed in zip(groups, advantage(rewarded, replace(batch, completion_mask=trained)), strict=True):
+    for group, computed in zip(groups, advantage(rewarded, replace(batch, completion_mask=trained_mask)), strict=True):
         for rollout, own in zip(group.rollouts, group.advantages or computed, strict=True):
             zero = 0.0 if group.advantages is None else (0.0,) * len(rollout.token_ids)
             advantages.append(zero if rollout.zero_advantage else own)
     pairs = zip(rollouts, advantages, strict=True)
     numbers = [[*compress(a, r.is_sampled)] if isinstance(a, Sequence) else [a] for r, a in pairs]  # [R][1 or sampled]
+    # For the record: the mean of each sampled rollout, None for those that step 2 left out.
     means = iter([sum(own) / max(len(own), 1) for own in numbers])
-    of_all = [
+    recorded = [
         [next(means) if own is not None and rollout.score.is_scored else None for rollout in group.rollouts]
-        for group, own in zip(sampled, used, strict=True)
+        for group, own in zip(sampled, scored, strict=True)
     ]
 
-    # 5. Groups without signal are dropped, and tokens of truncated completions masked; the rest gets its advantages.
+    # 5. Groups without signal are dropped: all advantages are 0, or the advantage says that such rewards teach nothing.
+    #    With `fills_updates` the first of them stay, until there are as many updates as without dropping.
     have_signal = {owner for owner, own in zip(group_of, numbers, strict=True) if any(own)}
     is_silent = [
         number not in have_signal or (group.advantages is None and advantage.is_silent(group))
@@ -104,12 +107,14 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
     metrics["num_groups_trained"] = float(len(whole.intersection(kept)))
     if config.mask_truncated:
         metrics["num_groups_masked"] = float(sum(not is_silent[number] for number in kept if number not in whole))
+
+    # The batch shrinks to groups that are kept, its mask to tokens that are trained on; these get their advantages.
     chosen = [number for number, owner in enumerate(group_of) if keep[owner]]  # rollouts
     sequences = [sequence for sequence, owner in enumerate(batch.owners) if keep[group_of[owner]]]
-    batch = batch.masked(trained)
+    batch = batch.masked(trained_mask)
     batch = batch.select(sequences) if 0 < len(sequences) < batch.num_sequences else batch
     if not sequences or not bool(batch.completion_mask.any()):
-        return Experience(None, of_all, metrics, sampled)
+        return Experience(None, recorded, metrics, sampled)
     batch = with_advantages(batch, [advantages[rollout] for rollout in chosen])
     counted = [number for rollout in chosen if not is_cut[rollout] for number in numbers[rollout]]
     metrics |= {
@@ -127,7 +132,7 @@ def prepare_batch(sampled: Sequence[RolloutGroup], passes: Passes, *, fills_upda
     batch = batch if is_scored else passes.score(batch)
     if config.top_entropy_frac < 1:
         batch = batch.with_top_entropy(passes.values(passes.policy.scoring, batch, "entropy"), config.top_entropy_frac)
-    return Experience(batch, of_all, metrics, sampled)
+    return Experience(batch, recorded, metrics, sampled)
 
 
 def check_groups(found: object) -> list[RolloutGroup]:

@@ -146,7 +146,7 @@ class Milestones:
             return f"no better {watch.key} than {best} in train.stop_when.patience={patience} evaluations"
         return None
 
-    def early_end(self, iteration: int, num_iterations: int) -> dict[str, float]:
+    def stopped_early_metric(self, iteration: int, num_iterations: int) -> dict[str, float]:
         """The metric by which a record says that the run ended after this iteration, before its time; else none."""
         return {"stopped_early": 1.0} if self.stop_reason is not None and iteration + 1 < num_iterations else {}
 

@@ -134,7 +134,7 @@ class Updater:
             with policy.scoring.attention(part):
                 self.scaler.scale(output.loss if counts else output.loss * 0.0).backward()
             policy.masters.accumulate()
-            if counts and passes.speaks:
+            if counts and passes.reports:
                 seen = None if part.routes is None else policy.scoring.seen_routes(part)
                 alignment.add(part, stats.logprobs, seen)
                 for name, share in output.metrics.items():

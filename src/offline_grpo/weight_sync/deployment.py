@@ -26,24 +26,25 @@ T = TypeVar("T")
 
 
 def led(method: Callable[P, T]) -> Callable[P, T]:
-    """A method that runs on rank 0 alone. The others then sample from what it has started and pushed to."""
+    """Decorates a method of `Deployment`: rank 0 alone runs it, and the others copy its engines' state afterwards."""
 
     @functools.wraps(method)
-    def on_all(*words: P.args, **named: P.kwargs) -> T:
-        own: Any = words[0]
-        result = own._lead(lambda: method(*words, **named))
+    def on_all(*args: P.args, **kwargs: P.kwargs) -> T:
+        deployment: Any = args[0]
+        ranks, spread, engines = deployment._ranks, deployment._spread, deployment.engines
+        result = deployment._lead(lambda: method(*args, **kwargs))
 
         # The servers may have moved, and have other weights.
-        if own._ranks is not None:
-            state = own._ranks.broadcast([(engine.weights, engine.base_url, engine.pid) for engine in own.engines])
-            if not own._ranks.is_main:
-                for engine, (weights, url, pid) in zip(own.engines, state, strict=True):
+        if ranks is not None:
+            state = ranks.broadcast([(engine.weights, engine.base_url, engine.pid) for engine in engines])
+            if not ranks.is_main:
+                for engine, (weights, url, pid) in zip(engines, state, strict=True):
                     engine.weights = weights
                     engine.follow(url, pid)
 
         # From now on requests go to every engine.
-        if own._spread is not None:
-            own._spread.serving, own._spread.weights = list(own.engines), own.engines[0].weights
+        if spread is not None:
+            spread.serving, spread.weights = list(engines), engines[0].weights
         return result
 
     return on_all
@@ -95,22 +96,71 @@ class Deployment:
         self._start(self.engines, words, snapshot)
 
     @led
-    def push(self, policy: Policy, *, version: int, amid_requests: bool = False) -> SyncReport:
+    def push(
+        self, policy: Policy, *, version: int, amid_requests: bool = False, is_recovery: bool = False
+    ) -> SyncReport:
         """Have the engines serve the policy's weights, and prove that they do. Every process's client then asks for
-        them. Of several engines, the dead are started again first.
+        them.
 
         Args:
             version: number of updates in the weights.
             amid_requests: requests of this run are open, so what others have loaded must be noticed before it is gone.
+            is_recovery: start all engines again that have lost their weights; else those of several that have ended.
 
         Raises:
             EngineDied: an engine has ended. EngineError: it serves something else, or refuses.
         """
-        dead: list[Engine] = []
-        if self._spread is not None and not self._strategy.requires.own_server:
-            dead = [engine for engine in self.engines if engine not in self._serving]
-            self._num_restarts += len(dead)
-        return self._push(policy, version, dead, amid_requests)
+        # 1. The engines to start again. A strategy with servers of its own restarts them itself, in every push.
+        lost: list[Engine] = []
+        if is_recovery:
+            lost = [engine for engine in self.engines if engine.has_lost_weights]
+        elif self._spread is not None and not self._strategy.requires.own_server:
+            lost = [engine for engine in self.engines if engine not in self._serving]
+            self._num_restarts += len(lost)
+
+        # 2. These start again. Requests go to the others meanwhile.
+        if lost:
+            if self._spread is not None:
+                self._spread.serving = [client for client in self._spread.serving if client not in {*lost}]
+            before = self._snapshot(policy)
+            words = self._strategy.start_words(before, is_recovery=True)
+            for engine in lost:
+                engine.stop()
+            self._start(lost, words, before)
+
+        # 3. The weights are staged once, as they are now.
+        started, snapshot = time.perf_counter(), self._snapshot(policy)
+        asked = [e for e in self.engines if self._spread is None or e in self._spread.serving]
+        try:
+            with self._strategy.staged(snapshot, version) as staged:
+                # What others have loaded must be noticed before the push overwrites it.
+                if amid_requests and self._version is not None:
+                    for engine in asked:
+                        self._strategy.check_served(engine, self._version)
+
+                # 4. All engines get them; from now on requests ask for these.
+                paused_seconds = self._strategy.deliver(self.engines, staged)
+                for engine in self.engines:
+                    engine.weights = ServedWeights(staged.version, staged.name)
+            self._version = staged.version
+            delivered = time.perf_counter()
+
+            # 5. Each proves that it serves them; the report has the proof of the worst.
+            proofs = self._strategy.verify(self.engines, snapshot, version)
+        except EngineError:
+            for engine in self.engines:  # if the first one died, others fail too: what was staged lay in its folder
+                engine.check_alive()
+            raise
+        worst = max(proofs, key=lambda proof: proof.diff_abs_mean, default=None)
+        return SyncReport(
+            version=staged.version,
+            num_tensors=staged.num_tensors,
+            num_bytes=staged.num_bytes,
+            seconds=delivered - started,
+            paused_seconds=paused_seconds,
+            proof_seconds=time.perf_counter() - delivered,
+            alignment={} if worst is None else worst.metrics(),
+        )
 
     def check_served(self) -> None:
         """See that what was sampled had the weights of the last push, also from engines that have died since."""
@@ -121,12 +171,6 @@ class Deployment:
                 self._strategy.check_served(engine, self._version)
 
         check() if self._ranks is None else self._ranks.on_main(check)
-
-    @led
-    def recover(self, policy: Policy, *, version: int) -> SyncReport:
-        """Start engines again that have lost their weights, and push."""
-        lost = [engine for engine in self.engines if engine.has_lost_weights]
-        return self._push(policy, version, lost, amid_requests=False)
 
     def metrics(self) -> Metrics:
         """Of several engines, for the iteration's metrics file."""
@@ -147,51 +191,6 @@ class Deployment:
     def _serving(self) -> list[Engine]:
         """All but servers of the run that have ended; where that is none, all, so that the dead say why."""
         return [e for e in self.engines if not (e.is_managed and e.has_lost_weights)] or self.engines
-
-    def _push(self, policy: Policy, version: int, lost: Sequence[Engine], amid_requests: bool) -> SyncReport:
-        # Engines that have lost their weights are started again. Requests go to the others meanwhile.
-        if lost:
-            if self._spread is not None:
-                self._spread.serving = [client for client in self._spread.serving if client not in {*lost}]
-            before = self._snapshot(policy)
-            words = self._strategy.start_words(before, is_recovery=True)
-            for engine in lost:
-                engine.stop()
-            self._start(lost, words, before)
-
-        # The weights as they are now, for all engines at once.
-        started, snapshot = time.perf_counter(), self._snapshot(policy)
-        asked = [e for e in self.engines if self._spread is None or e in self._spread.serving]
-        try:
-            with self._strategy.staged(snapshot, version) as staged:
-                # What others have loaded must be noticed before the push overwrites it.
-                if amid_requests and self._version is not None:
-                    for engine in asked:
-                        self._strategy.check_served(engine, self._version)
-
-                # All engines get the weights; from now on requests ask for these.
-                paused_seconds = self._strategy.deliver(self.engines, staged)
-                for engine in self.engines:
-                    engine.weights = ServedWeights(staged.version, staged.name)
-            self._version = staged.version
-            delivered = time.perf_counter()
-
-            # Each must serve them, and the push counts as the worst of them.
-            proofs = self._strategy.verify(self.engines, snapshot, version)
-        except EngineError:
-            for engine in self.engines:  # if the first one died, others fail too: what was staged lay in its folder
-                engine.check_alive()
-            raise
-        worst = max(proofs, key=lambda proof: proof.diff_abs_mean, default=None)
-        return SyncReport(
-            version=staged.version,
-            num_tensors=staged.num_tensors,
-            num_bytes=staged.num_bytes,
-            seconds=delivered - started,
-            paused_seconds=paused_seconds,
-            proof_seconds=time.perf_counter() - delivered,
-            alignment={} if worst is None else worst.metrics(),
-        )
 
     def _start(self, engines: Sequence[Engine], words: tuple[str, Mapping[str, object]], snapshot: Snapshot) -> None:
         """Start engines, those at once that share no GPU, and open the way of the weights to each."""

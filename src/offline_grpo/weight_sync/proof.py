@@ -61,14 +61,12 @@ PROBE_TOKENS = 8
 PROBE_PROMPT_TOKENS = 160
 """More than a block of the prefix cache (16 tokens on GPUs, 128 on CPUs), so that a stale cache shows."""
 PICTURE_COLOURS, PICTURE_SIZE = ("red", "blue"), (64, 48)
-"""With pictures, as many prompts show one; what a model says of one it would not say of the other."""
-FEWEST_SHARED = 32
-NOISES = 4.0
-LEAST_NOISE_NATS = 1e-4
-"""See the module. The noise of fp32 is a few roundings, and so is what a tiny update changes."""
-
+"""If the model sees, the first prompts show a picture each; a model says different things of these two."""
+FEWEST_SHARED = 32  # tokens, see point 1 above
+NOISES = 4.0  # see point 2
+LEAST_NOISE_NATS = 1e-4  # in fp32 noise is a few roundings, and a tiny update changes no more
 FP8_ERRORS = 2.0
-"""The server's roundings are others than the trainer's, and as large; the mean over 64 tokens varies by a third."""
+"""Server and trainer round differently, each by about as much; the mean over 64 tokens varies by a third."""
 
 
 class Probed(NamedTuple):
@@ -123,7 +121,7 @@ def prove(
         EngineError: another version, a tensor with other bits, logprobs further apart than `tolerance_nats` on average,
             or nearer to those of the weights before.
     """
-    # All servers sample at the same time, meanwhile their bits are compared; the policy scores all samples together.
+    # 1. All servers sample at the same time. Meanwhile their bits are compared. Then the policy scores all samples.
     policy, requests = snapshot.policy, probe_requests(snapshot.policy)
     probing = started(lambda one: sample_probe(one, requests, one.sampling), engines)
     bits: list[tuple[str | None, list[str], int]] = [(None, [], 0)] * len(engines)
@@ -138,7 +136,7 @@ def prove(
 
     proofs = []
     for engine, rollouts, (found, unequal, num_compared) in zip(engines, sampled, bits, strict=True):
-        # It must say the version that was pushed, and have its bits.
+        # 2. The differences. FP8 gets a wider tolerance, by what the same rounding moves the trainer's own logprobs.
         probe = list(islice(probes, len(rollouts)))
         difference, num_equal = probe_difference(probe), num_compared - len(unequal)
         diff_abs_mean, diff_max = difference.abs().mean().item(), difference.abs().max().item()
@@ -152,13 +150,15 @@ def prove(
             allowed, of_format = tolerance_nats + FP8_ERRORS * moved, f" and {FP8_ERRORS:g} times FP8's {moved:.2g}"
             says += f"; the server computes in {quantization}, which moves the trainer's own by {moved:.2g}"
         mismatch = f"[MISMATCH] {engine.base_url}: {says}"
+
+        # 3. It must name the version that was pushed, and have its bits.
         if found != tag:
             why = f"the server has version {found}: another run pushes to it, or it was restarted"
             raise EngineError(f"{mismatch}; {why}")
         if unequal:
             raise EngineError(f"{mismatch}; others are not what was pushed: {', '.join(unequal[:5])}")
 
-        # It must sample with the trainer's logprobs, up to rounding; after pictures, too.
+        # 4. It must sample with the trainer's logprobs, up to rounding; after pictures, too.
         seeing = [tokens for tokens, rollout in zip(probe, rollouts, strict=True) if rollout.pictures]
         of_pictures = probe_difference(seeing).abs().mean().item() if seeing else 0.0
         if diff_abs_mean <= allowed < of_pictures:
@@ -174,7 +174,7 @@ def prove(
                 "--logprobs-mode processed_logprobs); see docs/troubleshooting.md"
             )
 
-        # It must be nearer to the new weights than to the old ones.
+        # 5. It must be nearer to the new weights than to the old ones; an adapter's first push, than to the base model.
         old, name = before.get(engine), "before the push"
         if old is None and policy.lora_rank is not None:
             with adapters_off(policy.model):
@@ -194,17 +194,18 @@ def prove(
 
 
 def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
-    """See that a server has the base model under the adapters, bit for bit where it can be compared. Returns a tag: the
-    server still has that base as long as it still has the tag. Raises ConfigError for another base.
+    """Prove that a server has the base model under the adapters, bit for bit where it can be compared. Returns its tag,
+    which it keeps as long as it keeps that base. Raises ConfigError for another base.
     """
+    # The tag is set before the bits are read, so that a client that loads other weights meanwhile is noticed. Runs that
+    # share a server may begin at the same time: for one base they make the same tag.
     tag = engine.served_tag()
-    if not tag:  # and before the bits are read, so that a client that loads others meanwhile is noticed
-        # Runs that share a server may begin at the same time, and say the same of the same base.
+    if not tag:
         base = sorted(item for item in snapshot.fingerprints.items() if ".lora_" not in item[0])
         tag = f"base {sha256(repr(base).encode()).hexdigest()[:16]}"
         engine.set_tag(tag)
 
-    # Where bits differ, the numbers may be the same in another order, as some architectures are served.
+    # Other bits may be the same numbers in another order: some architectures are served so.
     unequal, num_compared = compare_bits(snapshot, engine.served_bits())
     if unequal:
         ours = {plain_name(name): tensor for name, tensor in snapshot.text_weights() if plain_name(name) in unequal}
@@ -220,7 +221,9 @@ def prove_base(engine: ServerEngine, snapshot: Snapshot) -> str:
 
 
 def probe_prompts(policy: Policy, lengths: Sequence[int] | None = None) -> list[list[int]]:
-    """The same every time, so a prefix cache that was not flushed answers from old weights and shows."""
+    """Random tokens, the same in every push: a prefix cache that was not flushed answers from old weights, and shows.
+    `lengths`: of the prompts, in tokens.
+    """
     from offline_grpo.model.load import context_length  # which imports transformers
 
     config, vision = policy.causal_lm.config, policy.scoring.vision
@@ -232,8 +235,8 @@ def probe_prompts(policy: Policy, lengths: Sequence[int] | None = None) -> list[
 
 
 def probe_requests(policy: Policy) -> list[SamplingRequest]:
-    """Of one completion each, by requests that do not wait behind rollouts that are sampled ahead. Of a policy that
-    sees, the first ones show a picture.
+    """One completion of each prompt, asked for ahead of rollouts in the queue. If the policy sees, the first prompts
+    show a picture.
     """
     prompts, vision = probe_prompts(policy), policy.scoring.vision
     requests = [SamplingRequest(tuple(prompt), 1, seed, is_urgent=True) for seed, prompt in enumerate(prompts)]
@@ -250,8 +253,8 @@ def probe_requests(policy: Policy) -> list[SamplingRequest]:
 
 
 def sample_probe(client: Streaming, requests: Sequence[SamplingRequest], run: SamplingParams) -> list[Rollout]:
-    """A completion of each prompt. At the run's temperature, where greedy completions have the logprobs of temperature
-    1, and with its filters, if what they leave is recorded; else from the whole softmax.
+    """A completion of each prompt, at the run's temperature (1 if it is greedy), and with its filters if the server
+    says what they leave; else from the whole softmax.
     """
     sampling = SamplingParams(PROBE_TOKENS, run.temperature or 1.0, needs_routes=run.needs_routes)
     unscored = Score(0.0, False, {})
@@ -288,10 +291,10 @@ def has_followed(now: Probe, before: Probe) -> bool | None:
         for old_tokens, tokens in zip(before, now, strict=True)
         for pair in takewhile(lambda pair: pair[0].token == pair[1].token, zip(old_tokens, tokens, strict=False))
     ]
-    if len(pairs) < FEWEST_SHARED:
+    if len(pairs) < FEWEST_SHARED:  # because others were drawn, or because all were few: no verdict
         return len(pairs) < sum(map(len, before)) or None
 
-    # The trainer must have moved by more than the noise, before the server is asked to have followed.
+    # Nothing can be said unless the trainer has moved by more than the noise. Logprob 0 is a token that was left alone.
     pairs = [(old, new) for old, new in pairs if (old.trainer, new.trainer) != (0, 0)]
     if not pairs:
         return None
@@ -304,10 +307,8 @@ def has_followed(now: Probe, before: Probe) -> bool | None:
 
 
 def compare_bits(snapshot: Snapshot, served: ServedBits | None) -> tuple[list[str], int]:
-    """The names of parameters whose bits differ, and how many could be compared.
-
-    None of adapters, and of servers that hold quantised weights, or another dtype. Under adapters it is
-    the base model's, unless it is spread over processes.
+    """The names of parameters whose bits differ, and how many could be compared: none if the server quantises or has
+    another dtype. Under adapters those of the base model are, unless it is spread over processes; adapters never are.
     """
     policy = snapshot.policy
     if served is None or served.dtype != str(policy.dtype).removeprefix("torch."):

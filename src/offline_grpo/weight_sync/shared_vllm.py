@@ -2,8 +2,8 @@
 memory on CPUs).
 
     attach   server exports handles and layout -> views -> same shape, dtype and bits as the policy? -> p.data = view
-    update   optimizer steps on fp32 masters -> pause -> masters rounded into the views -> fence -> flush the prefix
-             cache -> resume
+    update   optimizer steps on fp32 masters -> pause, which flushes or hides the prefix cache -> masters rounded into
+             the views -> fence -> resume
 
 Nothing is sent. CUDA graphs and compiled code hold addresses, not values, so they see every update.
 """
@@ -63,21 +63,27 @@ class SharedVllm(PausingSync):
         require(self.interval == 1, "weight_sync.interval", self.interval, fix)
 
     def attach(self, engine: VllmEngine, snapshot: Snapshot) -> None:
-        """Splices the server's memory into the policy. Raises ConfigError for a server whose weights cannot be shared,
-        or do not cover the policy; EngineError if its memory cannot be opened.
+        """Make the policy's parameters views of the server's memory. Raises ConfigError for a server whose weights
+        cannot be shared, or do not cover the policy; EngineError if its memory cannot be opened.
         """
-        # Before training it must hold the policy's own bits. A server that was started anew gets the trained weights
-        # from the masters, and has frozen ones from the files that it loads; until then the policy stays what it was,
-        # whatever interrupts this.
+        # 1. The server's memory as tensors: of the policy's shapes and dtypes and, before training, with its bits.
         policy, is_first = snapshot.policy, not self._addresses
         self._engine, self._paused_at, self._version = engine, None, None
-        views = self._open_views(engine, snapshot, compare=is_first)
+        fix = "use weight_sync=ipc on one GPU, nccl on several, or reload"
+        views = open_views(engine, policy, "weight_sync=shared_vllm", fix, self.bridge_config)
+        parameters = text_parameters(policy.causal_lm)
+        if is_composite(policy.causal_lm.config):
+            views = {name: views[name] for name in parameters if name in views}
+        check_coverage(parameters, views, compare=is_first)
+
+        # 2. A server that was started anew has read the frozen weights from files, and gets the trained ones from the
+        #    masters. Whatever interrupts this finds the policy as it was.
         if not is_first:
             with torch.no_grad():
                 for name, master in policy.masters.values.items():
                     views[name].copy_(master)
 
-        # From now on the parameters are views; towers, which text does not use, are the policy's own.
+        # 3. From now on the parameters are views; towers, which text does not use, are the policy's own.
         for name, parameter in policy.causal_lm.named_parameters():
             parameter.data = views[name] if name in views else parameter.data.to(policy.compute_device)
             self._addresses[name] = parameter.data_ptr()
@@ -86,7 +92,7 @@ class SharedVllm(PausingSync):
 
     @contextmanager
     def staged(self, snapshot: Snapshot, version: int) -> Iterator[Staged]:
-        """The optimizer's updates are in place already."""
+        """Nothing is copied: the optimizer has written its updates into the server's memory already."""
         policy, parameters = snapshot.policy, dict(snapshot.policy.causal_lm.named_parameters())
         moved = [name for name, p in parameters.items() if p.data_ptr() != self._addresses[name]]
         assert not moved, f"parameters have left the server's memory: {moved[:3]}"
@@ -101,7 +107,7 @@ class SharedVllm(PausingSync):
         yield Staged(version=version, num_tensors=len(parameters), num_bytes=0)
 
     def deliver(self, engines: Sequence[VllmEngine], staged: Staged) -> float:
-        """Makes sure that the server uses the updates and nothing older."""
+        """Note the version and let the server go on; the pause has flushed or hidden its prefix cache."""
         [engine] = engines
         engine.set_tag(weights_tag(staged.version))
         self._version = staged.version
@@ -119,30 +125,20 @@ class SharedVllm(PausingSync):
             self._paused_at = started
 
     def _pause_to_write(self) -> None:
-        """A server that died meanwhile is the next push's concern: the masters have the update, and its memory is ours
-        to write to.
+        """Pause before the optimizer's update is written. A dead server stops no update, because the masters have it
+        and the server's memory stays open to us; the next push raises EngineDied.
         """
         try:
             self._pause()
         except EngineDied as death:
             log.warning("%s The update continues without it.", death)
 
-    def _open_views(self, engine: VllmEngine, snapshot: Snapshot, *, compare: bool) -> dict[str, Tensor]:
-        """The views of the policy's parameters: shape, dtype and, before training, bits are the same."""
-        fix, model = "use weight_sync=ipc on one GPU, nccl on several, or reload", snapshot.policy.causal_lm
-        views = open_views(engine, snapshot.policy, "weight_sync=shared_vllm", fix, self.bridge_config)
-        parameters = text_parameters(model)
-        if is_composite(model.config):
-            views = {name: views[name] for name in parameters if name in views}
-        check_coverage(parameters, views, compare=compare)
-        return views
-
 
 def share_base(engine: VllmEngine, policy: Policy) -> None:
-    """Make the server's memory that of a policy's frozen parameters, which nobody writes to, however many policies have
-    it. What the server has in another form, and adapters, become memory of the policy's own on its device.
-
-    Raises ConfigError for a server whose weights cannot be shared, EngineError if its memory cannot be opened.
+    """Make a policy's frozen parameters views of the server's memory, where shape, dtype and bits are equal. Several
+    policies may do so at a time, because nobody writes to it. All other parameters, adapters included, move to the
+    policy's device. Raises ConfigError for a server whose weights cannot be shared, EngineError if its memory cannot be
+    opened.
     """
     lack, keep, own, num_bytes = engine.lacks("full"), "leave it at false", list[str](), 0
     require(lack is None, "weight_sync.share_base", "true", f"that server {lack}; {keep}")
@@ -281,9 +277,7 @@ class Bridge:
 
 
 def start_time_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine did; None if there is no such process. With the pid it
-    is unique.
-    """
+    """When a process started, in clock ticks after the machine; None if it has ended. Unique with the pid."""
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     return None

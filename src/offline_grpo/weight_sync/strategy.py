@@ -79,7 +79,7 @@ class WeightSync:
 
     def staged(self, snapshot: Snapshot, version: int) -> AbstractContextManager[Any]:
         """The part of a push that is done once for all engines: yields a `Staged` for `deliver`, and cleans up when all
-        engines have it. Here nothing moves, and the weights of a frozen engine stay those that no update has changed.
+        engines have it. This one moves nothing; a frozen engine stays at version 0.
         """
         version = 0 if self.requires.moves == "nothing" else version
         return nullcontext(Staged(version=version, num_tensors=0, num_bytes=0))
@@ -108,8 +108,8 @@ class WeightSync:
 
 @dataclass(kw_only=True)
 class ServerSync(WeightSync):
-    """A `WeightSync` to servers. Subclasses say how the weights travel, in `staged` and `deliver`; `needs` is what they
-    require whatever their settings are. Most use what vLLM alone can do.
+    """A `WeightSync` to servers. Subclasses implement `staged` and `deliver`, and set `needs`: what they require under
+    all settings. Most need a vLLM server.
     """
 
     needs: ClassVar[SyncRequirements] = SyncRequirements(engine=VllmEngine)
@@ -154,8 +154,8 @@ def foreign_write(url: str, found: str) -> EngineError:
 
 @dataclass(kw_only=True)
 class PausingSync(ServerSync):
-    """A strategy that stops the server's sampling while weights change. With the pause mode "keep", the KV cache of
-    requests in flight is computed again.
+    """A strategy that pauses the server while weights change. `VllmEngine.pause` says what each mode does to requests
+    in flight.
     """
 
     pause_mode: str

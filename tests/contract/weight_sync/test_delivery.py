@@ -425,7 +425,7 @@ def test_adapters_come_back_to_a_server_that_was_started_anew(connect: Callable[
     control.call_workers("grpo_set_tag", tag=None)
     with pytest.raises(EngineDied, match="was started anew"):
         sync.check_served()
-    sync.recover(policy, version=0)
+    sync.push(policy, version=0, is_recovery=True)
     sync.check_served()
     assert distance(policy, sample(client)) < CPU.tolerance_nats
 
@@ -477,7 +477,7 @@ def test_a_push_notices_what_others_loaded_while_it_was_staged(
         with pytest.raises(EngineError, match="another client has loaded weights into the server"):
             sync.push(policy, version=1, amid_requests=True)
         assert not client.api.get("/is_paused").json()["is_paused"]
-        sync.recover(policy, version=1)
+        sync.push(policy, version=1, is_recovery=True)
         sync.push(policy, version=2)  # with all requests at an end, nothing has come of it
     assert sync.push(policy, version=3, amid_requests=True).version == 3
     assert distance(policy, sample(client)) < CPU.tolerance_nats

@@ -168,7 +168,7 @@ def test_after_a_death_in_a_push_all_get_the_weights_again() -> None:
         lab.push(2)
     lab.sync._apply = apply
     lab.calls.clear()
-    lab.deployment.recover(POLICY, version=2)
+    lab.deployment.push(POLICY, version=2, is_recovery=True)
     assert lab.calls == ["stop b", "begin b", "start b", "attach b", *of_push(2, "abc")]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.tiny import build_char_tokenizer
+from offline_grpo.weight_sync import shared_vllm
 from offline_grpo.weight_sync.shared_vllm import Bridge, check_coverage, start_time_of
 from offline_grpo.weight_sync.snapshot import Snapshot
 
@@ -148,7 +149,7 @@ def test_training_survives_a_recovery_that_is_interrupted(monkeypatch: pytest.Mo
     def memory_of_a_server(*_: Any, **__: Any) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in untrained.items()}
 
-    monkeypatch.setattr(sync, "_open_views", memory_of_a_server)
+    monkeypatch.setattr(shared_vllm, "open_views", memory_of_a_server)
     with ScriptedServer(lambda _: Reply({"results": [None]})) as web:
         engine = make_client(web.base_url)
         snapshot = Snapshot(policy, full_weights, engine)
