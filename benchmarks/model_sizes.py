@@ -127,7 +127,7 @@ def make_policy(
 
 def to_nf4(model: Any) -> None:
     """Quantise the linear layers of blocks in place, as `load_policy` does it while it reads files."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
     layers = [(name, m) for name, m in model.named_modules() if type(m) is torch.nn.Linear]
     for name, layer in layers:
@@ -135,8 +135,8 @@ def to_nf4(model: Any) -> None:
             continue
         own = Linear4bit(1, 1, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
         own.in_features, own.out_features = layer.in_features, layer.out_features
-        weight, layer.weight = layer.weight.detach(), None
-        own.weight = Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=own)
+        weight, kind = layer.weight.detach(), {"quant_type": "nf4", "compress_statistics": True}
+        own.weight = Params4bit(weight, requires_grad=False, module=own, **kind)  # pyright: ignore
         model.set_submodule(name, own.to(weight.device))  # this quantises
     model.is_loaded_in_4bit = True
     settle_nf4(model, torch.bfloat16)
