@@ -187,13 +187,13 @@ def test_a_shared_server_ends_after_the_runs_of_a_sweep_that_is_killed(tmp_path:
 
 @pytest.mark.slow
 def test_runs_at_a_shared_server_go_on_after_a_kill_and_a_ctrl_c(tmp_path: Path) -> None:
-    """One run is killed, which costs itself only; then a Ctrl-C ends the other; then the server dies. The sweep is
-    resumed each time, with another server, and each run goes on from its last checkpoint.
+    """One run is killed, which costs itself only; then a Ctrl-C ends the other. The sweep is resumed, with another
+    server, and each run goes on from its last checkpoint; then that server dies.
     """
-    words = (*five(save_model(tmp_path / "model")), *own_server(forking_python(tmp_path)), "weight_sync=lora_hotswap")
+    words = (*five(save_model(tmp_path / "model")), *own_server(preloaded_python(tmp_path)), "weight_sync=lora_hotswap")
     words = (*words, "model/lora=default", "hydra/launcher=shared_server", "hydra.launcher.n_jobs=2", "seed=1,2")
     words = (*words, "hydra.sweep.subdir=${seed}", "checkpoint.enabled=true", "checkpoint.save_interval=1")
-    words = ("--multirun", *words, "train.iterations=12", "eval.enabled=false", "hydra.sweep.dir=sweep")
+    words = ("--multirun", *words, "train.iterations=40", "eval.enabled=false", "hydra.sweep.dir=sweep")
     place, log = tmp_path / "sweep", tmp_path / "sweep" / "server_0.log"
 
     def wait_for(number: int, iterations: int) -> None:
@@ -202,7 +202,7 @@ def test_runs_at_a_shared_server_go_on_after_a_kill_and_a_ctrl_c(tmp_path: Path)
 
     def goes_on(number: int) -> list[int]:
         text = (place / str(number) / "run.log").read_text()
-        return [*map(int, re.findall(r"going on after iteration (\d+) of 12", text))]
+        return [*map(int, re.findall(r"going on after iteration (\d+) of 40", text))]
 
     sweep = start_command(tmp_path, ROOT / "run_grpo.py", *words, outputs=tmp_path)
     assert sweep.pid is not None
@@ -225,6 +225,7 @@ def test_runs_at_a_shared_server_go_on_after_a_kill_and_a_ctrl_c(tmp_path: Path)
         # The first goes on after what it had saved; the server is another one, and dies.
         sweep = start_command(tmp_path, ROOT / "run_grpo.py", "resume=sweep", outputs=tmp_path)
         wait_until(lambda: goes_on(1) and goes_on(2), told=lambda: printed(tmp_path))
+        assert goes_on(1)[0] >= 1
         wait_for(1, goes_on(1)[0] + 2)
         for process in writers(log):
             process.kill()
@@ -235,13 +236,6 @@ def test_runs_at_a_shared_server_go_on_after_a_kill_and_a_ctrl_c(tmp_path: Path)
         assert not writers(log)
     finally:
         sweep.kill()
-    done = run_command(tmp_path, ROOT / "run_grpo.py", "resume=sweep")
-    assert done.returncode == 0, done.stderr
-    assert not writers(log)
-    for number in (1, 2):
-        assert len([*(place / str(number) / "metrics").glob("train_iter_*.json")]) == 12
-        assert all(after >= 1 for after in goes_on(number))
-        assert goes_on(number) == sorted(goes_on(number))
 
 
 @pytest.mark.slow
