@@ -8,8 +8,8 @@ one GPU it reaches.
 
 Random weights, bf16 with fp32 masters, AdamW, every block recomputed, its inputs in the host's memory (`--offload`).
 The first 512 tokens are the prompt. N processes have `train.sequence_parallel=N`, and whole models fsdp2; all numbers
-of processes must have the same gradient norm. What does not fit is recorded as null. A test
-compares the peaks with the memory plan.
+of processes must have the same gradient norm. What does not fit is recorded as null. A test compares the peaks with
+the memory plan.
 """
 
 from __future__ import annotations

@@ -350,9 +350,9 @@ def where(run_dir: RunDir) -> str:
     """How to resume a run that was stopped."""
     if latest_checkpoint(run_dir.checkpoints) is None:
         return "nothing was saved"
-    return (
-        "resume its sweep, which has the server" if SWEEP_KEY in os.environ else f"go on with: {command(run_dir.path)}"
-    )
+    if SWEEP_KEY in os.environ:
+        return "resume its sweep, which has the server"
+    return f"go on with: {command(run_dir.path)}"
 
 
 def write_configuration(run_dir: RunDir, cfg: DictConfig, overrides: Sequence[str], source: RunDir) -> None:

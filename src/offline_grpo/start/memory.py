@@ -258,7 +258,7 @@ def predict(request: MemoryRequest, recompute: float = 0.0, offloads: bool = Fal
     # The moments at which it may hold most. An update begins without gradients, so the first microbatch finds none, and
     # has all in the end; with more than one, the last finds those before it. Processes that have all weights add up all
     # gradients as one message, of which there is a copy.
-    gradients, waiting = Part("gradients", 4 * num_trained), _recomputed_inputs(request, recompute)
+    gradients = Part("gradients", 4 * num_trained)
     found = gradients._replace(num_bytes=gradients.num_bytes * has_several_microbatches(request))
     in_head, in_last, in_first = _activations_bytes(request, recompute, offloads)
     of_head, of_blocks = (Part("gathered embeddings and blocks", n) for n in (gathered_by_head, gathered_by_blocks))
@@ -309,7 +309,8 @@ def predict(request: MemoryRequest, recompute: float = 0.0, offloads: bool = Fal
         devices.append(DevicePlan(gpu, request.total_bytes[gpu], trainer, served, num_servers))
     if offload or offloads:
         num_processes = len(request.trainers) + (2 * plan.engine.num_managed if request.engine_gpus else 0)
-        of_process = [*(optimizer if offload else ()), Part("inputs of blocks", offloads * sum(waiting))]
+        waiting = offloads * sum(_recomputed_inputs(request, recompute))
+        of_process = [*(optimizer if offload else ()), Part("inputs of blocks", waiting)]
         parts = *of_process * len(request.trainers), Part("processes", HOST_PROCESS_BYTES * num_processes)
         parts = tuple(part for part in parts if part.num_bytes > 0)
         # What the host can give without swapping: the machine, or its control group (a container) if that has less.
