@@ -151,20 +151,22 @@ def test_the_plan_of_a_long_sequence_lies_above_what_was_measured_and_by_a_tenth
     measured = json.loads((MEASURED / "h200" / "long_context.json").read_text())["measured"]
     shapes = runpy.run_path(str(BENCHMARKS / "shapes.py"))["SIZES"]
     arms, excess = (("0.6b", "full", 65536), ("4b", "full", 131072), ("8b", "lora", 131072)), []
-    cells = [*product((1, 2), arms), (1, ("4b", "full_offloaded", 65536))]
+    more = ("4b", "full_offloaded", 65536), ("4b", "lora", 131072), ("8b", "nf4", 131072)
+    cells = [*product((1, 2), arms), *product((1,), more)]
     for number, (size, arm, length) in cells:
         shape = copy.deepcopy(shapes[size])
         shape.max_position_embeddings = length
         own = ("generation=vllm_server", "weight_sync=reload", "model.compile=true", "train.precision=bf16")
         own += ("data.problems_per_iteration=1", "train.updates_per_iteration=8", "train.batch_size=1")
         own += (f"generation.max_new_tokens={length - 512}", f"train.sequence_parallel={number}")
-        own += ("model/lora=default",) if arm == "lora" else ()
+        own += ("model/lora=default",) if arm in ("lora", "nf4") else ()
+        own += ("model.quantization=nf4",) if arm == "nf4" else ()
         own += ("train.sharding=fsdp2",) if number > 1 and arm == "full" else ()
         own += ("train.optimizer.offload=true",) if arm == "full_offloaded" else ()
         total = predicted_total(shape, 1.0, 512, *own, offloads=True, num_processes=number)
         excess.append(total / measured[f"{size}_{arm}_{length}_on_{number}_peak_gib"] - 1)
     assert 0 <= min(excess) <= max(excess) <= 0.1, excess
-    said = f"lies above these seven, by {min(excess):.0%} to {max(excess):.0%}"
+    said = f"lies above these nine, by {min(excess):.0%} to {max(excess):.0%}"
     assert said in (BENCHMARKS / "README.md").read_text()
 
 
