@@ -26,7 +26,7 @@ from offline_grpo.engine.server_engine import ServerEngine
 from offline_grpo.engine.sglang import SglangEngine
 from offline_grpo.engine.spawn import usable_cores
 from offline_grpo.engine.vllm import VllmEngine
-from offline_grpo.errors import ending_with_reader
+from offline_grpo.errors import ConfigError, ending_with_reader
 from offline_grpo.history.records import newer_than_tested, this_start, versions
 from offline_grpo.installed import install_command, run_command
 
@@ -139,9 +139,12 @@ def findings(folder: Path, gpus: Sequence[tuple[str, float, str]]) -> Iterator[F
     if (newer := newer_than_tested()) is not None:
         yield Finding("versions", "missing", newer, "uv sync in a clone installs tested ones")
 
-    for place in compose.packages():
-        found = (f"{group}={option}" for group, options in compose.groups([place]).items() for option in options)
-        yield Finding("package", "ok", f"{place.parent.name}: {', '.join(found)}")
+    try:
+        for place in compose.packages():
+            found = (f"{group}={option}" for group, options in compose.groups([place]).items() for option in options)
+            yield Finding("package", "ok", f"{place.parent.name}: {', '.join(found)}")
+    except ConfigError as error:
+        yield Finding("package", "error", str(error), "install it with its YAML files, or uninstall it")
 
     # What a run may use up, and whom it asks.
     if (shm := Path("/dev/shm")).is_dir():

@@ -93,6 +93,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
         if key in ("modes", "out"):
             setattr(asked, key, value)
         elif key == "dry_run":
+            if value.lower() not in ("true", "false"):
+                raise ConfigError(key, value, "must be true or false")
             asked.dry_run = value.lower() == "true"
         elif key in ("steps", "restart_interval", "gpus"):
             if not value.isdecimal() or int(value) == 0:

@@ -71,3 +71,6 @@ def test_the_page_fits_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_no_such_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"MODEL=.*nobody"):
         model_info.run([str(tmp_path / "nobody")])
+    (tmp_path / "sweep" / "0" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"sweep: is no model itself; name what is in it, such as .*/sweep/0$"):
+        model_info.run([str(tmp_path / "sweep")])

@@ -1,6 +1,7 @@
 """A run that dies anywhere and is resumed ends with the files of a run that did not die."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -135,8 +136,9 @@ def test_a_signal_before_anything_is_saved_says_that_and_leaves_no_folder(tmp_pa
 
 @pytest.mark.slow
 def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
-    """The line that the run printed when it was stopped, and more iterations."""
+    """The line that the run printed when it was stopped, and more iterations. A key in a variable is in no record."""
     run_dir, words = tmp_path / "a run", (*SMALL[:-1], "train/loss=dapo", "eval.enabled=false")
+    words += ("+generation.api_key=${oc.env:PATH}",)
     words += ("train.iterations=2", f"hydra.run.dir='{run_dir}'")
     first = run_command(tmp_path, ROOT / "run_grpo.py", cache, *words)
     assert first.returncode == 0, first.stderr
@@ -150,6 +152,9 @@ def test_a_command_goes_on_with_the_configuration_of_its_run(cache, tmp_path):
     config, starts = (read_yaml(run_dir / ".hydra" / f"{name}.yaml") for name in ("config", "starts"))
     assert config["train"]["loss"]["_target_"].endswith("DAPO")
     assert config["train"]["iterations"] == 4
+    records = [path.read_text() for path in run_dir.glob(".hydra/*.yaml")]
+    assert ["api_key=${oc.env:PATH}" in text for text in records].count(True) == 3  # overrides, starts, and hydra
+    assert not any(os.environ["PATH"] in text for text in records)
     assert config["eval"]["max_new_tokens"] == "${generation.max_new_tokens}"
     assert [start.get("after_iteration") for start in starts] == [None, 2]
     assert starts[1]["changes"]["train.iterations"] == [2, 4]

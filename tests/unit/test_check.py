@@ -48,11 +48,15 @@ def test_gpus_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monkey
     assert check.fitting(0.0) == {}
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be reached" in found("Hub").text
     monkeypatch.setattr(check, "versions", lambda: {"vllm": "0.19.1"})
     assert (found("vLLM").state, found("vLLM").text) == ("missing", "0.19.1 (0.25 to 0.33 is supported)")
     assert found("torch").state == "error"
+    (about := tmp_path / "mine-1.0.dist-info").mkdir()
+    (about / "entry_points.txt").write_text("[offline_grpo.conf]\nmine = mine.conf\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (found("package").state, found("package").text[:11]) == ("error", "mine.conf: ")
     monkeypatch.setattr(sys, "version_info", Version(3, 10, 1))
     assert found("Python").state == "error"
 

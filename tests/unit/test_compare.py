@@ -57,6 +57,7 @@ def test_modes_differ_in_weight_sync_and_adapters_alone(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["dry_run=1"], r"dry_run=1: must be true or false"),
         (["modes=lora_only"], r"modes=lora_only: no such mode; choose from .*lora_hotswap"),
         (["steps=0"], "steps=0: must be 1 or more"),
         (["train.iterations=5"], "train.iterations=5: the comparison sets this itself; see --help"),

@@ -95,6 +95,11 @@ def find_model(name: str, *, trust_remote_code: bool = False, key: str = KEY) ->
             fix = "a run without a checkpoint; give a checkpoint, a model folder or a Hugging Face id"
             raise ConfigError(f"{key}={name}: {fix}")
         folder = found
+    elif not any(folder.glob("*config.json")):
+        # No model: perhaps a sweep, a folder of runs, or all checkpoints of one.
+        found = [*(path.parent for path in folder.glob("*/checkpoints")), *folder.glob("iter_*")]
+        if found:
+            raise ConfigError(f"{key}={name}: is no model itself; name what is in it, such as {min(found)}")
     checkpoint = folder.resolve() if is_run or os.path.lexists(folder / "trainer") else None
     state = verified_state(checkpoint, key=key) if checkpoint is not None else None
     place = str(checkpoint or folder) if os.path.exists(folder) else name

@@ -34,7 +34,7 @@ from offline_grpo.eval.evaluator import PassAtKEvaluator, recording
 from offline_grpo.eval.statistics import PairedResult, compare
 from offline_grpo.history.folder import discard_fresh
 from offline_grpo.history.records import hide_progress_bars
-from offline_grpo.history.resume import LOCAL, search_path
+from offline_grpo.history.resume import LOCAL, SWEEP_KEY, search_path
 from offline_grpo.interfaces import Task
 from offline_grpo.logger.console import ConsoleLogger
 from offline_grpo.logger.samples import FirstLook
@@ -140,10 +140,13 @@ def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
     # Another `generation` brings its own engine; otherwise the run's words choose it.
     groups = _options(words)
     served = ("engine", "weight_sync") if "generation" in groups else ()
-    is_left_out = re.compile(rf"({'|'.join([*OF_TRAINING_ALONE, *OF_RUN, *groups, *served])})([.@]|$)").match
+    own = read_yaml(run_folder / ".hydra" / "overrides.yaml") or []
+    # The server of a sweep has ended with it.
+    of_sweep = ("generation.base_url", "generation.api_key") if any(SWEEP_KEY in word for word in own) else ()
+    is_left_out = re.compile(rf"({'|'.join([*OF_TRAINING_ALONE, *OF_RUN, *groups, *served, *of_sweep])})([.@]|$)").match
     stored = flat(read_yaml(run_folder / ".hydra" / "config.yaml"))
     found = [] if _search_path(words) else search_path(run_folder)  # Hydra reads one
-    for word in read_yaml(run_folder / ".hydra" / "overrides.yaml") or []:
+    for word in own:
         key = key_of(word)
         if key.rpartition(".")[2] in LOCAL and isinstance(stored.get(key), str):
             word = f"{word.partition('=')[0]}={quoted(stored[key])}"

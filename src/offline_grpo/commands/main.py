@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from traceback import extract_tb
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import psutil
 from hydra import version
@@ -121,7 +121,9 @@ def run_hydra(words: Sequence[str]) -> None:
 def job(cfg: DictConfig) -> float | None:
     """Hydra's task function: run once. Returns the last held-out pass@1, which sweepers maximise."""
     hydra = HydraConfig.get()
-    folder, words = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    # As they were typed: the record of a run has ${oc.env:KEY}, and not the key.
+    folder = Path(hydra.runtime.output_dir)
+    words = cast("list[str]", OmegaConf.to_container(hydra.overrides.task))
     if hydra.mode is not RunMode.MULTIRUN:
         try:
             return _run(resume.with_absolute_paths(cfg), folder, words)

@@ -135,7 +135,8 @@ class TransformersClient(LocalEngine):
                     raise ConfigError(f"prompt {index} has no tokens; check the task's messages and the chat template")
                 if context is not None and len(prompt) + limit > context:
                     has = f"prompt {index} has {len(prompt)} tokens and the model's context is {context}"
-                    fix = f"use {max(context - len(prompt), 0)} or less, or leave out problems with longer prompts"
+                    fix = f"use {context - len(prompt)} or less, or " if len(prompt) < context else ""
+                    fix += "leave out longer prompts (data.max_prompt_tokens)"
                     raise ConfigError(f"generation.max_new_tokens={limit}: {has}; {fix}")
             # 2. Rows are (request, replicate), those with the fewest new tokens first; a batch may have parts of
             #    several requests. Its rows all compute as many tokens, so a new prompt does not join further turns.

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # A comparison of modes has a file that says so; a run has metrics or settings; all else are sweeps.
             is_run = (folder / ".hydra").is_dir() or (folder / "metrics").is_dir()
             if len(options.folders) == 1 and (folder / sweep.FILE).is_file():
-                sweep.print_comparison(folder, console)
+                sweep.print_comparison(folder, console, out)
             elif len(options.folders) > 1 or not is_run:
                 sweep.print_sweep(options.folders, console, out)
             else:

@@ -120,8 +120,10 @@ def save_comparison(folder: Path, about: Mapping[str, Any], statuses: Mapping[st
     write_whole(folder / FILE, json.dumps({"compared": COMPARED, **about, "modes": modes}, indent=1) + "\n")
 
 
-def print_comparison(folder: Path, console: Console) -> None:
-    """Print the summary of each mode and the table, and save table and page, of a folder with a comparison.json."""
+def print_comparison(folder: Path, console: Console, out: Path | None = None) -> None:
+    """Print the summary of each mode and the table, and save table and page (`out`: see `print_sweep`), of a folder
+    with a comparison.json.
+    """
     about = json.loads((folder / FILE).read_text())
     modes: dict[str, dict[str, Any]] = about.pop("modes")
     # The block of each mode, which scripts look for.
@@ -139,7 +141,7 @@ def print_comparison(folder: Path, console: Console) -> None:
     facts = [f"- {name}: {value}\n" for name, value in about.items() if name != "compared"]
     write_whole(folder / "comparison.md", "".join([comparison_table(modes).markdown(), f"\n{COMPARED}\n\n", *facts]))
     if measured:
-        say(console, [save_page([run.folder for run in measured], folder / "report.html")])
+        say(console, [save_page([run.folder for run in measured], out or folder / "report.html")])
 
 
 def comparison_table(modes: Mapping[str, Mapping[str, Any]]) -> Table:

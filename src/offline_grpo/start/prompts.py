@@ -235,6 +235,8 @@ def check_prompts(plan: Plan, model_id: str, codec: TokenizerCodec, model_config
             fix = fix if room >= min(lengths) else "use a model with more"
             left = context - longest - added
             fix = f"use {key}={left} or less, or {fix}" if left > 0 else fix
+            spare = context - longest - max_new_tokens
+            fix = f"use task.max_environment_tokens={spare} or less, or {fix}" if added and spare > 0 else fix
             more = f" and task.max_environment_tokens={added}" if added else ""
             excess = f"that is beyond the model's context of {context}; {fix}"
             raise ConfigError(f"{key}={max_new_tokens}: with the longest prompt of {longest} tokens{more} {excess}")

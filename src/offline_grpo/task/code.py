@@ -21,12 +21,13 @@ from offline_grpo.errors import ConfigError, reason_of
 from offline_grpo.installed import install_command
 from offline_grpo.sandbox import ENVIRONMENT, Limits, check, run
 from offline_grpo.settings import Range, at_least
-from offline_grpo.task.code_problems import draw
+from offline_grpo.task.code_problems import MOST_STEPS, draw
 from offline_grpo.task.problems import FormatWeight, asked
 from offline_grpo.task.rows import Row, RowTask, field, shown, text_field
 from offline_grpo.types import Message, Problem, Score, Split
 
 Pairs = Sequence[Mapping[str, str]]
+DIFFICULTY = Range(f"must be from 1 to {MOST_STEPS}", lambda count: 1 <= count <= MOST_STEPS)
 PYTEST = re.compile(r"^(?:async )?(?:def test_|class \w*Test)", re.MULTILINE)
 CALLS = Path(__file__).with_name("code_calls.py")
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
@@ -43,7 +44,7 @@ class Code(RowTask):
 
     is_deterministic: ClassVar[bool] = True
     path: str | None  # type: ignore[assignment]
-    difficulty: Annotated[int, at_least(1)]
+    difficulty: Annotated[int, DIFFICULTY]
     num_problems: Annotated[int, at_least(10)]
     prompt_field: str
     tests_field: str

@@ -34,6 +34,7 @@ STEPS = {
     },
 }
 """Kinds of value; what is done with it, in words; and in Python."""
+MOST_STEPS = min(map(len, STEPS.values()))
 
 
 def draw(difficulty: int, count: int) -> list[dict[str, str]]:
@@ -44,7 +45,7 @@ def draw(difficulty: int, count: int) -> list[dict[str, str]]:
     for _ in range(20 * count):
         kind = rng.choice([*STEPS])
         words, expression = [], "x"
-        for step in rng.sample([*STEPS[kind]], min(difficulty, len(STEPS[kind]))):
+        for step in rng.sample([*STEPS[kind]], difficulty):
             given = {"a": rng.randint(2, 99), "b": rng.randint(2, 5), "c": rng.choice("abcde")}
             words.append(step.format(**given))
             expression = STEPS[kind][step].format(x=expression, **given)

@@ -9,6 +9,7 @@ import yaml
 from factories import CONF
 
 from offline_grpo.commands.evaluation import evaluation_sets, saved_overrides
+from offline_grpo.history.resume import SWEEP_KEY
 from offline_grpo.task.arithmetic import Arithmetic
 from offline_grpo.task.countdown import Countdown
 from offline_grpo.task.mixture import Mixture
@@ -63,3 +64,11 @@ def test_paths_of_the_run_are_found_from_any_folder(tmp_path: Path) -> None:
     stored = {"task": {"path": "/data/my, own.jsonl", "answer_field": "answer"}}
     run = run_with(tmp_path, ["+task.path=own.jsonl", "task.answer_field=answer"], stored)
     assert saved_overrides(run, []) == ["+task.path='/data/my, own.jsonl'", "task.answer_field=answer"]
+
+
+def test_a_server_of_the_runs_sweep_has_ended(tmp_path: Path) -> None:
+    of_run = ["generation=vllm_server", "generation.base_url=[http://127.0.0.1:1]"]
+    run = run_with(tmp_path, [*of_run, f"generation.api_key=${{oc.env:{SWEEP_KEY}}}"])
+    assert saved_overrides(run, []) == of_run[:1]
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(of_run))
+    assert saved_overrides(run, []) == of_run, "a server of somebody's own may still be there"

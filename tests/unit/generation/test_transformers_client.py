@@ -181,6 +181,8 @@ def test_wrong_requests_are_refused(model, tokenizer) -> None:
         generate(client, [[3], []], SAMPLING, group_size=1, seeds=[1, 2])
     with pytest.raises(ConfigError, match=r"max_new_tokens=62: prompt 0 has 3 tokens .* 64; use 61 or less"):
         generate(client, [[3, 4, 5]], replace(SAMPLING, max_new_tokens=62), group_size=1, seeds=[1])
+    with pytest.raises(ConfigError, match=r"has 64 tokens .* 64; leave out longer prompts \(data.max_prompt_tokens\)$"):
+        generate(client, [[3] * 64], SAMPLING, group_size=1, seeds=[1])
     full = generate(client, [[3, 4, 5]], replace(SAMPLING, max_new_tokens=61), group_size=1, seeds=[8])
     assert 1 <= len(full[0][0].token_ids) <= 61
 

@@ -41,7 +41,8 @@ def test_the_report_prints_a_comparison_with_a_mode_that_failed(
     record(tmp_path, "restart")
     failure = "failed with exit code 1; error: no room"
     save_comparison(tmp_path, {"gpu": None}, {"restart": "done", "lora_hotswap": failure})
-    assert main([str(tmp_path)]) == 0
+    page = tmp_path / "page.html"
+    assert main([str(tmp_path), f"--out={page}"]) == 0
     lines = stream.getvalue().splitlines()
     assert "BENCHMARK SUMMARY (restart)" in lines
     assert not any("SUMMARY (lora_hotswap)" in line for line in lines)
@@ -51,8 +52,8 @@ def test_the_report_prints_a_comparison_with_a_mode_that_failed(
     assert saved["restart"]["seconds"] == 14.0
     assert saved["lora_hotswap"] == {"status": failure} | dict.fromkeys(MEASURES)
     assert "| state | done | failed |\n" in (tmp_path / "comparison.md").read_text()
-    assert lines[-1] == str(tmp_path / "report.html")
-    assert '{"generate":[2.0,2.0],"train":[1.0,1.0],"sync":[0.0,8.0]}' in (tmp_path / "report.html").read_text()
+    assert lines[-1] == str(page)
+    assert '{"generate":[2.0,2.0],"train":[1.0,1.0],"sync":[0.0,8.0]}' in page.read_text()
 
     (tmp_path / "restart" / ".hydra").mkdir()
     strategy = "offline_grpo.weight_sync.restart.Restart"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.start import prompts
 from offline_grpo.start.prompts import check_prompts, check_teacher
 from offline_grpo.task.problems import MANY
-from offline_grpo.types import Encoded, Problem, SamplingParams
+from offline_grpo.types import Encoded, Problem, Rules, SamplingParams
 
 TOKENIZER = build_char_tokenizer(256)
 CODEC = TokenizerCodec(TOKENIZER)
@@ -52,6 +53,11 @@ def test_the_shortest_and_the_longest_prompt_are_found_and_what_does_not_fit_say
     assert (lengths(texts), lengths([])) == ((short, long), (0, 0))
     with pytest.raises(ConfigError, match=rf"^generation.max_new_tokens=15: .* context of 20; use .*={20 - long} "):
         lengths(texts, max_new_tokens=15)
+    talk = Rules(max_turns=1, max_turn_tokens=None, max_environment_tokens=20, timeout_s=1)
+    with pytest.raises(
+        ConfigError, match=rf"=20 that is .*; use task.max_environment_tokens={16 - short} or less, or use"
+    ):
+        lengths([replace(texts[0], rules=talk)])
     with pytest.raises(ConfigError, match=r"^generation.max_new_tokens=4: .*=16 skips the 2 of 3 problems"):
         lengths(problems("1+1=", "1+" * 10 + "1=", "1+" * 20 + "1="))
     with pytest.raises(ConfigError, match=r"^model.train_id=a/model: its tokenizer gives token \d+ for problem p-0"):

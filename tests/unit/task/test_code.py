@@ -330,6 +330,9 @@ def test_programs_of_any_language_read_input_and_write_output() -> None:
         {"input": "1 1", "output": "3"},
     ]
     assert judged(make(), "a, b = map(int, input().split())\nprint(a + b)", pairs).reward == pytest.approx(2 / 3)
+    assert judged(make("task.file=sum.py"), "print(sum(map(int, input().split())))", pairs).reward == pytest.approx(
+        2 / 3
+    )
     shell = make("task.file=main.sh", "task.command=[sh,main.sh]")
     assert judged(shell, "read a b\necho $((a + b))", pairs).reward == pytest.approx(2 / 3)
     assert judged(shell, "read a b\necho $((a + b))\nexit 1", pairs).reward == 0
@@ -340,7 +343,9 @@ def test_programs_of_any_language_read_input_and_write_output() -> None:
 
 def test_drawn_problems_have_twenty_kinds_and_are_held_out_apart(task: Code) -> None:
     assert sum(map(len, STEPS.values())) >= 10
-    for difficulty in (1, 2, 3):
+    with pytest.raises(ConfigError, match=r"task.difficulty=7: must be from 1 to 6"):
+        make("task.difficulty=7")
+    for difficulty in (1, 2, 6):
         rows = draw(difficulty, 300)
         assert rows == draw(difficulty, 300)
         assert len({row["answer"] for row in rows}) == 300
