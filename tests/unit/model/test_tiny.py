@@ -163,8 +163,8 @@ def test_the_default_run_takes_the_weights_of_the_package(tmp_path, monkeypatch)
 
 @pytest.mark.slow  # a warm start
 def test_the_weights_of_the_package_come_of_this_warm_start(tmp_path, monkeypatch):
-    """Bit for bit, or, where a processor adds up in another order, as good ones. All 1000 steps take a minute, so they
-    are done up to the 60th: whoever changes what steps do makes the weights anew, and notes what these have learnt then.
+    """All 1000 steps, which make them bit for bit, take a minute, so 60 are done here: whoever changes what a step does
+    makes the weights anew, and notes what the model has learnt then. Other processors may add up in another order.
     """
     make = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "tiny_weights.py"))["make"]
     short, [shipped] = make(["model.tiny.warm_start_steps=60"], tmp_path), tiny.SHIPPED.iterdir()
