@@ -67,10 +67,15 @@ def save_seeing(model_type: str, folder: Path) -> Path:
 
 
 class Seeing:
-    """A policy that sees, and prompts with 2, 0, 3 and 1 pictures of several sizes."""
+    """A policy that sees, and prompts with 2, 0, 3 and 1 pictures of several sizes.
 
-    def __init__(self, name: str, folder: Path, **how: Any) -> None:
-        self.policy: Policy = load_composite(save_seeing(name, folder), **how)
+    Args:
+        models: a folder for models, of which each family is saved once.
+    """
+
+    def __init__(self, name: str, models: Path, **how: Any) -> None:
+        folder = models / name
+        self.policy: Policy = load_composite(folder if folder.exists() else save_seeing(name, folder), **how)
         found = vision_of(str(folder), self.policy.causal_lm.config)
         assert found is not None
         self.policy.scoring.vision = self.vision = found

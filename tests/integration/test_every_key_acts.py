@@ -283,7 +283,7 @@ def test_every_key_is_read() -> None:
     """The cheap half: some code reads each setting, in the classes of its component or, of plain settings, anywhere."""
     everywhere = "\n".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "settings.py")
     unread = set()
-    for cls, name in in_conf():
+    for cls, name in {*in_conf()}:
         own = [
             base
             for base in getattr(cls, "__mro__", ())

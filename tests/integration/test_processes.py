@@ -17,6 +17,7 @@ from runs import (
     in_group,
     metrics_of,
     printed,
+    run_command,
     run_in_children,
     weights_of,
 )
@@ -83,8 +84,7 @@ def test_the_readmes_command_starts_two_processes(tmp_path: Path) -> None:
 def test_launchers_say_in_one_line_what_is_wrong_with_the_configuration(tmp_path: Path) -> None:
     says, common = "error: train.lrr: no such key; did you mean train.lr?", [str(ROOT / "run_grpo.py"), "train.lrr=1"]
     for launcher in (["accelerate", "launch", "--num_processes", "2"], ["torchrun", "--nproc_per_node", "2"]):
-        command = [str(Path(sys.executable).with_name(launcher[0])), *launcher[1:], *common]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        done = run_command(tmp_path, Path(sys.executable).with_name(launcher[0]), *launcher[1:], *common)
         assert done.returncode == 1
         assert done.stderr.splitlines().count(says) == 1, done.stderr
         assert "hydra" not in done.stderr
